@@ -36,7 +36,7 @@ from xray_runtime.config.ppo import PPOConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.rows import Rows
-from xray_runtime.engines.generation.sampling import Place, Sampling
+from xray_runtime.engines.generation.sampling import EngineRank, Sampling
 from xray_runtime.environments import worker
 from xray_runtime.environments.pool import EnvironmentPool
 from xray_runtime.environments.protocol import Start, Step
@@ -143,7 +143,7 @@ class BareEngine:
         from xray_runtime.engines.generation.vllm import VLLMSampler
 
         torch.set_num_threads(RUNTIME.threads)
-        self._sampler = VLLMSampler(directory, MAX_PROMPT + MAX_TOKENS, RUNTIME, Place("cpu"))
+        self._sampler = VLLMSampler(directory, MAX_PROMPT + MAX_TOKENS, RUNTIME, EngineRank("cpu"))
 
     def play(self, turns: list[Rows], stops: tuple[int, ...]) -> float:
         """Seconds that `LLM.generate` takes for all of the turns."""

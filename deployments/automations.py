@@ -1,10 +1,10 @@
 """Automations of a Prefect server for X-ray's runs, installed by `xray automations` and `xray up`.
 
-A flow run whose driver and workers were killed together would stay Running for ever. Lifecycles send a heartbeat; if it
-stops during a run, the run is marked Crashed, and a retry on its page goes on from its snapshot. A run that is late
-because another one has its queue says so. Two more notify people: a run failed (an audit that found something too),
-a candidate waits for approval. They post {"text": …}, one sentence and a link, to the address in XRAY_NOTIFY_URL, as
-chat services take it; without one they only show as events.
+- A run without heartbeats is marked Crashed: its driver and workers were killed together. A retry on its page continues
+  from its snapshot.
+- A run that waits for another run in its queue says so instead of Late.
+- A failed run (a failed audit too) and a candidate that waits for approval notify people: they post {"text": …}, one
+  sentence and a link, to XRAY_NOTIFY_URL, as chat services expect. Without that variable they only appear as events.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PREFIX = "X-ray: "
 WITHIN = timedelta(seconds=90)
 HEARTBEAT = "prefect.flow-run.heartbeat"
 WITHOUT_PROCESS = ("Completed", "Failed", "Cancelled", "Crashed", "Suspended", "Resuming")
-"""States of a flow run that nobody sends heartbeats for."""
+"""States of a flow run in which no process sends heartbeats."""
 REPEATS = timedelta(seconds=60)
-"""Prefect's worker, its runner and the heartbeat can all report one crash: within this time it is one."""
+"""Prefect's worker, its runner and the heartbeat can all report one crash: reports within this time count once."""
 MAX_MESSAGE = 300
 WAITING = "Waiting for another run"
 NOTIFY_URL = "XRAY_NOTIFY_URL"
@@ -39,18 +39,14 @@ ANY_RUN: Labels = {"prefect.resource.id": "prefect.flow-run.*"}
 
 
 def crashed_without_heartbeat() -> Automation:
-    """The automation that marks such a run Crashed, not yet installed."""
+    """The automation that marks runs without heartbeats Crashed."""
     return Automation(
-        name=f"{PREFIX}a flow run whose process is gone has crashed",
-        description=f"No heartbeat for {WITHIN.total_seconds():.0f} s, neither over, suspended nor resumed: Crashed.",
-        trigger=EventTrigger(
-            after={HEARTBEAT},
-            # A candidate may wait for days for approval.
-            expect={HEARTBEAT, *(f"prefect.flow-run.{state}" for state in WITHOUT_PROCESS)},
-            match=ANY_RUN,
-            for_each={"prefect.resource.id"},
+        name=f"{PREFIX}mark a flow run Crashed when its process is gone",
+        description=f"Marks a run Crashed after {WITHIN.total_seconds():.0f} s without a heartbeat or an end.",
+        trigger=_trigger(
+            {HEARTBEAT, *(f"prefect.flow-run.{state}" for state in WITHOUT_PROCESS)},
             posture=Posture.Proactive,
-            threshold=1,
+            after={HEARTBEAT},
             within=WITHIN,
         ),
         actions=[ChangeFlowRunState(name=None, state=StateType.CRASHED, message=NO_HEARTBEAT, force=False)],
@@ -58,25 +54,19 @@ def crashed_without_heartbeat() -> Automation:
 
 
 def waiting_in_queue() -> Automation:
-    """The automation that makes a late run of the queue say what it waits for, not yet installed."""
+    """The automation that renames the state of a run that waits in the queue."""
     return Automation(
-        name=f"{PREFIX}a run that waits for another says so",
-        description=f"The queue {QUEUE} takes one run at a time; the next is {WAITING!r} instead of Late.",
-        trigger=EventTrigger(
-            expect={"prefect.flow-run.Late"},
-            match=ANY_RUN,
+        name=f"{PREFIX}show that a run waits for another one",
+        description=f"The queue {QUEUE} runs one at a time; the next run is {WAITING!r} instead of Late.",
+        trigger=_trigger(
+            {"prefect.flow-run.Late"},
             match_related={"prefect.resource.role": "work-queue", "prefect.resource.name": QUEUE},
-            for_each={"prefect.resource.id"},
-            posture=Posture.Reactive,
-            threshold=1,
-            within=timedelta(0),
         ),
         actions=[
             ChangeFlowRunState(
                 name=WAITING,
                 state=StateType.SCHEDULED,
-                message=f"The queue {QUEUE} takes one run at a time: this one begins when those before it have ended. "
-                "`xray status` shows them.",
+                message=f"The queue {QUEUE} runs one at a time; `xray status` shows the runs before this one.",
                 force=False,
             )
         ],
@@ -84,12 +74,12 @@ def waiting_in_queue() -> Automation:
 
 
 def notifications(block_id: Any | None) -> list[Automation]:
-    """The automations that notify people through the notification block; with None they only leave an event."""
+    """The automations that notify people through the notification block; with None they only record an event."""
     message = "((flow_run.state.message or '')|string).splitlines()|first|default('', true)"
     why = f"{{{{ {message}|replace('Flow run encountered an exception: ', '')|truncate({MAX_MESSAGE}) }}}}"
     link = "{{ flow_run|ui_url }}"
     failed = f"{{{{ flow_run.name }}}} {{{{ flow_run.state.name|lower }}}}: {why} {link}"
-    # A promotion that goes on by itself waits for nobody.
+    # A promotion that `xray down` suspended does not wait for approval.
     not_ours = ANY_RUN | {"prefect.state-message": f"!{SUSPENDED}*"}
     promotion: Labels = {"prefect.resource.role": "flow", "prefect.resource.name": "promote"}
     kinds: list[tuple[str, set[str], Labels, Labels, timedelta, str]] = [
@@ -106,18 +96,8 @@ def notifications(block_id: Any | None) -> list[Automation]:
     return [
         Automation(
             name=PREFIX + name,
-            description=f"Posts a sentence to {NOTIFY_URL}."
-            if block_id
-            else f"{NOTIFY_URL} was not set: no notification is sent.",
-            trigger=EventTrigger(
-                expect=events,
-                match=match,
-                match_related=related,
-                for_each={"prefect.resource.id"},
-                posture=Posture.Reactive,
-                threshold=1,
-                within=within,
-            ),
+            description=f"Posts a sentence to {NOTIFY_URL}." if block_id else f"Off: {NOTIFY_URL} is not set.",
+            trigger=_trigger(events, match=match, match_related=related, within=within),
             actions=[
                 SendNotification(block_document_id=block_id, subject=PREFIX + name, body=body)
                 if block_id
@@ -128,10 +108,16 @@ def notifications(block_id: Any | None) -> list[Automation]:
     ]
 
 
-def install() -> list[str]:
-    """Install or update all of them on the server of PREFECT_API_URL; returns the names of those changed.
+def _trigger(events: set[str], **options: Any) -> EventTrigger:
+    """A trigger on `events` of flow runs, for each run by itself."""
+    defaults: dict[str, Any] = {"match": ANY_RUN, "posture": Posture.Reactive, "within": timedelta(0)}
+    return EventTrigger(expect=events, for_each={"prefect.resource.id"}, threshold=1, **defaults | options)
 
-    One that is up to date is left alone, switched on or off. One of an earlier X-ray that is none any more goes.
+
+def install() -> list[str]:
+    """Install or update the automations on the server of PREFECT_API_URL; returns the names of those that changed.
+
+    An automation that is up to date stays as it is, switched on or off. Automations of an earlier X-ray are removed.
     """
     wanted = [crashed_without_heartbeat(), waiting_in_queue(), *notifications(_block())]
     names, changed = {each.name for each in wanted}, []
@@ -157,7 +143,7 @@ def _block() -> Any | None:
 
 
 def webhook(url: str) -> CustomWebhookNotificationBlock:
-    """A block that posts to `url`, which is a secret (anyone who has it can post) that Prefect's pages do not show."""
+    """A block that posts to `url`. The URL is a secret, which Prefect's pages do not show."""
     return CustomWebhookNotificationBlock(
         name="X-ray",
         url="{{address}}",

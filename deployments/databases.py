@@ -1,7 +1,7 @@
-"""Where `xray up` keeps the records of Prefect and of MLflow: SQLite files in its server home, or PostgreSQL.
+"""Databases of Prefect and MLflow under `xray up`: SQLite files in the server home, or PostgreSQL.
 
-The addresses, with passwords, come from the environment variables of the two programs. Each is passed on only to the
-process that needs it, in its environment; only host, port and name are saved and shown.
+The addresses, with passwords, come from the environment variables of the two programs. Only the process that needs an
+address gets it; only host, port and name are saved and shown.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from sqlalchemy.exc import ArgumentError
 from xray_runtime.config.validation import ConfigError
 
 VARIABLES = {"prefect": "PREFECT_API_DATABASE_CONNECTION_URL", "mlflow": "MLFLOW_BACKEND_STORE_URI"}
-"""Service → the variable with its database's address."""
+"""Service → variable with the address of its database."""
 DRIVERS = {"prefect": ("postgresql+asyncpg",), "mlflow": ("postgresql", "postgresql+psycopg2")}
 EXTENSION = "pg_trgm"
-"""What Prefect's migrations need, of PostgreSQL's own extensions."""
+"""Extension of PostgreSQL that Prefect's migrations need."""
 CONNECT_SECONDS = 15.0
 
 
@@ -28,27 +28,27 @@ def databases(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Service → `HOST:PORT/NAME` of its PostgreSQL, for the services that use one.
 
     Raises:
-        ConfigError: an address is not one of PostgreSQL; the message leaves it out, because of its password.
+        ConfigError: an address is not one of PostgreSQL; the message leaves it out, since it holds a password.
     """
     return {name: _shown(_url(name, environment)) for name, variable in VARIABLES.items() if environment.get(variable)}
 
 
 def check_databases(remembered: Mapping[str, str], running: set[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """`databases`, after checking that each service to be started can use its own.
+    """`databases`, after checking that each service that is not running yet can use its own.
 
     Args:
         remembered: `databases` of the last start.
-        running: services that run.
+        running: services that are running.
 
     Raises:
-        ConfigError: one cannot be used, or the records of the last start would not be found any more.
+        ConfigError: a database cannot be used, or the records of the last start would be lost.
     """
     found = databases(environment)
     for name, variable in VARIABLES.items():
         before, now = remembered.get(name), found.get(name)
         if before and not now:
             raise ConfigError(
-                f"{variable}: is not set: the records are in PostgreSQL at {before}; set it to that address"
+                f"{variable}: is not set, but the records are in PostgreSQL at {before}: set it to that address"
             )
         if now and name in running and before != now:
             raise ConfigError(f"{variable}: {now} is not allowed while {name} is up: `xray down` first")
@@ -60,7 +60,7 @@ def check_databases(remembered: Mapping[str, str], running: set[str], environmen
 
 
 def address(name: str, otherwise: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variable that tells service `name` where its database is; `otherwise` if none is set."""
+    """Environment of service `name` with the address of its database; `otherwise` if none is set."""
     return {VARIABLES[name]: environment.get(VARIABLES[name]) or otherwise}
 
 
@@ -85,17 +85,17 @@ def _shown(url: URL) -> str:
 
 
 def _why_not(name: str, url: URL) -> str | None:
-    """Why PostgreSQL cannot be used by service `name`; None where it can."""
+    """Why service `name` cannot use this database; None if it can."""
     if name == "mlflow" and importlib.util.find_spec("psycopg2") is None:
         return "the package psycopg2-binary is not installed (it comes with xray-rlhf[cluster])"
     try:
-        return asyncio.run(_ask(url, name == "prefect"))
+        return asyncio.run(_query_database(url, name == "prefect"))
     except Exception as error:
-        # Many kinds, from the network, the server or the driver. None of them holds the password.
+        # Errors of the network, the server or the driver; none of them holds the password.
         return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-async def _ask(url: URL, needs_extension: bool) -> str | None:
+async def _query_database(url: URL, needs_extension: bool) -> str | None:
     import asyncpg
 
     connection = await asyncpg.connect(
@@ -109,7 +109,7 @@ async def _ask(url: URL, needs_extension: bool) -> str | None:
     try:
         query = "select count(*) from pg_available_extensions where name = $1"
         if needs_extension and not await connection.fetchval(query, EXTENSION):
-            return f"it lacks the extension {EXTENSION} (Debian has it in postgresql-contrib)"
+            return f"it lacks the extension {EXTENSION} (on Debian: postgresql-contrib)"
         return None
     finally:
         await connection.close()

@@ -1,7 +1,7 @@
-"""The form of a run on Prefect's page: the ten fields people change first; all others stay behind "Use JSON input".
+"""The form of a run on Prefect's page: the fields people change first; all others are behind "Use JSON input".
 
-Prefect's page draws what stands in `properties`, with no way to fold it, but keeps values it does not draw, and its
-server validates `patternProperties` as well. So the other fields go there: a wrong one is refused as before.
+Prefect's page shows every field in `properties`, but its server also validates `patternProperties`. So the other fields
+move there: the page keeps their values, and wrong ones are still refused.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ FIRST = {
     "EvaluateSection": ("num_prompts",),
 }
 """Section of the config → its fields in the form, in order."""
-HINT = "These are the fields people change first. All others: the menu ⋮ → Use JSON input."
+HINT = "The fields people change first. For all others: the menu ⋮ → Use JSON input."
 
 
 def with_first_fields(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a flow's parameters, with only FIRST in the `properties` of those sections."""
+    """The schema of a flow's parameters with only the fields of FIRST in `properties`."""
     sections = schema.get("definitions", {})
     folded = {name: _fold(section, FIRST[name]) if name in FIRST else section for name, section in sections.items()}
     if "LifecycleConfig" in folded:

@@ -1,7 +1,6 @@
-"""What `xray up` puts on its Prefect server: work pool, queues, deployments, automations.
+"""Install work pool, queue, deployments and automations on the Prefect server of `xray up`. Safe to repeat.
 
-Safe to repeat. A deployment is written anew only when its preset, its form or an address changed, so that what was
-edited on its page, or a schedule switched off there, stays.
+A deployment is only replaced when its preset, its form or an address changed, so that edits on its page stay.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ def main() -> None:
 
 
 def install_deployments(client: SyncPrefectClient, values: dict[str, str]) -> list[str]:
-    """Write the deployments that are missing or of another version; returns their names."""
-    there = {deployment.name: deployment.version for deployment in client.read_deployments()}
+    """Create or replace the deployments that are missing or outdated; returns their names."""
+    existing = {deployment.name: deployment.version for deployment in client.read_deployments()}
     forms = [FIRST, *(model.model_json_schema() for model in (LifecycleConfig, SearchConfig))]
     written = []
     for preset in deployments(values):
         version = digest({"preset": preset, "forms": forms})[:12]
-        if there.get(preset["name"]) != version:
+        if existing.get(preset["name"]) != version:
             _write(client, preset, version)
             written.append(preset["name"])
     return written

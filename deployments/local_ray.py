@@ -1,9 +1,8 @@
-"""A Ray of this process's own, or the one of RAY_ADDRESS.
+"""A private Ray for this process, or the one of RAY_ADDRESS.
 
-Its own is private: it has a token that ends with it, and its sockets and logs are where only this user can reach them.
-It is small: this one machine needs no autoscaler, no dashboard and nobody who collects logs. And it is started
-patiently: Ray gives its processes half a minute, which a busy machine does not keep; here they have all the time they
-need as long as they live and make progress.
+A private Ray has a token of its own, and its sockets and logs are only accessible to this user. It starts without
+autoscaler, dashboard and log collector, which one machine does not need. Ray gives its processes half a minute to
+start, which is too short on a busy machine; here they may take as long as they live and make progress.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from xray_runtime.cores import usable_cores
 from xray_runtime.processes import GRACE_SECONDS, kill
 
 SERVERS = ("gcs_server", "raylet")
-"""Ray's own processes. A Ray that has lost one of them is dead."""
+"""Ray's own processes. Ray is dead when one of them is."""
 SIGNS = (" C ", " E ")
-"""What marks a failed check or an error in their logs; a stack may follow it."""
+"""Marks of a failed check or an error in their logs."""
 NEEDLESS = ("start_monitor", "start_api_server", "start_log_monitor")
-"""Of `ray._private.node.Node`: what starts the autoscaler, the dashboard and the collector of logs."""
+"""Methods of `ray._private.node.Node` that start the autoscaler, the dashboard and the log collector."""
 LONG_SECONDS = 3600
 PATIENT = {
     "RAY_agent_register_timeout_ms": str(LONG_SECONDS * 1000),
     "RAY_worker_register_timeout_seconds": str(LONG_SECONDS),
 }
-"""Limits of Ray's servers for each other."""
+"""Time limits of Ray's servers for each other."""
 ALONE = {"RAY_health_check_timeout_ms": "60000"}
-"""Where this is the only machine: after 10 seconds without an answer, five times, Ray would take it for lost."""
+"""For a single machine: by default Ray would give it up after five times 10 seconds without an answer."""
 AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
-"""Of Ray's parameters. A raylet dies whose agents have not told it theirs within 15 seconds; so both are told."""
+"""Ray's port parameters. A raylet dies if its agents do not report these within 15 seconds, so both get them ahead."""
 POLL_SECONDS = 0.1
 
 
@@ -63,13 +62,13 @@ def temporary_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def private_ray() -> Iterator[None]:
-    """Where this process starts a Ray of its own: its own token, and sockets and logs that only this user can reach.
+    """Give a Ray that this process starts its own token, and a directory that only this user can open.
 
-    By itself Ray has one token for all a user's runs, and opens its directories to everybody, also one it is given:
-    only the directory above that one can keep others out.
+    By default Ray uses one token for all runs of a user, and makes its directory readable for everyone, so the
+    directory above it must be closed.
 
     Raises:
-        NotUpError: there is no room for the directory.
+        NotUpError: the directory cannot be made.
     """
     if os.environ.get("RAY_ADDRESS"):
         yield
@@ -84,12 +83,12 @@ def private_ray() -> Iterator[None]:
         if "ray" in sys.modules:
             _read_environment_again()
         yield
-    # Those of a run that failed are kept, for whoever looks for the reason.
+    # The logs of a failed run are kept.
     shutil.rmtree(directory, ignore_errors=True)
 
 
 def _read_environment_again() -> None:
-    """Ray reads its settings when it is imported, which a script may have done before it opened a workspace."""
+    """Ray reads its settings at import, which may have been before the workspace opened."""
     from ray import _raylet
 
     raylet: Any = _raylet
@@ -99,16 +98,16 @@ def _read_environment_again() -> None:
 
 @functools.cache
 def _ray_token() -> str:
-    # Ray reads its token once in a process, which may start one Ray after another.
+    # Ray reads its token once in a process, which may start several Rays in turn.
     return secrets.token_hex(32)
 
 
 @contextlib.contextmanager
 def running_ray() -> Iterator[None]:
-    """This process connected to the Ray of RAY_ADDRESS; where none is named, to a private one of its own.
+    """Connect this process to the Ray of RAY_ADDRESS, or to a private one.
 
     Raises:
-        NotUpError: its own did not start.
+        NotUpError: the private one did not start.
     """
     import ray
 
@@ -121,7 +120,7 @@ def running_ray() -> Iterator[None]:
 
 
 def ray_servers(directory: Path | None = None) -> list[psutil.Process]:
-    """Ray's servers that this process started, dead ones too; those of the Ray in `directory`, with all it started."""
+    """Ray's servers that this process started, dead ones too, and every process of the Ray in `directory`."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, OSError):
@@ -133,7 +132,7 @@ def ray_servers(directory: Path | None = None) -> list[psutil.Process]:
 
 
 def is_dead(process: psutil.Process) -> bool:
-    """Whether a process has ended, also where nobody has asked for its end yet."""
+    """Whether a process has ended, also if it was not reaped yet."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -153,22 +152,22 @@ def _connect() -> None:
         with _patiently(directory, patience.check, NEEDLESS):
             ray.init(include_dashboard=False, num_cpus=usable_cores(), **options)
     except BaseException as error:
-        # A node that is not yet complete does not end what it has started.
+        # An incomplete node does not stop the processes it started.
         kill(lambda: [p for p in ray_servers(directory) if not is_dead(p)], GRACE_SECONDS)
         if isinstance(error, NotUpError) or not isinstance(error, Exception):
             raise
-        # Ray goes on about its logs.
+        # After two spaces Ray's message goes on about its logs.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition("  ")[0].rstrip(".")
         raise NotUpError(f"Ray did not start: {reason}. {end_of(patience.newest_log(), *SIGNS)}") from None
 
 
 @contextlib.contextmanager
 def _patiently(directory: Path, check: Callable[[], None], left_out: Sequence[str] = ()) -> Iterator[None]:
-    """While the context lasts, Ray waits for its servers until one has died, or `check` raises.
+    """While the context lasts, Ray waits for its servers until one dies or `check` raises.
 
     Args:
         directory: where Ray keeps its sessions.
-        left_out: of NEEDLESS.
+        left_out: methods of NEEDLESS to skip.
     """
     from ray import _raylet
     from ray._private import node, ray_constants, services
@@ -194,7 +193,7 @@ def _patiently(directory: Path, check: Callable[[], None], left_out: Sequence[st
         for name in AGENT_PORTS:
             if not getattr(self._ray_params, name):
                 setattr(self._ray_params, name, free_port())
-            # The raylet reads it here, where the agent will write it.
+            # The raylet reads the port where the agent would write it.
             raylet.persist_port(self._session_dir, self._node_id, name, getattr(self._ray_params, name))
         start_raylet(self, *arguments, **options)
 
@@ -221,7 +220,7 @@ def _check_alive(servers: Sequence[psutil.Process], directory: Path) -> None:
             logs = [_logs(directory) / f"{server.name()}.{end}" for end in ("err", "out")]
             written = [log for log in logs if log.is_file() and log.stat().st_size]
             end = end_of((written or logs)[0], *SIGNS)
-            raise NotUpError(f"{server.name()} of Ray ended as soon as it was started. {end}")
+            raise NotUpError(f"{server.name()} of Ray ended right after it was started. {end}")
 
 
 def _logs(directory: Path) -> Path:
@@ -229,7 +228,7 @@ def _logs(directory: Path) -> Path:
 
 
 if __name__ == "__main__":
-    # `python -m xray.deployments.local_ray --temp-dir=DIR …` is `ray start …`, patiently.
+    # `python -m xray.deployments.local_ray --temp-dir=DIR …` is `ray start …` without its time limits.
     from ray.scripts.scripts import start
 
     arguments = sys.argv[1:]

@@ -1,8 +1,7 @@
-"""What a run needs around it when nothing of it runs yet: a Prefect server and a local Ray.
+"""The services of a single run: a Prefect server and a local Ray, unless PREFECT_API_URL and RAY_ADDRESS name others.
 
-Where PREFECT_API_URL, RAY_ADDRESS or MLFLOW_TRACKING_URI are set, what they name is used instead. What is started binds
-to loopback, as far as it can, and is guarded by secrets that are made for this run and end with it: on a machine that
-others work on too, loopback is theirs as well.
+They bind to loopback as far as they can, and need secrets that are made for this run, since other users of the machine
+can reach loopback too.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.5
 RESTARTS, RESTART_SECONDS = 3, 60.0
-"""How often the Prefect server is started again in so short a time; then it will not be up any more."""
+"""The Prefect server is restarted so many times within so many seconds; then the run is given up."""
 FLUSH_SECONDS = 5
 LOST = 75
-"""Exit code of a run that found its Ray dead (EX_TEMPFAIL)."""
+"""Exit code of a run whose Ray died (EX_TEMPFAIL)."""
 PREFECT_SERVER = [
     sys.executable,
     *("-m", "uvicorn", "--factory", "prefect.server.api.server:create_app", "--log-level=warning"),
@@ -46,9 +45,9 @@ PREFECT_SERVER = [
 
 
 def quiet_environment() -> None:
-    """Telemetry off, third-party chatter off the terminal, no password in an address.
+    """Switch off telemetry and third-party chatter, and remove passwords from addresses.
 
-    Before Prefect, Ray or MLflow are imported.
+    To be called before Prefect, Ray or MLflow are imported.
     """
     hide_logins()
     for name, value in QUIET.items():
@@ -56,7 +55,7 @@ def quiet_environment() -> None:
 
 
 class Health:
-    """Monitors what a run started: a dead Prefect server is started again, a dead Ray ends the run."""
+    """Monitors the services of a run: restarts a dead Prefect server, ends the run when Ray is dead."""
 
     def __init__(self) -> None:
         self.lost = False
@@ -66,8 +65,7 @@ class Health:
 
     @contextlib.contextmanager
     def watching(self, server: Service | None) -> Iterator[None]:
-        """Monitor Ray and the server; when Ray is dead, end the whole process at once (exit code LOST)."""
-        # What waits for a dead Ray may wait for ever.
+        """Monitor Ray and the server; when Ray is dead, end this process at once (exit code LOST)."""
         self._ray = ray_servers()
         thread = threading.Thread(target=self._watch, args=(server,), daemon=True)
         thread.start()
@@ -92,13 +90,13 @@ class Health:
                 if len(deaths) > RESTARTS:
                     log.error("the Prefect server died %d times in %.0f s", len(deaths), RESTART_SECONDS)
                     os._exit(LOST)
-                log.warning("the Prefect server died; starting it again")
+                log.warning("the Prefect server died; restarting it")
                 server.start()
 
 
 @contextlib.contextmanager
 def services(output: Path, health: Health) -> Iterator[None]:
-    """Prefect and Ray for one run, monitored by `health`. Before Prefect is imported.
+    """Prefect and Ray for one run, monitored by `health`. To be entered before Prefect is imported.
 
     Raises:
         NotUpError: the Prefect server did not start.
@@ -112,7 +110,7 @@ def services(output: Path, health: Health) -> Iterator[None]:
 
 @contextlib.contextmanager
 def local_services(output: Path) -> Iterator[None]:
-    """Prefect and Ray for a workspace, started where neither this process nor the environment has one.
+    """Prefect and Ray for a workspace; started unless this process or the environment already has them.
 
     Raises:
         NotUpError: the Prefect server did not start.
@@ -125,11 +123,11 @@ def local_services(output: Path) -> Iterator[None]:
     with _started(output, prefect=flow is None and address is None, ray=not ray_runs) as server:
         settings = {}
         if server is not None:
-            # Prefect reads the environment when it is imported, and never again.
+            # Prefect only reads the environment when it is imported.
             settings = {PREFECT_API_URL: server.environment["PREFECT_API_URL"]}
             settings[PREFECT_API_AUTH_STRING] = server.environment["PREFECT_API_AUTH_STRING"]
         elif address is None and flow is not None:
-            # The server that Prefect started for this flow: without its address every worker would start another.
+            # Without the address of the flow's temporary server, every worker would start another one.
             settings = {PREFECT_API_URL: str(flow.client.api_url)}
         with temporary_settings(settings):
             yield
@@ -137,18 +135,18 @@ def local_services(output: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def prefect_server(output: Path) -> Iterator[None]:
-    """The Prefect server of PREFECT_API_URL; where none is named, one of this process's own while it is needed."""
+    """The Prefect server of PREFECT_API_URL, or one that this process starts for as long as the context lasts."""
     with _started(output, prefect=not os.environ.get("PREFECT_API_URL"), ray=False):
         yield
 
 
 @contextlib.contextmanager
 def _started(output: Path, *, prefect: bool, ray: bool) -> Iterator[Service | None]:
-    """A Prefect server (which is returned) and a Ray, as asked for, started at the same time; stopped at the end."""
+    """Start a Prefect server (yielded) and a Ray at the same time, and stop them at the end."""
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_prefect(output)) if prefect else None
         threads = stack.enter_context(ThreadPoolExecutor())
-        # What the flow will import takes seconds; it loads while the servers start.
+        # The flow's imports take seconds; they load while the servers start.
         starting: list[Future[Any]] = [threads.submit(importlib.import_module, "mlflow")]
         if server is not None:
             starting.append(threads.submit(server.start))
@@ -163,20 +161,20 @@ def _started(output: Path, *, prefect: bool, ray: bool) -> Iterator[Service | No
 
 
 def _start_stage_process() -> None:
-    """Have Ray start the process of the first stage: it imports while the server and the flow start."""
+    """Have Ray start the process of the first stage, so that its imports load meanwhile."""
     import ray
 
     ray.remote(num_cpus=0, max_retries=0)(_import_libraries).remote()
 
 
 def _import_libraries() -> None:
-    for module in ("mlflow", "xray.tasks.stage"):
+    for module in ("mlflow", "xray.tasks.stage", "xray.tasks.stage_job"):
         importlib.import_module(module)
 
 
 @contextlib.contextmanager
 def _prefect(output: Path) -> Iterator[Service]:
-    """A Prefect server of this process's own, not yet started; the environment names it. Stopped at the end."""
+    """A Prefect server that is not started yet; the environment names it. It is stopped at the end."""
     directory, lock = _server_directory(output)
     (output / "logs").mkdir(exist_ok=True)
     port, login = free_port(), f"xray:{secrets.token_hex(32)}"
@@ -185,7 +183,7 @@ def _prefect(output: Path) -> Iterator[Service]:
         "PREFECT_API_AUTH_STRING": login,
         "PREFECT_SERVER_API_AUTH_STRING": login,
         "PREFECT_HOME": str(directory),
-        # No record should lead to a page that is not there.
+        # Records must not link to pages that will be gone.
         "PREFECT_UI_ENABLED": "false",
     }
     with lock, temporary_environment(variables):
@@ -224,7 +222,7 @@ def _make_prefect_database(environment: Mapping[str, str], path: Path) -> None:
 
 
 def _server_directory(output: Path) -> tuple[Path, contextlib.AbstractContextManager[FileLock]]:
-    """A directory for a server's database that no other run in `output` uses at the moment, and its lock, held."""
+    """A directory for a server's database that no other run in `output` is using, and its lock, held."""
     number = 1
     while True:
         directory = output / ("prefect" if number == 1 else f"prefect-{number}")
@@ -236,12 +234,12 @@ def _server_directory(output: Path) -> tuple[Path, contextlib.AbstractContextMan
 
 
 def _flush_to_server() -> None:
-    # Prefect sends logs and events from threads of its own; what comes after the server has gone waits for minutes.
+    # Prefect's threads for logs and events would wait for minutes after the server is gone.
     if "prefect" in sys.modules:
         from prefect.events.worker import EventsWorker
         from prefect.logging.handlers import APILogWorker
 
-        # In a thread of its own: beside a running event loop, as a notebook has one, Prefect would not wait.
+        # In a thread: with a running event loop, as in a notebook, Prefect would not wait.
         with ThreadPoolExecutor(1) as thread:
             for worker in (APILogWorker, EventsWorker):
                 thread.submit(worker.drain_all, timeout=FLUSH_SECONDS).result()

@@ -1,4 +1,4 @@
-"""How long servers that start are waited for: as long as they live and make progress, however slow the machine."""
+"""Wait for a starting server as long as it lives and makes progress, however slow the machine."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 import psutil
 
 IDLE_SECONDS = 240.0
-"""A start during which nothing happens for so long has failed: hardly any CPU time is used, and nothing logged."""
+"""A start has failed when for so long hardly any CPU time is used and nothing is logged."""
 WORKING = 0.01
-"""Share of a core that a process at work gets, also beside a hundred others. A server that only waits uses less."""
+"""Share of a core that a working process gets even among a hundred others. An idle server uses less."""
 CHECK_SECONDS = 1.0
-"""Looking more often would take the CPU time that is waited for."""
+"""Checking more often would itself take CPU time."""
 
 
 class NotUpError(Exception):
-    """A server did not start; the message says why, and where its log is.
+    """A server did not start; the message gives the reason and the log.
 
-    No RuntimeError: Ray takes those for a sign that it has to wait.
+    Not a RuntimeError: Ray keeps waiting after one of those.
     """
 
 
@@ -40,7 +40,7 @@ class Patience:
         self._used, self._logged = 0.0, 0
 
     def check(self) -> None:
-        """Raises NotUpError where nothing has happened for IDLE_SECONDS."""
+        """Raises NotUpError if nothing has happened for IDLE_SECONDS."""
         now = time.monotonic()
         if now - self._checked < CHECK_SECONDS:
             return
@@ -52,7 +52,6 @@ class Patience:
             raise NotUpError(f"{self._title} has done nothing for {IDLE_SECONDS:.0f} s. {end_of(self.newest_log())}")
 
     def newest_log(self) -> Path:
-        """The log that was written last."""
         return max(filter(_size, self._logs()), key=lambda path: path.stat().st_mtime, default=self._log)
 
     def _logs(self) -> list[Path]:
@@ -62,7 +61,7 @@ class Patience:
 
 
 def end_of(log: Path, *signs: str) -> str:
-    """The last line of a log, and where it is; rather one with the first of `signs` that any line has."""
+    """A log's path and its last line, preferably one with the first of `signs` that occurs."""
     lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
     found = (line.strip() for sign in (*signs, "") for line in reversed(lines) if sign in line and line.strip())
     last = next(found, "")

@@ -1,4 +1,4 @@
-"""The deployments of X-ray's flows: what `xray up` installs, built from the configs in `configs/`.
+"""The deployments of X-ray's flows that `xray up` installs, built from the configs in `configs/`.
 
 For `prefect deploy` on a server of your own, write them to a file and set the variables that VARIABLES names:
 
@@ -9,7 +9,7 @@ For `prefect deploy` on a server of your own, write them to a file and set the v
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,11 @@ from xray_runtime.config.loading import read_mapping
 CONFIGS = Path(configs.__file__).parent
 POOL = "xray"
 QUEUE = "ray"
-"""The work queue of long computations, one at a time; what a person waits for is in the pool's default queue."""
+"""The work queue of long computations, one at a time. Short flows run in the pool's default queue."""
 SUSPENDED = "Suspended by X-ray:"
-"""Start of the message of a run that goes on by itself; no automation takes it for one that waits for a person."""
+"""Start of the message of a run that X-ray resumes by itself, unlike one that waits for a person."""
 NO_HEARTBEAT = "No heartbeat: its process is gone."
-"""The message of the state of a run that Prefect found lost."""
+"""Message of the state of a run that Prefect found lost."""
 VARIABLES = {
     "XRAY_HOME": "directory of output/; flow runs work in it",
     "RAY_ADDRESS": "the Ray that stages run on",
@@ -38,86 +38,68 @@ def deployments(values: Mapping[str, str]) -> list[dict[str, Any]]:
     """Every deployment, as an entry of prefect.yaml.
 
     Args:
-        values: of VARIABLES.
+        values: values of VARIABLES.
     """
-    variables = {name: values[name] for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI")}
-    job = {"env": variables, "working_dir": values["XRAY_HOME"]}
-    at_once = {"name": POOL, "job_variables": job}
-    one_at_a_time = at_once | {"work_queue_name": QUEUE}
-
-    def deployment(
-        name: str,
-        description: str,
-        parameters: dict[str, Any],
-        *tags: str,
-        flow: str | None = None,
-        **more: Any,
-    ) -> dict[str, Any]:
-        flow = flow or f"{name}.{name}"
-        return {
-            "name": name,
-            "description": description,
-            "entrypoint": f"xray.flows.{flow}",
-            "tags": ["xray", flow.rpartition(".")[2], *tags],
-            "work_pool": at_once,
-            "parameters": parameters,
-        } | more
-
-    def schedule(slug: str, cron: str) -> list[dict[str, Any]]:
-        return [{"slug": slug, "cron": cron, "timezone": values["XRAY_TIMEZONE"]}]
-
     quickstart = {"config": read_mapping(CONFIGS / "quickstart.yaml")}
     search = {"name": "quickstart-ppo"} | read_mapping(CONFIGS / "search" / "quickstart-ppo.yaml")
-    here = {"output": f"{values['XRAY_HOME']}/output"}
-    name = f"{quickstart['config']['project']}-policy"
+    tiny = {"config": read_mapping(CONFIGS / "tiny.yaml")}
+    output = {"output": f"{values['XRAY_HOME']}/output"}
+    model = f"{quickstart['config']['project']}-policy"
+    texts = {
+        "lifecycle": "Data to registered policy, every night; unchanged stages come from the cache.",
+        "lifecycle-tiny": "The smallest complete lifecycle, to check that everything works.",
+        "tune": "Search over fields of a config. Each trial is a lifecycle; shared stages are computed once.",
+        "audit": "Check every byte, record and alias; fails, with an event, if one was changed.",
+        "plan": "Show where the models of a config would run, and what memory they need.",
+        "promote": "Make the candidate champion if it passes and a person approves on the run's page.",
+        "rollback": "Make the previous champion the champion again.",
+        "export": "Write a checkpoint, its ancestors, their records and the public key to one archive.",
+        "prune": "List checkpoints that nothing needs any more; with `remove`, delete them.",
+    }
+
+    def deployment(name: str, parameters: dict[str, Any], *tags: str, flow: str = "", **more: Any) -> dict[str, Any]:
+        return _entry(values, name, texts[name], parameters, tags, flow or f"{name}.{name}", **more)
+
+    only_one = {"limit": 1, "collision_strategy": "CANCEL_NEW"}
     return [
-        deployment(
-            "lifecycle",
-            "Data to registered policy, every night; what did not change is not computed again.",
-            here | quickstart,
-            work_pool=one_at_a_time,
-            schedules=schedule("nightly", "0 2 * * *"),
-        ),
-        deployment(
-            "lifecycle-tiny",
-            "The smallest whole lifecycle, to see that everything works.",
-            here | {"config": read_mapping(CONFIGS / "tiny.yaml")},
-            "try",
-            flow="lifecycle.lifecycle",
-            work_pool=one_at_a_time,
-        ),
-        deployment(
-            "tune",
-            "Search fields of a config. Each trial is a lifecycle; stages that trials share are computed once.",
-            here | quickstart | {"search": search},
-            work_pool=one_at_a_time,
-        ),
-        deployment(
-            "audit",
-            "Is every byte, record and alias still what it was? Fails, with an event, when not.",
-            here,
-            concurrency_limit={"limit": 1, "collision_strategy": "CANCEL_NEW"},
-            schedules=schedule("hourly", "17 * * * *"),
-        ),
-        deployment("plan", "Where the models of a config would go, and what memory they need.", quickstart),
-        deployment(
-            "promote",
-            "Make the candidate champion, if it passes and a person agrees on the run's page.",
-            here | {"name": name},
-        ),
-        deployment(
-            "rollback",
-            "Make the champion before this one champion again.",
-            here | {"name": name},
-            flow="promote.rollback",
-        ),
-        deployment(
-            "export",
-            "Write a checkpoint with all it came from, its records and the public key to one archive.",
-            here | {"reference": f"{name}@candidate"},
-        ),
-        deployment("prune", "Say which checkpoints nothing needs any more; with `remove`, remove them.", here),
+        deployment("lifecycle", output | quickstart, queue=QUEUE, schedule=("nightly", "0 2 * * *")),
+        deployment("lifecycle-tiny", output | tiny, "try", flow="lifecycle.lifecycle", queue=QUEUE),
+        deployment("tune", output | quickstart | {"search": search}, queue=QUEUE),
+        deployment("audit", output, schedule=("hourly", "17 * * * *"), concurrency_limit=only_one),
+        deployment("plan", quickstart),
+        deployment("promote", output | {"name": model}),
+        deployment("rollback", output | {"name": model}, flow="promote.rollback"),
+        deployment("export", output | {"reference": f"{model}@candidate"}),
+        deployment("prune", output),
     ]
+
+
+def _entry(
+    values: Mapping[str, str],
+    name: str,
+    description: str,
+    parameters: dict[str, Any],
+    tags: Sequence[str],
+    flow: str,
+    queue: str | None = None,
+    schedule: tuple[str, str] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """`schedule`: (slug, cron)."""
+    variables = {name: values[name] for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI")}
+    pool: dict[str, Any] = {"name": POOL, "job_variables": {"env": variables, "working_dir": values["XRAY_HOME"]}}
+    if queue is not None:
+        pool["work_queue_name"] = queue
+    if schedule is not None:
+        more["schedules"] = [{"slug": schedule[0], "cron": schedule[1], "timezone": values["XRAY_TIMEZONE"]}]
+    return {
+        "name": name,
+        "description": description,
+        "entrypoint": f"xray.flows.{flow}",
+        "tags": ["xray", flow.rpartition(".")[2], *tags],
+        "work_pool": pool,
+        "parameters": parameters,
+    } | more
 
 
 class _Dumper(yaml.SafeDumper):
@@ -134,7 +116,7 @@ def as_yaml() -> str:
         "#   prefect deploy --all --prefect-file prefect.yaml",
         *(f"#   {name:20} {meaning}" for name, meaning in VARIABLES.items()),
     ]
-    # Without one `prefect deploy` adds a step of its own, to the directory it is called in.
+    # By default `prefect deploy` would add a step with the current directory.
     pull = [{"prefect.deployments.steps.set_working_directory": {"directory": values["XRAY_HOME"]}}]
     content = {"pull": pull, "deployments": deployments(values)}
     return "\n".join([*head, yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=120)])

@@ -1,12 +1,12 @@
 """The server home: the one directory `xray up` keeps everything in, and the state file there.
 
-    HOME/state.json          what was started: ports, processes
-    HOME/output/             what lifecycles make: checkpoints, records, the signed log, the signing key
+    HOME/state.json          ports and processes of the services
+    HOME/output/             results of lifecycles: checkpoints, records, the signed log, the signing key
     HOME/prefect/, mlflow/   the servers' databases and artifacts
-    HOME/ray-token           guards the ports of Ray
+    HOME/ray-token           token for the ports of Ray
     HOME/logs/               the output of every service
 
-Only Ray's sessions are elsewhere: the paths of its sockets must be short.
+Ray's sessions are elsewhere, because the paths of its sockets must be short.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ PORTS = {"prefect": 4200, "mlflow": 5000, "ray": 6379, "dashboard": 8265}
 
 
 class State(BaseModel):
-    """What is remembered between commands."""
+    """The state that commands share."""
 
     model_config = ConfigDict(extra="forbid")
 
     tag: str
-    """Start of the process tags (`xray_runtime.processes.TAG`) of everything started for this server home."""
+    """Prefix of the process tags (`xray_runtime.processes.TAG`) of every process of this server home."""
     host: str = LOOPBACK
     ports: dict[str, int] = PORTS
     started: dict[str, ProcessRecord] = {}
     databases: dict[str, str] = {}
-    """Service → `HOST:PORT/NAME` of the PostgreSQL its records are in; no user, no password."""
+    """Service → `HOST:PORT/NAME` of its PostgreSQL, without user and password."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ServerHome:
         return self.path / "logs" / f"{name}.log"
 
     def make(self) -> None:
-        """Make it, with an empty store that can already be audited, and the token.
+        """Create the directory with an empty store and the token.
 
         Raises:
             ConfigError: the directory cannot be made.
@@ -83,7 +83,7 @@ class ServerHome:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Only one `up` or `down` at a time. Raises ConfigError."""
+        """Allow only one `up` or `down` at a time. Raises ConfigError."""
         try:
             with FileLock(self.path / "lock").acquire(timeout=0):
                 yield
@@ -91,7 +91,7 @@ class ServerHome:
             raise ConfigError(f"--home: another xray up or down is running in {str(self.path)!r}") from None
 
     def load(self) -> State | None:
-        """The state file; None where nothing was ever started. Raises ConfigError where it cannot be read."""
+        """The state; None if nothing was ever started. Raises ConfigError if the file cannot be read."""
         path = self.path / "state.json"
         try:
             return State.model_validate_json(path.read_bytes())
@@ -105,8 +105,8 @@ class ServerHome:
         write_atomic(self.path / "state.json", state.model_dump_json(indent=2))
 
     def environment(self, state: State) -> dict[str, str]:
-        """The environment of every service and every flow run; a database's address only its own server gets."""
-        # Ray would prefer a token from the shell to the file of this server home.
+        """The environment of every service and flow run, without the addresses of databases."""
+        # Ray would prefer a token from the shell to this server home's file.
         hidden = {"RAY_AUTH_TOKEN", *VARIABLES.values()}
         known = {name: value for name, value in os.environ.items() if name not in hidden}
         port = state.ports["prefect"]
@@ -114,25 +114,25 @@ class ServerHome:
         return (
             QUIET
             | {
-                # Our log messages appear on the flow run's page.
+                # Show our log messages on the flow run's page.
                 "PREFECT_LOGGING_EXTRA_LOGGERS": "xray,xray_runtime",
-                # A run that `xray down` asks to end has its state already: SIGTERM must not make it Crashed.
+                # `xray down` sets a run's state before SIGTERM, which must not make it Crashed.
                 "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
-                # In memory, slots would stay taken after the server was killed.
+                # With leases in memory, slots would stay taken after the server was killed.
                 "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
             }
             # Other pages in the same browser cannot query Prefect.
             | {"PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(origins)}
             | known
             | {
-                # For the services' logs; QUIET asks for less, for terminals.
+                # The services write to logs; QUIET is for terminals.
                 "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
                 "XRAY_HOME": str(self.path),
                 "PREFECT_HOME": str(self.path / "prefect"),
                 "PREFECT_API_URL": f"http://{clients_address(state.host)}:{port}/api",
                 "MLFLOW_TRACKING_URI": f"http://{LOOPBACK}:{state.ports['mlflow']}",
                 "RAY_ADDRESS": f"{LOOPBACK}:{state.ports['ray']}",
-                # Ray listens on every interface, whatever it is told.
+                # Ray always listens on every interface.
                 "RAY_AUTH_MODE": "token",
                 "RAY_AUTH_TOKEN_PATH": str(self._token),
             }
@@ -144,51 +144,53 @@ class ServerHome:
 
 
 def find_server_home(home: Path | None, environment: Mapping[str, str] = os.environ) -> ServerHome:
-    """--home, else XRAY_HOME, else ~/.xray."""
+    """The server home of --home, else XRAY_HOME, else ~/.xray."""
     return ServerHome((home or Path(environment.get("XRAY_HOME") or "~/.xray")).expanduser().absolute())
 
 
 def new_state(
     old: State | None, host: str | None, ports: Mapping[str, int | None], environment: Mapping[str, str] = os.environ
 ) -> State:
-    """The state `up` should reach: what the options say, else the state file, else the defaults.
+    """The state `up` should reach, from the options, else the state file, else the defaults.
 
     Raises:
-        ConfigError: something that runs would have to move, or a database cannot be used.
+        ConfigError: a running service would have to move, or a database cannot be used.
     """
     state = old.model_copy(deep=True) if old is not None else State(tag=uuid.uuid4().hex)
     asked: dict[str, int] = {name: port for name, port in ports.items() if port is not None}
     running = {name for name, started in state.started.items() if started.find()}
     if running:
         if host is not None and host != state.host:
-            raise ConfigError(f"--host: {host!r} is not allowed while it is up on {state.host!r}: `xray down` first")
+            raise ConfigError(
+                f"--host: {host!r} is not allowed while the servers use {state.host!r}: `xray down` first"
+            )
         for name, port in asked.items():
             if port != state.ports[name]:
-                text = f"--{name}-port: {port} is not allowed while it is up on {state.ports[name]}: `xray down` first"
+                text = f"--{name}-port: {port} is not allowed while {state.ports[name]} is in use: `xray down` first"
                 raise ConfigError(text)
     state.host = host or state.host
     state.ports = state.ports | asked
     for name, port in state.ports.items():
         same = [other for other, taken in state.ports.items() if taken == port and other != name]
         if same:
-            raise ConfigError(f"--{name}-port: {port} is not allowed: it is the port of {same[0]} too")
+            raise ConfigError(f"--{name}-port: {port} is not allowed: {same[0]} has the same port")
     state.databases = check_databases(state.databases, running, environment)
     return state
 
 
-def check_free(host: str, name: str, port: int) -> None:
-    """Raises ConfigError where another program listens on the port that the service `name` needs."""
+def check_free(host: str, option: str, port: int) -> None:
+    """Raises ConfigError if another program listens on the port that `option` names."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             s.bind((host, port))
         except OSError as error:
-            raise ConfigError(f"--{name}-port: {port} is not allowed: {error.strerror} on {host}") from None
+            raise ConfigError(f"{option}: {port} is not allowed: {error.strerror} on {host}") from None
 
 
 def check_host(host: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError where others could open Prefect's pages without a password."""
+    """Raises ConfigError if others could open Prefect's pages without a password."""
     if is_loopback(host):
         return
     names = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")
@@ -202,5 +204,5 @@ def check_host(host: str, environment: Mapping[str, str] = os.environ) -> None:
 
 
 def clients_address(host: str) -> str:
-    """The address at which programs on this machine reach what listens on `host`."""
+    """The address at which programs on this machine reach a server that listens on `host`."""
     return LOOPBACK if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host

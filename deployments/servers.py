@@ -1,7 +1,7 @@
-"""The services `xray up` runs: Prefect, MLflow, Ray, and the worker that starts flow runs.
+"""The services of `xray up`: Prefect, MLflow, Ray, and the worker that starts flow runs.
 
-Each is recorded in the state file as soon as its process exists; what a killed `up` had no time to record is found by
-its process tag.
+Each process is recorded in the state file as soon as it exists. If `up` is killed before that, the process is found by
+its tag.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from xray_runtime.cores import usable_cores
 from xray_runtime.processes import TAG, kill_tagged
 
 RAY = "ray"
-"""Below `ServerHome.ray_sessions`, where Ray keeps them."""
+"""Directory below `ServerHome.ray_sessions` that Ray uses."""
 SNAPSHOT_SECONDS = 75.0
-"""How long flow runs have to end by themselves: a workspace waits 60 s for its stages' last snapshots."""
+"""Time for flow runs to end by themselves: a workspace waits 60 s for its stages' last snapshots."""
 
 
 def servers(home: ServerHome, state: State) -> list[Service]:
@@ -52,7 +52,7 @@ def servers(home: ServerHome, state: State) -> list[Service]:
             | {
                 "PREFECT_UI_STATIC_DIRECTORY": str(home.path / "prefect" / "ui"),
                 "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
-                # Otherwise a slow answer brings up an advertisement.
+                # Without this, slow answers show an advertisement.
                 "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
             },
             address=prefect,
@@ -81,12 +81,12 @@ def servers(home: ServerHome, state: State) -> list[Service]:
                 num_cpus=usable_cores(),
                 dashboard_host=LOOPBACK,
                 dashboard_port=state.ports["dashboard"],
-                # Ray opens this directory to everybody; the one above it keeps them out.
+                # Ray makes this directory readable for everyone; the one above it is closed.
                 temp_dir=sessions / RAY,
-                # Any free ones: others may have a Ray on this machine too.
+                # Any free ports: other users may run Ray on this machine too.
                 min_worker_port=0,
                 max_worker_port=0,
-                # Ray insists on these. If another program takes one meanwhile, the start fails; repeat `up` then.
+                # Ray requires these. If another program takes one first, the start fails; run `up` again.
                 ray_client_server_port=free_port(),
                 dashboard_agent_listen_port=free_port(),
             ),
@@ -100,12 +100,12 @@ def servers(home: ServerHome, state: State) -> list[Service]:
 
 
 def worker_name(state: State) -> str:
-    """What Prefect calls the worker of this server home."""
+    """Prefect's name of the worker of this server home."""
     return f"{socket.gethostname()}-{state.tag[:6]}"
 
 
 def worker(home: ServerHome, state: State) -> Service:
-    """The process that takes flow runs from the work pool and starts theirs."""
+    """The process that takes flow runs from the work pool and starts a process for each."""
     name = worker_name(state)
     api = home.environment(state)["PREFECT_API_URL"]
 
@@ -124,26 +124,26 @@ def worker(home: ServerHome, state: State) -> Service:
         variables={},
         address=f"work pool {POOL}",
         health=healthy,
-        # A lifecycle whose worker died goes on, and the next worker need not know of it.
+        # A lifecycle continues without its worker.
         keeps_children=True,
         stop_s=SNAPSHOT_SECONDS,
     )
 
 
 def start_missing(home: ServerHome, state: State, services: Iterable[Service]) -> list[str]:
-    """Start each of `services` that does not run; returns the names of those.
+    """Start those of `services` that are not running; returns their names.
 
     Raises:
-        ConfigError: another program has one of the ports; nothing was started then.
+        ConfigError: another program uses one of the ports; nothing was started.
     """
     missing = [service for service in services if service.find() is None]
     for service in missing:
         if service.tag is not None and not service.keeps_children:
-            # What is left of one that was killed holds its port.
+            # Remains of a killed service would hold its port.
             kill_tagged(service.tag, service.stop_s)
     for service in missing:
         for port in service.ports:
-            check_free(service.host, port, state.ports[port])
+            check_free(service.host, f"--{port}-port", state.ports[port])
     for service in missing:
         service.start()
         assert service.record is not None
@@ -153,7 +153,7 @@ def start_missing(home: ServerHome, state: State, services: Iterable[Service]) -
 
 
 def stop(home: ServerHome, state: State, services: Iterable[Service]) -> list[str]:
-    """End each of `services` with all it started, in this order; returns the names of those that ran."""
+    """Stop `services` and their child processes in this order; returns the names of those that ran."""
     ended = []
     for service in services:
         if service.stop():
@@ -165,10 +165,10 @@ def stop(home: ServerHome, state: State, services: Iterable[Service]) -> list[st
 
 
 def ask(url: str, body: Any = None, patience_s: float = 0.0) -> Any:
-    """The JSON a server answers; with a body, to a POST. Raises OSError, ValueError.
+    """GET, or POST `body` as JSON; returns the JSON answer. Raises OSError, ValueError.
 
     Args:
-        patience_s: how long a server that is busy or does not answer is asked again.
+        patience_s: how long to retry while the server is busy or does not answer.
     """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
@@ -189,7 +189,7 @@ def ask(url: str, body: Any = None, patience_s: float = 0.0) -> Any:
 def _service(
     home: ServerHome, state: State, name: str, title: str, command: list[str], variables: dict[str, str], **fields: Any
 ) -> Service:
-    """A service of this server home; a variable that is empty is left out of its environment."""
+    """A service of this server home; empty variables are left out of its environment."""
     tag = f"{state.tag}-{name}"
     environment = home.environment(state) | variables | {TAG: tag}
     return Service(
@@ -214,7 +214,7 @@ def _options(**values: object) -> list[str]:
 
 
 def _prepare_sessions(folder: Path) -> None:
-    """A directory for this user alone; of earlier Ray sessions, only the last one's logs are kept."""
+    """Make a directory that only this user can open, and remove all but the newest Ray session in it."""
     folder.mkdir(exist_ok=True)
     folder.chmod(0o700)
     for session in sorted(folder.glob(f"{RAY}/session_2*"))[:-1]:

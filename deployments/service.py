@@ -1,8 +1,7 @@
-"""A server that X-ray starts: how it is started, when it works, how it is stopped.
+"""A server that X-ray starts: the Prefect server of a single run (`local_services`), or one of `xray up` (`servers`).
 
-Both the Prefect server of a single run (`local_services`) and everything `xray up` keeps running (`servers`) are a
-`Service`. It runs in a session of its own, so that it outlives a terminal, and is identified by its process id and
-start time, or by a process tag that its descendants inherit; never by its name.
+It runs in its own session, so that it outlives a terminal. It is identified by process id and start time, or by a
+process tag that its descendants inherit, never by its name.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from xray_runtime.processes import kill, tagged
 
 LOOPBACK = "127.0.0.1"
 SERVER_PORTS = range(20_000, 32_000)
-"""A server may need seconds to come up; systems give none of these to connections on their way out meanwhile."""
+"""Outside the range from which systems choose ports of outgoing connections."""
 STOP_SECONDS = 8.0
 SAY_SECONDS = 20.0
 POLL_SECONDS = 0.1
 SAME_SECONDS = 1.0
-"""A process is the recorded one when its start differs by less: the system's clock may have been set."""
+"""Allowed difference of a process's start time from the record: the system's clock may have been set."""
 
 
 class ProcessRecord(BaseModel):
-    """A process we started. The process id alone is not enough: the system may have given it to another process."""
+    """A process we started. The process id alone is not enough: the system may reuse it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,11 +44,11 @@ class ProcessRecord(BaseModel):
 
     @classmethod
     def of(cls, pid: int) -> ProcessRecord:
-        """The record of a process that runs."""
+        """The record of a running process."""
         return cls(pid=pid, created=psutil.Process(pid).create_time())
 
     def find(self) -> psutil.Process | None:
-        """The process, if it still runs."""
+        """The process, if it is still running."""
         try:
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.created) < SAME_SECONDS
@@ -65,14 +64,14 @@ class Service:
     Attributes:
         title: its name for people.
         environment: all of its environment variables.
-        address: where people find it.
-        health: a URL that answers once the service works, or a function of the time its process started.
-        cwd: its working directory; None is this process's.
-        host: what its ports are on.
+        address: shown to people.
+        health: a URL that answers once the service works, or a function of the start time of its process.
+        cwd: working directory; None: this process's.
+        host: address that its ports are bound to.
         ports: names of the ports (`server_home.PORTS`) that must be free before it starts.
-        tag: process tag in its environment; all that carries it is stopped with it. None: only its own process is.
-        keeps_children: what it started goes on when it dies.
-        stop_s: how long its processes have to end by themselves.
+        tag: process tag in its environment; every process with it is stopped too. None: only its own process.
+        keeps_children: whether its child processes outlive it.
+        stop_s: time for its processes to end by themselves.
         prepare: called before each start.
         record: its process, if it was started.
     """
@@ -95,11 +94,11 @@ class Service:
     _child: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def find(self) -> psutil.Process | None:
-        """Its process, if it runs."""
+        """Its process, if it is running."""
         return self.record.find() if self.record is not None else None
 
     def start(self) -> None:
-        """Start it; it may take a while until it works."""
+        """Start it, without waiting until it works."""
         self.prepare()
         with self.log.open("ab") as log:
             self._child = subprocess.Popen(
@@ -114,23 +113,23 @@ class Service:
         self.record = ProcessRecord.of(self._child.pid)
 
     def is_healthy(self) -> bool:
-        """Whether it runs and works."""
+        """Whether it is running and works."""
         if self.find() is None:
             return False
         assert self.record is not None
         return answers(self.health) if isinstance(self.health, str) else self.health(self.record.created)
 
     def wait_healthy(self, say: Callable[[str], None] = lambda _: None) -> None:
-        """Wait until it works; `say` is told when that takes long.
+        """Wait until it works; calls `say` from time to time if that takes long.
 
         Raises:
-            NotUpError: it ended, or does nothing any more.
+            NotUpError: it ended, or has done nothing for too long.
         """
         begin = spoken = time.monotonic()
         patience = Patience(self.title, self._family, self.log)
         while not self.is_healthy():
             if self.find() is None:
-                raise NotUpError(f"{self.title} ended as soon as it was started. {end_of(self.log)}")
+                raise NotUpError(f"{self.title} ended right after it was started. {end_of(self.log)}")
             patience.check()
             now = time.monotonic()
             if now - spoken > SAY_SECONDS:
@@ -139,7 +138,7 @@ class Service:
             time.sleep(POLL_SECONDS)
 
     def stop(self) -> bool:
-        """End it; returns whether anything of it ran."""
+        """Stop it; returns whether any process of it was running."""
         ran = bool(self._processes())
         kill(self._processes, self.stop_s)
         if self._child is not None:
@@ -154,7 +153,7 @@ class Service:
         return [process] if process is not None else []
 
     def _family(self) -> list[psutil.Process]:
-        """Its process, and what that started."""
+        """Its process and its descendants."""
         with contextlib.suppress(psutil.Error):
             if (process := self.find()) is not None:
                 return [process, *process.children(recursive=True)]
@@ -162,7 +161,7 @@ class Service:
 
 
 def answers(url: str) -> bool:
-    """Whether a page is there."""
+    """Whether a server answers at `url`."""
     with contextlib.suppress(OSError, ValueError):
         urllib.request.urlopen(url, timeout=3).close()
         return True
@@ -174,7 +173,7 @@ _ports = itertools.cycle([*SERVER_PORTS[_begin:], *SERVER_PORTS[:_begin]])
 
 
 def free_port() -> int:
-    """A port on loopback that nothing listens on, another one at each call. Raises OSError where there is none."""
+    """A free port on loopback, another one at each call. Raises OSError if there is none."""
     for port in itertools.islice(_ports, len(SERVER_PORTS)):
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind((LOOPBACK, port))

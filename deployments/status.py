@@ -1,4 +1,4 @@
-"""`xray status`: which services are up, which flow runs are at work, suspended, waiting or next, what is champion."""
+"""`xray status`: services, flow runs (running, suspended, waiting, next) and champions."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from rich.table import Table
 
 from xray.deployments.server_home import ServerHome, State
 from xray.deployments.servers import ask, servers, worker
-from xray.deployments.suspension import is_suspended
+from xray.deployments.suspension import ACTIVE, is_suspended
 from xray_runtime.lineage.decisions import current
 from xray_runtime.lineage.promotion import CHAMPION
 
-STATES = ("RUNNING", "PENDING", "PAUSED", "CANCELLING")
 MAX_RUNS = 50
 TITLES = {"runs": "on", "suspended": "suspended", "waiting": "waiting", "next": "next"}
-"""Kinds of flow runs in the content → their titles."""
+"""Group of flow runs → its title."""
 
 
 def service_status(home: ServerHome, state: State | None) -> dict[str, Any]:
-    """Everything `xray status --json` prints; where Prefect does not answer, the kinds of runs in TITLES are None."""
+    """The content of `xray status --json`; the groups of TITLES are None if Prefect does not answer."""
     services = [*servers(home, state), worker(home, state)] if state is not None else []
     content: dict[str, Any] = {"home": str(home.path), "up": bool(services), "services": {}} | dict.fromkeys(TITLES)
     for service in services:
@@ -41,13 +40,7 @@ def service_status(home: ServerHome, state: State | None) -> dict[str, Any]:
         with contextlib.suppress(OSError, ValueError):
             content |= _runs(api)
     content["champions"] = [
-        {
-            "name": name,
-            "version": decision.version,
-            "checkpoint": decision.checkpoint,
-            "by": decision.by,
-            "at": decision.at,
-        }
+        {"name": name} | decision.model_dump(include={"version", "checkpoint", "by", "at"})
         for (name, alias), decision in sorted(current(home.output).items())
         if alias == CHAMPION
     ]
@@ -55,21 +48,21 @@ def service_status(home: ServerHome, state: State | None) -> dict[str, Any]:
 
 
 def _runs(api: str) -> dict[str, list[dict[str, Any]]]:
-    """The kinds of flow runs in TITLES, each as a list; of each deployment only the very next run."""
+    """Group of TITLES → its flow runs; `next` has one run of each deployment."""
     deployments = {found["id"]: found["name"] for found in ask(f"{api}/deployments/filter", {})}
     top_level = {"parent_task_run_id": {"is_null_": True}}
     now = datetime.now(UTC).isoformat()
 
     def find(states: list[str], limit: int = MAX_RUNS, **more: Any) -> list[dict[str, Any]]:
-        asked = {"state": {"type": {"any_": states}}} | top_level | more
-        query = {"flow_runs": asked, "sort": "EXPECTED_START_TIME_ASC", "limit": limit}
+        wanted = {"state": {"type": {"any_": states}}} | top_level | more
+        query = {"flow_runs": wanted, "sort": "EXPECTED_START_TIME_ASC", "limit": limit}
         found: list[dict[str, Any]] = ask(f"{api}/flow_runs/filter", query)
         return found
 
     def next_run(deployment: str) -> list[dict[str, Any]]:
         return find(["SCHEDULED"], 1, deployment_id={"any_": [deployment]}, expected_start_time={"after_": now})
 
-    def shown(run: dict[str, Any]) -> dict[str, Any]:
+    def summary(run: dict[str, Any]) -> dict[str, Any]:
         return {
             "id": run["id"],
             "name": run["name"],
@@ -81,37 +74,36 @@ def _runs(api: str) -> dict[str, list[dict[str, Any]]]:
             "page": f"{api.removesuffix('/api')}/runs/flow-run/{run['id']}",
         }
 
-    at_work = find(list(STATES))
-    kinds = {
-        "runs": [run for run in at_work if not is_suspended(run)],
-        "suspended": [run for run in at_work if is_suspended(run)],
+    active = find(list(ACTIVE))
+    groups = {
+        "runs": [run for run in active if not is_suspended(run)],
+        "suspended": [run for run in active if is_suspended(run)],
         "waiting": find(["SCHEDULED"], expected_start_time={"before_": now}),
         "next": sorted(
             (run for deployment in deployments for run in next_run(deployment)),
             key=lambda run: run["expected_start_time"],
         ),
     }
-    return {kind: [shown(run) for run in runs] for kind, runs in kinds.items()}
+    return {group: [summary(run) for run in runs] for group, runs in groups.items()}
 
 
 def show(console: Console, content: dict[str, Any]) -> None:
-    """The same for people."""
     if not content["services"]:
-        console.print(f"nothing was started in {content['home']}: `xray up`", highlight=False, soft_wrap=True)
+        console.print(f"nothing was started in {content['home']}: run `xray up`", highlight=False, soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for name, service in content["services"].items():
-        word = (
-            "[green]up[/green]"
-            if service["up"]
-            else "[red]does not answer[/red]"
-            if service["pid"]
-            else "[red]down[/red]"
+        state = "down" if not service["pid"] else "up" if service["up"] else "does not answer"
+        color = "green" if service["up"] else "red"
+        table.add_row(
+            name,
+            f"[{color}]{state}[/{color}]",
+            escape(service["address"]),
+            str(service["pid"] or f"see logs/{name}.log"),
         )
-        table.add_row(name, word, escape(service["address"]), str(service["pid"] or f"see logs/{name}.log"))
     ahead = ", ".join(run["name"] for run in content["runs"] or [])
     for kind, title in TITLES.items():
         for run in content[kind] or []:
-            # Until a run starts, its name is a random one.
+            # Before it starts, a run has a random name.
             name = run["deployment"] if kind in ("waiting", "next") else run["name"]
             at = f"{run['at'][:19].replace('T', ' ')} UTC"
             behind = f", behind {ahead}" if kind == "waiting" and ahead else ""
@@ -119,10 +111,9 @@ def show(console: Console, content: dict[str, Any]) -> None:
     if content["services"] and content["runs"] is None:
         table.add_row("on", "", "not known: Prefect does not answer", "")
     for champion in content["champions"]:
-        words = (
-            f"version {champion['version']} {champion['checkpoint'][:12]}, by {champion['by']} at {champion['at'][:19]}"
-        )
-        table.add_row("champion", "", escape(champion["name"]), escape(words))
+        version = f"version {champion['version']} {champion['checkpoint'][:12]}"
+        decided = f"{version}, by {champion['by']} at {champion['at'][:19]}"
+        table.add_row("champion", "", escape(champion["name"]), escape(decided))
     if not content["champions"]:
         table.add_row("champion", "", "none yet", "")
     console.print(table, soft_wrap=True)

@@ -1,11 +1,9 @@
-"""Flow runs at work when the servers go down: `xray down` suspends them, the next `xray up` lets them go on.
+"""Active flow runs while the servers are down: `xray down` suspends them, the next `xray up` resumes them.
 
-The state in Prefect is the record. A run that `xray down` stops is Suspended there before its process is asked to end,
-so nothing reports it as crashed. `xray up` resumes exactly those runs, and those whose processes were lost without
-`xray down` (a power cut, say). A run goes on under the same id and with its own parameters: finished stages are taken
-from the store, the stage at work goes on from its snapshot.
-
-A run that somebody suspended, or that waits for an approval, has no pause key of ours and stays as it is.
+The state in Prefect is the record. `xray down` sets a run Suspended before it stops the process, so nothing reports it
+as crashed. `xray up` resumes those runs, and those whose processes were lost without `xray down` (a power cut, say). A
+run continues under the same id with its own parameters: finished stages come from the store, the unfinished one from
+its snapshot. A run that a person suspended, or that waits for approval, does not have our pause key and stays as it is.
 """
 
 from __future__ import annotations
@@ -24,40 +22,40 @@ from xray.deployments.servers import ask, worker_name
 from xray_runtime.processes import kill, tagged
 
 KEY = "xray-down-"
-"""Start of the pause key of a run that goes on by itself."""
-STOPPED = f"{SUSPENDED} `xray down`. It goes on by itself after `xray up`."
-LOST = f"{SUSPENDED} its process was lost. It goes on by itself."
+"""Prefix of the pause key of a run that X-ray resumes."""
+STOPPED = f"{SUSPENDED} `xray down`. It continues by itself after `xray up`."
+LOST = f"{SUSPENDED} its process was lost. It continues by itself."
 RUN_ID = "PREFECT__FLOW_RUN_ID"
 """Environment variable that Prefect gives the process of a flow run."""
-AT_WORK = ("RUNNING", "PENDING", "PAUSED", "CANCELLING")
+ACTIVE = ("RUNNING", "PENDING", "PAUSED", "CANCELLING")
 MAX_RUNS = 200
 STOP_SECONDS = 20.0
 PATIENCE_SECONDS = 60.0
-"""How long a server whose database is busy is asked again."""
+"""How long to retry while the server's database is busy."""
 
 
 def is_suspended(run: dict[str, Any]) -> bool:
-    """Whether `run` was suspended here, and goes on at the next `xray up`."""
+    """Whether X-ray suspended `run`, so that the next `xray up` resumes it."""
     return str(run["state"]["state_details"].get("pause_key") or "").startswith(KEY)
 
 
 def suspend(api: str, message: str = STOPPED, except_for: Iterable[str] = ()) -> list[str]:
-    """Set every run at work in our pool Suspended; returns their names.
+    """Set every active run in our pool Suspended; returns their names.
 
     Args:
         api: address of Prefect's API.
-        except_for: ids of runs that are left alone.
+        except_for: ids of runs to leave alone.
     """
     names = []
-    for run in _runs(api, AT_WORK):
+    for run in _runs(api, ACTIVE):
         waits_without_process = run["state"]["state_details"]["pause_reschedule"]
         if run["id"] in except_for or waits_without_process:
             continue
         cancelled = run["state_type"] == "CANCELLING"
         state = {"type": "CANCELLED", "name": "Cancelled"} if cancelled else _suspended(message)
-        # Prefect itself suspends only what runs, not what is about to start or waits for an answer.
-        asked = {"state": state, "force": run["state_type"] != "RUNNING"}
-        answer = ask(f"{api}/flow_runs/{run['id']}/set_state", asked, PATIENCE_SECONDS)
+        # Without force Prefect only suspends running flows, not pending or paused ones.
+        change = {"state": state, "force": run["state_type"] != "RUNNING"}
+        answer = ask(f"{api}/flow_runs/{run['id']}/set_state", change, PATIENCE_SECONDS)
         if answer["status"] == "ACCEPT" and not cancelled:
             names.append(run["name"])
             _pause_subflows(api, run["id"], message)
@@ -65,26 +63,26 @@ def suspend(api: str, message: str = STOPPED, except_for: Iterable[str] = ()) ->
 
 
 def _pause_subflows(api: str, parent: str, message: str) -> None:
-    """Without this Prefect would miss the heartbeats of subflows; when their parent goes on, it takes them up again."""
+    """Pause subflows, or Prefect would miss their heartbeats. Their parent restarts them."""
     children = {"parent_flow_run_id": {"any_": [parent]}, "state": {"type": {"any_": ["RUNNING", "PENDING"]}}}
     for run in ask(f"{api}/flow_runs/filter", {"flow_runs": children}, PATIENCE_SECONDS):
-        # Only what has a deployment can be rescheduled.
+        # Only runs of deployments can be rescheduled.
         state = _suspended(message, reschedule=False)
         ask(f"{api}/flow_runs/{run['id']}/set_state", {"state": state, "force": True}, PATIENCE_SECONDS)
 
 
-def settle(api: str, state: State) -> None:
-    """Before the worker starts: what its predecessor left either has a process and is at work, or is suspended.
+def resolve_lost_runs(api: str, state: State) -> None:
+    """Suspend the active runs whose processes are gone. To be called before the worker starts.
 
-    Where another machine's worker takes runs from the pool too, lost runs cannot be told from that worker's; Prefect
-    notices them itself, by their missing heartbeats.
+    If another machine's worker shares the pool, lost runs cannot be told from its runs; then Prefect finds them by
+    their missing heartbeats.
     """
-    runs = _runs(api, AT_WORK)
+    runs = _runs(api, ACTIVE)
     if not runs:
         return
     worker_tag = f"{state.tag}-worker"
     processes = run_processes(worker_tag)
-    # `xray down` was killed before it ended these.
+    # `xray down` was killed before it stopped these.
     half_stopped = processes.keys() & {run["id"] for run in runs if is_suspended(run)}
     kill(lambda: [p for run, p in run_processes(worker_tag).items() if run in half_stopped], STOP_SECONDS)
     online = {"workers": {"status": {"any_": ["ONLINE"]}}}
@@ -94,17 +92,17 @@ def settle(api: str, state: State) -> None:
 
 
 def resume(api: str, since: float) -> list[str]:
-    """Let every suspended run go on; returns their names.
+    """Resume every suspended run; returns their names.
 
     Args:
-        since: when Prefect was started, in seconds since 1970. It may have noticed a lost run itself since then.
+        since: when Prefect was started, in seconds since 1970. Since then it may have found lost runs itself.
     """
     suspended = [run for run in _runs(api, ("PAUSED",)) if is_suspended(run)]
     crashed = [run for run in _runs(api, ("CRASHED",)) if _was_found_lost(run, since)]
     for run in suspended:
         ask(f"{api}/flow_runs/{run['id']}/resume", {}, PATIENCE_SECONDS)
     for run in crashed:
-        # As the button Retry does on the run's page.
+        # As the Retry button on the run's page does.
         state = {"type": "SCHEDULED", "name": "AwaitingRetry", "message": LOST}
         ask(f"{api}/flow_runs/{run['id']}/set_state", {"state": state}, PATIENCE_SECONDS)
     return [run["name"] for run in suspended + crashed]
@@ -116,7 +114,7 @@ def _was_found_lost(run: dict[str, Any], since: float) -> bool:
 
 
 def run_processes(worker_tag: str) -> dict[str, psutil.Process]:
-    """The processes of flow runs that a worker with this process tag started, by the run's id."""
+    """Flow run id → its process, of the worker with this process tag."""
     found = {}
     for process in tagged(worker_tag):
         with contextlib.suppress(psutil.Error, OSError):

@@ -1,4 +1,4 @@
-"""The audit as a Prefect flow, to be scheduled: an artifact each time, and an event when something broke."""
+"""The audit as a flow that can be scheduled: it writes an artifact, and sends an event when it finds something."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class NotSound(RuntimeError):
 
 
 BROKEN_EVENT = "xray.audit.broken"
-"""Sent when an audit found something; automations listen for it."""
+"""Event of an audit that found something, for automations."""
 
 
 @flow(name="audit", flow_run_name="audit {output}", persist_result=False)
 def audit(
     output: str, tracking_uri: str | None = None, public_key: str | None = None, since_verified: bool = False
 ) -> dict[str, Any]:
-    """Audit everything in the output directory of lifecycles; the run fails when something is not as recorded.
+    """Audit everything in an output directory; the run fails if the audit finds something.
 
     Args:
-        since_verified: read only what changed since such a run found everything sound.
+        since_verified: read only what changed since the last sound audit.
     """
     root = Path(output).absolute()
     public = Path(public_key) if public_key else None
@@ -51,7 +51,7 @@ def audit(
 
 
 def _pages(place: LineageStore) -> list[str]:
-    """Links to MLflow's pages of the registered versions; none where no server shows them."""
+    """Links to MLflow's pages of the registered versions; [] if no server shows them."""
     uri = place.tracking_uri or ""
     if not uri.startswith("http"):
         return []
@@ -60,7 +60,7 @@ def _pages(place: LineageStore) -> list[str]:
 
 
 def markdown(result: Audit, pages: Sequence[str] = ()) -> str:
-    """An audit for Prefect's page; `pages`: links to what was audited."""
+    """An audit as Markdown; `pages`: links to the audited models."""
     lines = [
         f"**{'sound' if result.is_sound else 'NOT SOUND'}**: {result.checkpoints} checkpoints, {result.files} files"
     ]

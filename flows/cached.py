@@ -1,4 +1,4 @@
-"""A lifecycle of which every stage is there already: it is recorded without starting Prefect or Ray."""
+"""Record a lifecycle whose stages are all cached, without starting Prefect or Ray."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray.flows.lifecycle_graph import Lifecycle, lifecycle_graph
+from xray.flows.lifecycle_graph import Lifecycle, lifecycle_graph, record_options
 from xray.tasks.output_directory import DIGESTS
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import find_result, show_cached
@@ -39,10 +39,9 @@ class _Found:
 def take_cached(
     config: LifecycleConfig, output: Path, until: str | None, done: Callable[[str], None]
 ) -> dict[str, Any] | None:
-    """What lifecycle.json says of a run that computes nothing; None where one of its stages has to be computed.
+    """The content of lifecycle.json of a run that computes nothing; None if a stage has to be computed.
 
-    Where the environment names a Prefect server or a Ray, None too: there the run shows on a page, and devices are the
-    cluster's.
+    Also None if the environment names a Prefect server, which must show the run, or a Ray, whose devices count.
 
     Args:
         done: called with the name of each stage.
@@ -56,25 +55,16 @@ def take_cached(
     found = _find(graph, output, store, until)
     if found is None:
         return None
-    # Imported now: Prefect reads its settings once, and a run that computes names a server of its own before that.
+    # Imported late: Prefect reads its settings once, and a run that computes sets them first.
     from xray.tasks.run_record import RunRecord
 
-    record = RunRecord(
-        output,
-        project=config.project,
-        seed=config.seed,
-        storage=config.runtime.storage,
-        record=config.model_dump(mode="json"),
-        gates=config.promotion.model_dump(mode="json"),
-        terms=config.terms,
-    )
-    with record:
+    with RunRecord(output, storage=config.runtime.storage, **record_options(config)) as record:
         _record(record, found, store, ends, done)
     return record.summary.content
 
 
 def _completed(output: Path) -> bool:
-    """Whether the last run here came to its end; if not, Prefect may show it at work, and must be told."""
+    """Whether the last run here was completed. If not, Prefect may still show it as running."""
     try:
         content = json.loads((output / LIFECYCLE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -83,7 +73,7 @@ def _completed(output: Path) -> bool:
 
 
 def _find(graph: Graph, output: Path, store: Store, until: str | None) -> dict[str, _Found] | None:
-    """Stage → its result, every byte of which is verified; None where one is missing."""
+    """Stage → its verified result; None if one is missing."""
     runtime = graph.runtime.model_copy(update={"device": local_device(graph.runtime.device)})
     memory, found = DigestMemory(output / DIGESTS), dict[str, _Found]()
     for name, call in graph.calls.items():

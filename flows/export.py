@@ -1,4 +1,4 @@
-"""`xray export` as a flow: a checkpoint with all it came from in one archive, in `output/exports`."""
+"""`xray export` as a flow: a checkpoint with its ancestors in one archive, in `output/exports`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def export(output: str, reference: str, tracking_uri: str | None = None) -> str:
     count = run_export(place, node, bundle)
     size = bundle.stat().st_size / 1e6
     title = f"{node.name}: {count} checkpoints, {size:,.1f} MB"
-    text = f"{title}: `{bundle}`\n\n`xray audit {bundle}` checks it; `xray import` takes it in."
+    text = f"{title}: `{bundle}`\n\n`xray audit {bundle}` checks it; `xray import` imports it."
     create_markdown_artifact(text, key="export", description=title)
     return str(bundle)

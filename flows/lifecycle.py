@@ -1,6 +1,6 @@
 """The lifecycle flow: prepare → base → SFT → preferences → reward model → PPO stages → evaluation → registration.
 
-Running again computes only what is new; a checkpoint that is missing or damaged is noticed and computed again.
+A repeated run only computes what is new; missing or damaged checkpoints are computed again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from prefect import flow
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import deployment
 
-from xray.flows.lifecycle_graph import lifecycle_graph, recorded_graph
+from xray.flows.lifecycle_graph import lifecycle_graph, record_options, recorded_graph
 from xray.flows.lineage import publish_lineage
 from xray.tasks.page import show
 from xray.tasks.preflight import check_run
@@ -42,7 +42,7 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle", until: st
     root = Path(output).absolute()
     root.mkdir(parents=True, exist_ok=True)
     prepare_deployment(root)
-    # What cannot work is noticed before anything is computed; `auto` lays stages out as they are called.
+    # Refuse what cannot work before anything is computed; `auto` lays stages out as they are called.
     check_run(recorded_graph(config), with_device(config.runtime).device, nodes())
     with open_workspace(config, root, until=until, checked=True) as workspace:
         ends = lifecycle_graph(config)
@@ -52,21 +52,12 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle", until: st
 
 
 def open_workspace(config: LifecycleConfig, root: Path, **options: Any) -> Workspace:
-    """The workspace of a lifecycle's config in the directory `root`."""
-    return Workspace(
-        root,
-        project=config.project,
-        seed=config.seed,
-        runtime=config.runtime,
-        gates=config.promotion.model_dump(mode="json"),
-        terms=config.terms,
-        record=config.model_dump(mode="json"),
-        **options,
-    )
+    """A workspace for a lifecycle's config in the directory `root`."""
+    return Workspace(root, runtime=config.runtime, **record_options(config), **options)
 
 
 def publish(workspace: Workspace) -> None:
-    """What a finished run made, as artifacts on its page."""
+    """Publish the results of a finished run as artifacts on its page."""
     text = workspace.run_record.summary.markdown(workspace.run_record.tracker.page)
     show("lifecycle", f"{workspace.project}: {workspace.output}", text)
     store = open_lineage_store(workspace.output, workspace.run_record.tracking_uri)
@@ -75,17 +66,17 @@ def publish(workspace: Workspace) -> None:
 
 
 def prepare_deployment(root: Path) -> None:
-    """In a process that a worker of Prefect's started: output into a log, and a snapshot when the run is cancelled."""
+    """In a process of a Prefect worker: log the output, and make a snapshot when the run is cancelled."""
     if deployment.id is None or threading.current_thread() is not threading.main_thread():
         return
-    # A worker that dies takes the pipe along that this process prints into.
+    # This process prints into a pipe, which ends with the worker.
     redirect_output(root / "logs" / "lifecycle.log")
-    # Starting Ray put a handler in place that aborts.
+    # Ray installed a handler that aborts.
     signal.signal(signal.SIGTERM, terminate)
 
 
 def terminate(*_: Any) -> None:
-    """Signal handler: end the flow as one that was cancelled."""
-    # A second one must not cut the snapshot short.
+    """Signal handler: end the flow as cancelled."""
+    # A second signal must not interrupt the snapshot.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise TerminationSignal(signal.SIGTERM)

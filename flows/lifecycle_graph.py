@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -34,24 +35,21 @@ from xray_runtime.store.manifest import MANIFEST
 
 @dataclass(frozen=True)
 class Lifecycle:
-    """What a lifecycle ends with."""
-
     policy: Handle
     evaluation: Handle
 
 
 def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
-    """Add the stages of `config` to the graph at hand."""
-    graph = current_graph()
+    """Add the stages of `config` to the current graph."""
     layers = None if isinstance(config.base, FreshBase) else config.base.trainable_layers
     trained = {"trainable_layers": layers} if layers is not None else {}
 
-    # First, so that a name of nothing is said before anything is computed.
+    # First, so that a wrong reference is refused before anything is computed.
     base_ref = None if isinstance(config.base, FreshBase | PretrainedBase) else config.base.ref
     refs = {"base.ref": base_ref, "reward_ref": config.reward_ref, "evaluate.verdicts": config.evaluate.verdicts}
     if isinstance(config.preferences, DatasetPreferences) and judgements_in(config.preferences.path):
         refs["preferences.path"] = config.preferences.path
-    named = {field: _checkpoint(graph, field, ref) for field, ref in refs.items() if ref is not None}
+    named = {field: _checkpoint(current_graph(), field, ref) for field, ref in refs.items() if ref is not None}
 
     data = PREPARE(name="prepare", **_fields(config.data))
     if isinstance(config.base, FreshBase):
@@ -80,8 +78,7 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
         fields = _fields(config.reward_base) | {"frozen": config.frozen}
         rewards.insert(0, REWARD_BASE(data, name="reward_base", **fields))
 
-    scoring: dict[str, object] = {"gold": config.gold, "max_failed": config.max_failed}
-    scoring |= {"generator": config.generator, "frozen": config.frozen}
+    scoring: dict[str, object] = {f: getattr(config, f) for f in ("gold", "max_failed", "generator", "frozen")}
     policy = start
     policies = {"base" if config.sft is None else "sft": start}
     if config.dpo is not None:
@@ -89,16 +86,11 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
         policies["dpo"] = policy
     for number, stage in enumerate(config.ppo_stages, start=1):
         fields = _fields(stage) | trained | scoring
-        # A version that only pleases its reward is not the best.
+        # Judges choose the best version, not only the reward it was trained on.
         fields |= {"judges": judges} if stage.validation is not None else {}
         policy = PPO(policy, data, reference=start, rewards=rewards, name=f"ppo-{number}", **fields)
         policies[f"ppo-{number}"] = policy
-    for name, suite in config.benchmarks.items():
-        # As everywhere else, where a suite does not say otherwise.
-        shared = {f: getattr(config, f) for f in ("generator", "frozen") if f in type(suite).model_fields}
-        shared = {field: value for field, value in shared.items() if field not in suite.model_fields_set}
-        for made_by, measured in policies.items():
-            BENCHMARK(measured, data, name=f"{name}-{made_by}", **_fields(suite) | shared)
+    _benchmarks(config, policies, data)
     # A judge that compares replies needs several to one prompt; the evaluation has one.
     shown = rewards[: len(rewards) - len(config.rewards)]
     shown += [term.model_dump() for term in config.rewards if not term.compares]
@@ -109,6 +101,14 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
     return Lifecycle(policy, evaluation)
 
 
+def _benchmarks(config: LifecycleConfig, policies: dict[str, Handle], data: Handle) -> None:
+    for name, suite in config.benchmarks.items():
+        shared = {f: getattr(config, f) for f in ("generator", "frozen") if f in type(suite).model_fields}
+        shared = {field: value for field, value in shared.items() if field not in suite.model_fields_set}
+        for stage, policy in policies.items():
+            BENCHMARK(policy, data, name=f"{name}-{stage}", **_fields(suite) | shared)
+
+
 def _checkpoint(graph: Graph, field: str, ref: str) -> Handle:
     try:
         return graph.checkpoint(ref)
@@ -117,7 +117,7 @@ def _checkpoint(graph: Graph, field: str, ref: str) -> Handle:
 
 
 def _preferences(config: LifecycleConfig, start: Handle, data: Handle, judged: Handle | None) -> Handle:
-    """`judged`: what people judged, where the pairs are of that."""
+    """`judged`: the published verdicts of people, if the pairs come from them."""
     source = config.preferences
     assert source is not None
     if isinstance(source, GoldPreferences):
@@ -130,15 +130,26 @@ def _preferences(config: LifecycleConfig, start: Handle, data: Handle, judged: H
 
 
 def judgements_in(path: str) -> bool:
-    """Whether `preferences.path` names a checkpoint: what `xray preferences` published."""
+    """Whether `preferences.path` is a checkpoint that `xray preferences` published."""
     from pathlib import Path
 
     return (Path(path) / MANIFEST).is_file()
 
 
 def _fields(section: BaseModel) -> dict[str, object]:
-    """The fields of a section as keywords, but for the tag that chose it in YAML."""
+    """The fields of a section as keywords, without the tag that selects it in YAML."""
     return {name: getattr(section, name) for name in type(section).model_fields if name != "kind"}
+
+
+def record_options(config: LifecycleConfig) -> dict[str, Any]:
+    """The options of a `RunRecord` and a `Workspace` that come from `config`."""
+    return {
+        "project": config.project,
+        "seed": config.seed,
+        "gates": config.promotion.model_dump(mode="json"),
+        "terms": config.terms,
+        "record": config.model_dump(mode="json"),
+    }
 
 
 def recorded_graph(config: LifecycleConfig) -> Graph:

@@ -1,4 +1,4 @@
-"""Where a checkpoint came from, on Prefect's pages: the graph, the tree, and the page one can click through."""
+"""The lineage of a checkpoint as an artifact in Prefect and as an HTML page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def lineage(output: str, reference: str, descendants: bool = False, tracking_uri
 
 
 def publish_lineage(place: LineageStore, node: Node, descendants: bool = False) -> Path:
-    """Write `output/lineage/CHECKPOINT.html`, and an artifact `lineage` of the flow run at work that leads there."""
+    """Write `output/lineage/CHECKPOINT.html`, and an artifact `lineage` of the current flow run that links to it."""
     page = place.output.absolute() / FOLDER / f"{node.directory.name}.html"
     page.parent.mkdir(exist_ok=True)
     write_html(page, place, node, selection(place.graph, node, descendants))

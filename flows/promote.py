@@ -1,8 +1,8 @@
-"""Promotion as a flow: audit, comparison with the champion, gates, a person's word, a signed decision.
+"""Promotion as a flow: audit, comparison with the champion, gates, a person's approval, a signed decision.
 
-Started by `xray promote`, it asks at the terminal. Run as a deployment, it suspends itself with a form on its page in
-Prefect, for days if need be; resumed, it does everything again but the comparison, so that what is promoted is what was
-audited just before, and asks again where that is not what the person was shown. `rollback` undoes the last promotion.
+`xray promote` asks at the terminal. A deployment suspends itself with a form on its page in Prefect, for days if need
+be. When it is resumed, it repeats everything but the comparison, so that it promotes what it has just audited, and asks
+again if the review has changed. `rollback` undoes the last promotion.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Ask = Callable[[str], Approval]
 
 
 def promote_flow(ask: Ask) -> Flow[..., dict[str, Any]]:
-    """The flow `promote`, which asks a person so."""
+    """The flow `promote`; `ask` asks the person."""
 
     @flow(name="promote", flow_run_name="promote {name}", persist_result=False)
     def promote(
@@ -67,18 +67,17 @@ def promote_flow(ask: Ask) -> Flow[..., dict[str, Any]]:
         public_key: str | None = None,
         verdicts: str | None = None,
     ) -> dict[str, Any]:
-        """Make a candidate champion of the registered model `name`, if it passes and a person agrees.
+        """Make a candidate champion of the registered model `name`, if it passes and a person approves.
 
         Args:
             output: output directory of the lifecycle.
-            candidate: as in `xray lineage`; by default what has the alias `candidate`.
-            gates: bounds set by hand; all others are those of the lifecycle that made the candidate, which its
-                evaluation has on record.
-            verdicts: what people said of replies of candidate and champion, as `xray preferences` published it: in the
-                comparison they judge too.
+            candidate: as in `xray lineage`; by default the version with the alias `candidate`.
+            gates: bounds set by hand; all others come from the record of the candidate's evaluation.
+            verdicts: human verdicts on candidate and champion, as `xray preferences` published them, for the
+                comparison.
 
         Raises:
-            NotPromoted: the audit, a gate or a person stopped it.
+            NotPromoted: the audit, a gate or a person refused.
         """
         return _promote(output, name, candidate, gates, tracking_uri, public_key, verdicts, ask)
 
@@ -98,27 +97,9 @@ def _promote(
     root = Path(output).absolute()
     public = Path(public_key) if public_key else None
     place, node = resolve(candidate or f"{name}@candidate", root, tracking_uri)
+    judged = resolve(verdicts, root, tracking_uri)[1].sha256 if verdicts is not None else None
     try:
-        comparison = None
-        champion = promotion.champion_of(place, name)
-        others = champion if champion is not None and champion.checkpoint != node.sha256 else None
-        said = resolve(verdicts, root, tracking_uri)[1].sha256 if verdicts is not None else None
-        if others is not None and gates_for(place, node, gates, public).config.max_regression is None:
-            others = None
-        if said is not None and others is None:
-            raise ConfigError(
-                "verdicts: are not allowed without another champion and promotion.max_regression: nothing would "
-                "be compared"
-            )
-        if others is not None:
-            comparison = _compared(place, node, others.checkpoint, said)
-            if comparison is None:
-                # Nothing is computed for a candidate that cannot pass.
-                alone = (gates or PromotionConfig()).model_copy(update={"max_regression": None})
-                promotion.review(place, node, name=name, gates=alone, public=public)
-                compare(str(root), name, node.sha256, others.checkpoint, place.tracking_uri, said)
-                place = open_lineage_store(root, place.tracking_uri)
-                comparison = _compared(place, node, others.checkpoint, said)
+        place, comparison = _comparison(root, place, node, name, gates, public, judged)
         seen = promotion.review(place, node, name=name, gates=gates, comparison=comparison, public=public)
         text = review_markdown(seen, place)
         answer = ask(text)
@@ -143,11 +124,41 @@ def _promote(
     }
 
 
+def _comparison(
+    root: Path,
+    place: LineageStore,
+    node: Node,
+    name: str,
+    gates: PromotionConfig | None,
+    public: Path | None,
+    verdicts: str | None,
+) -> tuple[LineageStore, Node | None]:
+    """The store with the comparison of the candidate with the champion; None if no gate needs one."""
+    champion = promotion.champion_of(place, name)
+    if (
+        champion is None
+        or champion.checkpoint == node.sha256
+        or gates_for(place, node, gates, public).config.max_regression is None
+    ):
+        if verdicts is not None:
+            raise ConfigError("verdicts: are not allowed without a comparison (promotion.max_regression, a champion)")
+        return place, None
+    found = _compared(place, node, champion.checkpoint, verdicts)
+    if found is None:
+        # Compute nothing for a candidate that cannot pass.
+        alone = (gates or PromotionConfig()).model_copy(update={"max_regression": None})
+        promotion.review(place, node, name=name, gates=alone, public=public)
+        compare(str(root), name, node.sha256, champion.checkpoint, place.tracking_uri, verdicts)
+        place = open_lineage_store(root, place.tracking_uri)
+        found = _compared(place, node, champion.checkpoint, verdicts)
+    return place, found
+
+
 @flow(name="rollback", flow_run_name="rollback {name}", persist_result=False)
 def rollback(
     output: str, name: str, by: str, note: str, tracking_uri: str | None = None, public_key: str | None = None
 ) -> dict[str, Any]:
-    """Make the previous champion of `name` champion again, if its audit is sound; by whom and why is recorded."""
+    """Make the previous champion of `name` champion again, if its audit is sound, and record by whom and why."""
     root = Path(output).absolute()
     public = Path(public_key) if public_key else None
     decision = promotion.roll_back(open_lineage_store(root, tracking_uri), name=name, by=by, note=note, public=public)
@@ -195,14 +206,14 @@ def compare(
 
 
 def _source(term: dict[str, Any], roles: dict[str, Handle]) -> RewardSource | dict[str, Any]:
-    """A source of reward as another stage takes it, its models among that stage's inputs."""
+    """A recorded source of reward, with handles for its models."""
     models = [roles[role] for role in term["models"] or [term["model"]] if role is not None]
     fields = {name: value for name, value in term.items() if name not in ("model", "models")}
     return reward(models, **fields) if models else term
 
 
 def review_markdown(seen: Review, place: LineageStore) -> str:
-    """What a person should see before deciding."""
+    """The review for the person who decides, as Markdown."""
     champion = f"version {seen.champion.version} `{seen.champion.checkpoint[:12]}`" if seen.champion else "none yet"
     lines = [
         f"Shall version {seen.version} of `{seen.name}` (`{seen.candidate.sha256[:12]}`) become champion? "
@@ -214,18 +225,18 @@ def review_markdown(seen: Review, place: LineageStore) -> str:
     ]
     shown = place.graph.nodes[seen.evidence.get("comparison", seen.evidence["evaluation"])]
     samples = json.loads((shown.directory / "samples.json").read_text(encoding="utf-8"))[:MAX_SAMPLES]
-    # Of a table, the narrow dialog that asks would show the prompts alone.
+    # A list: in a table, Prefect's narrow dialog would only show the prompts.
     for sample in samples:
         lines += ["", f"**{_escape(str(sample['prompt']))}**", ""]
-        sides = [key for key, said in sample.items() if key != "prompt" and isinstance(said, str)]
+        sides = [key for key, value in sample.items() if key != "prompt" and isinstance(value, str)]
         lines += [f"- {side}: {_escape(str(sample[side]))}" for side in sides]
     return "\n".join(lines)
 
 
 def _ask_on_page(text: str) -> Approval:
     if deployment.id is None:
-        raise ConfigError("promote: no one is there to approve: run it as a deployment, or with `xray promote`")
-    # The answer to this question alone: with another candidate or champion since, the person is asked again.
+        raise ConfigError("promote: needs a person to approve: run it as a deployment, or with `xray promote`")
+    # The key binds the answer to this review: after a change, the person is asked again.
     answer: Approval = suspend_flow_run(
         wait_for_input=Approval.with_initial_data(description=text), key=digest({"asked": text})[:16]
     )
@@ -233,7 +244,7 @@ def _ask_on_page(text: str) -> Approval:
 
 
 def _compared(store: LineageStore, candidate: Node, champion: str, verdicts: str | None) -> Node | None:
-    """The comparison of these two under the present code, where it is in the store and in MLflow."""
+    """The comparison of these two under the current code, if it is in the store and in MLflow."""
     assert store.tracking_uri is not None
     spec = promotion.comparison_spec(store.graph, candidate, champion, verdicts)
     config = COMPARE.validated(spec.config)

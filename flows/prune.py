@@ -1,4 +1,4 @@
-"""`xray prune` as a flow: what nothing needs any more, on Prefect's page, and removed where that was asked for."""
+"""`xray prune` as a flow: show checkpoints that nothing needs any more, and remove them on request."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from xray_runtime.lineage.retention import plan_prune, prune as run_prune
 
 @flow(name="prune", flow_run_name="prune {output}", persist_result=False)
 def prune(output: str, keep: list[str] | None = None, remove: bool = False) -> dict[str, Any]:
-    """Find the checkpoints that no alias, nothing in `keep` and no evaluation needs; chains stay whole.
+    """Find checkpoints that no alias, nothing in `keep` and no evaluation needs; ancestors of kept ones are kept.
 
     Args:
         output: output directory of lifecycles.
-        keep: keep these too, with all they came from; each as in `xray lineage`.
-        remove: remove them, where no run is at work. Without it, only what would go is shown.
+        keep: also keep these with their ancestors; each as in `xray lineage`.
+        remove: remove them, unless a run is active. Without it they are only listed.
     """
     root = Path(output).absolute()
     if remove:

@@ -145,7 +145,7 @@ def read_subject(target: str, overrides: Sequence[str] = ()) -> Subject:
     """
     if not is_flow(target):
         if not Path(target).suffix.startswith(".y") and not Path(target).exists():
-            raise ConfigError(f"{target}: no such file; a flow of your own is named as MODULE:FLOW")
+            raise ConfigError(f"{target}: no such file; name your own flow as MODULE:FLOW")
         return Subject(config=load_config(target, overrides))
     return Subject(flow=target).with_values(parse_overrides(overrides), "--set ")
 
@@ -156,7 +156,7 @@ def output_name(target: str) -> str:
 
 
 def is_flow(target: str) -> bool:
-    """Whether `target` names a flow and no file. Raises ConfigError where it names a Python file."""
+    """Whether `target` names a flow and no file. Raises ConfigError if it names a Python file."""
     file, _, flow = target.partition(":")
     path = Path(file)
     if path.suffix == ".py":
@@ -171,7 +171,7 @@ def is_flow(target: str) -> bool:
 
 
 def _flow_in(path: Path) -> str:
-    """The first function of a file that a decorator makes a flow; FLOW where there is none."""
+    """Name of the first flow in a file; "FLOW" if there is none."""
     try:
         body = ast.parse(path.read_bytes()).body
     except (SyntaxError, ValueError, RecursionError):
@@ -188,13 +188,18 @@ def _hints(function: Any) -> dict[str, Any]:
         return {}
 
 
+def add_working_directory() -> None:
+    """Find modules in the working directory too: users' flows, functions and environments."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+
+
 def load_flow(name: str) -> Any:
-    """The flow `module:flow`; modules are found in the working directory too. Raises ConfigError."""
+    """The flow `module:flow`. Raises ConfigError."""
     module, colon, attribute = name.partition(":")
     if not colon or not module or not attribute:
         raise ConfigError(f"{name!r} is not allowed: must be a YAML file or MODULE:FLOW")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    add_working_directory()
     try:
         found = getattr(importlib.import_module(module), attribute)
     except ConfigError:

@@ -1,4 +1,4 @@
-"""The flow at work: its parameters, what started it, and where people see it."""
+"""The current flow: its parameters, its trigger and its page."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pydantic import TypeAdapter
 from xray_runtime.credentials import strip_credentials
 
 PAGE = "prefect.flow_run"
-"""Tag with the address of the flow run's page, where the server shows pages."""
+"""Tag with the address of the flow run's page, if the server shows pages."""
 
 
 def prefect_tags() -> dict[str, str]:
-    """Tags by which an MLflow run leads to this flow run: its id, and its page where the server shows pages."""
+    """Tags that link an MLflow run to this flow run: its id, and its page if the server shows pages."""
     settings = get_current_settings()
     if not flow_run.id:
         return {}
@@ -28,7 +28,7 @@ def prefect_tags() -> dict[str, str]:
 
 
 def trigger_of_run() -> tuple[str | None, dict[str, str]]:
-    """Id of this flow run, and what started it: a schedule, a deployment (its page, the API), or a command."""
+    """Id of this flow run, and its trigger: a schedule, a deployment (its page, the API), or a command."""
     context = FlowRunContext.get()
     run = context.flow_run if context is not None else None
     if run is None:
@@ -39,7 +39,7 @@ def trigger_of_run() -> tuple[str | None, dict[str, str]]:
 
 
 def flow_parameters() -> dict[str, Any]:
-    """Name and parameters of the flow at work, as JSON; nothing outside of a flow."""
+    """Name and parameters of the current flow as JSON; {} outside of a flow."""
     context = FlowRunContext.get()
     if context is None or context.flow is None:
         return {}

@@ -1,7 +1,7 @@
-"""Runs that ended without a word, since their process was killed or lost its Ray: their records say so.
+"""Close the records of lost runs, whose process was killed or lost its Ray.
 
-`python -m xray.tasks.lost_runs OUTPUT [FILE]` closes those in the output directory OUTPUT, and in those that FILE
-lists, one a line.
+`python -m xray.tasks.lost_runs OUTPUT [FILE]` does so in the output directory OUTPUT, and in those that FILE lists, one
+a line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def command_to_close(output: Path, *listed: Path) -> list[str]:
-    """The command that does so, for whoever outlives the run. `listed`: FILE."""
+    """The command above, for a process that outlives the run. `listed`: FILE."""
     return [sys.executable, "-m", "xray.tasks.lost_runs", str(output), *map(str, listed)]
 
 
@@ -33,8 +33,8 @@ def outputs_in(listed: Path) -> list[Path]:
 
 
 def close_lost_runs(outputs: Iterable[Path]) -> None:
-    """Set failed what lifecycle.json calls running in one of `outputs`, and no process works at: there and in MLflow;
-    in Prefect, where PREFECT_API_URL names a server."""
+    """Mark runs failed that are recorded as running in `outputs` and have no process: in lifecycle.json, in MLflow and,
+    if PREFECT_API_URL is set, in Prefect."""
     for output in set(outputs):
         for path in (output / LIFECYCLE, *output.glob(f"searches/*/trials/*/{LIFECYCLE}")):
             content = _running(path)
@@ -47,7 +47,7 @@ def close_lost_runs(outputs: Iterable[Path]) -> None:
 
 
 def _running(path: Path) -> dict[str, Any] | None:
-    """The lifecycle.json at `path`, where it is one of a run at work."""
+    """The lifecycle.json at `path` if it says that the run is running, else None."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return content if content["status"] == "running" and content["run_id"] else None
@@ -68,8 +68,8 @@ def _close(output: Path, path: Path, content: dict[str, Any]) -> None:
         if os.environ.get("PREFECT_API_URL"):
             crash_lost_flow_run(content["flow_run_id"], None)
     except Exception:
-        # A server of the run's may have gone with it. The next run of this lifecycle tells it.
-        log.info("the servers were not told that run %s was lost", content["run_id"], exc_info=True)
+        # The run's own servers may be gone. The next run of this lifecycle updates them.
+        log.info("the servers do not know that run %s was lost", content["run_id"], exc_info=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A stage that runs out of memory goes on with smaller micro-batches."""
+"""Continue a stage that runs out of memory with smaller micro-batches."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MAX_DIVISOR = 64
 def run_in_memory(
     name: str, runtime: RuntimeConfig, built: Path, recorder: StageRecorder, body: Callable[[RuntimeConfig], int]
 ) -> int:
-    """Run a stage's body; where memory runs out, again from its last snapshot with smaller micro-batches.
+    """Run a stage's body; after running out of memory, repeat it from the last snapshot with smaller micro-batches.
 
     Args:
-        built: the directory the body writes into; it is emptied before another attempt.
+        built: directory that the body writes into; it is emptied before another attempt.
 
     Raises:
-        StageOutOfMemoryError: the runtime says to fail, or micro-batches cannot get smaller.
+        StageOutOfMemoryError: `runtime.on_out_of_memory` is "fail", or micro-batches cannot get smaller.
     """
     while True:
         try:

@@ -1,4 +1,4 @@
-"""An output directory while runs work in it: its newest config, its locks, and the record of a run cut short."""
+"""An output directory: its last config, its locks, and the records of interrupted runs."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from xray_runtime.store.identity import digest
 
 CONFIG, SEARCH = "config.yaml", "search.yaml"
 DIGESTS = "digests.sqlite"
-"""Digests of outside files that did not change since they were read."""
+"""Remembered digests of files outside the output directory."""
 
 
 def saved_config(output: Path, overrides: Sequence[str] = ()) -> LifecycleConfig:
-    """The config `output` was last run with (the defaults where it was made elsewhere), with overrides."""
+    """The config of the last run in `output`, or the defaults if there is none, with overrides."""
     path = output / CONFIG
     return load_config(path if path.is_file() else None, overrides)
 
 
 def interrupted_stages(output: Path) -> dict[str, int]:
-    """Stage → step of its last snapshot, for those that were cut short."""
+    """Interrupted stage → step of its last snapshot."""
     found = sorted(output.glob("snapshots/*/step-" + "[0-9]" * 10), key=lambda path: path.name)
     return {path.parent.name.rsplit("-", 1)[0]: int(path.name.removeprefix("step-")) for path in found}
 
 
 def goes_on_from(output: Path) -> str:
-    """Where a run in `output` goes on that was cut short, for people."""
+    """Where an interrupted run in `output` will continue, for people."""
     steps = [f"{stage} step {step}" for stage, step in interrupted_stages(output).items()]
     if steps:
         return " and ".join(steps)
@@ -45,7 +45,7 @@ def goes_on_from(output: Path) -> str:
 
 
 def require_no_run(output: Path) -> None:
-    """Raises ConfigError where a run works in `output`."""
+    """Raises ConfigError if a run is using `output`."""
     for path in (output / LOCKS).glob("run-*.lock"):
         try:
             FileLock(path).acquire(timeout=0).lock.release()
@@ -54,7 +54,7 @@ def require_no_run(output: Path) -> None:
 
 
 def file_lock(directory: Path, name: str = "lock") -> AcquireReturnProxy:
-    """A lock on `directory`, held until its `with` block ends, or this process.
+    """A lock on `directory`, held until its `with` block or this process ends.
 
     Raises:
         ConfigError: another process holds it.
@@ -66,12 +66,12 @@ def file_lock(directory: Path, name: str = "lock") -> AcquireReturnProxy:
 
 
 def unfinished_run(place: Path, output: Path, record: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The lifecycle.json of a run of the same config that was cut short, if that is what `place` holds."""
+    """The lifecycle.json in `place` if it is one of an interrupted run of the same config, else None."""
     try:
         content: dict[str, Any] = json.loads((place / LIFECYCLE).read_text(encoding="utf-8"))
         if content["config_digest"] != digest(record) or content["status"] == "completed" or not content["run_id"]:
             return None
-        # A run that still works holds its lock.
+        # A run that is still active holds its lock.
         run_lock(output, content["run_id"]).acquire(timeout=0).lock.release()
         return content
     except (OSError, ValueError, KeyError, TypeError, Timeout):

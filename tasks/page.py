@@ -1,4 +1,4 @@
-"""The artifacts on a flow run's page in Prefect: one of each key, also where the run was suspended or tried again."""
+"""Artifacts on a flow run's page in Prefect: one of each key, also after the run was suspended or retried."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prefect.runtime import flow_run
 
 
 def show(key: str, title: str, text: str) -> None:
-    """Make the artifact `key` of the flow run at work, or set what it holds (Markdown) anew."""
+    """Create the artifact `key` of the current flow run with the Markdown `text`, or replace its text."""
     with get_client(sync_client=True) as client:
         found = []
         if flow_run.id:

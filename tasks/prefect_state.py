@@ -1,4 +1,4 @@
-"""Prefect's records of runs whose process is gone: they say so, instead of Running for ever."""
+"""Mark runs Crashed in Prefect whose process is gone; Prefect would show them Running for ever."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from prefect.states import Crashed
 
 log = logging.getLogger(__name__)
 
-MESSAGE = "Its process was lost; another run of the same lifecycle goes on from what was there."
+MESSAGE = "Its process was lost; another run of the same lifecycle continues from its results."
 
 
 def crash_lost_task_run(task_run_id: UUID) -> None:
-    """Set a task run Crashed that lost its worker: the worker cannot say so, and Prefect does not notice."""
+    """Set a task run Crashed that lost its worker, which Prefect does not notice."""
     with get_client(sync_client=True) as client, contextlib.suppress(ObjectNotFound):
         state = client.read_task_run(task_run_id).state
         if state is None or not state.is_final():
@@ -25,10 +25,10 @@ def crash_lost_task_run(task_run_id: UUID) -> None:
 
 
 def crash_lost_flow_run(flow_run_id: str | None, present: str | None) -> None:
-    """Set the flow run, and its task runs, Crashed where they are not over.
+    """Set the flow run and its task runs Crashed unless they have ended.
 
     Args:
-        present: the flow run at work. Where it is the same, retried, only its lost task runs are set.
+        present: the current flow run. If it is the same one, retried, only its task runs are set.
     """
     if flow_run_id is None:
         return

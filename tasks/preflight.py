@@ -1,4 +1,4 @@
-"""What a run needs is there, and its parts can reach each other: where not, it is refused before it computes."""
+"""Check before a run computes: what it needs is available, and the parts of a cluster can reach each other."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_stages(calls: Iterable[StageCall], device: str, nodes: Sequence[Resour
 
 
 def check_ray_address(environment: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError where RAY_ADDRESS asks for Ray's client: what drives a run is a node's own process."""
+    """Raises ConfigError if RAY_ADDRESS uses Ray's client: the driver of a run must be a process of a node."""
     address = environment.get("RAY_ADDRESS", "")
     if address.startswith("ray://"):
         raise ConfigError(
@@ -61,13 +61,13 @@ def check_ray_address(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def check_servers(machines: set[str], environment: Mapping[str, str] = os.environ) -> None:
-    """Stages run on any node, and tell Prefect and MLflow themselves.
+    """Check that stages, which run on any node, can reach Prefect and MLflow.
 
     Args:
-        machines: addresses of those the nodes are on.
+        machines: addresses of the machines of all nodes.
 
     Raises:
-        ConfigError: there are several, and a server that only this one can reach.
+        ConfigError: there are several machines, and only this one can reach a server.
     """
     if len(machines) < 2:
         return
@@ -77,12 +77,12 @@ def check_servers(machines: set[str], environment: Mapping[str, str] = os.enviro
         if host is None or is_loopback(host):
             raise ConfigError(
                 f"{name}: {strip_credentials(address) or 'unset'!r} is not allowed on a cluster of {len(machines)} "
-                f"machines, whose stages must all reach it: must be the address of a {what}, as http://HOST:PORT"
+                f"machines: must be the address of a {what} that all of them can reach, as http://HOST:PORT"
             )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address reaches this machine alone. A name other than localhost may be anybody's."""
+    """Whether only this machine can reach an address. Of names, only localhost is known to be such."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

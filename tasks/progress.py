@@ -1,6 +1,4 @@
-"""What a stage shows while it works: to the terminal at once; on Prefect's page now and then, in the log and as the
-stage's one artifact.
-"""
+"""Progress of a stage: at once at the terminal, from time to time in the log and on Prefect's page."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ LOG_SECONDS = 30.0
 
 
 class StageProgress:
-    """Reports to the run's progress actor at once, and to Prefect's page: an artifact, and now and then a line of log.
+    """Reports progress to the run's progress actor, to the log, and to the stage's artifact on Prefect's page.
 
     The actor's answer says whether the run was asked to stop; then `on_stop` is called.
     """
@@ -58,23 +56,23 @@ class StageProgress:
             self._show(text, text)
 
     def ended(self, result: StageResult, headline: str, page: str) -> None:
-        """What the stage made: a line in the log, and `page` (Markdown) in place of the progress."""
+        """Log that the stage has ended, and show `page` (Markdown) in place of its progress."""
         log.info("%s: done in %.0f s%s", self._stage, result.seconds, f", {headline}" if headline else "")
         self._show(headline or "done", page)
 
     def cached(self) -> None:
-        """The stage's checkpoint was in the store already."""
+        """Log that the stage came from the store."""
         log.info("%s: taken from the store, nothing was computed", self._stage)
 
     def _show(self, title: str, text: str) -> None:
         try:
             show(artifact_key(self._stage), title, text)
         except Exception:
-            # Somebody's page stands still for a while; the training does not.
-            log.warning("Prefect did not take the progress", exc_info=True)
+            # The page is out of date for a while; the training continues.
+            log.warning("Prefect refused the progress", exc_info=True)
 
     def raise_if_stopped(self) -> None:
-        """Raises StageInterruptedError where the run was asked to stop."""
+        """Raises StageInterruptedError if the run was asked to stop."""
         if self._stopped:
             raise StageInterruptedError(f"{self._stage}: stopped while waiting")
 
@@ -87,5 +85,5 @@ class StageProgress:
 
 
 def artifact_key(stage: str) -> str:
-    """A stage as keys of artifacts call it: they hold small letters, digits and dashes alone."""
+    """A stage's name as a key of artifacts: lower-case letters, digits and dashes."""
     return "".join(c if c.isalnum() else "-" for c in stage.lower())

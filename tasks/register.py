@@ -22,7 +22,7 @@ def register(
 
     Args:
         policy: the `StageResult` of the policy, as JSON.
-        evaluation: that of an evaluation of it; its results go on the model card.
+        evaluation: the `StageResult` of its evaluation, for the model card.
     """
     from xray_runtime.lineage.attestation import publish_card
     from xray_runtime.lineage.model_page import CANDIDATE, register_policy

@@ -1,4 +1,4 @@
-"""A finished stage, as people look at it."""
+"""The result of a finished stage, as users see it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Result:
 
     stage: StageResult
     output: Path
-    """The output directory it lies in."""
+    """Its output directory."""
     tracking_uri: str
 
     @property
@@ -33,11 +33,11 @@ class Result:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The last value of each metric it recorded."""
+        """Metric → last recorded value."""
         return {name: points[-1][1] for name, points in self.series().items()}
 
     def figure(self) -> Figure | None:
-        """Its training curves, as the report shows them; None of a stage that has none."""
+        """Its training curves as in the report; None if it has none."""
         from xray_runtime.report.figures import training_figure
         from xray_runtime.stages.kinds import find_kind
 
@@ -52,7 +52,7 @@ class Result:
         return read_metrics(records_directory(self.output, self.stage.name, self.stage.key) / METRICS)
 
     def lineage(self) -> str:
-        """Where it came from, as a tree."""
+        """Its ancestors as a tree."""
         from xray_runtime.lineage.reference import open_lineage_store
         from xray_runtime.lineage.render import lineage_text
 

@@ -1,6 +1,6 @@
-"""A stage asks a person whether it shall go on: the flow run pauses, with a form on its page.
+"""Ask a person whether a stage shall continue: the flow run pauses, with a form on its page.
 
-The task and its models stay as they are, devices included: once the person answered, the next iteration begins at once.
+The task keeps its models and devices, so that the next iteration begins as soon as the person answers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from xray_runtime.store.identity import digest
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 7 * 24 * 3600
-"""How long a person has; afterwards nobody answered."""
+"""Time for a person to answer."""
 POLL_SECONDS = 2
 
 
@@ -38,7 +38,7 @@ class Review(RunInput):
 
 
 def ask_person(stage: str, question: str, progress: StageProgress) -> Answer | None:
-    """Pause the flow run until somebody answers `question` (Markdown) on its page; None: nobody did.
+    """Pause the flow run until somebody answers `question` (Markdown) on its page; None if nobody does.
 
     Raises:
         StageInterruptedError: the run was asked to stop meanwhile.
@@ -49,8 +49,7 @@ def ask_person(stage: str, question: str, progress: StageProgress) -> Answer | N
 
     def pause() -> None:
         form, refused_until = Review.with_initial_data(description=question), time.monotonic() + ANSWER_SECONDS
-        # A key of its own for each question: without, a second one would be taken for the first. A run that goes on
-        # after `xray down` asks again, under another key: the process that would hear the first answer is gone.
+        # Each question needs its own key, also when a resumed run repeats it: the process that waited is gone.
         key = digest({"stage": stage, "asked": question, "since": _running_since()})[:16]
         while not found and not stopped.is_set():
             try:
@@ -58,14 +57,14 @@ def ask_person(stage: str, question: str, progress: StageProgress) -> Answer | N
                     pause_flow_run(wait_for_input=form, timeout=ANSWER_SECONDS, poll_interval=POLL_SECONDS, key=key)
                 )
             except RuntimeError as error:
-                # The question of another stage is open: a run pauses for one at a time.
+                # Another stage is asking: a run can only pause for one question at a time.
                 if time.monotonic() > refused_until:
                     found.append(error)
                 stopped.wait(POLL_SECONDS)
             except BaseException as error:
                 found.append(error)
 
-    # In a thread, with this one's flow run: the stage goes on reporting, and hears of a wish to stop.
+    # In a thread with this flow run's context, so that the stage can report progress and be stopped.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(pause,), daemon=True)
     thread.start()
     try:

@@ -1,4 +1,4 @@
-"""The records of one run: its run in MLflow, lifecycle.json and the report."""
+"""The records of one run: its MLflow run, lifecycle.json and the report."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from xray_runtime.tracking.registry import LOG_TAG
 
 
 class RunRecord:
-    """Opened where a run begins; left where it ends, well or not.
+    """Context of a run: opens its records, and closes them however the run ends.
 
     Args:
         output: directory of everything the run makes.
         project: MLflow's experiment.
-        seed: of the run.
-        storage: address of the shared store, where there is one.
+        seed: the run's seed.
+        storage: address of the shared store, if there is one.
         record: the config of the whole run; by default the flow's parameters.
-        gates: what a candidate must pass to be promoted.
+        gates: bounds that a candidate must pass to be promoted.
         terms: source → its `SourceTerms`.
         place: directory of lifecycle.json and the report; by default `output`.
-        tags: of the MLflow run.
+        tags: further tags of the MLflow run.
         tracking_uri: MLflow's address; by default MLFLOW_TRACKING_URI, or a database in `output`.
     """
 
@@ -113,7 +113,7 @@ class RunRecord:
             self.tracker.finish(self.run_id, mlflow_status)
 
     def context(self, node: str | None) -> RunContext:
-        """What the run's tasks are told; `node`: the only one they may run on, where there is one."""
+        """The context for the run's tasks; `node`: the only node they may run on, if any."""
         return RunContext(
             output=str(self.output),
             tracking_uri=self.tracking_uri,
@@ -130,20 +130,19 @@ class RunRecord:
         )
 
     def _log_evaluations(self) -> None:
-        """All evaluations of the graph in the MLflow run of the whole: a table and a figure."""
+        """Log all evaluations to the MLflow run: a table and a figure."""
         table = self.summary.evaluations()
         if table.rows:
             run = self.tracker.run(self.run_id)
             run.table("evaluations", ["policy", *table.columns], table.cells())
-            drawn = figure(table)
-            if drawn is not None:
+            if (drawn := figure(table)) is not None:
                 with TemporaryDirectory() as directory:
                     path = Path(directory) / "evaluations.png"
                     drawn.savefig(path, dpi=150)
                     run.picture(path)
 
     def _open_tracker(self) -> Tracker:
-        # Of several processes that make the same new database, all but one fail.
+        # If several processes create the same database, all but one fail.
         with FileLock(self.output / LOCKS / "mlflow.lock"):
             if self._is_own:
                 prepare_mlflow_database(self.output / "mlflow.db")

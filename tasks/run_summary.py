@@ -1,4 +1,4 @@
-"""lifecycle.json, the record of a run that programs read, and the report that people read."""
+"""lifecycle.json, the record of a run for programs, and the report for people."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from xray.tasks.spec import StageResult
+from xray.tasks.summary import evaluation_rows
 from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import Evaluation
 from xray_runtime.lineage.attestation import read_statement
@@ -28,13 +29,13 @@ from xray_runtime.tracking.recorder import METRICS, records_directory
 
 
 class RunSummary:
-    """Written after every stage, atomically, so that a reader always finds a whole one.
+    """The content of lifecycle.json, written atomically after every stage.
 
     Args:
         output: directory of the checkpoints and records.
         place: directory of lifecycle.json and the report.
         record: the config of the run.
-        address: where MLflow shows it (`Tracker.address`).
+        address: address of its MLflow page (`Tracker.address`).
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class RunSummary:
         self._stages: dict[int, dict[str, Any]] = {}
         self._measured: dict[int, Measured] = {}
         self._evaluation: tuple[int, Path] | None = None
-        """The last one of the graph, whichever ends last."""
+        """Number and checkpoint of the graph's last evaluation."""
         self.content: dict[str, Any] = {
             "run_id": run_id,
             "mlflow_page": address,
@@ -70,7 +71,7 @@ class RunSummary:
         self._write()
 
     def stage_done(self, number: int, result: StageResult, seconds: float) -> None:
-        """Add a stage, the `number`th of the graph."""
+        """Add the `number`th stage of the graph."""
         self._stages[number] = {
             "name": result.name,
             "kind": result.kind,
@@ -99,7 +100,7 @@ class RunSummary:
         self._write()
 
     def evaluations(self) -> SideBySide:
-        """All that was measured of the policies so far."""
+        """The measurements of all policies so far."""
         names = {stage["checkpoint"]["sha256"]: stage["name"] for stage in self.content["stages"]}
         return side_by_side([self._measured[n] for n in sorted(self._measured)], names)
 
@@ -109,12 +110,11 @@ class RunSummary:
         return [] if kind is None else list(kind.findings(read_metrics(path)))
 
     def registered(self, registered: Mapping[str, str]) -> None:
-        """Take what was registered last."""
         self.content["registered"] = dict(registered)
         self._write()
 
     def close(self, status: str) -> str:
-        """`status`: completed, failed or interrupted. A completed run gets its report. Returns its text."""
+        """Set `status` (completed, failed or interrupted); a completed run gets its report. Returns the JSON."""
         self.content["status"] = status
         if status == "completed":
             self._report()
@@ -129,7 +129,7 @@ class RunSummary:
             for s in self.content["stages"]
         ]
         for record in records:
-            # A figure goes into the report as it is: only one that was signed is not drawn anew.
+            # The report includes figures as they are; one that is not as signed is drawn again.
             kept = record.metrics_path.with_suffix(FIGURE)
             if any(held.get(name) != sha256 for name, sha256 in digests(self._output, [kept]).items()):
                 kept.unlink()
@@ -140,9 +140,9 @@ class RunSummary:
         write_report(self.report, self.content, records, shown, config, self.evaluations())
 
     def markdown(self, page: Callable[[str], str | None]) -> str:
-        """A summary for Prefect's page; `page`: MLflow run → where people see it."""
+        """A summary for Prefect's page; `page`: MLflow run → address of its page."""
         e, registered = self.content["evaluation"], self.content["registered"]
-        rows = [] if e is None else _results(e)
+        rows = [] if e is None else evaluation_rows(e)
         if registered is not None:
             rows.append(("registered", f"{registered['name']} version {registered['version']} @{registered['alias']}"))
         rows += [(s["name"], finding) for s in self.content["stages"] for finding in s["findings"]]
@@ -170,10 +170,10 @@ class RunSummary:
 
 
 def end_record(output: Path, path: Path, content: str) -> None:
-    """Sign what a run left, say in the log that it ended, then write `content` to its lifecycle.json at `path`."""
+    """Log the end of a run with digests of its files, and write `content` to its lifecycle.json at `path`."""
     run, held = json.loads(content), listed(output)
     directories = [records_directory(output, stage["name"], stage["key"]) for stage in run["stages"]]
-    # A stage's records were signed when it ended; what somebody changed since is not vouched for anew.
+    # A stage's records were signed when it ended; files that changed since are not signed again.
     files = {
         name: sha256
         for name, sha256 in digests(output, directories).items()
@@ -186,21 +186,8 @@ def end_record(output: Path, path: Path, content: str) -> None:
 
 
 def _finished(checkpoint: Path) -> str | None:
-    """When a checkpoint was made (ISO 8601), as its statement says; None where it has none."""
+    """When a checkpoint was made (ISO 8601), by its statement; None if it has none."""
     try:
         return read_statement(checkpoint).predicate.details.metadata.finished
     except (OSError, ValueError):
         return None
-
-
-def _results(e: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = [] if e.get("judges") else [("win rate", "none: there is no judge")]
-    for name, found in (e.get("judges") or {}).items():
-        low, high = found["win_rate_ci95"]
-        title = f"win rate by {name}" if found["judges"] else f"win rate by {name} (shown only)"
-        counts = f"{found['samples']} prompts, {found['tied']} tied"
-        rows.append((title, f"{found['win_rate']:.3f} (95%: {low:.3f} to {high:.3f}, {counts})"))
-    for name, title in (("gold", "gold score"), ("reward", "reward (trained against)")):
-        if e[f"{name}_after"] is not None:
-            rows.append((title, f"{e[f'{name}_before']:+.3f} → {e[f'{name}_after']:+.3f}"))
-    return [*rows, ("KL", f"{e['kl']:.2f} nats a reply to the model before")]

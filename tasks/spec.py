@@ -1,9 +1,9 @@
-"""What travels to a stage's task and back: small records; weights never do."""
+"""Records that travel to a stage's task and back. They are small: weights never travel so."""
 
 from __future__ import annotations
 
 import os
-from typing import Any, Self
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, SecretStr
 
@@ -14,25 +14,25 @@ from xray_runtime.store.ref import CheckpointRef
 
 
 class StageSpec(BaseModel):
-    """One stage of a graph, but for its parents, which may not exist yet."""
+    """One stage of a graph, without its parents, which may not exist yet."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     kind: str
     module: str
-    """The module that registers `kind`, where it is a user's own."""
+    """Module that registers `kind`."""
     config: dict[str, Any]
     seed: int
     runtime: RuntimeConfig
     code: dict[str, str]
-    """Module → digest of the code that the graph was written with: a worker must have the same."""
+    """Module → digest of its code where the graph was built; a worker must have the same."""
     sources: dict[str, str] = {}
-    """File → text of functions that were handed over as objects: a notebook's cells are files of no other process."""
+    """File → text of functions that were given as objects, since other processes cannot read a notebook's cells."""
 
 
 class RunContext(BaseModel):
-    """Where a run keeps its things."""
+    """A run, as its tasks know it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,26 +41,26 @@ class RunContext(BaseModel):
     tracking_uri: str
     experiment: str
     run_id: str
-    """MLflow's parent run; the run's actors carry it in their names."""
+    """MLflow's parent run, also part of the names of the run's actors."""
     flow_run_id: str | None = None
     trigger: dict[str, str] = {}
-    """What started the flow, and who: for the record."""
+    """What and who started the flow."""
     gates: dict[str, Any] | None = None
-    """What a candidate of this run must pass to be promoted: for the signed record of its evaluation."""
+    """Bounds for promoting a candidate of this run, for the signed record of its evaluation."""
     terms: dict[str, SourceTerms] = {}
-    """Source, by the name a config has for it → under what terms it may be used."""
+    """Source, by its name in the config → terms of its use."""
     node: str | None = None
-    """Ray's id of the only node that stages may run on: no other sees `output`. None: any."""
+    """Ray's id of the only node that sees `output`, where stages must run. None: any node."""
     tags: dict[str, str] = {}
-    """By which a stage's MLflow run leads to the flow run."""
+    """Tags that link a stage's MLflow run to the flow run."""
     variables: dict[str, SecretStr] = {}
-    """Of the driver's environment, what a stage needs on a machine that may lack it; see `forwarded_variables`."""
+    """The forwarded environment: variables of the driver that another machine may lack."""
     path: tuple[str, ...] = ()
     """Directories of the driver's Python path, for users' modules on the same machine."""
 
 
 class StageResult(BaseModel):
-    """What a finished stage tells the flow; small, since it travels through Prefect."""
+    """The result of a stage for the flow; small, since it travels through Prefect."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -74,29 +74,20 @@ class StageResult(BaseModel):
     mlflow_run_id: str
     seconds: float
     attempts: int
-    """0: nothing was computed."""
+    """0: the checkpoint came from the store."""
+
+    @classmethod
+    def existing(cls, ref: CheckpointRef) -> StageResult:
+        """The result for a checkpoint that existed before the run."""
+        fields: dict[str, Any] = {"dataset": None, "mlflow_run_id": "", "seconds": 0.0, "attempts": 0}
+        return cls(name=ref.stage, kind=ref.kind, key="", checkpoint=ref, parents={}, **fields)
 
     @property
     def cached(self) -> bool:
-        """Whether the checkpoint was there already."""
+        """Whether the checkpoint came from the store."""
         return self.attempts == 0
-
-    @classmethod
-    def of_checkpoint(cls, ref: CheckpointRef) -> Self:
-        """Of a checkpoint that existed before the run."""
-        return cls(
-            name=ref.stage,
-            kind=ref.kind,
-            key="",
-            checkpoint=ref,
-            parents={},
-            dataset=None,
-            mlflow_run_id="",
-            seconds=0.0,
-            attempts=0,
-        )
 
 
 def forwarded_variables() -> dict[str, SecretStr]:
-    """`variables` of a `RunContext`. They travel inside Ray alone."""
+    """`variables` of a `RunContext`; they only travel inside Ray."""
     return {name: SecretStr(os.environ[name]) for name in FORWARDED if name in os.environ}

@@ -1,6 +1,6 @@
-"""Results of stages, by key: on this machine, and in the shared store, where other machines find them.
+"""Results of stages by key, in the output directory and in the shared store.
 
-results/STAGE-KEY.json      the `StageResult`, in the output directory and in the shared store; written last
+results/STAGE-KEY.json      the `StageResult`, written last
 checkpoints/STAGE-KEY/      the checkpoint, its attestation beside it
 records/STAGE-KEY/          metrics, tables, figures
 """
@@ -31,9 +31,9 @@ RESULTS = "results"
 
 
 def find_result(name: str, key: str, output: Path, store: Store) -> StageResult | None:
-    """The result of a stage that was computed before, here or elsewhere; every byte of its checkpoint is verified.
+    """The stored result of a stage, after verifying every byte of its checkpoint; its `attempts` is 0.
 
-    None where it has to be computed. `attempts` is 0: nothing was.
+    None if there is none, so that the stage has to be computed.
     """
     path = _file(output, name, key)
     content = path.read_bytes() if path.is_file() else None
@@ -65,14 +65,14 @@ def find_result(name: str, key: str, output: Path, store: Store) -> StageResult 
 def show_cached(
     result: StageResult, parents: list[CheckpointRef], context: RunContext, tracker: Tracker, store: Store
 ) -> StageResult:
-    """Show a result that was there already in a run's lineage; returns it as this run has it."""
+    """Record a stored result in a run's lineage; returns it with this run's MLflow ids."""
     checkpoint = result.checkpoint
     manifest = load_manifest(checkpoint.path)
     run = tracker.stage_run(context.run_id, result.name, result.key, manifest.identity.config, context.tags)
     if checkpoint.mlflow_model_id and tracker.has_model(checkpoint.mlflow_model_id):
         run.link_cached(checkpoint, manifest, parents)
     else:
-        # The model is logged anew where this tracking store does not know it.
+        # This tracking store does not have the model yet.
         checkpoint = run.log_checkpoint(checkpoint, manifest, parents)
         path = records_directory(Path(context.output), result.name, result.key) / METRICS
         if path.is_file():
@@ -85,7 +85,7 @@ def show_cached(
 
 
 def keep_result(result: StageResult, output: Path, store: Store, *, renew: bool = False) -> None:
-    """Remember a result, here, in the log and in the shared store. Raises StorageError.
+    """Store a result in the output directory, the log and the shared store. Raises StorageError.
 
     Args:
         renew: whether the stage's records were just written.
@@ -117,7 +117,7 @@ def _is_logged(output: Path, path: Path, content: bytes) -> bool:
 
 
 def _fetch_records(name: str, directory: Path, shared: SharedStore) -> None:
-    """Curves and tables for the report; what is here, or cannot be had whole, is left."""
+    """Fetch curves and tables for the report, unless they exist or are damaged."""
     if directory.exists():
         return
     directory.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Tasks that were submitted to Ray: one thread follows them, and whoever wants a result waits for it here."""
+"""Tasks that were submitted to Ray: one thread follows them, and their results can be waited for here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import contextvars
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -21,114 +21,122 @@ POLL_SECONDS = 0.2
 
 
 class ParentFailedError(RuntimeError):
-    """A task did not run since one it takes from failed."""
+    """A task was not started, because one it depends on failed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SubmittedTask:
-    """A task on its way."""
+    """A submitted task."""
 
     name: str
     number: int
-    """How many were submitted before it."""
+    """How many tasks were submitted before it."""
     future: Any
-    """Prefect's; its `wrapped_future` is Ray's reference."""
+    """Prefect's future; its `wrapped_future` is Ray's reference."""
     parents: Sequence[str]
-    submitted: float
+    submitted: float = field(default_factory=time.perf_counter)
+    end: concurrent.futures.Future[Any] = field(default_factory=concurrent.futures.Future)
+    """Done when the task has ended and its result was recorded."""
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether it has ended with a result."""
+        return self.end.done() and self.end.exception() is None
 
 
 class SubmittedTasks:
     """Tasks by name.
 
     Args:
-        on_result: called in the following thread with a task, what it returned, and its seconds since it could begin;
-            returns what `result` gives. What it raises counts as the task's failure.
-        on_poll: called in that thread now and then.
+        on_result: called in the following thread with a task, its return value, and the seconds since it could begin;
+            returns the value for `result`. An exception it raises is the task's failure.
+        on_poll: called in that thread from time to time.
     """
 
     def __init__(self, on_result: Callable[[SubmittedTask, Any, float], Any], on_poll: Callable[[], None]) -> None:
         self._on_result, self._on_poll = on_result, on_poll
         self._tasks: dict[str, SubmittedTask] = {}
-        self._results: dict[str, Any] = {}
-        self._failures: dict[str, BaseException] = {}
+        self._failures: list[BaseException] = []
+        """In order of time."""
         self._ends: dict[str, float] = {}
-        self._changed = threading.Condition()
-        """Notified when a task ended."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._tasks
 
     def add(self, name: str, future: Any, parents: Sequence[str]) -> None:
-        """Follow a task that takes from `parents`."""
-        with self._changed:
-            self._tasks[name] = SubmittedTask(name, len(self._tasks), future, parents, time.perf_counter())
+        """Follow a task that depends on `parents`."""
+        self._tasks[name] = SubmittedTask(name, len(self._tasks), future, parents)
 
     def future(self, name: str) -> Any:
-        """Prefect's future of a task: as a parameter of another it becomes an edge."""
+        """Prefect's future of a task: as a parameter of another task it becomes an edge."""
         return self._tasks[name].future
 
     def has_ended(self, name: str) -> bool:
-        """Whether a task is done, or has failed."""
-        return name in self._results or name in self._failures
+        """Whether a task is completed or has failed."""
+        return name in self._tasks and self._tasks[name].end.done()
 
     def all_ended(self) -> bool:
-        """Whether no task is at work."""
-        return len(self._results) + len(self._failures) == len(self._tasks)
+        return all(task.end.done() for task in list(self._tasks.values()))
 
     def result(self, name: str) -> Any:
-        """Wait for a task. Raises the first failure where it has none."""
-        with self._changed:
-            while name not in self._results:
-                if name in self._failures:
-                    raise self.first_failure()
-                # With a limit: a wait without one cannot be interrupted.
-                self._changed.wait(POLL_SECONDS)
-        return self._results[name]
+        """Wait for a task. Raises the first failure if it has no result."""
+        end = self._tasks[name].end
+        # A wait without a limit cannot be interrupted.
+        while not concurrent.futures.wait([end], POLL_SECONDS).done:
+            pass
+        if end.exception() is not None:
+            raise self.first_failure()
+        return end.result()
 
     def finished(self, name: str) -> Any | None:
-        """The result of a task that is done; None of any other."""
-        return self._results.get(name)
+        """The result of a completed task, else None."""
+        task = self._tasks.get(name)
+        return task.end.result() if task is not None and task.is_completed else None
 
     def wait(self, seconds: float | None = None) -> None:
-        """Until every task has ended, `seconds` at most."""
+        """Wait until every task has ended, for at most `seconds`."""
         deadline = time.monotonic() + seconds if seconds is not None else None
-        with self._changed:
-            while not self.all_ended() and (deadline is None or time.monotonic() < deadline):
-                self._changed.wait(POLL_SECONDS)
+        while not self.all_ended() and (deadline is None or time.monotonic() < deadline):
+            concurrent.futures.wait([task.end for task in list(self._tasks.values())], POLL_SECONDS)
 
     def raise_failure(self) -> None:
-        """Raises the first failure, where there is one."""
+        """Raise the first failure, if there is one."""
         if self._failures:
             raise self.first_failure()
 
     def has_failed_with(self, error: BaseException | None) -> bool:
         """Whether a task failed with this very error."""
-        return any(failure is error for failure in self._failures.values())
+        return any(failure is error for failure in self._failures)
 
     def first_failure(self) -> BaseException:
-        """What failed by itself, not for want of a parent."""
-        own = [error for error in self._failures.values() if not isinstance(error, ParentFailedError)]
-        return (own or list(self._failures.values()))[0]
+        """The first failure that another failure did not cause."""
+        own = [error for error in self._failures if not isinstance(error, ParentFailedError)]
+        return (own or self._failures)[0]
 
     def cancel_waiting(self) -> None:
-        """Give up tasks that wait for others: what has not begun does not begin."""
-        with self._changed:
-            waiting = [t for t in self._tasks.values() if any(parent not in self._results for parent in t.parents)]
-            self._give_up([task for task in waiting if not self.has_ended(task.name) and task.parents])
+        """Cancel tasks that still wait for others."""
+        for task in list(self._tasks.values()):
+            # A checkpoint that existed before the run is no task.
+            parents = [self._tasks[parent] for parent in task.parents if parent in self._tasks]
+            if not all(parent.is_completed for parent in parents):
+                self._cancel(task)
 
-    def _give_up(self, tasks: Sequence[SubmittedTask]) -> None:
-        for task in tasks:
-            self._failures[task.name] = ParentFailedError(
-                f"{task.name}: not started, because a stage it depends on failed"
-            )
+    def _cancel(self, task: SubmittedTask) -> None:
+        if not task.end.done():
+            text = f"{task.name}: not started, because a stage it depends on failed"
+            self._fail(task, ParentFailedError(text))
             ray.cancel(task.future.wrapped_future)
-        self._changed.notify_all()
+
+    def _fail(self, task: SubmittedTask, error: BaseException) -> None:
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            self._failures.append(error)
+            task.end.set_exception(error)
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
         """Follow the tasks while the context lasts."""
         ended = threading.Event()
-        # With this thread's context: Prefect's settings are in it.
+        # In a copy of this thread's context, which holds Prefect's settings.
         context = contextvars.copy_context()
         thread = threading.Thread(target=context.run, args=(self._follow, ended), daemon=True)
         thread.start()
@@ -139,28 +147,25 @@ class SubmittedTasks:
             thread.join()
 
     def _follow(self, ended: threading.Event) -> None:
-        waiting: dict[Any, str] = {}
+        waiting: dict[Any, SubmittedTask] = {}
         known = 0
         while True:
             last = ended.is_set()
-            with self._changed:
-                names = list(self._tasks)[known:]
-            for name in names:
-                # Ray's own waiting turns a signal that interrupts it into a SystemError.
-                waiting[self._tasks[name].future.wrapped_future.future()] = name
-            known += len(names)
+            new = list(self._tasks.values())[known:]
+            # As concurrent futures: ray.wait turns a signal that interrupts it into a SystemError.
+            waiting |= {task.future.wrapped_future.future(): task for task in new}
+            known += len(new)
             for done in concurrent.futures.wait(waiting, timeout=0).done:
-                name = waiting.pop(done)
-                if not self.has_ended(name):
-                    self._take(self._tasks[name])
+                task = waiting.pop(done)
+                if not task.end.done():
+                    self._record(task)
             if last:
                 return
             self._on_poll()
             ended.wait(POLL_SECONDS)
 
-    def _take(self, task: SubmittedTask) -> None:
-        """Take the end of a task."""
-        result, failure = None, None
+    def _record(self, task: SubmittedTask) -> None:
+        """Record the result or the failure of a task that has ended."""
         try:
             task.future.wait()
             state: State[Any] = task.future.state
@@ -168,26 +173,25 @@ class SubmittedTasks:
                 crash_lost_task_run(task.future.task_run_id)
             if not state.is_completed():
                 raise _error_of(state)
-            ends = [self._ends[parent] for parent in task.parents if parent in self._ends]
-            seconds = time.perf_counter() - max([task.submitted, *ends])
+            parents_ended = [self._ends[parent] for parent in task.parents if parent in self._ends]
+            seconds = time.perf_counter() - max([task.submitted, *parents_ended])
             result = self._on_result(task, state.result(), seconds)
         except BaseException as error:
-            failure = error
-        with self._changed:
             self._ends[task.name] = time.perf_counter()
-            if failure is None:
-                self._results[task.name] = result
-            else:
-                self._failures[task.name] = failure
-                # Each would start a process, to find that it has nothing to take from.
-                self._give_up(self._descendants(task.name))
-            self._changed.notify_all()
+            self._fail(task, error)
+            # Without this, each descendant would start a process only to find that its input is missing.
+            for descendant in self._descendants(task.name):
+                self._cancel(descendant)
+        else:
+            self._ends[task.name] = time.perf_counter()
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                task.end.set_result(result)
 
     def _descendants(self, name: str) -> list[SubmittedTask]:
-        """The tasks that take from `name`, or from one that does, in order."""
+        """The tasks that depend on `name`, directly or not, in order."""
         names, found = {name}, []
-        for task in self._tasks.values():
-            if names & set(task.parents) and not self.has_ended(task.name):
+        for task in list(self._tasks.values()):
+            if names & set(task.parents):
                 names.add(task.name)
                 found.append(task)
         return found

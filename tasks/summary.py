@@ -1,4 +1,4 @@
-"""A finished stage on Prefect's page: a table with curves."""
+"""Texts about finished stages, for the terminal and Prefect's page."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from xray.tasks.spec import StageResult
 from xray_runtime.graph.kind import StageKind
@@ -44,7 +45,7 @@ def stage_markdown(kind: StageKind, result: StageResult, series: Series, page: s
 
 
 def headline(kind: StageKind, result: StageResult, series: Series) -> str:
-    """What a stage reached, in a few words, as `loss 4.5 → 3.9`; empty where its kind names nothing."""
+    """The main results of a stage, as `loss 4.5 → 3.9`; empty if its kind has none."""
     parts = []
     results = _results(kind, result)
     for name, word in kind.headline.items():
@@ -62,8 +63,24 @@ def _results(kind: StageKind, result: StageResult) -> dict[str, float]:
     return {name: value for name, value in found.items() if isinstance(value, int | float)}
 
 
+def evaluation_rows(e: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(title, text) of the main results of an evaluation (`evaluation.json`)."""
+    rows = [] if e.get("judges") else [("win rate", "none: there is no judge")]
+    for name, found in (e.get("judges") or {}).items():
+        low, high = found["win_rate_ci95"]
+        shown = "" if found["judges"] else ", shown only"
+        counts = f"over {found['samples']} held-out prompts, {found['tied']} tied, by {name}{shown}"
+        rows.append(("win rate", f"{found['win_rate']:.3f} (95%: {low:.3f} to {high:.3f}) {counts}"))
+    for name, title in (("gold", "gold score"), ("reward", "reward")):
+        if e[f"{name}_after"] is not None:
+            low, high = e[f"{name}_delta_ci95"]
+            change = f"{e[f'{name}_before']:+.3f} → {e[f'{name}_after']:+.3f}, difference {e[f'{name}_delta']:+.3f}"
+            rows.append((title, f"{change} (95%: {low:+.3f} to {high:+.3f})"))
+    return [*rows, ("KL", f"{e['kl']:.2f} nats a reply to the model before")]
+
+
 def sparkline(values: Sequence[float]) -> str:
-    """`values` as a row of bars, the lowest and the highest of them as the shortest and the tallest."""
+    """`values` as a row of bars, from the shortest (the minimum) to the tallest (the maximum)."""
     values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""

@@ -1,4 +1,4 @@
-"""Where the tasks of a flow run: Ray."""
+"""Ray as the task runner of flows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prefect_ray import RayTaskRunner
 
 
 def task_runner() -> RayTaskRunner[Any]:
-    """Ray as X-ray uses it, for `@flow(task_runner=…)`: the cluster of RAY_ADDRESS, else one of the run's own."""
+    """The task runner for `@flow(task_runner=…)`: the Ray cluster of RAY_ADDRESS, or a private one."""
     return RayTaskRunner(
         address=os.environ.get("RAY_ADDRESS"),
         init_kwargs={"log_to_driver": False, "logging_level": "ERROR", "namespace": "xray"},

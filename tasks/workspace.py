@@ -1,7 +1,7 @@
-"""A workspace: an output directory at work. A graph whose stages run, each as a Prefect task on Ray.
+"""A workspace: a graph whose stages run in an output directory, each as a Prefect task on Ray.
 
-Every call submits its task at once; Ray starts it when its parents are done, so independent branches run side by side.
-Leaving the `with` block waits for all of them. One thread follows the tasks and keeps the records.
+Every call submits its task at once; Ray starts it when its parents are done, so independent branches run in parallel.
+Leaving the `with` block waits for all of them. One thread follows the tasks and writes the records.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from xray_runtime.workers.progress import open_progress
 log = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 5
-"""How long the progress actor has to answer."""
+"""Time for the progress actor to answer."""
 STOP_SECONDS = 60
-"""How long stages have for their last snapshots when the run is interrupted; longer on a busy machine."""
+"""Time for stages to make their last snapshots when the run is interrupted; longer on a busy machine."""
 
 
 class StoppedEarly(Exception):
@@ -67,18 +67,18 @@ class Workspace(Graph):
     Args:
         output: directory of everything the run makes.
         project: MLflow's experiment; a policy is registered as `<project>-policy`.
-        seed: every random choice derives from it.
+        seed: the source of every random choice.
         runtime: where and how the work runs.
         until: the stage after which nothing more is computed.
-        gates: what a candidate must pass to be promoted; goes into the signed record of its evaluation.
+        gates: bounds that a candidate must pass to be promoted, for the signed record of its evaluation.
         terms: source → its licence, origin and personal data (`SourceTerms`), for the signed records and the cards.
         record: the config of the whole run, for MLflow and lifecycle.json; by default the flow's parameters.
         place: directory of lifecycle.json and the report; by default `output`.
-        tags: of the MLflow run.
+        tags: further tags of the MLflow run.
         tracking_uri: MLflow's address; by default MLFLOW_TRACKING_URI, or a database in `output`.
         checked: its stages were checked already, as a whole (`check_run`).
-        on_open: called with this workspace once it is open, in place of the command's.
-        defaults: fields for every stage that has them: `generator`, `frozen`, `gold`.
+        on_open: called with this workspace once it is open, instead of the command's.
+        defaults: values of fields for every stage that has them: `generator`, `frozen`, `gold`.
     """
 
     def __init__(
@@ -114,18 +114,18 @@ class Workspace(Graph):
             record=record,
             gates=gates,
             terms={
-                source: term if isinstance(term, SourceTerms) else validate_as(SourceTerms, term, f"terms.{source}")
-                for source, term in (terms or {}).items()
+                source: value if isinstance(value, SourceTerms) else validate_as(SourceTerms, value, f"terms.{source}")
+                for source, value in (terms or {}).items()
             },
             place=command.place or place,
             tags=command.tags or tags,
             tracking_uri=command.tracking_uri or tracking_uri,
         )
         self._references: dict[str, CheckpointRef] = {}
-        """Checkpoints that existed already, by the name of their handles."""
-        self._tasks = SubmittedTasks(self._take, self._start_ahead)
+        """Checkpoints that existed before the run, by the name of their handles."""
+        self._tasks = SubmittedTasks(self._record, self._start_ahead)
         self._prestarted: tuple[set[str], int] | None = None
-        """Stages at work, and how many were called, when processes were last started ahead."""
+        """Active stages, and the number of calls, when processes were last started ahead."""
         self._stack = contextlib.ExitStack()
 
     # Opening and closing
@@ -146,7 +146,6 @@ class Workspace(Graph):
         error = None if early else error
         try:
             if error is not None:
-                # Stages at work make a last snapshot: the same run goes on from it.
                 self._stop_stages()
             else:
                 self._wait_for_all()
@@ -165,7 +164,7 @@ class Workspace(Graph):
             check_servers(node_addresses())
         stack.enter_context(self.run_record)
         self.context = self.run_record.context(node)
-        # Stages hear of an interruption through its answers; it lasts as long as somebody holds it.
+        # Its answers tell stages to stop. It lives as long as its handle.
         self.progress = open_progress(self.context.run_id)
         pool = open_worker_pool(self.context.run_id)
         stack.callback(ray.kill, pool)
@@ -177,7 +176,7 @@ class Workspace(Graph):
         context = FlowRunContext.get()
         if context is not None and isinstance(context.task_runner, RayTaskRunner):
             return context.task_runner
-        # Outside of a flow, or in one with another task runner.
+        # Outside a flow, or in a flow with another task runner.
         return stack.enter_context(task_runner())
 
     # Stages
@@ -246,7 +245,7 @@ class Workspace(Graph):
         )
 
     def _is_left_out(self, call: StageCall) -> bool:
-        """Whether `until` was reached already, or a parent of the call was left out for that reason."""
+        """Whether `until` was reached, or a parent of the call was left out because of it."""
         reached = self.until is not None and self.until in self._tasks
         return reached or any(h.call is not None and h.name not in self._tasks for h in call.parents.values())
 
@@ -256,18 +255,18 @@ class Workspace(Graph):
         return self._tasks.future(handle.name)
 
     def _run_task(self, name: str, task: Any, parameters: dict[str, Any], parents: Sequence[str]) -> None:
-        # Spread: a controller has no device, and would else always be beside the driver.
+        # Without SPREAD all tasks, which need no device, would run on the driver's node.
         where = NodeAffinitySchedulingStrategy(self.context.node, soft=False) if self.context.node else "SPREAD"
-        # A task whose worker or node died is run again by Ray, under the same id: what waits for it stays bound to it.
+        # Ray repeats a task whose worker died under the same id, so that dependent tasks keep waiting for it.
         with remote_options(num_cpus=0, max_retries=self.runtime.retries, scheduling_strategy=where):
             future = self._runner.submit(task, parameters)
         self._tasks.add(name, future, parents)
 
     def checkpoint(self, ref: str) -> Handle:
-        """A checkpoint that exists already, here, in another output directory or in a bundle, with all it came from.
+        """An existing checkpoint from here, another output directory or a bundle, with its ancestors.
 
         Raises:
-            ConfigError: `ref` names none, or one whose audit is not sound.
+            ConfigError: `ref` names no checkpoint, or its audit is not sound.
         """
         found = checkpoint_from(ref, self.output, self.run_record.tracking_uri)
         name = f"{found.stage}@{found.sha256[:12]}"
@@ -276,7 +275,7 @@ class Workspace(Graph):
 
     def result_of(self, handle: Handle) -> Result:
         if handle.call is None:
-            return self._result(StageResult.of_checkpoint(self._references[handle.name]))
+            return self._result(StageResult.existing(self._references[handle.name]))
         if handle.name not in self._tasks:
             raise StoppedEarly(f"{handle.name} is not computed: the run ends with {self.until}")
         return self._result(self._tasks.result(handle.name))
@@ -285,29 +284,23 @@ class Workspace(Graph):
         return Result(stage, self.output, self.run_record.tracking_uri)
 
     def has_ended(self, stage: str) -> bool:
-        """Whether a submitted stage is done, or has failed."""
+        """Whether a submitted stage is completed or has failed."""
         return self._tasks.has_ended(stage)
 
     def has_failed_with(self, error: BaseException | None) -> bool:
-        """Whether `error` is what a stage failed with."""
         return self._tasks.has_failed_with(error)
 
     def final_results(self) -> list[Result]:
-        """Of the stages that no other stage took, evaluations apart: what the run was for."""
-        taken = {
-            handle.name
-            for call in self.calls.values()
-            if call.kind.output not in (Evaluation, Benchmark)
-            for handle in call.parents.values()
-        }
-        names = [n for n, c in self.calls.items() if n not in taken and c.kind.output not in (Evaluation, Benchmark)]
-        finished = [self._tasks.finished(name) for name in names]
+        """Results of the stages that no other stage uses, evaluations apart."""
+        calls = {n: call for n, call in self.calls.items() if call.kind.output not in (Evaluation, Benchmark)}
+        used = {handle.name for call in calls.values() for handle in call.parents.values()}
+        finished = [self._tasks.finished(name) for name in calls if name not in used]
         return [self._result(stage) for stage in finished if stage is not None]
 
     # Ends of tasks
 
-    def _take(self, task: SubmittedTask, value: Any, seconds: float) -> Any:
-        """Note what a task made; in the thread that follows them."""
+    def _record(self, task: SubmittedTask, value: Any, seconds: float) -> Any:
+        """Record the result of a task, in the thread that follows them."""
         call = self.calls.get(task.name)
         if call is None:
             self.run_record.summary.registered(value)
@@ -317,27 +310,27 @@ class Workspace(Graph):
         return result
 
     def _start_ahead(self) -> None:
-        """Start the processes that the next two stages after one at work will need: importing takes seconds."""
+        """Start the processes of the next two stages after each active one, since imports take seconds."""
         try:
             progress = ray.get(self.progress.read.remote(), timeout=PROGRESS_SECONDS)
-            at_work = {name for name in progress if not self._tasks.has_ended(name)}
-            if self._prestarted == (at_work, len(self.calls)):
+            active = {name for name in progress if not self._tasks.has_ended(name)}
+            if self._prestarted == (active, len(self.calls)):
                 return
-            self._prestarted = at_work, len(self.calls)
-            after = self._taking(at_work)
-            for call in [*after, *self._taking({call.name for call in after})]:
+            self._prestarted = active, len(self.calls)
+            following = self._following(active)
+            for call in [*following, *self._following({call.name for call in following})]:
                 prestart_models(call.kind.models(call.config), call.runtime, self.context.run_id)
         except Exception:
-            # Nothing is lost: the next stage starts what it lacks. And the thread that follows the tasks must go on.
+            # The next stage starts missing processes itself, and the following thread must not end.
             log.debug("no processes were started ahead", exc_info=True)
 
-    def _taking(self, stages: Set[str]) -> list[StageCall]:
-        """The stages on their way that take from one of `stages`."""
+    def _following(self, stages: Set[str]) -> list[StageCall]:
+        """The submitted stages that depend on one of `stages`."""
         calls = [call for name, call in list(self.calls.items()) if name in self._tasks]
         return [call for call in calls if any(handle.name in stages for handle in call.parents.values())]
 
     def _wait_for_all(self) -> None:
-        """Raises the first failure."""
+        """Wait for all tasks. Raises the first failure."""
         try:
             self._tasks.wait()
         except BaseException:
@@ -346,7 +339,7 @@ class Workspace(Graph):
         self._tasks.raise_failure()
 
     def _stop_stages(self) -> None:
-        """Have stages at work make a last snapshot, and wait for it."""
+        """Have active stages make a last snapshot, and wait for it."""
         if not self._tasks.all_ended():
             self._tasks.cancel_waiting()
             ray.get(self.progress.stop.remote())

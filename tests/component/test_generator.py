@@ -22,7 +22,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.rows import Ragged, Rows, take
 from xray_runtime.data.text_rows import text_rows
 from xray_runtime.engines.generation.generation import Generation
-from xray_runtime.engines.generation.sampling import Place, Sampling
+from xray_runtime.engines.generation.sampling import EngineRank, Sampling
 from xray_runtime.errors import root_cause
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import ReferenceObjective
@@ -195,7 +195,7 @@ def test_replicas_answer_as_one(tiny_model: Path, prompts: Rows, cluster: None, 
     """Two replicas behind a WholeModel, and one engine in this process: the same replies, to the bit."""
     config = GeneratorConfig(engine="transformers")
     torch.set_num_threads(1)
-    alone = Generation(tiny_model, 32, config, RUNTIME, Place("cpu"))
+    alone = Generation(tiny_model, 32, config, RUNTIME, EngineRank("cpu"))
     rows = take(prompts, [0, 1, 2, 3, 4, 5] * 7)
     rows["seed"] = np.arange(len(rows["seed"]))
     asked = [ids.tolist() for ids in rows["input_ids"]]

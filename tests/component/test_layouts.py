@@ -36,7 +36,7 @@ from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.engines.make import can_shard
-from xray_runtime.engines.shard_loading import Weights, fill, skeleton_of
+from xray_runtime.engines.shard_loading import Weights, load_shard, skeleton_of
 from xray_runtime.models import heads
 from xray_runtime.models.causal_lm import load_model, skeleton
 from xray_runtime.models.heads import HeadedLM
@@ -186,7 +186,7 @@ def test_buffers_that_a_checkpoint_holds_are_read_too(tiny_model: Path, tmp_path
     lm: Any = skeleton(str(tiny_model))
     lm.model.register_buffer("scale", torch.zeros(1))
     module = HeadedLM(lm)
-    fill(module, Weights(module, tmp_path), torch.device("cpu"))
+    load_shard(module, Weights(module, tmp_path), torch.device("cpu"))
     assert lm.model.scale.tolist() == [3.0]
     assert torch.equal(lm.lm_head.weight, weights["model.embed_tokens.weight"])
     assert lm.lm_head.weight is lm.model.embed_tokens.weight

@@ -21,7 +21,7 @@ from prefect.testing.utilities import prefect_test_harness
 
 from xray.deployments.presets import NO_HEARTBEAT, POOL
 from xray.deployments.server_home import State as HomeState
-from xray.deployments.suspension import LOST, RUN_ID, STOPPED, resume, run_processes, settle, suspend
+from xray.deployments.suspension import LOST, RUN_ID, STOPPED, resolve_lost_runs, resume, run_processes, suspend
 from xray_runtime.processes import TAG
 
 HOME = HomeState(tag="suspension-test")
@@ -37,7 +37,7 @@ def work(number: int) -> int:
 def client() -> Iterator[SyncPrefectClient]:
     with prefect_test_harness(server_startup_timeout=240), get_client(sync_client=True) as found:
         # The first `xray up` settles before there is a work pool.
-        settle(str(PREFECT_API_URL.value()), HOME)
+        resolve_lost_runs(str(PREFECT_API_URL.value()), HOME)
         found.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
         yield found
 
@@ -151,7 +151,7 @@ def test_after_a_power_cut_lost_runs_go_on_and_those_with_a_process_are_left(
     client.set_flow_run_state(found_lost.id, Crashed(message=NO_HEARTBEAT))
     client.set_flow_run_state(failed.id, Crashed(message="Process exited with status code: -9."))
     at_work = process(alive)
-    settle(api, HOME)
+    resolve_lost_runs(api, HOME)
     state = client.read_flow_run(lost.id).state
     assert state is not None
     assert (state.name, state.message) == ("Suspended", LOST)
@@ -171,7 +171,7 @@ def test_a_down_that_was_killed_is_finished_before_its_runs_go_on(
     half_stopped = process(run)
     suspend(api)
     assert set(run_processes(WORKER_TAG)) == {str(run.id)}
-    settle(api, HOME)
+    resolve_lost_runs(api, HOME)
     assert half_stopped.wait(30) != 0
     assert run_processes(WORKER_TAG) == {}
     assert resume(api, time.time()) == [run.name]

@@ -63,7 +63,7 @@ def test_what_died_is_repaired_while_a_lifecycle_goes_on(operator: Operator, sch
     nightly = operator.ask("deployments/name/lifecycle/lifecycle")
     assert [schedule["schedule"]["cron"] for schedule in nightly["schedules"]] == ["0 2 * * *"]
     installed = {automation["name"] for automation in operator.ask("automations/filter", {})}
-    assert "X-ray: a flow run whose process is gone has crashed" in installed
+    assert "X-ray: mark a flow run Crashed when its process is gone" in installed
     assert len(installed) == 4
 
     lost = operator.start("audit/audit", {"output": "/nowhere"})
@@ -220,7 +220,7 @@ def test_down_suspends_a_run_at_work_and_up_lets_it_go_on(operator: Operator, pa
     assert "nothing was up" in operator.xray("down").out
 
     up = operator.up()
-    assert "going on: xray-tiny seed 1" in up
+    assert "resumed: xray-tiny seed 1" in up
     pages.run(run)
     pages.shows("Completed")
     pages.picture("after-up")

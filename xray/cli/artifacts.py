@@ -1,4 +1,4 @@
-"""`xray prune`, `xray export` and `xray import`: what is kept, what travels."""
+"""`xray prune`, `xray export`, `xray import` and `xray fetch`."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from typing import Annotated
 
 import typer
 
-from xray.cli.lineage import AsJson, Output, Ref, Tracking, checked, report
+from xray.cli.job import FAILED
+from xray.cli.lineage import AsJson, Output, PublicKey, Ref, Root, Tracking, report
+from xray.tasks.output_directory import saved_config
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.credentials import has_login, strip_credentials
 
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    for name, command in (("prune", prune), ("export", export), ("import", import_)):
-        app.command(name)(command)
+PATIENCE_S = 20.0
+"""How long `fetch` waits for the shared store."""
 
 
 def prune(
-    output: Annotated[Path, typer.Option("--output", help="Output directory of lifecycles.")],
+    output: Root,
     keep: Annotated[
         list[str] | None,
-        typer.Option("--keep", metavar="REF", help="Also keep this checkpoint and its ancestors; repeatable."),
+        typer.Option(metavar="REF", help="Also keep this checkpoint and its ancestors; repeatable."),
     ] = None,
     yes: Annotated[
         bool, typer.Option("--yes", help="Remove them. Without it, only list what would be removed.")
@@ -36,11 +37,10 @@ def prune(
     from xray_runtime.lineage.render import printable
     from xray_runtime.lineage.retention import plan_prune, prune as run_prune
 
-    place = checked(lambda: open_lineage_store(output, None))
-    kept = checked(lambda: [resolve(ref, output, None)[1] for ref in keep or []])
-    plan = plan_prune(place, kept)
+    place = open_lineage_store(output, None)
+    plan = plan_prune(place, [resolve(ref, output, None)[1] for ref in keep or []])
     if yes:
-        checked(lambda: run_prune(place, plan))
+        run_prune(place, plan)
     if as_json:
         names = {"remove": [n.sha256 for n in plan.remove], "keep": [n.sha256 for n in plan.keep]}
         print(json.dumps(names | {"bytes": plan.bytes, "removed": yes}, indent=2))
@@ -64,28 +64,92 @@ def export(
     from xray_runtime.lineage.bundle import export as run_export
     from xray_runtime.lineage.reference import resolve
 
-    place, node = checked(lambda: resolve(ref, output, tracking_uri))
-    count = checked(lambda: run_export(place, node, bundle))
+    place, node = resolve(ref, output, tracking_uri)
+    count = run_export(place, node, bundle)
     print(f"{bundle}: {count} checkpoints; `xray audit {bundle}` checks it")
 
 
 def import_(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="Archive that `xray export` wrote.")],
-    output: Annotated[Path, typer.Option("--output", help="Output directory to import into.")],
-    experiment: Annotated[str, typer.Option("--experiment", help="MLflow experiment to record it in.")] = "imported",
-    public_key: Annotated[
-        Path | None,
-        typer.Option("--public-key", help="Public key that must have signed it. Default: the bundle's own."),
-    ] = None,
+    output: Annotated[Path, typer.Option(help="Output directory to import into.")],
+    experiment: Annotated[str, typer.Option(help="MLflow experiment to record it in.")] = "imported",
+    public_key: PublicKey = None,
     tracking_uri: Tracking = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bring a bundle into an output directory and its MLflow, if its audit is sound.
+    """Import a bundle into an output directory and its MLflow, if its audit is sound.
 
-    Exit codes: 0 done, 1 the audit found something and nothing was brought in, 2 bad input.
+    Exit codes: 0 done, 1 the audit found something and nothing was imported, 2 bad input.
     """
     from xray_runtime.lineage.bundle import import_bundle
 
     uri = tracking_uri or f"sqlite:///{(output / 'mlflow.db').absolute()}"
-    result = checked(lambda: import_bundle(bundle, output, tracking_uri=uri, experiment=experiment, public=public_key))
-    report(result, True, as_json)
+    report(import_bundle(bundle, output, tracking_uri=uri, experiment=experiment, public=public_key), True, as_json)
+
+
+def fetch(
+    output: Annotated[Path, typer.Option(help="Output directory to import into.")],
+    storage: Annotated[
+        str | None,
+        typer.Option(help="URL of the shared store. Default: the one of the directory's last run."),
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every checkpoint in the store, not only those lifecycle.json names.")
+    ] = False,
+) -> None:
+    """Fetch missing or damaged checkpoints from the shared store, with the public keys of their signers.
+
+    Exit codes: 0 all are here and sound, 1 the store lacks some, 2 bad input.
+    """
+    raise typer.Exit(FAILED if _fetch(output.absolute(), storage, everything) else 0)
+
+
+def _fetch(output: Path, storage: str | None, everything: bool) -> list[str]:
+    """Fetch, with a line a checkpoint; returns the names of those that are missing."""
+    from xray_runtime.lineage.keys import exchange_keys
+    from xray_runtime.lineage.log import log_checkpoints
+    from xray_runtime.lineage.signing import signing_key
+    from xray_runtime.store.checkpoints import CHECKPOINTS, Store, verify
+    from xray_runtime.store.identity import file_sha256
+    from xray_runtime.store.manifest import MANIFEST
+    from xray_runtime.store.shared import SharedStore, StorageError
+
+    if storage is not None and has_login(storage):
+        raise ConfigError(
+            f"--storage: a login in {strip_credentials(storage)!r} is not allowed: credentials come from the "
+            "environment"
+        )
+    url = storage or saved_config(output).runtime.storage
+    if url is None:
+        raise ConfigError("--storage: is not set, and the directory's config.yaml names no store: give its URL")
+    try:
+        shared = SharedStore(url, PATIENCE_S)
+        names = shared.names(CHECKPOINTS) if everything else _recorded(output)
+        output.mkdir(parents=True, exist_ok=True)
+        key = signing_key(output)
+        exchange_keys(output, shared)
+        store, missing = Store(output / CHECKPOINTS, shared), []
+        for name in names:
+            place = store.root / name
+            sound = place.exists() and not verify(place)
+            fetched = not sound and store.fetch(place)
+            if not sound and not fetched:
+                missing.append(name)
+            if fetched:
+                log_checkpoints(output, key, {name: file_sha256(place / MANIFEST)}, here=False)
+            print(f"{'present' if sound else 'fetched' if fetched else 'missing'}  {name}")
+    except StorageError as error:
+        raise ConfigError(f"--storage: {error}") from None
+    return missing
+
+
+def _recorded(output: Path) -> list[str]:
+    """Names of the checkpoint directories in lifecycle.json."""
+    from xray_runtime.lineage.log import LIFECYCLE
+
+    path = output / LIFECYCLE
+    try:
+        stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
+        return [f"{stage['name']}-{stage['key'][:12]}" for stage in stages]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"--output: there is no {LIFECYCLE} in {str(output)!r} to say which: use --all") from None

@@ -1,18 +1,19 @@
-"""`xray chat`: a conversation with a checkpoint, also in an environment; at the terminal, or line by line by a pipe."""
+"""`xray chat`: talk to a checkpoint, also in an environment, at a terminal or line by line through a pipe."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from xray.cli.lineage import BAD_INPUT, Output, Ref, Tracking, checked
+from xray.cli.job import BAD_INPUT
+from xray.cli.lineage import Output, Ref, Tracking
+from xray.flows.subject import add_working_directory
 from xray.tasks.output_directory import saved_config
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.validation import ConfigError, validate_as
@@ -26,13 +27,9 @@ if TYPE_CHECKING:
     from xray_runtime.lineage.graph import Node
     from xray_runtime.lineage.reference import LineageStore
 
-Temperature = Annotated[
-    float | None, typer.Option("--temperature", help="Sampling temperature. Default: the evaluation's.")
-]
-MaxNewTokens = Annotated[
-    int | None, typer.Option("--max-new-tokens", min=1, help="Longest reply in tokens. Default: the evaluation's.")
-]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of all random draws.")]
+Temperature = Annotated[float | None, typer.Option(help="Sampling temperature. Default: the evaluation's.")]
+MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Longest reply in tokens. Default: the evaluation's.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of all random draws.")]
 
 
 def chat(
@@ -43,9 +40,7 @@ def chat(
     seed: Seed = 0,
     environment: Annotated[
         str | None,
-        typer.Option(
-            "--environment", metavar="MODULE:NAME", help="Environment that answers the replies, as in training."
-        ),
+        typer.Option(metavar="MODULE:NAME", help="Environment that answers replies, as in training."),
     ] = None,
     tracking_uri: Tracking = None,
 ) -> None:
@@ -57,13 +52,12 @@ def chat(
     """
     from xray_runtime.lineage.reference import resolve
 
-    place, node = checked(lambda: resolve(ref, output, tracking_uri))
-    config = checked(lambda: _environment(node, environment))
-    checked(lambda: _chat(place, node, temperature, max_new_tokens, seed, config))
+    place, node = resolve(ref, output, tracking_uri)
+    _chat(place, node, temperature, max_new_tokens, seed, _environment(node, environment))
 
 
 def sampling_of(config: LifecycleConfig, temperature: float | None, max_new_tokens: int | None) -> tuple[float, int]:
-    """(temperature, longest reply in tokens): what was given, else what the evaluation samples with.
+    """(temperature, longest reply in tokens), by default those of the evaluation.
 
     Raises:
         ConfigError: the temperature is not above 0.
@@ -73,31 +67,31 @@ def sampling_of(config: LifecycleConfig, temperature: float | None, max_new_toke
     return temperature or config.evaluate.temperature, max_new_tokens or config.evaluate.max_new_tokens
 
 
-def audit_words(result: Audit) -> Text:
-    """What an audit found, in a line."""
+def audit_summary(result: Audit) -> Text:
+    """An audit in one line."""
     from xray_runtime.lineage.render import printable
 
     if result.is_sound:
         return Text(f"audit: sound, {result.checkpoints} checkpoints, {result.files} files", style="green")
     first = next(finding for finding in result.findings if finding.is_broken)
     text = f"audit: NOT SOUND: {first.code}: {first.subject}: {first.detail}"
-    return Text(f"{printable(text)}; `xray audit` says all", style="bold red")
+    return Text(f"{printable(text)}; `xray audit` shows everything", style="bold red")
 
 
 def shown(text: str) -> str:
-    """A model's text without what could move the cursor or colour the terminal."""
+    """A model's text without control characters that could move the cursor or colour the terminal."""
     from xray_runtime.lineage.render import printable
 
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
 def typed(line: str) -> str:
-    """What was typed, to the letter; bytes that are no text become "?"."""
+    """A line of input as it was typed; bytes that are not text become "?"."""
     return line.removesuffix("\n").encode("utf-8", "replace").decode()
 
 
 def _environment(node: Node, path: str | None) -> EnvironmentConfig | None:
-    """With the limits that the checkpoint was trained under, where it was trained with one."""
+    """The environment at `path`, with the limits that the checkpoint was trained under, if any."""
     from xray_runtime.config.allowed_imports import check_import
     from xray_runtime.config.environment import EnvironmentConfig
 
@@ -119,9 +113,7 @@ def _pool(config: EnvironmentConfig | None) -> Iterator[EnvironmentPool | None]:
     if config is None:
         yield None
         return
-    # Environments are found as a run finds them.
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    add_working_directory()
     try:
         pool = EnvironmentPool(config.path, 1, config.timeout_s, config.memory_mb)
     except RuntimeError as error:
@@ -159,14 +151,13 @@ def _chat(
     words.print(Text(f"{node.name}  {node.sha256}", style="bold"))
     with words.status("auditing"):
         result = audit(place, [node])
-    words.print(audit_words(result))
+    words.print(audit_summary(result))
     context = trained_context(place.graph, node)
     seen = f"the last {context} message(s), as in its training data" if context is not None else "the conversation"
     words.print(f"it sees {seen}; up to {max_new_tokens} tokens a reply at temperature {temperature:g}", style="dim")
     columns = trained_columns(place.graph, node) if environment is not None else []
     if columns:
-        # Whether it reads them shows in no episode but one that comes to where it does.
-        lacking = f"{', '.join(columns)}: its training data has such columns, messages here have not"
+        lacking = f"{', '.join(columns)}: its training data has such columns, messages here do not"
         words.print(Text(f"{lacking}; where the environment reads one, the episode fails", style="yellow"))
     with _pool(environment) as pool:
         with words.status("loading"):
@@ -174,8 +165,7 @@ def _chat(
         max_turns = environment.max_turns if environment is not None else 1
         history: Messages = []
         for turn, line in enumerate(_lines()):
-            said = typed(line)
-            prompt = limits.cut(last_messages([*history, {"role": "user", "content": said}], context))
+            prompt = limits.cut(last_messages([*history, {"role": "user", "content": typed(line)}], context))
             events = play(model, limits, prompt, derive_seed(seed, "chat", turn), pool, max_turns)
             reply = _show(events, words)
             if reply is not None:
@@ -183,10 +173,10 @@ def _chat(
 
 
 def _lines() -> Iterator[str]:
-    """What the person says, line by line, blank ones left out."""
+    """Lines of input, without blank ones."""
     terminal = sys.stdin.isatty()
     if terminal:
-        # Arrow keys, then, edit the line.
+        # With readline, arrow keys edit the line.
         import readline  # noqa: F401
     try:
         while line := (input("\n> ") + "\n" if terminal else sys.stdin.readline()):
@@ -197,7 +187,7 @@ def _lines() -> Iterator[str]:
 
 
 def _show(events: Iterator[str | Step], words: Console) -> str | None:
-    """Print replies as they come, and what answered them; returns the last reply, None where there is none.
+    """Print replies as they arrive, and the environment's answers; returns the last reply, if there is one.
 
     Ctrl-C ends the reply, not the conversation.
     """
@@ -211,7 +201,7 @@ def _show(events: Iterator[str | Step], words: Console) -> str | None:
             if isinstance(event, str):
                 said = [event] if ended else [*said, event]
                 ended = False
-                # Whoever reads through a pipe counts lines.
+                # Programs that read from a pipe count lines.
                 text = shown(event) if console.is_terminal else shown(event).replace("\n", " ")
                 console.print(Text(text, style="cyan"), end="")
             else:

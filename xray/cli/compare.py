@@ -1,4 +1,4 @@
-"""`xray compare` and `xray preferences`: people judge replies of two models blindly, and train on what they said."""
+"""`xray compare` and `xray preferences`: people judge two models blindly; the verdicts become training data."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import getpass
 import json
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,8 +16,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from xray.cli.chat import MaxNewTokens, Seed, Temperature, audit_words, sampling_of, shown, typed
-from xray.cli.lineage import BROKEN, AsJson, Output, Ref, Tracking, audit_progress, checked
+from xray.cli.chat import MaxNewTokens, Seed, Temperature, audit_summary, sampling_of, shown, typed
+from xray.cli.job import FAILED
+from xray.cli.lineage import AsJson, Output, Ref, Root, Tracking, audit_progress
 from xray.tasks.output_directory import file_lock, saved_config
 from xray_runtime.terminal import print_table
 
@@ -32,22 +33,16 @@ if TYPE_CHECKING:
 KEYS = "1 left   2 right   t tie   b both bad   s skip   u back   q quit"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.command()(compare)
-    app.command()(preferences)
-
-
 def compare(
     first: Ref,
     second: Ref,
     output: Output = None,
     prompts: Annotated[
-        str, typer.Option("--prompts", help="heldout, train, typed, or a .jsonl file with a column `prompt`.")
+        str, typer.Option(help="heldout, train, typed, or a .jsonl file with a column `prompt`.")
     ] = "heldout",
-    count: Annotated[int, typer.Option("--count", min=1, help="Number of prompts.")] = 50,
+    count: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 50,
     judge: Annotated[
-        str | None, typer.Option("--judge", help="Name of the judge; it is recorded, not checked. Default: this user.")
+        str | None, typer.Option(help="Name of the judge; it is recorded, not checked. Default: this user.")
     ] = None,
     temperature: Temperature = None,
     max_new_tokens: MaxNewTokens = None,
@@ -65,20 +60,19 @@ def compare(
     from xray_runtime.lineage.reference import resolve
 
     console = Console(stderr=as_json, highlight=False)
-    a = checked(lambda: resolve(first, output, tracking_uri))
-    b = checked(lambda: resolve(second, output, tracking_uri))
-    place = checked(lambda: require_two(a, b))
-    config = checked(lambda: saved_config(place.output))
-    warmth, longest = checked(lambda: sampling_of(config, temperature, max_new_tokens))
-    sampling: dict[str, Any] = {"temperature": warmth, "max_new_tokens": longest, "seed": seed}
-    models = (a[1], b[1])
-    source = checked(lambda: checked_source(prompts))
+    a, b = resolve(first, output, tracking_uri), resolve(second, output, tracking_uri)
+    place, models = require_two(a, b), (a[1], b[1])
+    config = saved_config(place.output)
+    chosen_temperature, longest = sampling_of(config, temperature, max_new_tokens)
+    source = checked_source(prompts)
     _require_sound(place, models, console)
-    comparison = checked(lambda: plan_comparison(place, models, config, source, **sampling))
+    comparison = plan_comparison(
+        place, models, config, source, temperature=chosen_temperature, max_new_tokens=longest, seed=seed
+    )
     directory = session_directory(place.output, comparison.setup)
-    with checked(lambda: file_lock(directory)):
-        session = checked(lambda: open_session(directory))
-        checked(lambda: _ask(comparison, session, comparison.prompts[:count], judge or getpass.getuser(), console))
+    with file_lock(directory):
+        session = open_session(directory)
+        _ask(comparison, session, comparison.prompts[:count], judge or getpass.getuser(), console)
     result = comparison.result(session)
     if as_json:
         print(json.dumps(result, indent=2))
@@ -86,11 +80,7 @@ def compare(
         _print_result(result, place, console)
 
 
-def preferences(
-    output: Annotated[Path, typer.Option("--output", help="Output directory of the lifecycle.")],
-    tracking_uri: Tracking = None,
-    as_json: AsJson = False,
-) -> None:
+def preferences(output: Root, tracking_uri: Tracking = None, as_json: AsJson = False) -> None:
     """Publish the verdicts in an output directory as a signed dataset to train reward models on.
 
     Exit codes: 0 done, 2 bad input.
@@ -98,9 +88,8 @@ def preferences(
     from xray_runtime.feedback.publication import publish
     from xray_runtime.lineage.reference import open_lineage_store
 
-    place = checked(lambda: open_lineage_store(output, tracking_uri))
-    project = checked(lambda: saved_config(output)).project
-    done = checked(lambda: publish(place, project, getpass.getuser()))
+    place = open_lineage_store(output, tracking_uri)
+    done = publish(place, saved_config(output).project, getpass.getuser())
     if as_json:
         print(json.dumps({"uri": done.checkpoint.uri, "sha256": done.checkpoint.sha256} | done.stats, indent=2))
         return
@@ -113,116 +102,113 @@ def preferences(
 
 
 def _ask(comparison: Comparison, session: Session, prompts: list[Messages], judge: str, console: Console) -> None:
-    """Ask `judge` what has no verdict of theirs yet, until they quit."""
+    """Ask `judge` every question that they have not answered yet, until they quit."""
     from xray_runtime.feedback.comparison import Sampler
 
     done = {judgement.number for judgement in session.judgements if judgement.judge == judge}
     with ThreadPoolExecutor(1) as pool:
-        sampler = Sampler(comparison, session, pool)
+        interview = _Interview(session, Sampler(comparison, session, pool), judge, console)
         try:
             if comparison.setup.prompts == "typed":
-                _ask_typed(comparison, session, sampler, judge, done, console)
+                interview.ask_typed(comparison, done)
             else:
-                _ask_listed(session, sampler, prompts, judge, done, console)
+                interview.ask_listed(prompts, done)
         except (KeyboardInterrupt, EOFError):
             console.print("stopped; run the same command to continue")
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _ask_listed(
-    session: Session, sampler: Sampler, prompts: list[Messages], judge: str, done: set[int], console: Console
-) -> None:
-    from xray_runtime.feedback.comparison import BATCH
+@dataclass(frozen=True)
+class _Interview:
+    """One person who judges in a session."""
 
-    there = len(session.questions)
-    coming = [sampler.submit(prompts[start : start + BATCH]) for start in range(there, len(prompts), BATCH)]
-    asked: list[int] = []
-    number = 0
-    while number < len(prompts):
-        if number >= there:
-            _wait(coming[(number - there) // BATCH], console)
-        question = session.questions[number]
-        # Two equal replies say nothing about which is better.
-        if number in done or question.a == question.b:
-            number += 1
-            continue
-        if _judge(session, question, judge, f"{number + 1} of {len(prompts)}", console):
-            done.add(number)
-            asked.append(number)
-        elif asked:
-            number = asked.pop()
-            done.discard(number)
+    session: Session
+    sampler: Sampler
+    judge: str
+    console: Console
 
+    def ask_listed(self, prompts: list[Messages], done: set[int]) -> None:
+        from xray_runtime.feedback.comparison import BATCH
 
-def _ask_typed(
-    comparison: Comparison, session: Session, sampler: Sampler, judge: str, done: set[int], console: Console
-) -> None:
-    for question in list(session.questions):
-        # Asked before, and not answered.
-        if question.number not in done and question.a != question.b:
-            _judge_typed(session, question, judge, console)
-    while True:
-        line = input("\nprompt> ") if sys.stdin.isatty() else sys.stdin.readline()
-        if not line.strip():
-            return
-        prompt = [{"role": "user", "content": typed(line)}]
-        if any(limits.excess(prompt) > 0 for limits in comparison.limits):
-            console.print("too long for these models: shorten it", style="red")
-            continue
-        _wait(sampler.submit([prompt]), console)
-        question = session.questions[-1]
-        if question.a == question.b:
-            console.print(Text(f"both say: {shown(question.a)}"))
-        else:
-            _judge_typed(session, question, judge, console)
+        there = len(self.session.questions)
+        coming = [self.sampler.submit(prompts[start : start + BATCH]) for start in range(there, len(prompts), BATCH)]
+        asked: list[int] = []
+        number = 0
+        while number < len(prompts):
+            if number >= there:
+                self._wait(coming[(number - there) // BATCH])
+            question = self.session.questions[number]
+            if number in done or question.a == question.b:
+                number += 1
+            elif self._ask(question, f"{number + 1} of {len(prompts)}"):
+                done.add(number)
+                asked.append(number)
+            elif asked:
+                number = asked.pop()
+                done.discard(number)
 
+    def ask_typed(self, comparison: Comparison, done: set[int]) -> None:
+        for question in list(self.session.questions):
+            if question.number not in done and question.a != question.b:
+                self._ask_last(question)
+        while True:
+            line = input("\nprompt> ") if sys.stdin.isatty() else sys.stdin.readline()
+            if not line.strip():
+                return
+            prompt = [{"role": "user", "content": typed(line)}]
+            if any(limits.excess(prompt) > 0 for limits in comparison.limits):
+                self.console.print("too long for these models: shorten it", style="red")
+                continue
+            self._wait(self.sampler.submit([prompt]))
+            question = self.session.questions[-1]
+            if question.a == question.b:
+                self.console.print(Text(f"both say: {shown(question.a)}"))
+            else:
+                self._ask_last(question)
 
-def _judge_typed(session: Session, question: Question, judge: str, console: Console) -> None:
-    while not _judge(session, question, judge, str(question.number + 1), console):
-        console.print("this is the first question: there is none to go back to", style="red")
+    def _ask_last(self, question: Question) -> None:
+        while not self._ask(question, str(question.number + 1)):
+            self.console.print("this is the first question: there is none to go back to", style="red")
 
+    def _wait(self, coming: Future[None]) -> None:
+        with self.console.status("the models are answering"):
+            coming.result()
 
-def _wait(coming: Future[None], console: Console) -> None:
-    with console.status("the models are answering"):
-        coming.result()
+    def _ask(self, question: Question, progress: str) -> bool:
+        """Show one question and save the verdict; False if the person goes back instead."""
+        from xray_runtime.data.pairs import prompt_text
+        from xray_runtime.feedback.judgements import KEYS as VERDICTS, Judgement, left_model, verdict_of
 
-
-def _judge(session: Session, question: Question, judge: str, progress: str, console: Console) -> bool:
-    """Show one question and keep the verdict; False where the person wants to go back instead."""
-    from xray_runtime.data.pairs import prompt_text
-    from xray_runtime.feedback.judgements import KEYS as VERDICTS, Judgement, left_model, verdict_of
-
-    left = left_model(session.setup.seed, judge, question.number)
-    replies = (question.a, question.b) if left == "a" else (question.b, question.a)
-    console.print()
-    console.print(Panel(Text(shown(prompt_text(question.prompt))), title=progress, title_align="left"))
-    sides = Table.grid(expand=True)
-    for _ in replies:
-        sides.add_column(ratio=1)
-    sides.add_row(*(Panel(Text(shown(reply)), title=f"[bold]{n}[/bold]") for n, reply in enumerate(replies, start=1)))
-    console.print(sides)
-    console.print(KEYS, style="dim")
-    while True:
-        key = _key()
-        if key == "q":
-            raise KeyboardInterrupt
-        if key == "u":
-            return False
-        if key in VERDICTS:
-            break
-        console.print(Text(f"{key!r} is not allowed: {KEYS}"), style="red")
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    verdict = verdict_of(key, left)
-    session.add_judgement(Judgement(number=question.number, left=left, verdict=verdict, judge=judge, at=now))
-    console.print(Text(f"  {VERDICTS[key]}"), style="green")
-    return True
+        console, left = self.console, left_model(self.session.setup.seed, self.judge, question.number)
+        replies = (question.a, question.b) if left == "a" else (question.b, question.a)
+        console.print()
+        console.print(Panel(Text(shown(prompt_text(question.prompt))), title=progress, title_align="left"))
+        sides = Table.grid(expand=True)
+        for _ in replies:
+            sides.add_column(ratio=1)
+        sides.add_row(
+            *(Panel(Text(shown(reply)), title=f"[bold]{n}[/bold]") for n, reply in enumerate(replies, start=1))
+        )
+        console.print(sides)
+        console.print(KEYS, style="dim")
+        while (key := _key()) not in VERDICTS:
+            if key == "q":
+                raise KeyboardInterrupt
+            if key == "u":
+                return False
+            console.print(Text(f"{key!r} is not allowed: {KEYS}"), style="red")
+        now, verdict = datetime.now(UTC).isoformat(timespec="seconds"), verdict_of(key, left)
+        judgement = Judgement(number=question.number, left=left, verdict=verdict, judge=self.judge, at=now)
+        self.session.add_judgement(judgement)
+        console.print(Text(f"  {VERDICTS[key]}"), style="green")
+        return True
 
 
 def _key() -> str:
-    """The key a person pressed; through a pipe, the next line."""
+    """The next key; from a pipe, the next line."""
     if sys.stdin.isatty():
-        # It drops what was typed before: while the models were audited, or answered.
+        # getchar drops keys that were pressed before the question was shown.
         key: str = typer.getchar()
         return key.lower()
     line = sys.stdin.readline()
@@ -232,14 +218,14 @@ def _key() -> str:
 
 
 def _require_sound(place: LineageStore, models: tuple[Node, Node], console: Console) -> None:
-    """What is judged here is trained on later: a model that is not what it was must not get that far."""
+    """Audit the models first: the verdicts become training data."""
     from xray_runtime.lineage.audit.checkpoints import audit
 
     with audit_progress(console) as on_progress:
         result = audit(place, models, on_progress=on_progress)
     if not result.is_sound:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(audit_words(result))
-        raise typer.Exit(BROKEN)
+        Console(stderr=True, highlight=False, soft_wrap=True).print(audit_summary(result))
+        raise typer.Exit(FAILED)
 
 
 def _print_result(result: dict[str, Any], place: LineageStore, console: Console) -> None:

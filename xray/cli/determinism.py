@@ -1,4 +1,4 @@
-"""`xray run --verify-determinism`: the first steps of every stage twice from nothing, and whether the bytes agree."""
+"""`xray run --verify-determinism`: compute the first steps of every stage twice and compare the bytes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from xray_runtime.terminal import print_table
 
 
 def verify_determinism(job: dict[str, Any], runtime: RuntimeConfig, directory: Path, console: Console) -> int:
-    """Run the shortened graph twice below `directory`; exit code 0 where every checkpoint has the same bytes."""
+    """Run the shortened graph twice below `directory`; returns 0 if every checkpoint has the same bytes, else 1."""
     job = job | {"replace_output": True, "shorten": True}
     if "config" in job:
-        # What is fetched is not computed.
+        # A shared store would supply the second result.
         job["config"] = job["config"] | {"runtime": job["config"]["runtime"] | {"storage": None}}
     found: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory(dir=directory, prefix="determinism-") as root:

@@ -1,4 +1,4 @@
-"""What the person at the terminal sees: one line a stage with rate and time left, then where to look next."""
+"""Output at the terminal: one line a stage with rate and time left, then a summary."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from rich.progress import (
 )
 
 from xray.deployments.patience import NotUpError
+from xray.tasks.summary import evaluation_rows
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import tracking_address
 from xray_runtime.errors import root_cause
@@ -34,16 +35,16 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.5
 TITLE = 12
-"""Characters of a line of the summary before its text."""
+"""Width of the title column of the summary."""
 PLAIN_SECONDS = 15.0
-"""Without a terminal, a stage prints a line this often."""
+"""Without a terminal, each stage prints a line this often."""
 
 
 class LiveStages:
     """Live progress of all stages, read from the run's progress actor; plain lines where there is no terminal.
 
     Args:
-        heartbeat: touched at every sign of progress.
+        heartbeat: file to touch whenever there is progress.
     """
 
     def __init__(self, console: Console, heartbeat: Path | None = None) -> None:
@@ -67,12 +68,6 @@ class LiveStages:
     def note(self, text: str) -> None:
         self._console.print(f"[dim]{text}[/dim]", highlight=False)
 
-    def _beat(self, latest: dict[str, Any]) -> None:
-        if latest != self._latest:
-            self._latest = latest
-            if self._heartbeat is not None:
-                self._heartbeat.touch()
-
     def watching(self, progress: Any) -> contextlib.AbstractContextManager[None]:
         """Follow the stages that report to a run's progress actor while the context lasts."""
         return self._following(lambda: _latest(progress))
@@ -93,9 +88,11 @@ class LiveStages:
     def _follow(self, read: Callable[[], dict[str, Any]], ended: threading.Event) -> None:
         while True:
             last = ended.wait(POLL_SECONDS)
-            with contextlib.suppress(Exception):  # the cluster may be going down under us: nothing to show then
+            with contextlib.suppress(Exception):  # the cluster may be going down: nothing to show then
                 latest = read()
-                self._beat(latest)
+                if latest != self._latest and self._heartbeat is not None:
+                    self._heartbeat.touch()
+                self._latest = latest
                 for gone in self._tasks.keys() - latest.keys():
                     self._progress.remove_task(self._tasks.pop(gone))
                 for stage, done in latest.items():
@@ -112,13 +109,12 @@ class LiveStages:
         if not total:
             return
         now = time.monotonic()
-        started = self._started.setdefault(stage, now)
         printed, finished = self._printed.get(stage, (0.0, False))
         ends = done == total
-        if (finished if ends else now - printed < PLAIN_SECONDS) or (finished and ends):
+        if finished if ends else now - printed < PLAIN_SECONDS:
             return
         self._printed[stage] = (now, ends)
-        elapsed = now - started
+        elapsed = now - self._started.setdefault(stage, now)
         rate = f" {done / elapsed:.2f}/s, {(total - done) * elapsed / done:.0f} s left" if done and elapsed > 1 else ""
         self._console.print(f"{stage}: {done}/{total} {unit}{rate} {note}", highlight=False, soft_wrap=True)
 
@@ -131,18 +127,18 @@ def _latest(progress: Any) -> dict[str, Any]:
 
 
 class LiveTrials(LiveStages):
-    """A line for each trial of a search that begins or ends, and live progress of the stages of those at work."""
+    """A line when a trial begins or ends, and live progress of the stages of running trials."""
 
     def __init__(self, console: Console, heartbeat: Path) -> None:
         super().__init__(console, heartbeat)
         self._at_work: dict[int, Trial] = {}
 
     def watching_trials(self) -> contextlib.AbstractContextManager[None]:
-        """Follow the trials that were told of while the context lasts."""
+        """Follow running trials while the context lasts."""
         return self._following(self._stages)
 
-    def told(self, event: Event) -> None:
-        """A trial began or ended."""
+    def show_event(self, event: Event) -> None:
+        """Show that a trial began or ended."""
         trial, record = event
         if self._heartbeat is not None:
             self._heartbeat.touch()
@@ -166,7 +162,7 @@ class LiveTrials(LiveStages):
 
 
 def failure_lines(error: BaseException, output: Path) -> list[str]:
-    """Why a run failed, and where its logs are."""
+    """The cause of a failed run, and the directory of its logs."""
     cause = root_cause(error)
     reason = f"error: {cause}" if isinstance(cause, ConfigError) else f"failed: {type(cause).__name__}: {cause}"
     if isinstance(cause, NotUpError):
@@ -183,7 +179,7 @@ def print_summary(console: Console, content: dict[str, Any], output: Path) -> No
     console.print()
     for head, finding in [*findings, *([("", "")] if findings else [])]:
         print_indented(console, head, finding)
-    lines = [*_results(e), ""] if e is not None else []
+    lines = [f"{title:{TITLE}}{text}" for title, text in evaluation_rows(e)] + [""] if e is not None else []
     if registered is not None:
         lines.append(f"registered  {registered['name']} version {registered['version']} @{registered['alias']}")
     lines += [
@@ -195,34 +191,13 @@ def print_summary(console: Console, content: dict[str, Any], output: Path) -> No
         print_indented(console, line[:TITLE], line[TITLE:])
 
 
-def _results(e: dict[str, Any]) -> list[str]:
-    lines = [] if e.get("judges") else ["win rate    none: there is no judge"]
-    for name, found in (e.get("judges") or {}).items():
-        shown = "" if found["judges"] else ", shown only"
-        lines.append(
-            f"win rate    {found['win_rate']:.3f}  {_interval(found['win_rate_ci95'])}  over {found['samples']} "
-            f"held-out prompts, {found['tied']} tied, by {name}{shown}"
-        )
-    for name, title in (("gold", "gold score"), ("reward", "reward    ")):
-        if e[f"{name}_after"] is not None:
-            lines.append(
-                f"{title}  {e[f'{name}_before']:+.3f} → {e[f'{name}_after']:+.3f}  difference "
-                f"{e[f'{name}_delta']:+.3f}  {_interval(e[f'{name}_delta_ci95'])}"
-            )
-    return [*lines, f"KL          {e['kl']:.2f} nats a reply to the model before"]
-
-
 def where_mlflow_shows_it(page: str, output: Path) -> list[str]:
-    """The run's page on MLflow's server; or the command that starts one on the run's store, and the page there."""
+    """The run's page on an MLflow server, or the command that starts a server for it."""
     if page.startswith("http"):
         return [f"in MLflow   {page}"]
-    # Once it has been used, MLflow's client keeps the address of a store without a server in the environment too.
+    # MLflow's client also sets the variable for a store without a server.
     store = tracking_address() or f"sqlite:///{output / 'mlflow.db'}"
     return [
         f"in MLflow   mlflow ui --backend-store-uri {store}",
         f"            and then http://127.0.0.1:5000/{page}",
     ]
-
-
-def _interval(pair: list[float]) -> str:
-    return f"(95%: {pair[0]:+.3f} to {pair[1]:+.3f})"

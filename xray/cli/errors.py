@@ -1,4 +1,4 @@
-"""Errors of a command are one line: bad input with exit code 2, anything else with 1 and a file that says more."""
+"""Errors of a command are one line on stderr and an exit code; an unexpected one also leaves a trace in a file."""
 
 from __future__ import annotations
 
@@ -15,37 +15,57 @@ from rich.markup import escape
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
+from xray.cli.job import BAD_INPUT, FAILED
+from xray.deployments.local_services import quiet_environment
+from xray.deployments.patience import NotUpError
 from xray_runtime.config.validation import ConfigError
-
-BAD_INPUT, FAILED = 2, 1
+from xray_runtime.errors import root_cause
 
 
 class Commands(TyperGroup):
-    """Commands that end in one line whatever happens."""
+    """Commands whose errors are one line each, with Prefect's, Ray's and MLflow's chatter switched off."""
 
     def invoke(self, ctx: Any) -> Any:
+        quiet_environment()
         with one_line():
             return super().invoke(ctx)
 
 
 @contextlib.contextmanager
 def one_line() -> Iterator[None]:
-    """Errors become a line on stderr and `typer.Exit`."""
+    """Turn errors into a line on stderr and `typer.Exit`."""
     try:
         yield
     except (typer.Exit, typer.Abort, TyperException, BrokenPipeError):
         raise
     except (ConfigError, OSError) as error:
-        _print("error", str(error))
+        print_error("error", str(error))
         raise typer.Exit(BAD_INPUT) from None
+    except NotUpError as error:
+        print_error("failed", str(error))
+        raise typer.Exit(FAILED) from None
     except Exception as error:
         descriptor, path = tempfile.mkstemp(prefix="xray-error-", suffix=".log")
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
             traceback.print_exception(error, file=file)
-        _print("failed", f"{type(error).__name__}: {error} (please report it, with {path})")
+        print_error("failed", f"{type(error).__name__}: {error} (please report it, with {path})")
         raise typer.Exit(FAILED) from None
 
 
-def _print(kind: str, text: str) -> None:
+@contextlib.contextmanager
+def root_cause_only(hint: str = "") -> Iterator[None]:
+    """Turn what a flow or an actor raised into a line with its root cause. Bad input passes through."""
+    try:
+        yield
+    except (ConfigError, OSError, typer.Abort, typer.Exit):
+        raise
+    except Exception as error:
+        cause = root_cause(error)
+        print_error("failed", f"{type(cause).__name__}: {cause}{hint}")
+        raise typer.Exit(FAILED) from None
+
+
+def print_error(kind: str, text: str) -> None:
+    """Print `KIND: TEXT` on stderr, in one line."""
     line = " ".join(text.split())
     Console(stderr=True).print(f"[red]{kind}:[/red] {escape(line)}", soft_wrap=True, highlight=False)

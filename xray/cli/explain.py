@@ -1,4 +1,4 @@
-"""`xray run --explain`: for every stage, why its checkpoint can be taken from the store, or what changed since."""
+"""`xray run --explain`: for each stage, why it is cached, or what changed since it was computed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_SHOWN = 6
 
 
 def explain(job: Mapping[str, Any], output: Path, console: Console) -> int:
-    """Print a line a stage; exit code 0. Raises ConfigError where the graph cannot be written."""
+    """Print a line a stage; returns exit code 0. Raises ConfigError if the graph cannot be built."""
     graphs, waits_for = _graphs(job, output)
     for directory, graph in graphs:
         print_table(console, ("stage", "", "why"), explained(graph, directory))
@@ -43,7 +43,7 @@ def explain(job: Mapping[str, Any], output: Path, console: Console) -> int:
 
 
 def _graphs(job: Mapping[str, Any], output: Path) -> tuple[list[tuple[Path, Graph]], str | None]:
-    """(output directory and graph of each workspace, the stage whose result the flow waits for, where it does)."""
+    """(output directory and graph of each workspace, the stage whose result the flow waits for or None)."""
     if job.get("config") is not None:
         return [(output, recorded_graph(validate(job["config"])))], None
     subject = Subject(flow=job["flow"], parameters=job["parameters"], fields=job.get("fields", {}))
@@ -52,7 +52,7 @@ def _graphs(job: Mapping[str, Any], output: Path) -> tuple[list[tuple[Path, Grap
 
 
 def explained(graph: Graph, output: Path) -> list[tuple[str, str, str]]:
-    """(stage, cached or compute, why) in the order in which they were called.
+    """(stage, "cached" or "compute", reason) in the order of the calls.
 
     Raises:
         ConfigError: an input, a file or a function cannot be read.
@@ -66,7 +66,7 @@ def explained(graph: Graph, output: Path) -> list[tuple[str, str, str]]:
 
 
 def _explain_stage(call: StageCall, graph: Graph, output: Path, known: dict[str, str]) -> tuple[str, str]:
-    """(cached or compute, why). Puts the sha256 of a cached stage into `known`."""
+    """("cached" or "compute", reason). Adds the sha256 of a cached stage to `known`."""
     unknown = [h.name for h in call.parents.values() if h.call is not None and h.name not in known]
     if unknown:
         return "compute", f"parent {unknown[0]} is computed again"
@@ -93,7 +93,7 @@ def _explain_stage(call: StageCall, graph: Graph, output: Path, known: dict[str,
 
 
 def _newest(store: Path, stage: str) -> Manifest | None:
-    """The manifest of the checkpoint of `stage` that was made last."""
+    """The manifest of the newest checkpoint of `stage`."""
     paths = sorted(store.glob(f"{stage}-*/{MANIFEST}"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in paths:
         try:
@@ -106,7 +106,7 @@ def _newest(store: Path, stage: str) -> Manifest | None:
 
 
 def differences(before: Identity, after: Identity) -> list[str]:
-    """What changed from one identity to another, a phrase each."""
+    """The changes from one identity to another, a phrase each."""
     changes = []
     if before.kind != after.kind:
         changes.append(f"kind {before.kind} → {after.kind}")
@@ -130,7 +130,7 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Dotted path → value, through mappings and lists."""
+    """Dotted path → value."""
     if not isinstance(value, Mapping | list) or not value:
         return {path: value} if path else {}
     items = value.items() if isinstance(value, Mapping) else enumerate(value)

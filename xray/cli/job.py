@@ -1,4 +1,4 @@
-"""A job: what the supervisor hands to the process that runs it, and how that says how it ended."""
+"""A job: what the supervisor hands to the process that runs it, and the exit codes of commands."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from xray.flows.subject import Subject
 from xray_runtime.config.loading import validate
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""How people ask for the end."""
+"""Signals by which people stop a run."""
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-"""Exit codes; `deployments.local_services.LOST` is the job process's alone."""
+"""Exit codes of commands. FAILED also says that an audit, a gate or a comparison says no."""
 
 
 class Job(BaseModel):
-    """What a command hands to the process that runs it."""
+    """A run or a search, as its own process reads it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     place: Path
     """Directory of this job's own files."""
     output: Path
-    """Of servers, logs and, for a config, of the run."""
+    """Directory of servers and logs and, with `config`, of the run."""
     config: dict[str, Any] | None = None
-    """Of the shipped lifecycle."""
+    """Config of the shipped lifecycle."""
     flow: str | None = None
-    """`module:flow` of a user's own."""
+    """A user's own flow, as `module:flow`."""
     parameters: dict[str, Any] = {}
     fields: dict[str, Any] = {}
     """`STAGE.FIELD` → value, in place of what the flow says."""
     replace_output: bool = False
-    """Whether the workspace that the flow opens goes to `output`, whatever the flow names."""
+    """Whether the workspace of the flow uses `output` instead of its own directory."""
     until: str | None = None
     shorten: bool = False
     search: str | None = None
@@ -47,20 +47,19 @@ class Job(BaseModel):
 
     @property
     def file(self) -> Path:
-        """The job itself, as JSON."""
         return self.place / "job.json"
 
     @property
     def heartbeat(self) -> Path:
-        """Touched at every sign of progress."""
+        """Touched whenever the run makes progress."""
         return self.place / "heartbeat"
 
     @property
     def ended(self) -> Path:
-        """Left by a process that ends by itself; holds why, where the run was lost."""
+        """Written by a process that was not killed; holds the reason if the run was lost."""
         return self.place / "ended"
 
     @property
     def outputs(self) -> Path:
-        """Lists the output directories that a flow has chosen itself, one a line."""
+        """Output directories that the flow chose itself, one a line."""
         return self.place / "outputs"

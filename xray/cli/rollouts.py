@@ -1,4 +1,4 @@
-"""`xray rollouts` and `xray replay`: what a policy learned from, and whether it comes out the same again."""
+"""`xray rollouts` and `xray replay`: the rollouts of a policy, and whether its training is reproducible."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from xray.cli.lineage import BROKEN, AsJson, Output, Ref, Tracking, checked
+from xray.cli.errors import root_cause_only
+from xray.cli.job import FAILED
+from xray.cli.lineage import AsJson, Output, Ref, Tracking
 from xray.deployments.local_ray import running_ray
-from xray_runtime.errors import root_cause
+from xray.flows.subject import add_working_directory
 from xray_runtime.processes import kill_tagged, start_reaper
 from xray_runtime.terminal import print_indented
 
@@ -23,29 +25,21 @@ if TYPE_CHECKING:
     from xray_runtime.lineage.replay import Replay, Replayable
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.command()(rollouts)
-    app.command()(replay)
-
-
 def rollouts(
     ref: Ref,
     output: Output = None,
-    iteration: Annotated[
-        list[int] | None, typer.Option("--iteration", min=0, help="Only this iteration; repeatable.")
-    ] = None,
+    iteration: Annotated[list[int] | None, typer.Option(min=0, help="Only this iteration; repeatable.")] = None,
     source: Annotated[
         str | None,
-        typer.Option("--source", help="Only rows this reward source applies to; bounds and --failed then concern it."),
+        typer.Option(help="Only rows this reward source applies to; bounds and --failed then concern it."),
     ] = None,
-    min_reward: Annotated[float | None, typer.Option("--min-reward", help="Lowest reward, as scored.")] = None,
-    max_reward: Annotated[float | None, typer.Option("--max-reward", help="Highest reward, as scored.")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="Lowest reward, as scored.")] = None,
+    max_reward: Annotated[float | None, typer.Option(help="Highest reward, as scored.")] = None,
     failed: Annotated[
         bool, typer.Option("--failed", help="Only rows for which a source failed to give a score.")
     ] = False,
     unused: Annotated[bool, typer.Option("--unused", help="Only rows that no update used.")] = False,
-    limit: Annotated[int, typer.Option("--limit", min=0, help="Maximum number of rows shown; 0: all.")] = 20,
+    limit: Annotated[int, typer.Option(min=0, help="Maximum number of rows shown; 0: all.")] = 20,
     tracking_uri: Tracking = None,
     as_json: AsJson = False,
 ) -> None:
@@ -57,9 +51,9 @@ def rollouts(
     from xray_runtime.lineage.reference import resolve
     from xray_runtime.lineage.rollouts import find_rollouts
 
-    _, node = checked(lambda: resolve(ref, output, tracking_uri))
+    _, node = resolve(ref, output, tracking_uri)
     query = Query(sorted(set(iteration or [])), source, min_reward, max_reward, failed, unused)
-    found = checked(lambda: find_rollouts(node, query, limit or None))
+    found = find_rollouts(node, query, limit or None)
     if as_json:
         print(json.dumps(vars(found), indent=2))
     else:
@@ -67,11 +61,10 @@ def rollouts(
         print(f"{len(found.rows)} of {found.total} rows" + ("" if len(found.rows) == found.total else "; --limit"))
     for name in found.changed:
         print(f"BROKEN {name} was changed after it was published: see `xray audit`", file=sys.stderr)
-    raise typer.Exit(BROKEN if found.changed else 0)
+    raise typer.Exit(FAILED if found.changed else 0)
 
 
 def _print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
-    """Each rollout as text: what it got and whether it was used, what was asked, what was said."""
     from xray.cli.chat import shown
 
     for row in rows:
@@ -85,8 +78,8 @@ def _print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
             print_indented(console, "  scores  ", ", ".join(scores))
         for source, why in row["failures"].items():
             print_indented(console, "  failed  ", shown(f"{source}: {why}"))
-        for said in ("prompt", "reply"):
-            print_indented(console, f"  {said:8}", shown(row[said]))
+        for column in ("prompt", "reply"):
+            print_indented(console, f"  {column:8}", shown(row[column]))
         console.print()
 
 
@@ -96,7 +89,7 @@ def _number(value: float | str) -> str:
 
 def replay(
     ref: Ref,
-    iteration: Annotated[int, typer.Option("--iteration", min=0, help="Last iteration to recompute, counted from 0.")],
+    iteration: Annotated[int, typer.Option(min=0, help="Last iteration to recompute, counted from 0.")],
     output: Output = None,
     tracking_uri: Tracking = None,
     as_json: AsJson = False,
@@ -109,12 +102,10 @@ def replay(
     from xray_runtime.lineage.reference import resolve
     from xray_runtime.lineage.replay import replayable
 
-    # Reward functions are found as a run finds them.
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    add_working_directory()
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
-    place, node = checked(lambda: resolve(ref, output, tracking_uri))
-    stage = checked(lambda: replayable(node, place.graph, iteration))
+    place, node = resolve(ref, output, tracking_uri)
+    stage = replayable(node, place.graph, iteration)
     tag = start_reaper()
     try:
         with tempfile.TemporaryDirectory(prefix="replay-", dir=place.output) as scratch:
@@ -128,13 +119,13 @@ def replay(
     if as_json:
         print(json.dumps(result.to_json() | {"changes": changes}, indent=2))
     else:
-        for line in _words(result):
+        for line in _summary(result):
             console.print(Text(line))
-    raise typer.Exit(0 if result.is_same else BROKEN)
+    raise typer.Exit(0 if result.is_same else FAILED)
 
 
 def _changes(stage: Replayable, scratch: Path) -> list[str]:
-    """In what the computation is another than it was: code, libraries."""
+    """Code and libraries that changed since the policy was trained."""
     from xray.cli.explain import differences
     from xray_runtime.store.digest_memory import DigestMemory
 
@@ -148,24 +139,17 @@ def _run(stage: Replayable, iteration: int, scratch: Path, console: Console) -> 
 
     logs = scratch / "logs" / stage.node.manifest.stage
     opener = model_opener(stage.runtime, logs, f"replay-{stage.node.sha256[:12]}")
-    # What libraries have to say to a developer goes into a stage's log otherwise.
+    # In a run, warnings of libraries go to the stage's log.
     warnings.simplefilter("ignore")
-    try:
-        return run_replay(
-            stage,
-            iteration,
-            opener,
-            scratch,
-            lambda done, total, note: console.print(Text(f"iteration {done} of {total} {note}", style="dim")),
-        )
-    except Exception as error:
-        cause = root_cause(error)
-        text = f"failed: {type(cause).__name__}: {cause}"
-        Console(stderr=True).print(text, style="red", markup=False, soft_wrap=True, highlight=False)
-        raise typer.Exit(BROKEN) from None
+
+    def show(done: int, total: int, note: str) -> None:
+        console.print(Text(f"iteration {done} of {total} {note}", style="dim"))
+
+    with root_cause_only():
+        return run_replay(stage, iteration, opener, scratch, show)
 
 
-def _words(result: Replay) -> list[str]:
+def _summary(result: Replay) -> list[str]:
     taken = [f"scores taken from the ledger, as servers gave them: {', '.join(result.taken)}"] if result.taken else []
     if result.difference is None:
         weights = f"; weights {result.weights[:12]}" if result.weights else ""
@@ -173,7 +157,5 @@ def _words(result: Replay) -> list[str]:
         return [*taken, f"the same bytes: rollouts of {count}{weights}"]
     lines = [*taken, f"DIFFERENT: {result.difference}"]
     if result.changed_since:
-        lines.append(
-            "Recomputing gives the bytes that were published: the file was changed afterwards (see `xray audit`)."
-        )
+        lines.append("Recomputing gives the published bytes: the file was changed afterwards (see `xray audit`).")
     return lines

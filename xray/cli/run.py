@@ -1,4 +1,4 @@
-"""`xray run`: the shipped lifecycle on a config, or a flow of one's own."""
+"""`xray run`: the shipped lifecycle with a config, or a user's own flow."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from xray.cli.determinism import verify_determinism
 from xray.cli.explain import explain
-from xray.cli.job import BAD_INPUT
 from xray.cli.supervisor import supervise
 from xray.flows.lifecycle_graph import recorded_graph
 from xray.flows.subject import output_name, read_subject
@@ -36,18 +34,17 @@ def run(
         typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field, or the flow's parameter; repeatable."),
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", help="Directory for everything the run writes. Default: runs/<name>."),
+        Path | None, typer.Option(help="Directory for everything the run writes. Default: runs/<name>.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print lifecycle.json to stdout, all else to stderr.")
     ] = False,
-    until: Annotated[str | None, typer.Option("--until", metavar="STAGE", help="The last stage to compute.")] = None,
+    until: Annotated[str | None, typer.Option(metavar="STAGE", help="The last stage to compute.")] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over; the directory's present content is moved aside.")
+        bool, typer.Option("--fresh", help="Start over; move the directory's present content aside.")
     ] = False,
     why: Annotated[
-        bool, typer.Option("--explain", help="Run nothing; say for each stage why it is cached, or what changed.")
+        bool, typer.Option("--explain", help="Run nothing; for each stage, explain why it is cached or what changed.")
     ] = False,
     verify: Annotated[
         bool,
@@ -58,45 +55,33 @@ def run(
 
     Exit codes: 0 done, 1 a stage failed, 2 bad input, 130 interrupted.
     """
-    console, errors = Console(stderr=as_json), Console(stderr=True)
-    try:
-        job, runtime, directory = _job(target, overrides or [], output)
-        if directory.exists() and not directory.is_dir():
-            raise ConfigError(f"--output: {str(directory)!r} is not a directory")
-        if until is not None:
-            _check_stage(until, job)
-        if why:
-            if fresh:
-                raise ConfigError("--explain: cannot be combined with --fresh, which computes every stage")
-            raise typer.Exit(explain(job, directory, console))
-        check_ray_address()
-        if fresh:
-            _move_away(directory, console)
-        directory.mkdir(parents=True, exist_ok=True)
-        if "config" in job:
-            write_atomic(directory / CONFIG, resolved_yaml(validate(job["config"])))
-            log_files(directory, signing_key(directory), [directory / CONFIG], "config")
-        if verify:
-            raise typer.Exit(verify_determinism(job, runtime, directory, console))
-    except (ConfigError, OSError) as error:
-        errors.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
-        raise typer.Exit(BAD_INPUT) from None
+    console = Console(stderr=as_json)
+    job, runtime, directory = _job(target, overrides or [], output)
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"--output: {str(directory)!r} is not a directory")
+    if until is not None:
+        _check_stage(until, job)
+    if why and fresh:
+        raise ConfigError("--explain: cannot be combined with --fresh, which computes every stage")
+    if why:
+        raise typer.Exit(explain(job, directory, console))
+    check_ray_address()
+    if fresh:
+        _move_away(directory, console)
+    directory.mkdir(parents=True, exist_ok=True)
+    if "config" in job:
+        write_atomic(directory / CONFIG, resolved_yaml(validate(job["config"])))
+        log_files(directory, signing_key(directory), [directory / CONFIG], "config")
+    if verify:
+        raise typer.Exit(verify_determinism(job, runtime, directory, console))
     if "config" in job and (
         slow := slow_precision(recorded_graph(validate(job["config"])), this_machine(runtime.device).device)
     ):
         console.print(f"note: {slow}", soft_wrap=True, highlight=False)
     for stage, step in interrupted_stages(directory).items():
         console.print(f"[dim]found: {stage} interrupted after step {step}[/dim]", highlight=False)
-    code = supervise(
-        directory,
-        restarts=runtime.restarts,
-        stall_timeout_s=runtime.stall_timeout_s,
-        console=console,
-        as_json=as_json,
-        until=until,
-        **job,
-    )
-    raise typer.Exit(code)
+    limits: dict[str, Any] = {"restarts": runtime.restarts, "stall_timeout_s": runtime.stall_timeout_s}
+    raise typer.Exit(supervise(directory, console=console, as_json=as_json, until=until, **limits, **job))
 
 
 def _job(target: str, overrides: list[str], output: Path | None) -> tuple[dict[str, Any], RuntimeConfig, Path]:

@@ -34,7 +34,7 @@ def main(job: Job) -> int:
     console, errors = Console(stderr=job.as_json), Console(stderr=True)
     stdout = os.dup(1)
     if job.as_json:
-        # Whatever a flow or a library prints is not the JSON that is asked for.
+        # Only the JSON goes to stdout, not what a flow or a library prints.
         os.dup2(2, 1)
     for number in SIGNALS:
         signal.signal(number, _interrupt)
@@ -78,7 +78,7 @@ def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
     display.note("starting Prefect and Ray")
     opened: list[Workspace] = []
     with services(job.output, health), contextlib.ExitStack() as stack:
-        # Starting Ray put a handler of its own in place.
+        # Ray replaced the handler when it started.
         signal.signal(signal.SIGTERM, _interrupt)
         output = str(job.output) if job.replace_output else None
 
@@ -86,7 +86,7 @@ def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
             opened.append(workspace)
             with job.outputs.open("a", encoding="utf-8") as file:
                 file.write(f"{workspace.output}\n")
-            # The display asks Ray, so it must end before Ray does.
+            # The display calls Ray, so it must stop before Ray does.
             stack.enter_context(display.watching(workspace.progress))
 
         stack.enter_context(commanded(Command(output, job.until, job.shorten, watch, job.fields)))
@@ -104,7 +104,7 @@ def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
 
 
 def run_flow(name: str, parameters: dict[str, Any]) -> None:
-    """Run the flow `module:flow`. Raises ConfigError where its parameters are not allowed."""
+    """Run the flow `module:flow`. Raises ConfigError if its parameters are not allowed."""
     from prefect.exceptions import ParameterTypeError, SignatureMismatchError
 
     from xray.flows.subject import load_flow
@@ -130,12 +130,12 @@ def _search(job: Job, console: Console, health: Health) -> dict[str, Any]:
         from xray.flows.tune import tune_flow
         from xray.flows.tune_report import print_results
 
-        # Starting Ray put a handler of its own in place.
+        # Ray replaced the handler when it started.
         signal.signal(signal.SIGTERM, _interrupt)
         directory = search_directory(job.output, str(job.search))
         search, subject = load_search(directory / SEARCH), job.subject()
         with display.watching_trials():
-            content: dict[str, Any] = tune_flow(display.told)(subject, search, str(job.output))
+            content: dict[str, Any] = tune_flow(display.show_event)(subject, search, str(job.output))
     print_results(console, content, search, directory)
     return content
 
@@ -160,5 +160,5 @@ if __name__ == "__main__":
     code = main(job)
     job.ended.touch()
     sys.stdout.flush()
-    # Threads of Ray's or Prefect's must not hold up the end; the supervisor ends what is left.
+    # Threads of Ray and Prefect must not delay the exit; the supervisor kills what is left.
     os._exit(code)

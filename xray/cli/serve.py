@@ -1,30 +1,31 @@
-"""`xray serve`: a model behind an OpenAI-compatible server, and the champion wherever it goes.
+"""`xray serve`: a model behind an OpenAI-compatible server, which can follow the champion.
 
-This process audits, decides and waits; HAProxy and the replicas answer. What it starts carries its mark and ends with
-it, also by SIGKILL.
+This process audits, decides and waits; HAProxy and the replicas answer. Everything it starts carries its process tag
+and ends with it, also after SIGKILL.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
-from xray.cli.lineage import BROKEN, Output, Tracking, checked
+from xray.cli.errors import print_error
+from xray.cli.job import FAILED
+from xray.cli.lineage import Output, PublicKey, Tracking
 from xray.deployments.local_ray import running_ray
 from xray.deployments.local_services import Health
-from xray.deployments.server_home import LOOPBACK, clients_address
+from xray.deployments.server_home import LOOPBACK, check_free, clients_address
 from xray.tasks.output_directory import saved_config
 from xray.tasks.preflight import check_ray_address, is_loopback
 from xray_runtime.config.validation import ConfigError
@@ -34,8 +35,6 @@ from xray_runtime.serving import NotServedError
 if TYPE_CHECKING:
     from xray_runtime.serving.choice import Choice
     from xray_runtime.serving.server import Server
-
-T = TypeVar("T")
 
 API_KEY = "XRAY_API_KEY"
 POLL_SECONDS = 2.0
@@ -51,21 +50,16 @@ def serve(
     ] = "champion",
     output: Output = None,
     host: Annotated[
-        str, typer.Option("--host", help=f"Address to listen on; other than loopback needs a key in {API_KEY}.")
+        str, typer.Option(help=f"Address to listen on; other than loopback needs a key in {API_KEY}.")
     ] = LOOPBACK,
-    port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 8000,
-    replicas: Annotated[
-        int, typer.Option("--replicas", min=1, max=1024, help="Number of engines that share the requests.")
-    ] = 1,
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
+    replicas: Annotated[int, typer.Option(min=1, max=1024, help="Number of engines that share the requests.")] = 1,
     tensor_parallel: Annotated[
         int,
-        typer.Option("--tensor-parallel", min=1, max=64, help="Number of devices that each engine is split across."),
+        typer.Option(min=1, max=64, help="Number of devices that each engine is split across."),
     ] = 1,
     tracking_uri: Tracking = None,
-    public_key: Annotated[
-        Path | None,
-        typer.Option("--public-key", help="Public key to trust. Default: keys/signing.pub in the output directory."),
-    ] = None,
+    public_key: PublicKey = None,
 ) -> None:
     """Serve a model whose audit is sound, OpenAI-compatible; follow the champion without a pause.
 
@@ -73,39 +67,36 @@ def serve(
     """
     for number in STOPS:
         signal.signal(number, signal.default_int_handler)
-    # What is started inherits the environment, and has no need of the key.
+    # Child processes inherit the environment and must not get the key.
     key = os.environ.pop(API_KEY, None) or None
     order = _Order(ref, output, tracking_uri, public_key, host, port, replicas, tensor_parallel, key)
     try:
-        name, choice = _checked(lambda: _chosen(order))
-        mark = start_reaper()
+        with _refusals():
+            name, choice = _chosen(order)
+        tag = start_reaper()
         try:
-            _checked(lambda: _run(order, name, choice))
+            with _refusals():
+                _run(order, name, choice)
         finally:
             for number in STOPS:
                 signal.signal(number, signal.SIG_IGN)
-            kill_tagged(mark)
+            kill_tagged(tag)
     except KeyboardInterrupt:
         _say("stopped at once")
 
 
-def _checked(call: Callable[[], T]) -> T:
-    """As `checked`; a refusal is a line too, and exit code 1."""
-
-    def refusing() -> T:
-        try:
-            return call()
-        except NotServedError as error:
-            _say(f"[red]refused:[/red] {escape(str(error))}", to_errors=True)
-            raise typer.Exit(BROKEN) from None
-
-    return checked(refusing)
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """A refused model is a line on stderr and exit code 1."""
+    try:
+        yield
+    except NotServedError as error:
+        print_error("refused", str(error))
+        raise typer.Exit(FAILED) from None
 
 
 @dataclass(frozen=True)
 class _Order:
-    """What the command was asked for."""
-
     ref: str
     output: Path | None
     tracking_uri: str | None
@@ -118,14 +109,14 @@ class _Order:
 
 
 def _chosen(order: _Order) -> tuple[str | None, Choice]:
-    """(registered model whose champion is followed, what is served first), audited."""
+    """(registered model whose champion is followed or None, the model to serve first), after its audit."""
     from xray_runtime.serving.choice import champion, fixed, followed, require_sound, require_splittable
 
     if not is_loopback(order.host) and order.key is None:
         raise ConfigError(f"--host: {order.host!r} is not allowed without a key: set {API_KEY}")
     if order.public is not None and not order.public.is_file():
         raise ConfigError(f"--public-key: {str(order.public)!r} is not a file")
-    _check_free(order.host, order.port)
+    check_free(order.host, "--port", order.port)
     check_ray_address()
     name = followed(order.ref, order.output)
     if name is None:
@@ -139,18 +130,9 @@ def _chosen(order: _Order) -> tuple[str | None, Choice]:
     return name, choice
 
 
-def _check_free(host: str, port: int) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"--port: {port} is not allowed: {error.strerror} on {host}") from None
-
-
 def _run(order: _Order, name: str | None, choice: Choice) -> None:
     with running_ray(), Health().watching(None):
-        # Starting Ray put a handler of its own in place.
+        # Ray replaced the handler when it started.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         from xray_runtime.serving.server import Server
 
@@ -204,7 +186,7 @@ def _serve(server: Server, order: _Order, name: str | None, choice: Choice) -> N
             _say(f"{_now()} {news.title} is the new champion and its audit is sound: loading it")
             server.deploy(model(news))
         except NotServedError as error:
-            _say(f"{_now()} [red]refused:[/red] {escape(str(error))}; still serving {choice.title}", to_errors=True)
+            print_error("refused", f"{error}; still serving {choice.title}")
             continue
         choice = news
         follower.serving = choice.node.sha256
@@ -215,5 +197,5 @@ def _now() -> str:
     return datetime.now().isoformat(sep=" ", timespec="seconds")
 
 
-def _say(text: str, *, to_errors: bool = False) -> None:
-    Console(stderr=to_errors).print(text, soft_wrap=True, highlight=False)
+def _say(text: str) -> None:
+    Console().print(text, markup=False, soft_wrap=True, highlight=False)

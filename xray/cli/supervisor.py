@@ -1,8 +1,7 @@
-"""The process a person starts: it watches over the run, which is its child, and starts it again when it is lost.
+"""The process a person starts: it monitors the run, which is its child, and restarts it when it is lost.
 
-Everything a run has finished is found again under its key, and a stage at work goes on from its snapshot, so starting
-again is all that is ever needed, whatever died: the driver, Ray, a server, the machine's patience (a run that makes no
-progress for `runtime.stall_timeout_s` is ended). This is the one place where that is decided.
+Finished stages are found again by their keys and an unfinished stage continues from its snapshot, so a restart is the
+only remedy that is needed, whatever died. A run without progress for `runtime.stall_timeout_s` is killed and restarted.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ POLL_SECONDS = 0.2
 
 
 def supervise(output: Path, *, restarts: int, stall_timeout_s: float, console: Console, **fields: Any) -> int:
-    """Run a job to an end; returns the exit code. However it ends, the records say so.
+    """Run a job and close its records however it ends; returns the exit code.
 
     Args:
-        output: directory of logs and of what the job makes.
+        output: directory of logs and results.
         fields: the other fields of a `Job`.
     """
     job = Job(place=output / "jobs" / uuid.uuid4().hex[:12], output=output, **fields)
     job.place.mkdir(parents=True)
     write_atomic(job.file, job.model_dump_json())
-    # The reaper closes the records where this process is killed.
+    # The reaper closes the records if this process is killed.
     tag = start_reaper(*command_to_close(output, job.outputs))
     attempts = _Attempts(job, stall_timeout_s, console)
     try:
@@ -50,7 +49,7 @@ def supervise(output: Path, *, restarts: int, stall_timeout_s: float, console: C
                 code = attempts.run()
                 kill_tagged(tag)
                 if attempts.asked:
-                    text = f"interrupted; run the same command again to go on from {goes_on_from(output)}"
+                    text = f"interrupted; run the same command again to continue from {goes_on_from(output)}"
                     console.print(text, highlight=False, soft_wrap=True)
                     return INTERRUPTED
                 reason = attempts.stalled or _why_lost(job, code)
@@ -66,17 +65,17 @@ def supervise(output: Path, *, restarts: int, stall_timeout_s: float, console: C
 
 
 def _why_lost(job: Job, code: int) -> str | None:
-    """Why the run was lost; None where it ended by itself, well or not."""
+    """Why the run was lost; None if it finished or failed by itself."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     if job.ended.exists():
         return (job.ended.read_text(encoding="utf-8") or "Ray or Prefect died") if code == LOST else None
-    # A check of Ray's that fails ends the whole process, with an ordinary exit code and no exception.
-    return "Ray or Prefect died" if code == LOST else f"its process ended with code {code}, without a word"
+    # A failed assertion in Ray ends the process with an ordinary exit code and no exception.
+    return "Ray or Prefect died" if code == LOST else f"its process ended unexpectedly with code {code}"
 
 
 def _given_up(output: Path) -> str:
-    return f"giving up. Run the same command again to go on from {goes_on_from(output)}; logs: {output / 'logs'}"
+    return f"giving up. Run the same command again to continue from {goes_on_from(output)}; logs: {output / 'logs'}"
 
 
 class _Attempts:
@@ -84,9 +83,9 @@ class _Attempts:
 
     def __init__(self, job: Job, stall_timeout_s: float, console: Console) -> None:
         self.asked = 0
-        """How often somebody asked for the end."""
+        """How many times a person asked to stop."""
         self.stalled: str | None = None
-        """Why the last one was ended, where it hung."""
+        """Why the last attempt was killed, if it hung."""
         self._job, self._stall_timeout_s, self._console = job, stall_timeout_s, console
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -100,13 +99,13 @@ class _Attempts:
                 signal.signal(number, handler)
 
     def run(self) -> int:
-        """Another one; returns its exit code."""
+        """Start an attempt and wait for it; returns its exit code."""
         self._job.ended.unlink(missing_ok=True)
         self._job.heartbeat.touch()
         self.stalled = None
-        # A group of its own: Ctrl-C reaches this process alone, which passes it on once.
+        # In its own process group: Ctrl-C only reaches this process, which forwards it once.
         command = [sys.executable, "-m", "xray.cli.runner", str(self._job.file)]
-        # It inherits the mask: what arrives while it imports waits for its handlers.
+        # The child inherits the mask: signals wait until its handlers are installed.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         child = self._child = subprocess.Popen(command, process_group=0)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -9,7 +9,6 @@ import typer
 import yaml
 from rich.console import Console
 
-from xray.cli.lineage import checked
 from xray.cli.supervisor import supervise
 from xray.flows.search import load_search, search_space
 from xray.flows.subject import output_name, read_subject
@@ -18,11 +17,6 @@ from xray.tasks.preflight import check_before_start, check_ray_address
 from xray_runtime.config.loading import resolved_yaml
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import write_atomic
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command()(tune)
 
 
 def tune(
@@ -47,7 +41,7 @@ def tune(
 
     Exit codes: 0 done, 1 no trial finished, 2 bad input, 130 interrupted.
     """
-    checked(lambda: _tune(target, search, overrides or [], trials, output, as_json))
+    _tune(target, search, overrides or [], trials, output, as_json)
 
 
 def _tune(

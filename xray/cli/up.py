@@ -8,40 +8,33 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
-from xray.cli.lineage import AsJson, checked
+from xray.cli.job import FAILED, INTERRUPTED
+from xray.cli.lineage import AsJson
 from xray.deployments.patience import NotUpError, end_of
 from xray.deployments.server_home import ServerHome, State, check_host, find_server_home, new_state
 from xray.deployments.servers import servers, start_missing, stop, worker
 from xray.deployments.service import Service
 from xray.deployments.status import service_status, show
-from xray.deployments.suspension import resume, settle, suspend
+from xray.deployments.suspension import resolve_lost_runs, resume, suspend
 
-FAILED = 1
-INTERRUPTED = 130
 Where = Annotated[
     Path | None,
-    typer.Option("--home", help="Server home: the directory of its files. Default: XRAY_HOME, else ~/.xray."),
+    typer.Option(help="Server home: the directory of its files. Default: XRAY_HOME, else ~/.xray."),
 ]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    for command in (up, down, status):
-        app.command()(command)
 
 
 def up(
     home: Where = None,
     host: Annotated[
-        str | None, typer.Option("--host", help="Address Prefect listens on; other than loopback needs a password.")
+        str | None, typer.Option(help="Address Prefect listens on; other than loopback needs a password.")
     ] = None,
     prefect_port: Annotated[int | None, typer.Option(min=1024, max=65535, help="Default: 4200.")] = None,
     mlflow_port: Annotated[int | None, typer.Option(min=1024, max=65535, help="Default: 5000.")] = None,
@@ -53,15 +46,17 @@ def up(
     Hosts and ports are remembered. Exit codes: 0 everything is up, 1 something is not, 2 bad input.
     """
     ports = {"prefect": prefect_port, "mlflow": mlflow_port, "ray": ray_port, "dashboard": dashboard_port}
-    _checked(lambda: _up(find_server_home(home), host, ports))
+    with _interruptible():
+        _up(find_server_home(home), host, ports)
 
 
 def down(home: Where = None) -> None:
-    """Stop exactly what `xray up` started; runs at work are suspended, and the next `xray up` lets them go on.
+    """Stop exactly what `xray up` started; runs at work are suspended, and the next `xray up` resumes them.
 
     Exit codes: 0 done, 2 bad input.
     """
-    _checked(lambda: _down(find_server_home(home)))
+    with _interruptible():
+        _down(find_server_home(home))
 
 
 def status(home: Where = None, as_json: AsJson = False) -> None:
@@ -70,7 +65,7 @@ def status(home: Where = None, as_json: AsJson = False) -> None:
     Exit codes: 0 everything is up, 1 something is not, 2 bad input.
     """
     server_home = find_server_home(home)
-    content = checked(lambda: service_status(server_home, server_home.load()))
+    content = service_status(server_home, server_home.load())
     if as_json:
         print(json.dumps(content, indent=2))
     else:
@@ -90,12 +85,12 @@ def _up(home: ServerHome, host: str | None, ports: dict[str, int | None]) -> Non
             _start(home, state, [prefect, *others])
             _install(home, state)
         else:
-            # Before Prefect itself notices that the runs of a lost worker have no process.
-            _start(home, state, [prefect, *others], {prefect.name: lambda: settle(_api(home, state), state)})
+            # Before Prefect notices that the runs of a lost worker have no process.
+            _start(home, state, [prefect, *others], {prefect.name: lambda: resolve_lost_runs(_api(home, state), state)})
             _install(home, state)
             assert prefect.record is not None
             if resumed := resume(_api(home, state), prefect.record.created):
-                _say(f"going on: {', '.join(resumed)}")
+                _say(f"resumed: {', '.join(resumed)}")
         _start(home, state, [runs])
     variables = home.environment(state)
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
@@ -108,7 +103,7 @@ def _up(home: ServerHome, host: str | None, ports: dict[str, int | None]) -> Non
 def _start(
     home: ServerHome, state: State, services: list[Service], after: Mapping[str, Callable[[], None]] | None = None
 ) -> None:
-    """Start what is missing of `services`, and wait until all work; `after` a service works, call what is named so."""
+    """Start missing `services` and wait until all are healthy; call `after[name]` once that service is."""
     started = start_missing(home, state, services)
     if running := [service.title for service in services if service.name not in started]:
         _say(f"already running: {', '.join(running)}")
@@ -135,7 +130,7 @@ def _start(
 
 
 def _install(home: ServerHome, state: State) -> None:
-    """Deployments and automations, in a process of its own: Prefect reads its address when it is imported."""
+    """Install deployments and automations in a new process: Prefect reads its address when it is imported."""
     log = home.log("install")
     environment = home.environment(state) | {"XRAY_TIMEZONE": local_timezone()}
     with log.open("ab") as file:
@@ -144,7 +139,7 @@ def _install(home: ServerHome, state: State) -> None:
             command, cwd=home.path, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file
         )
     if done.returncode:
-        raise NotUpError(f"Prefect did not take the deployments. {end_of(log)}")
+        raise NotUpError(f"Prefect refused the deployments. {end_of(log)}")
     _say("deployments, schedules and automations are in place")
 
 
@@ -157,10 +152,10 @@ def _down(home: ServerHome) -> None:
         prefect, *others = servers(home, state)
         runs = worker(home, state)
         if (process := runs.find()) is not None:
-            # The worker alone, at once: it would start the next run, and take what is suspended for crashed.
+            # Kill the worker first: it would start the next run and mark suspended ones as crashed.
             process.kill()
             _suspend(_api(home, state), runs)
-        # Clients before their servers.
+        # Clients stop before their servers.
         ended = stop(home, state, [runs, *reversed(others), prefect])
     _say(f"stopped {', '.join(ended)}" if ended else "nothing was running")
 
@@ -169,10 +164,10 @@ def _suspend(api: str, runs: Service) -> None:
     try:
         suspended = suspend(api)
     except (OSError, ValueError):
-        _say("Prefect does not answer: what is at work is stopped, and goes on after `xray up`")
+        _say("Prefect does not answer: runs are stopped, and continue after `xray up`")
         return
     if suspended:
-        _say(f"suspended: {', '.join(suspended)}; up to {runs.stop_s:.0f} s for snapshots; `xray up` goes on with them")
+        _say(f"suspended: {', '.join(suspended)}; up to {runs.stop_s:.0f} s for snapshots; `xray up` resumes them")
 
 
 def _api(home: ServerHome, state: State) -> str:
@@ -180,7 +175,7 @@ def _api(home: ServerHome, state: State) -> str:
 
 
 def local_timezone(root: Path = Path("/")) -> str:
-    """Name of this machine's time zone, such as Europe/Berlin; UTC if it is not known."""
+    """Name of this machine's time zone, such as Europe/Berlin; UTC if unknown."""
     named = os.environ.get("TZ", "").removeprefix(":")
     if named:
         return named
@@ -188,17 +183,12 @@ def local_timezone(root: Path = Path("/")) -> str:
     return target.split("/zoneinfo/", 1)[1] if "/zoneinfo/" in target else "UTC"
 
 
-def _checked(action: Callable[[], Any]) -> None:
+@contextmanager
+def _interruptible() -> Iterator[None]:
     try:
-        checked(action)
-    except NotUpError as error:
-        Console(stderr=True).print(f"[red]failed:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
-        raise typer.Exit(FAILED) from None
+        yield
     except KeyboardInterrupt:
-        _say(
-            "interrupted; started servers keep running: run the command again to continue, or stop them with "
-            "`xray down`"
-        )
+        _say("interrupted; servers keep running: run the command again to continue, or stop them with `xray down`")
         raise typer.Exit(INTERRUPTED) from None
 
 

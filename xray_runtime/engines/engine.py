@@ -1,4 +1,4 @@
-"""What a Workhorse asks of a training engine, however its model is sharded."""
+"""The interface of a training engine, however its model is sharded."""
 
 from __future__ import annotations
 
@@ -12,49 +12,48 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows that go through the model together."""
+    """Rows that pass through the model together."""
 
     rows: list[int]
-    """Which of the rank's rows these are; none: a filler that only joins the collectives."""
+    """Indices of the rank's rows; none: a filler that only joins the collectives."""
     tensors: dict[str, Tensor]
 
 
 class Scorer(Protocol):
-    """One rank of a model. Every rank makes every call, with its replica's micro-batches; as many on each."""
+    """One rank of a model. Every rank makes every call, with equally many micro-batches of its replica."""
 
     module: Any
-    """What is left of the `HeadedLM` on this rank."""
+    """This rank's part of the `HeadedLM`."""
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
         """`task(module, *args)`, where the module's parameters are whole."""
 
     def evaluate(self, task: Callable[..., Any], batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
-        """(micro-batch, `task(module, tensors)`) of each; nothing but on ranks where the model's output comes out."""
+        """(micro-batch, `task(module, tensors)`) of each, on ranks with the model's output; nothing on others."""
 
 
 class Engine(Scorer, Protocol):
     """One rank of a trained model."""
 
     writes: bool
-    """Whether this rank writes the tensors it yields and saves to disk, for all ranks that hold them."""
+    """Whether this rank writes tensors to disk for all ranks that hold them."""
 
     def step(self, loss: Callable[[MicroBatch], Tensor], batches: Iterable[MicroBatch], lr: float) -> float:
-        """One optimizer step at learning rate `lr` over the sum of the micro-batches' losses and of the ranks'.
+        """One optimizer step at learning rate `lr` over the sum of the losses of all micro-batches and ranks.
 
-        `loss` calls `forward`. Returns the global gradient norm before clipping. Where that is not finite, on all ranks
-        alike, neither weights nor optimizer states have moved.
+        `loss` calls `forward`. Returns the global gradient norm before clipping. If it is not finite (on all ranks), no
+        weight and no optimizer state has changed.
         """
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole float32 tensor) of this rank's trained parameters, one at a time.
 
-        In mixed precision these are the masters: checkpoints lose nothing, and a generator rounds them to what it runs
-        in. LoRA adapters come merged into the matrices they stand beside. The scalar head's are `scalar.weight` and
-        `scalar.bias`.
+        In mixed precision these are the float32 masters. LoRA adapters are merged into their matrices. The scalar
+        head's names are `scalar.weight` and `scalar.bias`.
         """
 
     def save(self, directory: Path) -> None:
-        """Write weights and optimizer states in a form that any layout loads; see `states`."""
+        """Write weights and optimizer states in a form that any layout can load; see `states`."""
 
     def load(self, directory: Path) -> None:
-        """Go on from what `save` wrote: under the same layout to the same bits."""
+        """Continue from a snapshot of `save`; under the same layout with the same bits."""

@@ -1,4 +1,4 @@
-"""Which training engine a layout gets, and its model sharded for this rank."""
+"""Build the engine or scorer of a layout, with the model sharded for this rank."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ if TYPE_CHECKING:
 
 
 def build_engine(module: HeadedLM, training: TrainingConfig, checkpoint: Path, device: Any) -> Engine:
-    """The engine of `training.engine`'s layout, around this rank's part of `module`, which is sharded here.
+    """The engine of `training.engine`'s layout with this rank's part of `module`, which is sharded here.
 
-    Where its causal LM is a skeleton, only what is left on this rank is read from `checkpoint`.
+    If its causal LM is a skeleton, only this rank's part is read from `checkpoint`.
 
     Raises:
         ValueError: the model cannot be sharded or trained so; the message names the field.
     """
+    from xray_runtime.engines.training.deepspeed_setup import check_offload
     from xray_runtime.engines.training.pipeline import PipelineEngine
-    from xray_runtime.engines.training.zero import ZeroEngine, check_offload
+    from xray_runtime.engines.training.zero import ZeroEngine
 
     training.engine.check_zero_stage()
     check_offload(training.engine)
@@ -41,14 +42,14 @@ def build_engine(module: HeadedLM, training: TrainingConfig, checkpoint: Path, d
 
 
 def build_scorer(module: HeadedLM, layout: FrozenConfig, checkpoint: Path, device: Any) -> Scorer:
-    """This rank of a frozen model, sharded and read as `build_engine` does it.
+    """This rank of a frozen model, sharded and read as in `build_engine`.
 
     Raises:
         ValueError: the model cannot be sharded so; the message names the field.
     """
     import torch
 
-    from xray_runtime.engines.shard_loading import fill
+    from xray_runtime.engines.shard_loading import load_shard
     from xray_runtime.engines.training.pipeline import StageScorer
     from xray_runtime.engines.training.scorer import PlainScorer
     from xray_runtime.engines.training.zero import ZeroScorer
@@ -58,25 +59,25 @@ def build_scorer(module: HeadedLM, layout: FrozenConfig, checkpoint: Path, devic
     dtype = getattr(torch, layout.precision)
     if layout.zero_stage and topology.data > 1:
         return ZeroScorer(module, weights, device, dtype)
-    fill(module, weights, device, dtype)
+    load_shard(module, weights, device, dtype)
     return PlainScorer(module) if mesh is None or topology.pipeline == 1 else StageScorer(module, mesh)
 
 
 def _shard(
     module: HeadedLM, topology: Topology, checkpoint: Path, device: Any, field: str
 ) -> tuple[Mesh | None, Weights]:
-    """Leave this rank's part of `module`, still without its weights.
+    """Reduce `module` to this rank's part, without loading weights.
 
-    Returns who holds the other parts (None: every rank has a whole replica), and what the weights are.
+    Returns the mesh (None: every rank has a whole replica) and the weights to load.
     """
     from xray_runtime.engines.shard_loading import Weights
     from xray_runtime.engines.training.mesh import Mesh
     from xray_runtime.engines.training.pipeline import check_stages
     from xray_runtime.engines.training.tensor import check_split, split_layers
 
-    if not topology.cuts:
+    if not topology.is_split:
         return None, Weights(module, checkpoint)
-    # Refused before any group is made: all ranks fail alike, and none waits for another.
+    # Checked before any group is made, so that all ranks fail alike.
     if topology.pipeline > 1:
         check_stages(module, topology.pipeline, field)
     if topology.tensor > 1:
@@ -89,7 +90,7 @@ def _shard(
 
 
 def can_shard(model: str) -> tuple[bool, bool]:
-    """Whether layers of `model` (as in `PretrainedBase`) can be split by tensor, and assigned to pipeline stages."""
+    """Whether `model` (as in `PretrainedBase`) supports tensor and pipeline parallelism."""
     from xray_runtime.engines.training.pipeline import check_stages
     from xray_runtime.engines.training.tensor import check_split
     from xray_runtime.models.causal_lm import skeleton

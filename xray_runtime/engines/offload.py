@@ -1,7 +1,6 @@
-"""Offloading a trained model to host memory while it is idle, so that others can use the GPU. CUDA only.
+"""Offload a trained model to host memory while it is idle, so that others can use the GPU. CUDA only.
 
-vLLM's allocator unmaps memory and maps it again at the same addresses, so flat buffers, and the views that every
-ZeRO stage keeps of them, stay what they were.
+vLLM's allocator maps the memory again at the same addresses, so flat buffers and their views stay valid.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ TAG = "training"
 
 @contextmanager
 def can_offload(wanted: bool) -> Iterator[None]:
-    """What is allocated on the GPU inside, by this thread, is what `offload` moves."""
+    """GPU memory that this thread allocates inside the context is moved by `offload`."""
     if not wanted:
         yield
         return
@@ -26,7 +25,7 @@ def can_offload(wanted: bool) -> Iterator[None]:
 
 
 def offload() -> None:
-    """Move it to host memory, and free what the allocator keeps for later."""
+    """Move it to host memory, and free the allocator's cache."""
     torch.cuda.synchronize()
     _allocator().sleep(offload_tags=(TAG,))
     torch.cuda.empty_cache()

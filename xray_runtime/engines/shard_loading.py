@@ -1,4 +1,4 @@
-"""What a rank holds of a checkpoint, and no more: the model is cut as a skeleton, then filled one tensor at a time."""
+"""Load a rank's shard of a checkpoint: the model is sharded as a skeleton, then loaded one tensor at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from xray_runtime.engines.states import cut, hugging_face_name
+from xray_runtime.engines.states import hugging_face_name, slice_for
 from xray_runtime.models.causal_lm import load_model, skeleton
 from xray_runtime.models.heads import BorrowedHead, HeadedLM
 from xray_runtime.models.tensor_file import WEIGHTS_FILE
@@ -23,16 +23,16 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 class Weights:
-    """The float32 values that a rank's parameters begin with, one at a time.
+    """The initial float32 values of a rank's parameters, one at a time.
 
     Args:
-        module: what this rank holds. Parameters on the meta device are read; trained ones that have values already, a
-            scalar head or adapters, are remembered.
+        module: this rank's part of the model. Parameters on the meta device are read from the checkpoint; trained ones
+            with values, a scalar head or adapters, are kept.
         checkpoint: in Hugging Face form, in one file.
-        splits: parameters of which this rank holds a slice, being tensor-parallel peer `tensor_rank`.
+        splits: parameters of which this rank, tensor-parallel peer `tensor_rank`, holds a slice.
 
     Raises:
-        ValueError: the checkpoint does not have one of them.
+        ValueError: the checkpoint lacks a parameter.
     """
 
     def __init__(
@@ -41,19 +41,19 @@ class Weights:
         self.splits, self._checkpoint, self._tensor_rank = splits or {}, checkpoint, tensor_rank
         self._given = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad and not p.is_meta}
         parameters, self._buffers = _to_read(module)
-        # Here, where all ranks fail alike, and none waits for another.
+        # Checked here, where all ranks fail alike.
         missing = {hugging_face_name(name) for name in parameters | self._buffers} - _names(checkpoint)
         if missing:
             raise ValueError(f"{checkpoint}: has no weights for {min(missing)}")
 
     def value(self, name: str) -> Tensor:
-        """The parameter `name` of the module, or this rank's slice of it."""
+        """The parameter `name`, or this rank's slice of it."""
         if name in self._given:
             return self._given[name]
         return read(self._checkpoint, hugging_face_name(name), self.splits.get(name), self._tensor_rank)
 
     def share(self, name: str, start: int, size: int) -> Tensor:
-        """`size` elements of the flat parameter from `start` on, zeros beyond its end; no others are read."""
+        """`size` elements of the flat parameter from `start` on, padded with zeros; only these are read."""
         if name in self._given:
             part = self._given[name].flatten()[start : start + size]
         else:
@@ -63,41 +63,41 @@ class Weights:
         return nn.functional.pad(part, (0, size - len(part)))
 
     def embedding(self) -> Tensor:
-        """The whole embedding, for a pipeline stage that borrows it."""
+        """The whole embedding, for the last pipeline stage of a tied model."""
         return read(self._checkpoint, EMBEDDING)
 
     def buffer(self, name: str) -> Tensor | None:
-        """The buffer `name` of the module; None where it is computed, not read."""
+        """The buffer `name`; None if it is not in the checkpoint."""
         return read(self._checkpoint, hugging_face_name(name)) if name in self._buffers else None
 
 
 def skeleton_of(checkpoint: Path) -> nn.Module:
     """The causal LM of a checkpoint without its weights.
 
-    Where these do not lie in one file under the model's own names, with them: transformers reads and renames all.
+    With weights if they are not in one file under the model's own names, since only transformers can rename them.
     """
     lm = skeleton(str(checkpoint))
     parameters, buffers = _to_read(lm)
     return lm if parameters | buffers <= _names(checkpoint) else load_model(checkpoint)
 
 
-def fill(
+def load_shard(
     module: HeadedLM,
     weights: Weights,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     partition: Callable[[nn.Parameter], None] | None = None,
 ) -> None:
-    """Give the parameters of `module` their values in `dtype` on `device`, and its buffers their place there.
+    """Load the parameters of `module` in `dtype` and its buffers onto `device`.
 
     Args:
-        partition: leaves every rank its share of a parameter that rank 0 has whole; the others make room for it.
+        partition: gives every rank its share of a parameter that rank 0 has whole and the others have empty.
     """
     reads = partition is None or dist.get_rank() == 0
     places: dict[int, list[tuple[Any, str]]] = {}
     for owner in module.modules():
         for key, parameter in owner._parameters.items():
-            # By identity, so that tied parameters stay tied.
+            # Grouped by identity, so that tied parameters stay tied.
             places.setdefault(id(parameter), []).append((owner, key))
     for name in [name for name, _ in module.named_parameters()]:
         old = module.get_parameter(name)
@@ -106,7 +106,7 @@ def fill(
         else:
             value = torch.empty(old.shape, dtype=dtype)
         new = nn.Parameter(value.to(device), requires_grad=old.requires_grad)
-        # AutoTP keeps notes on parameters.
+        # AutoTP stores attributes on parameters.
         new.__dict__ |= old.__dict__
         if partition is not None:
             partition(new)
@@ -122,14 +122,14 @@ def fill(
 
 
 def read(checkpoint: Path, name: str, split: Split | None = None, tensor_rank: int = 0) -> Tensor:
-    """A tensor of a checkpoint under its Hugging Face name in float32, or this rank's slice of it."""
-    # Opened for each: what a mapped file has shown stays in this process's memory until it is closed.
+    """A tensor of a checkpoint by its Hugging Face name in float32, or this rank's slice of it."""
+    # Opened for each tensor: pages of a mapped file stay in memory until it is closed.
     with safe_open(checkpoint / WEIGHTS_FILE, framework="pt") as file:
-        return cut(file.get_slice(name), split, tensor_rank).to(torch.float32, copy=True)
+        return slice_for(file.get_slice(name), split, tensor_rank).to(torch.float32, copy=True)
 
 
 def _names(checkpoint: Path) -> set[str]:
-    """The tensors of a checkpoint in one file; none where there is no such file."""
+    """Names of the tensors of a checkpoint in one file; empty if there is no such file."""
     file = checkpoint / WEIGHTS_FILE
     if not file.is_file():
         return set()
@@ -138,7 +138,7 @@ def _names(checkpoint: Path) -> set[str]:
 
 
 def _to_read(module: nn.Module) -> tuple[set[str], set[str]]:
-    """(parameters on the meta device, buffers that checkpoints hold); of a model with all its values, none."""
+    """(parameters on the meta device, buffers in checkpoints); empty for a model with all its values."""
     parameters = {name for name, parameter in module.named_parameters() if parameter.is_meta}
     held = module.state_dict()
     return parameters, {name for name, _ in module.named_buffers() if name in held and parameters}

@@ -1,8 +1,8 @@
-"""A trained model on disk in a form that knows no layout: whole float32 tensors under their Hugging Face names.
+"""A trained model on disk, independent of its layout: whole float32 tensors by Hugging Face name.
 
-A snapshot is one or more safetensors files (each pipeline stage writes its own) with `weight/NAME`, `exp_avg/NAME` and
-`exp_avg_sq/NAME`, and the number of optimizer steps in the metadata. Tensors are written and read one at a time, and of
-a split tensor each rank reads only its slice.
+A snapshot is one or more safetensors files (one for each pipeline stage) with `weight/NAME`, `exp_avg/NAME` and
+`exp_avg_sq/NAME`, and the number of optimizer steps in the metadata. Tensors are written and read one at a time, and
+each rank only reads its slice of a split tensor.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ WEIGHT = "weight"
 
 
 def hugging_face_name(name: str) -> str:
-    """A `HeadedLM` parameter's name in its causal LM's own checkpoint; the scalar head's stays `scalar.…`.
+    """A `HeadedLM` parameter's name in its causal LM's checkpoint; names of the scalar head stay `scalar.…`.
 
-    A layer with a LoRA adapter beside it is peft's `base_layer`.
+    peft calls a layer with a LoRA adapter `base_layer`.
     """
     return name.removeprefix("lm.").replace(".base_layer.", ".")
 
@@ -40,10 +40,10 @@ def write(
     step: int,
     tensors: Iterable[tuple[str, str, Tensor]],
 ) -> None:
-    """Write (kind, name, tensor)s as they come; with no `file` only take part in their gathering.
+    """Write (kind, name, tensor)s one by one; without `file` only take part in gathering them.
 
     Raises:
-        NonFiniteError: one has numbers that are not finite.
+        NonFiniteError: a tensor has numbers that are not finite.
     """
     tensors = _checked(tensors)
     if file is None:
@@ -59,12 +59,12 @@ def write(
 def _checked(tensors: Iterable[tuple[str, str, Tensor]]) -> Iterator[tuple[str, str, Tensor]]:
     for kind, name, tensor in tensors:
         if not all_finite(tensor):
-            raise NonFiniteError(f"the {kind} {name} has numbers that are not finite, and no snapshot is made of it")
+            raise NonFiniteError(f"the {kind} {name} has numbers that are not finite: no snapshot is made")
         yield kind, name, tensor
 
 
 class Reader:
-    """The tensors of a snapshot, whichever of its files they lie in."""
+    """The tensors of all files of a snapshot."""
 
     def __init__(self, directory: Path) -> None:
         self._stack = contextlib.ExitStack()
@@ -75,7 +75,7 @@ class Reader:
             self.step = int(file.metadata()["step"])
             self._files |= dict.fromkeys(file.keys(), file)
         if not self._files:
-            raise FileNotFoundError(f"{directory}: there is no snapshot of a model")
+            raise FileNotFoundError(f"{directory}: has no snapshot of a model")
 
     def __enter__(self) -> Self:
         return self
@@ -88,11 +88,11 @@ class Reader:
         key = f"{kind}/{name}"
         if key not in self._files:
             raise ValueError(f"the snapshot has no {key}: it is of another model")
-        return cut(self._files[key].get_slice(key), split, tensor_rank)
+        return slice_for(self._files[key].get_slice(key), split, tensor_rank)
 
 
-def cut(whole: Any, split: Split | None, tensor_rank: int) -> Tensor:
-    """The tensor behind safetensors' slice `whole`, or this tensor-parallel rank's part of it; no more is read."""
+def slice_for(whole: Any, split: Split | None, tensor_rank: int) -> Tensor:
+    """The tensor of safetensors' slice `whole`, or this tensor-parallel rank's part, which is all that is read."""
     if split is None:
         part: Tensor = whole[:]
         return part

@@ -1,6 +1,6 @@
-"""Who holds which part of a model: ranks as points of a pipeline × data × tensor grid.
+"""The ranks of a model as points of a pipeline × data × tensor grid.
 
-Tensor-parallel peers have neighbouring ranks, since they talk most; then come data-parallel ones, then pipeline stages.
+Tensor-parallel peers, which communicate most, have neighbouring ranks; then come data-parallel peers, then stages.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from xray_runtime.config.engines import LayoutConfig
 
 @dataclass(frozen=True)
 class Topology:
-    """How many ranks lie along each axis."""
+    """Number of ranks along each axis."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -28,7 +28,7 @@ class Topology:
         return self.tensor * self.pipeline * self.data
 
     @property
-    def cuts(self) -> bool:
+    def is_split(self) -> bool:
         """Whether a rank holds less than a whole replica."""
         return self.tensor * self.pipeline > 1
 
@@ -37,21 +37,20 @@ class Topology:
         return (stage * self.data + data) * self.tensor + tensor
 
     def stage(self, rank: int) -> int:
-        """Pipeline stage of `rank`."""
         return rank // (self.data * self.tensor)
 
     def data_rank(self, rank: int) -> int:
-        """Which part of the rows `rank` gets: the same for every rank that holds a part of the same replica."""
+        """The shard of the rows for `rank`: the same for all ranks of a replica."""
         return rank // self.tensor % self.data
 
     def tensor_rank(self, rank: int) -> int:
-        """Which slice of the split matrices `rank` holds."""
+        """The slice of split matrices that `rank` holds."""
         return rank % self.tensor
 
     def reports(self, rank: int) -> bool:
-        """Whether `rank` answers for its replica: the last stage's first slice, where losses and scores come out."""
+        """Whether `rank` answers for its replica: the last stage's first slice, which has losses and scores."""
         return self.stage(rank) == self.pipeline - 1 and self.tensor_rank(rank) == 0
 
     def layers(self, stage: int, num_layers: int) -> range:
-        """The layers of a pipeline stage, as evenly as they go."""
+        """The layers of a pipeline stage, as evenly as possible."""
         return range(num_layers * stage // self.pipeline, num_layers * (stage + 1) // self.pipeline)

@@ -1,11 +1,11 @@
-"""Environments made of Python functions that the policy calls, and of environments with Gymnasium's API.
+"""Environments from Python functions as tools, and from environments with Gymnasium's API.
 
     def shop():
         return from_tools([search, buy], judge)()
 
     policy = xray.ppo(sft, prompts=data, environment={"path": shop})
 
-Calls are written as Hermes and Qwen write them: <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+Calls have the form of Hermes and Qwen: <tool_call>{"name": ..., "arguments": {...}}</tool_call>
 """
 
 from __future__ import annotations
@@ -26,29 +26,28 @@ from xray_runtime.environments.protocol import Environment, Start, Step
 from xray_runtime.rewards.source import described
 
 TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-"""A call that is cut short is one too: it is answered with what is wrong."""
-NO_ACTION = "Your reply holds no action that can be read. Try again."
+"""Also matches an incomplete call, which is answered with an error."""
+NO_ACTION = "Your reply holds no valid action. Try again."
 WITHOUT_TORCH = threading.Lock()
-"""Environments are made in threads."""
+"""Held while torch is hidden, since environments are made in threads."""
 
 Judge = Callable[[Mapping[str, Any], str], float | Awaitable[float]]
 """(task, reply) → reward."""
 
 
 def from_tools(functions: Sequence[Callable[..., Any]], judge: Judge) -> Callable[[], Environment]:
-    """A factory of environments in which the policy calls `functions`, as often as it likes and several in one reply.
+    """A factory of environments in which the policy calls `functions`, any number of times and several in one reply.
 
-    Each call is answered with a message of the tool, under its name: what the function returns, as it is where it is a
-    string, else as JSON; or "Error: " and what was wrong, which `info["tool_errors"]` counts. A reply without a call
-    ends the episode.
+    Each call is answered with a message of the tool: the function's result (strings as they are, others as JSON), or
+    "Error: " and the reason, which `info["tool_errors"]` counts. A reply without a call ends the episode.
 
     Args:
-        functions: with type hints, and docstrings that say in "Args:" what each argument is. They may be async; then
-            `step` is too, and the others are called in threads.
-        judge: the reward of the last reply; it may be async.
+        functions: with type hints, and docstrings that describe each argument in "Args:". They may be async; then
+            `step` is async too, and the others are called in threads.
+        judge: returns the reward of the last reply; it may be async.
 
     Raises:
-        ValueError: a function's schema cannot be told from its signature and docstring.
+        ValueError: a function's signature and docstring do not give a schema.
     """
     return partial(
         _ToolEnvironment, {function.__name__: (function, tool_schema(function)) for function in functions}, judge
@@ -69,13 +68,13 @@ class _ToolEnvironment:
         answering = self._step(reply)
         if self._is_async:
             return answering
-        # Nothing in it waits.
+        # Without async functions it never suspends.
         try:
             answering.send(None)
         except StopIteration as end:
             answer: Step = end.value
             return answer
-        raise AssertionError("a tool that is not async waits")
+        raise AssertionError("a tool that is not async was suspended")
 
     async def _step(self, reply: str) -> Step:
         calls = TOOL_CALL.findall(reply)
@@ -90,15 +89,14 @@ class _ToolEnvironment:
                 message["content"] = await self._call(name, arguments)
             except Exception as error:  # of the call, or of the function
                 num_errors += 1
-                why = str(error) if isinstance(error, _CallError) else described(error)
-                message["content"] = f"Error: {why}"
-            # JSON in a call can spell half of a character, which no tokenizer takes.
+                message["content"] = f"Error: {error if isinstance(error, _CallError) else described(error)}"
+            # JSON in a call can hold half a character, which tokenizers refuse.
             message["content"] = message["content"].encode(errors="backslashreplace").decode()
             messages.append(message)
         return Step(messages, info={"tool_errors": num_errors})
 
     def _read(self, text: str) -> tuple[str, Any]:
-        """(a tool's name, arguments) of a call."""
+        """(tool name, arguments) of a call."""
         try:
             call = json.loads(text)
         except ValueError as error:
@@ -130,11 +128,11 @@ class _ToolEnvironment:
 
 
 class _CallError(ValueError):
-    """What is wrong with a call."""
+    """An error in a call."""
 
 
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The JSON schema of a function: what `from_tools` shows the policy, and a dataset's column `tools` holds.
+    """The JSON schema of a function, as in `from_tools` and in a dataset's column `tools`.
 
     Raises:
         ValueError: see `from_tools`.
@@ -147,14 +145,14 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
             schema: dict[str, Any] = chat_template_utils.get_json_schema(function)
     except Exception as error:
         raise ValueError(f"the tool {name!r} has no schema ({described(error)})") from error
-    # Templates show the schema to the policy, and not all of them know this key.
+    # Some chat templates do not know this key.
     schema["function"].pop("return", None)
     return schema
 
 
 @contextmanager
 def _without_torch(chat_template_utils: Any) -> Iterator[None]:
-    """It imports torch to compare types with a tensor's, which takes gigabytes of address space in each worker."""
+    """Hide torch, which the library would import for type checks: gigabytes of address space in each worker."""
     kept = chat_template_utils.is_torch_available
     chat_template_utils.is_torch_available = lambda: False
     try:
@@ -166,14 +164,14 @@ def _without_torch(chat_template_utils: Any) -> Iterator[None]:
 def from_gymnasium(
     make: Callable[[], Any], parse: Callable[[str], Any | None], render: Callable[[Any], str] = str
 ) -> Callable[[], Environment]:
-    """A factory of environments over one of Gymnasium's API.
+    """A factory of environments from objects with Gymnasium's API.
 
-    The first observation follows the dataset's prompt, in the same message. A reply without an action is answered with
-    a message that says so and reward 0; the environment does not see it.
+    The first observation is appended to the dataset's prompt. A reply without an action gets an error message and
+    reward 0; the environment does not see it.
 
     Args:
         make: returns an object with `reset(seed=)` and `step(action)`.
-        parse: reply → action, None where it holds none.
+        parse: reply → action; None if it holds none.
         render: observation → text.
     """
     return partial(_GymnasiumEnvironment, make, parse, render)
@@ -189,10 +187,10 @@ class _GymnasiumEnvironment:
         observation, _ = self._env.reset(seed=seed)
         text, before = self._render(observation), list(task["messages"])
         message = {"role": "user", "content": text}
-        # Many templates refuse two messages of the user in a row.
+        # Many chat templates refuse two user messages in a row.
         if before and before[-1]["role"] == "user":
             last = before.pop()
-            # With the tools, where it is the first message.
+            # The first message may hold `tools`.
             message = last | {"content": f"{last['content']}\n\n{text}"}
         return Start([*before, message])
 
@@ -202,7 +200,7 @@ class _GymnasiumEnvironment:
             return Step([{"role": "user", "content": NO_ACTION}])
         observation, reward, terminated, truncated, info = self._env.step(action)
         message = {"role": "user", "content": self._render(observation)}
-        # Beside numbers there may be arrays and objects in it.
+        # It may also hold arrays and objects.
         plain = {name: value for name, value in info.items() if isinstance(value, bool | int | float | str)}
         return Step([message], float(reward), bool(terminated), bool(truncated), plain)
 

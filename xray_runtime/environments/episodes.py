@@ -1,4 +1,4 @@
-"""What the parent knows of an episode, and of a request in flight."""
+"""Episodes and requests in flight, as the parent process knows them."""
 
 from __future__ import annotations
 
@@ -8,45 +8,43 @@ from typing import Any
 
 
 class EnvironmentFailure(RuntimeError):
-    """An episode has failed, by what it did; one line that names it and the cause."""
+    """An episode failed through its own fault; one line with its number and the cause."""
 
 
 @dataclass(eq=False)
 class Episode:
     number: int
     key: int
-    """Its number in the worker, where no two episodes ever share one."""
+    """Its number in the worker, which is never reused."""
     history: list[dict[str, Any]] = field(default_factory=list)
-    """Requests that were answered."""
+    """Answered requests."""
     request: dict[str, Any] | None = None
     future: Future[dict[str, Any]] | None = None
-    """Of `request`."""
+    """Future of `request`."""
     is_sent: bool = False
-    """Whether `request` was sent to the process as it is now."""
+    """Whether `request` was sent to the current process."""
     is_present: bool = False
-    """Whether the process as it is now has been told of it."""
+    """Whether the current process knows the episode."""
     deaths: int = 0
-    """Processes that were lost while `request` was in flight."""
+    """Number of processes that were lost while `request` was in flight."""
 
 
 @dataclass
 class Sent:
-    """A request in flight."""
-
     episode: Episode
     op: str
     is_replay: bool
     since: float
-    """When it was sent, or when user code was called."""
+    """Time when it was sent, or when user code was called."""
     has_begun: bool = False
 
 
 def failure(number: int, cause: str) -> EnvironmentFailure:
-    """That of episode `number`."""
+    """The failure of episode `number`."""
     return EnvironmentFailure(f"episode {number}: {cause}")
 
 
 def fail(future: Future[dict[str, Any]], error: Exception) -> None:
-    """End what waits for an answer."""
+    """Set the exception of a future, unless it was cancelled."""
     if future.set_running_or_notify_cancel():
         future.set_exception(error)

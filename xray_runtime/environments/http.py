@@ -5,11 +5,11 @@
 
     POST /reset      {"task": {...}, "seed": n}          → {"episode": name} and the fields of a Start
     POST /step       {"episode": name, "reply": text}    → the fields of a Step
-    DELETE /NAME     an episode is over; a server need not have it
+    DELETE /NAME     ends an episode; optional for servers
 
-Fields that an answer leaves out are as in `Start` and `Step`; others are refused. Every reset begins an episode of its
-own: one that is repeated from its start has another name, and one whose process was ended is never deleted, so a server
-should forget episodes in time. Keys stand in the environment, as for services that score.
+Missing fields have the defaults of `Start` and `Step`; unknown fields are refused. Every reset begins a new episode: a
+repeated one gets another name, and one whose process was killed is never deleted, so servers should expire episodes.
+API keys come from the environment, as for scoring services.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from xray_runtime.rewards.remote import AnswerError, key_header, post
 from xray_runtime.rewards.source import described
 
 CONNECTS, PAUSE_S = 4, 0.5
-"""What was never sent may be sent again. A request without an answer may have been taken, and is not."""
+"""Connections are retried. A request that was sent is not, since the server may have processed it."""
 CLOSE_S = 5.0
 
 T = TypeVar("T", Start, Step)
 
 
 def from_http(url: str, timeout_s: float = 25.0) -> Callable[[], Environment]:
-    """A factory of environments that a server plays. What it answers wrongly, or not at all, costs the episode.
+    """A factory of environments behind an HTTP server. A wrong or missing answer fails the episode.
 
     Args:
-        timeout_s: of one answer; below the stage's `environment.timeout_s`, whose message names no server.
+        timeout_s: limit for one answer; it should be below the stage's `environment.timeout_s`.
 
     Raises:
-        ValueError: `url` is no HTTP address or holds a login, or the time is not positive.
+        ValueError: `url` is not an HTTP address or holds a login, or the time is not positive.
     """
     if not re.fullmatch(r"https?://[^\s?#/]+[^\s?#]*", url) or has_login(url):
         shown = strip_credentials(url)
@@ -58,7 +58,7 @@ def from_http(url: str, timeout_s: float = 25.0) -> Callable[[], Environment]:
 class _HttpEnvironment:
     def __init__(self, url: str, timeout_s: float) -> None:
         self._url, self._timeout_s = url, timeout_s
-        # Making a context reads every certificate there is.
+        # The context is shared, since making it reads all certificates.
         self._client = httpx.AsyncClient(headers=key_header(url), timeout=timeout_s, verify=_certificates())
         self._episode: str | None = None
 
@@ -82,7 +82,7 @@ class _HttpEnvironment:
     async def _ask(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
         url = self._url + path
         try:
-            # Limits of httpx are of single reads: a server that sends a byte now and then would never come to one.
+            # httpx limits single reads, so a server that sends a byte from time to time would never time out.
             async with asyncio.timeout(self._timeout_s):
                 answer = await self._post(url, request)
         except TimeoutError as error:
@@ -107,7 +107,7 @@ class _HttpEnvironment:
         unknown = sorted(set(answer) - set(known))
         if unknown:
             raise ValueError(f"{self._url}{path}: {unknown[0]!r} is not allowed: fields are {', '.join(known)}")
-        # What they hold is checked where every environment's answers are.
+        # The worker checks values, as for every environment.
         return kind(**answer)
 
 

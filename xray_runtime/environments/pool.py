@@ -1,4 +1,4 @@
-"""Episodes of an environment in worker processes, so that what goes wrong in one costs that episode alone."""
+"""Episodes of an environment in worker processes, so that a fault only costs its own episode."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class EnvironmentPool:
 
     Args:
         environment: "module:name" of a class or a function without arguments.
-        num_workers: processes; an episode stays with the one of its number modulo this.
-        timeout_s: of one reset or step; an episode that takes longer fails, and its process is ended.
+        num_workers: number of processes; an episode runs in the one of its number modulo this.
+        timeout_s: limit of one reset or step; an episode that takes longer fails, and its process is killed.
         memory_mb: address space of each process.
-        log_path: a file to which what they print is appended; None: nowhere.
+        log_path: file for their output; None: discard it.
 
     Raises:
         RuntimeError: a worker does not start; names the cause.
@@ -37,7 +37,7 @@ class EnvironmentPool:
     ) -> None:
         self._timeout_s = timeout_s
         self._supervisors = [Supervisor(environment, timeout_s, memory_mb, log_path) for _ in range(num_workers)]
-        # Not a method: the pool itself must be free to go.
+        # Not a bound method, which would keep the pool alive.
         self._end = weakref.finalize(self, _stop, self._supervisors, 0.0)
         try:
             for supervisor in self._supervisors:
@@ -47,13 +47,13 @@ class EnvironmentPool:
             raise
 
     def reset(self, episode: int, task: Mapping[str, Any], seed: int) -> Future[Start]:
-        """Begin an episode; one of this number that was not closed is closed.
+        """Begin an episode; an open one with this number is closed.
 
-        The future fails with EnvironmentFailure where the episode is to blame, and with RuntimeError where no episode
-        is: its process does not start again, or the pool was shut down.
+        The future fails with EnvironmentFailure if the episode is at fault, and with RuntimeError if its process does
+        not start again or the pool was shut down.
 
         Raises:
-            ValueError: `task` is no JSON.
+            ValueError: `task` is not JSON.
         """
         request = {"op": "reset", "task": dict(task), "seed": seed}
         try:
@@ -63,19 +63,19 @@ class EnvironmentPool:
         return _mapped(self._of(episode).ask(episode, request), lambda answer: Start(**answer["start"]))
 
     def step(self, episode: int, reply: str) -> Future[Step]:
-        """Give an episode the policy's reply, after its last answer has come.
+        """Send the policy's reply to an episode, after its last answer.
 
-        The future fails as that of `reset` does; the episode is then over.
+        The future fails as in `reset`; then the episode is over.
         """
         request = {"op": "step", "reply": reply}
         return _mapped(self._of(episode).ask(episode, request), lambda answer: Step(**answer["step"]))
 
     def close(self, episode: int) -> None:
-        """Forget an episode, if there is one of this number; does not wait for its `close`."""
+        """Close an episode, if there is one with this number, without waiting."""
         self._of(episode).close(episode)
 
     def shutdown(self) -> None:
-        """End every process, after at most `timeout_s` for what episodes do when they are closed."""
+        """End every process, after at most `timeout_s` for closing episodes."""
         if self._end.detach() is not None:
             _stop(self._supervisors, self._timeout_s)
 
@@ -97,7 +97,7 @@ def _stop(supervisors: Sequence[Supervisor], wait_s: float) -> None:
 
 
 def _mapped(source: Future[dict[str, Any]], convert: Callable[[dict[str, Any]], T]) -> Future[T]:
-    """A future of what `convert` makes of the result of `source`."""
+    """A future with the converted result of `source`."""
     target: Future[T] = Future()
 
     def take(done: Future[dict[str, Any]]) -> None:

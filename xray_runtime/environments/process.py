@@ -1,4 +1,4 @@
-"""A `worker` process and the ends of its pipes, which never block."""
+"""A `worker` process with non-blocking pipes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ READ_BYTES = 2**20
 
 
 class WorkerProcess:
-    """The leader of a session of its own, so that what it forks can be ended with it.
+    """A worker in its own session, so that its forked children can be killed with it.
 
     Args:
         environment: "module:name".
         memory_mb: its address space.
-        log_path: where what it prints is appended; None: nowhere.
+        log_path: file for its output; None: discard it.
 
     Raises:
         OSError: it cannot be started.
@@ -32,7 +32,7 @@ class WorkerProcess:
     def __init__(self, environment: str, memory_mb: int, log_path: Path | None) -> None:
         root = str(Path(xray_runtime.__file__).parents[1])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        # Each arena of the C library takes 64 MB of address space, and there are eight a core.
+        # The C library would make eight arenas a core, with 64 MB of address space each.
         variables = os.environ | {"PYTHONPATH": path, "MALLOC_ARENA_MAX": "2"}
         theirs, self._held = os.pipe()
         try:
@@ -55,7 +55,7 @@ class WorkerProcess:
         assert self._process.stdout is not None
         self.stdin, self.stdout = self._process.stdin.fileno(), self._process.stdout.fileno()
         self.exited = os.pidfd_open(self._process.pid)
-        """Readable when the process has ended."""
+        """File descriptor that is readable when the process has ended."""
         os.set_blocking(self.stdin, False)
         os.set_blocking(self.stdout, False)
         self._read, self._unsent = bytearray(), bytearray()
@@ -67,23 +67,23 @@ class WorkerProcess:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether `flush` is to be called when `stdin` is writable."""
+        """Whether `flush` must be called when `stdin` is writable."""
         return bool(self._unsent)
 
     def write(self, message: dict[str, Any]) -> None:
-        """Send a message, now or with later calls of `flush`."""
+        """Send a message, now or in later calls of `flush`."""
         self._unsent += json.dumps(message).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
-        """Send what the pipe takes."""
+        """Send as much as the pipe accepts."""
         try:
             while self._unsent:
                 del self._unsent[: os.write(self.stdin, self._unsent)]
         except BlockingIOError:
             pass
         except OSError:
-            self._unsent.clear()  # it has ended, which `exited` says
+            self._unsent.clear()  # it has ended, see `exited`
 
     def read(self) -> list[dict[str, Any]]:
         """The messages that have arrived."""
@@ -94,14 +94,14 @@ class WorkerProcess:
         self._read = bytearray(rest)
         messages = []
         for line in lines:
-            # An environment that finds the pipe may write what it likes.
+            # An environment could write anything to the pipe.
             with contextlib.suppress(ValueError):
                 messages.append(json.loads(line))
         return [message for message in messages if isinstance(message, dict)]
 
     def end(self) -> int:
-        """End it and its group; returns its exit code, negative: the signal."""
-        # Not reaped yet: the number of the group is still its own.
+        """Kill it with its group; returns its exit code, negative for a signal."""
+        # Before it is reaped, so that the system cannot have reused the group's number.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         code = self._process.wait()

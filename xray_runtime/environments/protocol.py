@@ -1,7 +1,7 @@
-"""What an environment of a multi-turn rollout is asked and answers.
+"""The interface of environments for multi-turn rollouts.
 
 A dataset row begins an episode; each reply of the policy is a step, until the environment ends the episode. Messages
-are in chat form: {"role": "user", "content": text}; a tool's may have `name` and `tool_call_id`.
+are in chat form: {"role": "user", "content": text}; a tool's message may have `name` and `tool_call_id`.
 """
 
 from __future__ import annotations
@@ -16,61 +16,59 @@ from xray_runtime.rewards.source import as_number
 OBSERVED_ROLES = ("system", "tool", "user")
 START_ROLES = ("assistant", *OBSERVED_ROLES)
 MORE = {"assistant": ("tool_calls",), "tool": ("name", "tool_call_id")}
-"""What a message of a role may have beside role and content."""
+"""Role → further keys of its messages."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What an episode begins with."""
+    """The start of an episode."""
 
     messages: list[dict[str, Any]] | None = None
-    """As datasets hold them: an assistant's may have `tool_calls`, the first one `tools`. None: the prompt of the
-    dataset stands."""
+    """Messages as in datasets: an assistant's may have `tool_calls`, the first `tools`. None: the dataset's prompt."""
     tools: list[dict[str, Any]] | None = None
-    """JSON schemas of functions, as chat templates take them; None: those of the first message."""
+    """JSON schemas of functions for the chat template; None: those of the first message."""
 
     def prompt(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What the policy reads first; `messages` are the dataset's."""
+        """The policy's first prompt; `messages` are the dataset's."""
         begun = self.messages or messages
         return begun if self.tools is None else [begun[0] | {"tools": self.tools}, *begun[1:]]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one reply led to."""
+    """The environment's answer to a reply."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     """Observations, which the policy reads next."""
     reward: float = 0.0
     terminated: bool = False
-    """The task is over."""
+    """Whether the task is over."""
     truncated: bool = False
-    """The episode ends for another reason, such as a limit of its steps."""
+    """Whether the episode ends for another reason, such as a limit of steps."""
     info: dict[str, Any] = field(default_factory=dict)
-    """For metrics and logs; JSON."""
+    """JSON for metrics and logs."""
 
 
 class Environment(Protocol):
-    """One object an episode, named "module:name" by a class, or a function without arguments, that returns it.
+    """One object for each episode, made by a class, or a function without arguments, at "module:name".
 
-    Both methods may be `async def`; the others run in threads, not always in the same one. An episode may be repeated
-    from its start, in another process: with the same task, seed and replies it must come to the same state. A method
-    `close(self)`, where there is one, is called after the last step of an episode that is closed, but not where its
-    process is ended.
+    Both methods may be `async def`; otherwise they run in threads, not always in the same one. An episode may be
+    repeated from its start in another process: the same task, seed and replies must lead to the same state. An optional
+    method `close(self)` is called when an episode is closed, but not if its process is killed.
     """
 
     def reset(self, task: Mapping[str, Any], seed: int) -> Start | None | Awaitable[Start | None]:
-        """Begin. `task` is {"prompt": text, "messages": [...], column of the dataset: its value, ...}."""
+        """Begin an episode. `task` is {"prompt": text, "messages": [...], column of the dataset: its value, ...}."""
 
     def step(self, reply: str) -> Step | Awaitable[Step]:
-        """Take the policy's reply."""
+        """Answer the policy's reply."""
 
 
 def as_start(value: Any) -> Start:
-    """What `reset` returned, checked; None is a start of which nothing is said.
+    """Check the return value of `reset`; None becomes a Start without messages.
 
     Raises:
-        ValueError: it is no start; names the field, what it holds and what is allowed.
+        ValueError: it is not valid; names the field, its value and what is allowed.
     """
     if value is None:
         return Start()
@@ -86,10 +84,10 @@ def as_start(value: Any) -> Start:
 
 
 def as_step(value: Any) -> Step:
-    """What `step` returned, checked, with its reward as a float.
+    """Check the return value of `step`; its reward becomes a float.
 
     Raises:
-        ValueError: it is no step; names the field, what it holds and what is allowed.
+        ValueError: it is not valid; names the field, its value and what is allowed.
     """
     if not isinstance(value, Step):
         raise ValueError(f"step returned {_shown(value)}: must be a Step")
@@ -156,7 +154,7 @@ def _check_json(name: str, value: Any) -> None:
 
 
 def _check_text(name: str, text: str) -> None:
-    """Half of a character, as "\\ud800", is one to Python, and to no tokenizer."""
+    """Python strings may hold half a character, as "\\ud800", which tokenizers refuse."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

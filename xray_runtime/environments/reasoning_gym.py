@@ -1,4 +1,4 @@
-"""Tasks of the package reasoning-gym that one reply answers: a dataset's file of them, and an environment that scores.
+"""Tasks of the package reasoning-gym, each answered by one reply: a dataset file, and an environment that scores.
 
     write_items("sums.jsonl", "chain_sum", range(2000), max_terms=2)
 
@@ -8,8 +8,8 @@
     data = xray.prepare(source="sums.jsonl", columns=["item"])
     policy = xray.ppo(sft, prompts=data, environment={"path": sums})
 
-Items are drawn by seed + index: item 1 of seed 42 is item 0 of seed 43. So sets of which none may have what another has
-are ranges of indices under one seed. Questions still repeat; a dataset splits its one file by what is asked.
+Items are drawn by seed + index: item 1 of seed 42 is item 0 of seed 43. So disjoint sets are ranges of indices with one
+seed. Questions still repeat; a dataset splits its file by question.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from xray_runtime.environments.protocol import Environment, Step
 from xray_runtime.rewards.source import described
 
 COLUMN, OF_ALL = "item", ("task", "seed", "size", "config")
-EVALUATES = "its score would run what the policy says as Python"
+EVALUATES = "its score would run the policy's reply as Python"
 HASHES = "its items depend on PYTHONHASHSEED"
 REFUSED = {
     "composite": "it holds items of any other task",
@@ -37,7 +37,7 @@ REFUSED = {
     "simple_integration": EVALUATES,
     "word_ladder": HASHES,
 }
-"""Task → why there is no environment for it."""
+"""Task → why it is not supported."""
 ARITHMETIC, ROWS = re.compile(r"(?!.*\*\*)[\d+\-*/() ]*"), re.compile(r"[\d\-\[\], \n]*")
 SAFE = {
     "binary_matrix": ROWS,
@@ -47,7 +47,7 @@ SAFE = {
     "spiral_matrix": ROWS,
     "string_insertion": re.compile(r"[A-E\[\]'\", ]*"),
 }
-"""Tasks whose score runs a reply as Python → replies that name and call nothing. Any other is wrong."""
+"""Task whose score runs a reply as Python → pattern of safe replies. All others are wrong."""
 
 
 def write_items(
@@ -58,16 +58,16 @@ def write_items(
     reply: Callable[[Mapping[str, Any]], str] = lambda item: str(item["answer"]),
     **config: Any,
 ) -> int:
-    """Write the items as a .jsonl file of `prompt`, `completion` and `item`, which names what the score needs; items
-    whose question came before are left out. Returns the number of rows.
+    """Write items as a .jsonl file of `prompt`, `completion` and `item` (the data for the score), without repeated
+    questions. Returns the number of rows.
 
     Args:
         task: its name in reasoning-gym, such as `chain_sum`.
-        reply: what a demonstration says to an item; its answer if not given.
+        reply: item → the completion; by default its answer.
         config: the task's own settings.
 
     Raises:
-        ValueError: the package is not installed, there is no such task or setting, or it cannot be scored here.
+        ValueError: the package is not installed, there is no such task or setting, or it is not supported.
     """
     if not indices or indices[0] < 0 or indices[-1] < 0:
         raise ValueError(f"indices = {indices} is not allowed: must be a range of at least one index, none negative")
@@ -87,11 +87,11 @@ def write_items(
 def from_reasoning_gym(parse: Callable[[str], str | None] = str.strip) -> Callable[[], Environment]:
     """A factory of environments that score one reply and end.
 
-    The reward is reasoning-gym's `score_answer`: 1 for the answer, in most tasks less for a text that holds it among
-    others. `info["solved"]` counts 1 alone. A reply that the score cannot read gets 0.
+    The reward is reasoning-gym's `score_answer`: 1 for the answer, in most tasks less for a text that contains it.
+    `info["solved"]` only counts 1. A reply that cannot be scored gets 0.
 
     Args:
-        parse: reply → the answer in it, None where it holds none.
+        parse: reply → its answer; None if it has none.
     """
     return partial(_ReasoningGym, parse)
 
@@ -106,10 +106,10 @@ class _ReasoningGym:
             raise ValueError(f"{COLUMN} is {named!r}: must be the column that write_items wrote (data.columns)")
         self._items = _items(json.dumps({name: named[name] for name in OF_ALL}))
         self._safe = SAFE.get(named["task"])
-        # Not taken from the dataset: scores run parts of an item as Python, and a dataset may come from anybody.
+        # Not from the dataset, which is not trusted: scores run parts of an item as Python.
         self._item = self._items[named["index"]]
         if self._item["question"] not in task["prompt"] or str(self._item["answer"]) != named["answer"]:
-            raise ValueError(f"{COLUMN} {named} is another here: was it written by another version of reasoning-gym?")
+            raise ValueError(f"{COLUMN} {named} differs here: was it written with another version of reasoning-gym?")
 
     def step(self, reply: str) -> Step:
         answer = self._parse(reply)
@@ -117,14 +117,14 @@ class _ReasoningGym:
             return Step(terminated=True, info={"solved": 0})
         try:
             score = float(self._items.score_answer(answer, self._item))
-        except Exception as error:  # of text that a task does not expect
+        except Exception as error:  # of unexpected text
             return Step(terminated=True, info={"solved": 0, "score_error": described(error)})
         return Step(reward=score, terminated=True, info={"solved": int(score >= 1)})
 
 
 @lru_cache(maxsize=64)
 def _items(named: str) -> Any:
-    """The items of {"task", "seed", "size", "config"}."""
+    """The items of the JSON {"task", "seed", "size", "config"}."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS

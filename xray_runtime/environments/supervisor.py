@@ -1,22 +1,22 @@
-"""One worker process, kept running: asks it, limits it in time, starts it again and brings its episodes back.
+"""The supervisor of a worker process: requests with time limits, restarts, and replay of episodes.
 
-All state belongs to one thread, which waits for the process, the clock and the pool's calls. After a restart an episode
-is brought back when it is asked for the next time: its reset and steps are sent again and their answers dropped.
+All state belongs to the event loop of one thread, which waits for the process, the clock and the pool's calls. After a
+restart an episode is replayed at its next request: its reset and steps are sent again, and their answers dropped.
 
-Who is to blame:
-    an answer is late and the process answers a ping: the late episode, which fails
-    the process has died, or answers no ping, since user code blocks it: one of the episodes in flight, or nobody here.
-    They are asked again. Where it happens again each of them is asked alone, and fails if it happens then; one that
-    was alone both times fails at once
-    a process does not start: no episode. What was asked fails with another error than EnvironmentFailure
+Faults:
+    An answer is late, but the process answers a ping: the late episode fails.
+    The process died, or user code blocks its ping: one of the episodes in flight may be at fault. Their requests are
+    repeated. If it happens again, each is repeated alone and fails if it happens then; an episode that was alone both
+    times fails at once.
+    The process does not start: no episode is at fault, and requests do not fail with EnvironmentFailure.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import math
-import selectors
 import threading
 import time
 from collections import deque
@@ -27,14 +27,13 @@ from typing import Any
 
 from xray_runtime.cores import load
 from xray_runtime.environments import worker
-from xray_runtime.environments.calls import CallQueue
 from xray_runtime.environments.episodes import Episode, Sent, fail, failure
 from xray_runtime.environments.process import WorkerProcess
 
 log = logging.getLogger(__name__)
 
 START_S = 120.0
-"""For the imports of an environment; longer where the load is above one program a core."""
+"""Time for the imports of an environment; longer on a busy machine."""
 PONG_S = 1.0
 SHUT_DOWN = "the pool was shut down"
 
@@ -44,23 +43,28 @@ class Supervisor:
 
     Args:
         environment: "module:name".
-        timeout_s: of one reset or step, from when user code is called.
+        timeout_s: limit of one reset or step, from the call of user code on.
         memory_mb: address space of the process.
-        log_path: where what it prints is appended; None: nowhere.
+        log_path: file for its output; None: discard it.
     """
 
     def __init__(self, environment: str, timeout_s: float, memory_mb: int, log_path: Path | None) -> None:
         self._environment, self._timeout_s = environment, timeout_s
         self._memory_mb, self._log_path = memory_mb, log_path
         self.ready: Future[None] = Future()
-        """Of the first start; RuntimeError where it fails."""
-        self._calls = CallQueue()
-        self._selector = selectors.DefaultSelector()
+        """Done after the first start; RuntimeError if that fails."""
+        self._loop = asyncio.new_event_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        """For the next deadline."""
+        self._lock, self._is_closed = threading.Lock(), False
+        """`_lock`: guards `_is_closed`, after which the loop runs no more calls."""
         self._process: WorkerProcess | None = None
         self._is_ready, self._started_at = False, 0.0
         self._pinged_at: float | None = None
         self._stop_at: float | None = None
         self._episodes: dict[int, Episode] = {}
+        self._cause = SHUT_DOWN
+        """Why the thread ended."""
         self._suspects: deque[Episode] = deque()
         self._sent: dict[int, Sent] = {}
         self._ids, self._keys = itertools.count(), itertools.count()
@@ -68,57 +72,74 @@ class Supervisor:
         self._thread.start()
 
     def ask(self, number: int, request: dict[str, Any]) -> Future[dict[str, Any]]:
-        """The answer to a reset or a step of an episode; fails as those of the pool's methods do."""
+        """The answer to a reset or a step of an episode; fails as in `EnvironmentPool`."""
         future: Future[dict[str, Any]] = Future()
-        if not self._calls.put(lambda: self._ask(number, request, future)):
+        if not self._call(lambda: self._ask(number, request, future)):
             fail(future, RuntimeError(SHUT_DOWN))
         return future
 
     def close(self, number: int) -> None:
-        """Forget an episode, if there is one; what it is asked fails."""
-        self._calls.put(lambda: self._fail(number, "it was closed"))
+        """Close an episode, if there is one; its request fails."""
+        self._call(lambda: self._fail(number, "it was closed"))
 
     def stop(self, wait_s: float) -> None:
-        """End the process, after at most `wait_s` for episodes that are being closed."""
+        """End the process, after at most `wait_s` for closing episodes."""
 
         def stop() -> None:
             self._stop_at = time.monotonic() + wait_s
             for number in list(self._episodes):
                 self._close(number, RuntimeError(SHUT_DOWN))
 
-        self._calls.put(stop)
+        self._call(stop)
 
     def join(self) -> None:
-        """Wait until the process has ended."""
         self._thread.join()
 
-    def _run(self) -> None:
-        self._selector.register(self._calls.waiting, selectors.EVENT_READ, self._calls.run)
-        cause = SHUT_DOWN
-        try:
-            self._start()
-            while self._stop_at is None or (self._is_closing() and time.monotonic() < self._stop_at):
-                for key, _ in self._selector.select(self._wait_s()):
-                    key.data()
-                end, act = self._limit()
-                if time.monotonic() > end:
-                    act()
-                self._send_waiting()
-        except BaseException as error:
-            log.exception("the thread of an environment failed")
-            cause = f"the thread of its worker failed: {error!r}"
-        finally:
-            self._finish(cause)
+    def _call(self, call: Callable[[], None]) -> bool:
+        """Have the loop call `call`; returns False if it is closed."""
+        with self._lock:
+            if not self._is_closed:
+                self._loop.call_soon_threadsafe(self._handle, call)
+            return not self._is_closed
 
-    def _finish(self, cause: str) -> None:
+    def _run(self) -> None:
+        self._loop.call_soon(self._handle, self._start)
+        self._loop.run_forever()
         if self._process is not None:
             self._end()
-        self._selector.close()
-        self._calls.close()
+        with self._lock:
+            self._is_closed = True
+        # Run the calls that came before.
+        self._loop.call_soon(self._loop.stop)
+        self._loop.run_forever()
+        self._loop.close()
         for number in list(self._episodes):
-            self._close(number, RuntimeError(cause))
+            self._close(number, RuntimeError(self._cause))
         if not self.ready.done():
-            self.ready.set_exception(RuntimeError(cause))
+            self.ready.set_exception(RuntimeError(self._cause))
+
+    def _handle(self, event: Callable[[], None]) -> None:
+        """Handle an event: a call, a message, the end of the process, or a deadline."""
+        try:
+            event()
+            if not self._is_closed:
+                self._send_waiting()
+                self._set_timer()
+        except BaseException as error:
+            log.exception("the thread of an environment failed")
+            self._cause = f"the thread of its worker failed: {error!r}"
+            self._loop.stop()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        end, act = self._limit()
+        if self._stop_at is not None:
+            if not self._is_closing() or self._loop.time() >= self._stop_at:
+                self._loop.stop()
+            if self._stop_at < end:
+                end, act = self._stop_at, lambda: None
+        self._timer = self._loop.call_at(end, self._handle, act) if end < math.inf else None
 
     def _ask(self, number: int, request: dict[str, Any], future: Future[dict[str, Any]]) -> None:
         if self._stop_at is not None:
@@ -162,15 +183,15 @@ class Supervisor:
         except OSError as error:
             self._fail_start(f"OSError: {error}")
             return
-        self._selector.register(self._process.stdout, selectors.EVENT_READ, self._read)
-        self._selector.register(self._process.exited, selectors.EVENT_READ, self._take_death)
+        self._loop.add_reader(self._process.stdout, self._handle, self._read)
+        self._loop.add_reader(self._process.exited, self._handle, self._take_death)
 
     def _end(self) -> int:
         process, self._process, self._is_ready = self._process, None, False
         assert process is not None
-        for end in (process.stdin, process.stdout, process.exited):
-            if end in self._selector.get_map():
-                self._selector.unregister(end)
+        self._loop.remove_writer(process.stdin)
+        self._loop.remove_reader(process.stdout)
+        self._loop.remove_reader(process.exited)
         return process.end()
 
     def _fail_start(self, cause: str) -> None:
@@ -201,21 +222,15 @@ class Supervisor:
                 assert episode.request is not None
                 self._send(episode, episode.request)
                 episode.is_sent = episode.is_present = True
-        self._watch_stdin()
-
-    def _watch_stdin(self) -> None:
-        if self._process is None:
-            return
-        watched = self._process.stdin in self._selector.get_map()
-        if self._process.has_unsent and not watched:
-            self._selector.register(self._process.stdin, selectors.EVENT_WRITE, self._process.flush)
-        elif watched and not self._process.has_unsent:
-            self._selector.unregister(self._process.stdin)
+        if self._process is not None and self._process.has_unsent:
+            self._loop.add_writer(self._process.stdin, self._handle, self._process.flush)
+        elif self._process is not None:
+            self._loop.remove_writer(self._process.stdin)
 
     def _read(self) -> None:
         process = self._process
         for message in [] if process is None else process.read():
-            # An answer may end the process; what else it said is void.
+            # An answer may end the process; its further messages are dropped.
             if process is self._process:
                 self._take(message)
 
@@ -240,7 +255,7 @@ class Supervisor:
         if sent.op == "close" or not self._is_here(episode):
             return
         if "error" in message:
-            self._fail(episode.number, f"{'it cannot be brought back: ' * sent.is_replay}{message['error']}")
+            self._fail(episode.number, f"{'it cannot be replayed: ' * sent.is_replay}{message['error']}")
         elif not sent.is_replay:
             assert episode.request is not None
             assert episode.future is not None
@@ -256,12 +271,8 @@ class Supervisor:
         now = time.monotonic()
         return [sent for sent in self._sent.values() if now - sent.since > self._timeout_s]
 
-    def _wait_s(self) -> float | None:
-        end = min(self._limit()[0], math.inf if self._stop_at is None else self._stop_at)
-        return None if end == math.inf else max(end - time.monotonic(), 0.0) + 0.001
-
     def _limit(self) -> tuple[float, Callable[[], None]]:
-        """How long is waited for the process, and what is done then."""
+        """The next deadline of the process, and the action then."""
         if self._process is not None and not self._is_ready:
             limit = START_S * load()
             return self._started_at + limit, lambda: self._fail_start(f"it is not ready within {limit:.0f} s")
@@ -284,7 +295,7 @@ class Supervisor:
         self._pinged_at = None
         late = [sent.episode for sent in self._overdue() if sent.has_begun]
         for sent in self._overdue():
-            sent.since = time.monotonic()  # of those that wait for a thread
+            sent.since = time.monotonic()  # for requests that wait for a thread
         if late:
             self._end()
             for episode in late:
@@ -310,10 +321,10 @@ class Supervisor:
         """Start the process again.
 
         Args:
-            what: happened to it.
-            cause: of the failure of an episode that is to blame.
+            what: what happened to the process.
+            cause: reason for the failure of an episode at fault.
         """
-        # Episodes whose code may have been running; where none had begun, all that were asked.
+        # Episodes whose code may have been running; if none had begun, all with a request.
         begun = [sent.episode for sent in self._sent.values() if sent.has_begun]
         in_flight = dict.fromkeys(begun or [sent.episode for sent in self._sent.values()])
         log.warning("a process of %s %s, with %d episodes in flight", self._environment, what, len(in_flight))

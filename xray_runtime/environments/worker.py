@@ -1,16 +1,16 @@
 """A process that plays episodes of one environment: `python -m xray_runtime.environments.worker`.
 
-JSON, one object a line. The first in is {"environment": "module:name", "path": [...], "memory_mb": n, "parent": p},
-where p is the reading end of a pipe that the parent holds; its answer {"ready": true} or {"error": why}. Then
+The protocol is JSON lines. The first line in is {"environment": "module:name", "path": [...], "memory_mb": n,
+"parent": p}, where p is the reading end of a pipe of the parent; its answer is {"ready": true} or {"error": why}. Then
 
     {"id": n, "episode": k, "op": "reset", "task": {...}, "seed": s}    {"id": n, "start": {...}}
     {"id": n, "episode": k, "op": "step", "reply": text}                {"id": n, "step": {...}}
     {"id": n, "episode": k, "op": "close"}                              {"id": n, "closed": true}
     {"id": n, "op": "ping"}                                             {"id": n, "pong": true}
 
-or {"id": n, "error": "TypeName: message"}. {"id": n, "began": true} says that user code is about to be called.
-Episodes run side by side, the requests of one in order: async methods on the event loop, the others in threads. The
-process, and what it has forked, ends when its stdin or that pipe closes.
+or {"id": n, "error": "TypeName: message"}. {"id": n, "began": true} announces a call of user code. Episodes run
+concurrently, the requests of one in order: async methods on the event loop, others in threads. The process and its
+forked children end when its stdin or that pipe closes.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from xray_runtime.environments.protocol import Start, Step, as_start, as_step
 from xray_runtime.rewards.source import described
 
 OUTPUT_CHARS = 65_536
-"""Of one answer: the content of its messages; and the rest of it as JSON."""
+"""Limit of an answer: for the content of its messages, and for the rest of it as JSON."""
 ERROR_CHARS = 500
 OUT_OF_MEMORY = 86
-"""Exit code. Whose memory ran out is not known: any episode may ask for the byte too many."""
+"""Exit code after running out of memory; any episode may be the cause."""
 NO_THREAD = "can't start new thread"
-"""What Python says where there is no memory for its stack."""
+"""Python's message if there is no memory for a thread's stack."""
 THREADS = 64
-"""Methods that are not async and run at the same time."""
+"""Number of methods that are not async and run at the same time."""
 
 USES: tuple[str, ...] = ()
 
@@ -64,11 +64,11 @@ class _Worker:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def take(self, request: dict[str, Any]) -> None:
-        """Begin to answer a request; called on the event loop."""
+        """Start to answer a request; called on the event loop."""
         if request["op"] == "ping":
             self._say({"id": request["id"], "pong": True})
             return
-        # The loop itself keeps no task alive.
+        # The loop does not keep tasks alive.
         task = asyncio.create_task(self._answer(request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -81,7 +81,7 @@ class _Worker:
                 self._say({"id": id} | await self._do(request, episode))
             except MemoryError:
                 os._exit(OUT_OF_MEMORY)
-            except BaseException as error:  # also what user code raises to end the process
+            except BaseException as error:  # SystemExit of user code too
                 if str(error) == NO_THREAD:
                     os._exit(OUT_OF_MEMORY)
                 episode.failed = True
@@ -110,12 +110,12 @@ class _Worker:
 
 def _why(error: BaseException) -> str:
     line = " ".join(described(error).split())[:ERROR_CHARS]
-    # The ledger holds it, as UTF-8.
+    # The ledger stores it as UTF-8.
     return line.encode(errors="backslashreplace").decode()
 
 
 async def _call(function: Callable[..., Any], *arguments: Any, begin: Callable[[], None] = lambda: None) -> Any:
-    """What `function` returns; it is awaited on the loop where it is async, else called in a thread."""
+    """Call `function`, on the event loop if it is async, else in a thread."""
     if inspect.iscoroutinefunction(function):
         begin()
         return await function(*arguments)
@@ -124,7 +124,7 @@ async def _call(function: Callable[..., Any], *arguments: Any, begin: Callable[[
         begin()
         try:
             return function(*arguments), None
-        except BaseException as error:  # a future takes no StopIteration, and its waiter would wait for ever
+        except BaseException as error:  # a future cannot hold StopIteration
             return None, error
 
     value, error = await asyncio.to_thread(call)
@@ -137,13 +137,13 @@ def _limited(answer: Start | Step) -> dict[str, Any]:
     """`answer` as JSON.
 
     Raises:
-        ValueError: it is longer than `OUTPUT_CHARS`.
+        ValueError: it exceeds `OUTPUT_CHARS`.
     """
     values, messages = asdict(answer), answer.messages or []
     content = sum(len(message["content"]) for message in messages)
     more = [{name: value for name, value in m.items() if name not in ("role", "content")} for m in messages]
     rest = len(json.dumps(values | {"messages": [part for part in more if part]}))
-    for name, length in (("the content of the messages", content), ("what is returned beside the messages", rest)):
+    for name, length in (("the content of the messages", content), ("the answer without its messages", rest)):
         if length > OUTPUT_CHARS:
             raise ValueError(f"{name} has {length:,} characters; at most {OUTPUT_CHARS:,} are allowed")
     return values
@@ -153,7 +153,7 @@ def _load(name: str) -> Callable[[], Any]:
     """The class or function at an import path.
 
     Raises:
-        ValueError: it cannot be called, or is a class without `reset` and `step`.
+        ValueError: it is not callable, or a class without `reset` and `step`.
     """
     module, _, attribute = name.partition(":")
     found: Callable[[], Any] = getattr(importlib.import_module(module), attribute)
@@ -172,9 +172,9 @@ def _end() -> None:
 
 
 def _end_with(pipe: int) -> None:
-    """Have the kernel end this process and its group when the other end of `pipe`, which carries nothing, closes.
+    """Have the kernel kill this process and its group when the other end of `pipe` closes.
 
-    User code that holds the interpreter, as a regular expression may for ever, lets no thread here see it.
+    A thread could not do so while user code holds the interpreter, as a regular expression may.
     """
     fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
@@ -195,14 +195,14 @@ async def _serve(make: Callable[[], Any], requests: BinaryIO, say: Say) -> None:
         finally:
             _end()
 
-    # In a thread of its own, so that neither a full pipe nor its end waits for an environment that blocks the loop.
+    # In a thread, so that an environment that blocks the loop does not delay reading.
     threading.Thread(target=read, daemon=True).start()
     say({"ready": True})
     await asyncio.Event().wait()
 
 
 def main() -> None:
-    # What an environment prints is no answer, and what it reads is no request.
+    # Keep the environment's own output and input apart from the protocol.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     requests = os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)
@@ -225,7 +225,7 @@ def main() -> None:
     try:
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
         make = _load(first["environment"])
-    except BaseException as error:  # also what a module raises to end the process
+    except BaseException as error:  # SystemExit of a module too
         say({"error": _why(error)})
         return
     asyncio.run(_serve(make, requests, say))

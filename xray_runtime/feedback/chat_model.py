@@ -10,7 +10,7 @@ from typing import Any
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Messages
 from xray_runtime.data.tokenizing import decode_replies, encode_prompts
-from xray_runtime.engines.generation.sampling import Place, Sampling
+from xray_runtime.engines.generation.sampling import EngineRank, Sampling
 from xray_runtime.lineage.graph import Graph, Node
 
 TORN = "\ufffd"
@@ -129,7 +129,7 @@ class BatchSampler:
         from xray_runtime.engines.generation.transformers_generate import TransformersSampler
 
         with _loading(directory):
-            self._sampler = TransformersSampler(directory, Place(device))
+            self._sampler = TransformersSampler(directory, EngineRank(device))
         self._limits = limits
 
     def answers(self, prompts: Sequence[Messages], seeds: Sequence[int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What verifiers check of one reply: pure functions that answer 1 or 0. `worker` calls them where they can be ended."""
+"""The checks of verifiers: pure functions that return 1 or 0 for a reply. `worker` calls them in a process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FENCE = re.compile(r"```[\w+-]*[ \t]*\n(.*?)```", re.DOTALL)
 
 
 def last_block(reply: str) -> str:
-    """The last fenced block of a reply, or the reply where there is none."""
+    """The last fenced block of a reply, or the reply if there is none."""
     blocks = FENCE.findall(reply)
     return str(blocks[-1]) if blocks else reply.strip()
 
@@ -23,7 +23,7 @@ def math(reply: str, answer: Any) -> float:
     """
     from math_verify import parse, verify
 
-    # Its own limits are alarms, which only a main thread has; whoever calls this ends the process.
+    # Its own time limits need a main thread; here the caller kills the process.
     text = str(answer)
     expected = parse(text, parsing_timeout=None) or parse(f"${text}$", parsing_timeout=None)
     if not expected:
@@ -32,7 +32,7 @@ def math(reply: str, answer: Any) -> float:
 
 
 def regex(reply: str, pattern: str, answer: Any) -> float:
-    """Whether `pattern` is found; where there is an answer, whether the last match (its first group) is it."""
+    """Whether `pattern` is found and, if there is an answer, whether the last match (its first group) equals it."""
     matches = list(re.finditer(pattern, reply))
     if not matches or answer is None:
         return float(bool(matches))
@@ -44,7 +44,7 @@ def json_schema(reply: str, schema: Any) -> float:
     """Whether the reply's JSON is valid under `schema`, an object or its JSON text.
 
     Raises:
-        ValueError: `schema` is no JSON Schema.
+        ValueError: `schema` is not a JSON Schema.
     """
     import jsonschema
     import referencing
@@ -59,9 +59,9 @@ def json_schema(reply: str, schema: Any) -> float:
         value = json.loads(last_block(reply), parse_constant=_no_json)
     except ValueError:
         return 0.0
-    # A registry of its own: nothing is downloaded from where a schema points to.
+    # An empty registry, so that references are not downloaded.
     return float(validator(schema, registry=referencing.Registry()).is_valid(value))
 
 
 def _no_json(constant: str) -> None:
-    raise ValueError(f"{constant} is Python's alone")
+    raise ValueError(f"{constant} is not JSON")

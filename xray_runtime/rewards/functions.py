@@ -1,4 +1,4 @@
-"""Python functions as sources of reward: sync or async, called with what they take, limited in time."""
+"""Python functions as sources of reward: sync or async, with the arguments they take and a time limit."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from xray_runtime.rewards.source import Batch, Score, as_number, described, fail
 log = logging.getLogger(__name__)
 
 GIVEN = ("messages", "columns", "metadata")
-"""Keywords a function may take beside the dataset's columns."""
+"""Keywords that a function may take besides the dataset's columns."""
 PARTS = 8
-"""Where a function fails for each of so many parts of a batch, it is the function that fails, not a reply."""
+"""If a function fails for so many parts of a batch, the function is at fault, not a reply."""
 
 
 class Arguments:
-    """What a function `f(prompts, replies, ...)` takes beside the first two.
+    """The further parameters of a function `f(prompts, replies, ...)`.
 
     Args:
-        where: names it in errors.
+        where: name of the function in errors.
 
     Raises:
         ValueError: it cannot be called with prompts and replies.
@@ -36,7 +36,7 @@ class Arguments:
         try:
             parameters = list(inspect.signature(function).parameters.values())
         except (TypeError, ValueError):
-            parameters = []  # of a builtin: it takes prompts and replies, or fails when it is called
+            parameters = []  # a builtin, which may fail when it is called
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
         rest = [p for p in parameters if p not in by_position and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -46,7 +46,7 @@ class Arguments:
             raise ValueError(f"{where}: must take the arguments prompts and replies, in this order")
 
     def check(self, columns: Collection[str]) -> None:
-        """Raises ValueError where it needs what is none of a dataset's `columns`."""
+        """Raises ValueError if a required parameter is not one of the dataset's `columns`."""
         for name in self._needs:
             if name not in columns:
                 raise ValueError(
@@ -55,22 +55,22 @@ class Arguments:
                 )
 
     def of(self, batch: Batch) -> dict[str, Any]:
-        """Those it takes of a batch."""
+        """The keyword arguments for a batch."""
         self.check(batch.columns)
         offered = dict(batch.columns) | {name: getattr(batch, name) for name in GIVEN}
         return {name: value for name, value in offered.items() if self._takes_all or name in self._takes}
 
 
 class FunctionSource:
-    """A function `f(prompts, replies, ...)` that returns one number a reply, None where it has none.
+    """A function `f(prompts, replies, ...)` that returns a number, or None, for each reply.
 
-    A reply for which it raises costs that reply its score: the batch is halved until such replies are found, and what
-    counts is a last call with all the others.
+    A reply for which it raises has no score: the batch is halved until such replies are found, and the scores come from
+    a last call with all others.
 
     Args:
-        where: names it in errors.
-        timeout_s: a call that takes longer has failed. A thread cannot be ended: what the call still does goes on.
-        retries: calls after a failed one.
+        where: name of the function in errors.
+        timeout_s: limit of a call. A thread cannot be killed, so a late call still runs on.
+        retries: number of repetitions of a failed call.
 
     Raises:
         ValueError: it cannot be called with prompts and replies.
@@ -98,14 +98,14 @@ class FunctionSource:
         return [by_row[row] for row in rows]
 
     def _failing(self, batch: Batch, rows: list[int], error: BaseException) -> dict[int, BaseException]:
-        """Row → why the function fails for it; all of them where it fails for every part of so many."""
+        """Row → exception of the function; all rows if it fails for every one of PARTS parts."""
         parts, failed, has_worked = [(rows, error)], dict[int, BaseException](), False
         while parts:
             if len(parts) >= PARTS and not has_worked:
                 return dict.fromkeys(rows, error)
             halves: list[list[int]] = []
             for part, why in parts:
-                # Each half of what takes too long may take as long.
+                # Halves of a part that timed out may take as long.
                 if len(part) == 1 or isinstance(why, TimeoutError):
                     failed |= dict.fromkeys(part, why)
                 else:
@@ -116,7 +116,7 @@ class FunctionSource:
         return failed
 
     def _tried(self, batch: Batch, rows: list[int], retries: int) -> list[Score] | BaseException:
-        """The scores of `rows`, or why there are none after the last retry."""
+        """The scores of `rows`, or the exception after the last retry."""
         some = batch.take(rows)
         keywords = self._arguments.of(some)
         error: BaseException | None = None
@@ -132,7 +132,7 @@ class FunctionSource:
     def _call(
         self, prompts: list[str], replies: list[str], keywords: dict[str, Any]
     ) -> tuple[list[Any], BaseException | None]:
-        """(answer, error), one of them none."""
+        """(answer, error), one of which is empty."""
         found: list[tuple[list[Any], BaseException | None]] = []
 
         async def limited(answer: Any) -> Any:
@@ -144,7 +144,7 @@ class FunctionSource:
                 if inspect.isawaitable(answer):
                     answer = asyncio.run(limited(answer))
                 found.append((score_list(answer, len(replies)), None))
-            except BaseException as error:  # also what a user's code raises to end the process
+            except BaseException as error:  # SystemExit of user code too
                 found.append(([], error))
 
         thread = threading.Thread(target=call, name=f"reward {self._where}", daemon=True)

@@ -1,11 +1,11 @@
-"""What sources answered, on disk before it is used: an attempt that goes on asks nobody twice, and gets the same bytes.
+"""Journal of answers of sources, written to disk before they are used, so that a resumed attempt gets the same bytes.
 
     answers.jsonl    {"key": …, "source": …, "step": …, "score": number or null, "why": …, "seal": …}
                      {"key": …, "source": "environment", "step": …, "answer": {…}, "seal": …} or with "failure": why
 
-A key is a digest of source, step, row, prompt and reply, or of an episode so far. A line that a kill cut short is
-dropped, and so is one that is not sealed with the run's key: what it answers is asked for again. With a shared store
-the lines lie there first, an object for each time some were written: an attempt on another machine finds them too.
+A key is a digest of source, step, row, prompt and reply, or of an episode so far. Incomplete lines, and lines that are
+not sealed with the run's key, are dropped and requested again. With a shared store each batch of lines is first written
+there as an object, so that an attempt on another machine finds it too.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class Journal:
     """The answers of one stage. Several threads may use it.
 
     Args:
-        directory: None: nothing is kept.
-        shared: where they are kept too.
-        seal: makes answers, and says which are read.
+        directory: directory of the journal; None: keep nothing.
+        shared: folder of the shared store that keeps the answers too.
+        seal: signs answers, and verifies those that are read.
 
     Raises:
-        StorageError: the shared store stayed away.
+        StorageError: the shared store cannot be reached.
     """
 
     def __init__(self, directory: Path | None, shared: SharedFolder | None = None, seal: Seal | None = None) -> None:
         self._path, self._shared = None if directory is None else directory / ANSWERS, shared
         self._known: dict[str, dict[str, Any]] = {}
-        """What attempts before this one left."""
+        """Key → answer of an earlier attempt."""
         self._lock = threading.Lock()
         self._seal = seal or process_seal()
         self._purpose = purpose_of_answers(directory) if directory is not None else ""
@@ -58,14 +58,14 @@ class Journal:
                 self._read(content, f"{shared.name}/{name}")
 
     def _read(self, content: bytes, where: str) -> int:
-        """Take in the lines of `content` that are sealed; returns the bytes of those that are whole."""
+        """Read the sealed lines of `content`; returns the number of bytes in complete lines."""
         whole = 0
         for line in content.splitlines(keepends=True):
             if not line.endswith(b"\n"):
                 break
             entry = read_entry(line, self._purpose, self._seal)
             if entry is None:
-                log.warning("%s: a line is not sealed with this run's key; its answer is asked for again", where)
+                log.warning("%s: a line is not sealed with this run's key; its request is repeated", where)
             else:
                 self._known.setdefault(entry["key"], entry)
             whole += len(line)
@@ -74,35 +74,32 @@ class Journal:
     def keys(self, source: str, batch: Batch) -> list[str]:
         """The key of each row."""
         step = batch.metadata.get("step", 0)
-        rows = zip(batch.messages, batch.replies, strict=True)
-        return [
-            hashlib.sha256(json.dumps([source, step, row, said, reply], sort_keys=True).encode()).hexdigest()[:32]
-            for row, (said, reply) in enumerate(rows)
-        ]
+        rows = enumerate(zip(batch.messages, batch.replies, strict=True))
+        return [_digest([source, step, row, messages, reply])[:32] for row, (messages, reply) in rows]
 
     def find(self, key: str) -> Score | None:
-        """The score in an attempt before, if there is one."""
+        """The score of an earlier attempt, if there is one."""
         entry = self.entry(key)
         if entry is None:
             return None
         return Score(math.nan if entry["score"] is None else float(entry["score"]), entry["why"])
 
     def entry(self, key: str) -> dict[str, Any] | None:
-        """The line of an attempt before, if there is one."""
+        """The line of an earlier attempt, if there is one."""
         return self._known.get(key)
 
     def write(self, source: str, step: int, entries: Iterable[tuple[str, Score]]) -> None:
-        """Keep scores, as `write_entries` does."""
+        """Store scores as `write_entries` does."""
         self.write_entries(step, [_line(key, source, step, score) for key, score in entries])
 
     def write_entries(self, step: int, entries: Iterable[dict[str, Any]]) -> None:
-        """Keep answers, each with its `key`; they are on disk, and in the shared store, when this returns."""
+        """Store answers, each with its `key`, on disk and in the shared store."""
         lines = [entry for entry in entries if entry["key"] not in self._known]
         if self._path is None or not lines:
             return
         content = b"".join(json.dumps(self._sealed(line)).encode() + b"\n" for line in lines)
         if self._shared is not None:
-            # Equal answers have one name: a kill in between, and another attempt, add nothing.
+            # Named by content, so that another attempt after a kill adds nothing.
             name = hashlib.sha256(content).hexdigest()[:32]
             self._shared.write(f"{step:010d}-{name}.jsonl", content)
         with self._lock:
@@ -118,18 +115,17 @@ class Journal:
         return entry | {SEAL: self._seal.sign(self._purpose, _digest(entry))}
 
 
-def _digest(entry: dict[str, Any]) -> str:
-    # Environments may answer NaN, and half a character.
+def _digest(entry: Any) -> str:
     return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()
 
 
 def purpose_of_answers(directory: Path) -> str:
-    """What answers in a directory are sealed for: its name says stage and key, on every machine."""
+    """The purpose of seals in a directory, whose name has stage and key on every machine."""
     return f"{ANSWERS}/{directory.name}"
 
 
 def read_entry(line: bytes, purpose: str, seal: Seal) -> dict[str, Any] | None:
-    """The answer in a line; None where it is not sealed."""
+    """The answer in a line; None if its seal is not valid."""
     try:
         entry: dict[str, Any] = json.loads(line)
         sealed = entry.pop(SEAL)

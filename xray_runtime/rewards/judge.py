@@ -1,7 +1,7 @@
 """A model behind an OpenAI-compatible address as a source of reward: it scores each reply by a rubric.
 
-Zheng et al. 2023, "Judging LLM-as-a-judge with MT-Bench and Chatbot Arena". The score is the last one the judge names;
-an answer without one, or beyond the scale, is no score.
+Zheng et al. 2023, "Judging LLM-as-a-judge with MT-Bench and Chatbot Arena". The score is the last one in the answer; an
+answer without a score, or with one outside the scale, fails.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ class JudgeSource:
         return request(self._config, PROMPT, messages, reference, reply=reply, low=low, high=high)
 
     def _read(self, answer: Any) -> Score:
-        said = said_in(answer)
-        value = score_in(said)
+        text = completion_text(answer)
+        value = score_in(text)
         low, high = self._config.scale
         if value is None or not low <= value <= high:
-            raise AnswerError(f"the judge named no score from {low:g} to {high:g}: {said[-200:]!r}")
-        return Score(value, said)
+            raise AnswerError(f"the judge named no score from {low:g} to {high:g}: {text[-200:]!r}")
+        return Score(value, text)
 
 
 def request(config: JudgeConfig, prompt: str, messages: Messages, reference: Any, **fields: Any) -> dict[str, Any]:
-    """A chat of one message: `prompt` with rubric, conversation, reference answer and `fields`."""
+    """A chat request of one message: `prompt` with rubric, conversation, reference answer and `fields`."""
     conversation = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
     shown = "" if config.column is None else f"\n<reference_answer>\n{reference}\n</reference_answer>\n"
     text = prompt.format(rubric=config.rubric, conversation=conversation, reference=shown, **fields)
@@ -77,19 +77,19 @@ def request(config: JudgeConfig, prompt: str, messages: Messages, reference: Any
     }
 
 
-def said_in(answer: Any) -> str:
-    """The text of a chat completion. Raises AnswerError where it is none."""
+def completion_text(answer: Any) -> str:
+    """The text of a chat completion. Raises AnswerError if `answer` is not one."""
     try:
-        said = answer["choices"][0]["message"]["content"]
+        text = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
-        said = None
-    if not isinstance(said, str):
+        text = None
+    if not isinstance(text, str):
         raise AnswerError(f"the answer is not a chat completion: {str(answer)[:200]}")
-    return said
+    return text
 
 
 def score_in(text: str) -> float | None:
-    """The number after the last "score", or the number that is the whole text; None where there is neither."""
+    """The number after the last "score", or the number that is the whole text; None if there is neither."""
     named = SCORE.findall(text)
     alone = NUMBER.fullmatch(text)
     return float(named[-1]) if named else float(alone[1]) if alone else None

@@ -1,10 +1,10 @@
-"""A judge that compares replies to one prompt with each other: a reply's score is the share of its comparisons it wins.
+"""A judge that compares replies to one prompt: a reply's score is the share of comparisons that it wins.
 
-Zheng et al. 2023, "Judging LLM-as-a-judge with MT-Bench and Chatbot Arena": which of two replies is better is easier to
-say than how good one is, and judges prefer a place. So each pair is shown in both orders, and what is won in one alone
-is a tie. A tie is half a win, and so are equal texts, which nobody is asked about.
+Zheng et al. 2023, "Judging LLM-as-a-judge with MT-Bench and Chatbot Arena": comparing two replies is easier than rating
+one, but judges prefer a position. So each pair is shown in both orders, and a reply that only wins in one order ties. A
+tie counts half, and so do equal texts, which are not sent to the judge.
 
-Which pairs are compared depends on nothing but the order of the replies: around a circle, each meets those next to it.
+The pairs only depend on the order of the replies: in a circle, each is compared with its neighbours.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.rewards.judge import request, said_in
+from xray_runtime.rewards.judge import completion_text, request
 from xray_runtime.rewards.remote import AnswerError, ask_all
 from xray_runtime.rewards.source import Batch, Score, described, failure
 
@@ -45,7 +45,7 @@ Give reasons in a sentence or two. Then end with one line: "Winner: A", "Winner:
 WINNER = re.compile(r"winner\W{0,8}?\b(a|b|tie)\W*$", re.IGNORECASE | re.MULTILINE)
 ALONE = re.compile(r"\W*(a|b|tie)\W*", re.IGNORECASE)
 SHARES = {"a": 1.0, "b": 0.0, "tie": 0.5}
-"""What the reply that is shown first wins."""
+"""Verdict → share of the reply that is shown first."""
 
 
 class PairwiseJudgeSource:
@@ -75,7 +75,7 @@ class PairwiseJudgeSource:
                 won[b].append(0.5)
         for (a, b), first, second in zip(asked, answers[::2], answers[1::2], strict=True):
             if isinstance(first, BaseException) or isinstance(second, BaseException):
-                # One order alone would say what the place is worth too.
+                # One order alone would include the preference for a position.
                 why = described(first if isinstance(first, BaseException) else second)  # type: ignore[arg-type]
                 lost[a].append(why)
                 lost[b].append(why)
@@ -101,19 +101,19 @@ def _groups(batch: Batch) -> list[list[int]]:
 
 
 def circle(rows: Sequence[int], opponents: int) -> list[tuple[int, int]]:
-    """Pairs of `rows` in which each meets at least so many others, all where there are no more; no pair twice."""
+    """Distinct pairs of `rows` in which each has at least so many opponents, or all others if there are fewer."""
     count = len(rows)
     pairs: dict[tuple[int, int], None] = {}
     for distance in range(1, min((opponents + 1) // 2, count // 2) + 1):
-        for place in range(count):
-            other = (place + distance) % count
-            pairs[rows[min(place, other)], rows[max(place, other)]] = None
+        for index in range(count):
+            other = (index + distance) % count
+            pairs[rows[min(index, other)], rows[max(index, other)]] = None
     return list(pairs)
 
 
 def _read(answer: Any) -> float:
-    said = said_in(answer)
-    named, alone = WINNER.findall(said), ALONE.fullmatch(said)
+    text = completion_text(answer)
+    named, alone = WINNER.findall(text), ALONE.fullmatch(text)
     if not named and alone is None:
-        raise AnswerError(f"the judge named no winner: {said[-200:]!r}")
+        raise AnswerError(f"the judge named no winner: {text[-200:]!r}")
     return SHARES[(named[-1] if named else alone[1]).lower()]  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""Asking another server, as one must: limited in time and size, again after a failure, a few requests at a time."""
+"""Requests to a server, limited in time, size and number, with retries."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ T = TypeVar("T")
 MAX_ANSWER_BYTES = 2**24
 MAX_PAUSE_S = 60.0
 WORTH_ANOTHER_TRY = (408, 425, 429)
-"""Statuses below 500 that may pass; any other says that the request itself is wrong."""
+"""Statuses below 500 that are worth a retry; all others mean that the request is wrong."""
 
 
 class AnswerError(Exception):
-    """What came back is not what was asked for."""
+    """The answer is not valid, or the server could not answer now."""
 
 
 class RefusedError(Exception):
-    """The server refuses the request; so it will the next time."""
+    """The server refuses the request, so a retry is useless."""
 
 
 def ask_all(
     config: RemoteConfig, path: str, requests: Sequence[Any], read: Callable[[int, Any], T]
 ) -> list[T | BaseException]:
-    """POST each request as JSON; what `read` makes of (number, answer), or why it failed after the retries.
+    """POST each request as JSON; returns `read(number, answer)` of each, or the exception after the retries.
 
     Args:
         path: below `config.url`.
-        read: raises AnswerError where the answer is not what was asked for: it is asked again.
+        read: raises AnswerError if an answer is not valid, for another try.
     """
     return asyncio.run(_ask_all(config, path, requests, read))
 
 
 def key_header(url: str) -> dict[str, str]:
-    """The header with the key that the environment has for a server."""
+    """The header with a server's API key from the environment."""
     key = api_key(url)
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
@@ -75,7 +75,7 @@ async def _ask_all(
                 log.warning("attempt %d of %d: %s", attempt + 1, config.retries + 1, described(error))
             return error
 
-    # Limits of httpx are of single reads: a server that sends a byte now and then would never come to one.
+    # httpx only limits single reads, hence the limit above.
     async with httpx.AsyncClient(headers=key_header(config.url), timeout=config.timeout_s) as client:
         return list(await asyncio.gather(*(ask(number, request) for number, request in enumerate(requests))))
 
@@ -84,9 +84,9 @@ async def post(client: httpx.AsyncClient, url: str, request: Any) -> Any:
     """The JSON that answers a request.
 
     Raises:
-        AnswerError: it is none, or too long, or the server says that it could not answer now.
+        AnswerError: it is not JSON or too long, or the server cannot answer now.
         RefusedError: the server says that the request is wrong.
-        httpx.HTTPError: no answer comes.
+        httpx.HTTPError: there is no answer.
     """
     async with client.stream("POST", url, json=request) as response:
         content = bytearray()
@@ -101,7 +101,7 @@ async def post(client: httpx.AsyncClient, url: str, request: Any) -> Any:
         raise RefusedError(f"{url}: status {status} {_start(content)}")
     try:
         return json.loads(content)
-    except (ValueError, RecursionError) as error:  # the second of lists in lists in lists
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise AnswerError(f"the answer is not JSON: {_start(content)}") from error
 
 

@@ -1,7 +1,7 @@
-"""Processes that are limited from within, answer one question at a time, and can be ended while they do.
+"""Processes with limits, which answer one question at a time and can be killed meanwhile.
 
-Each is the leader of a session of its own, in an empty temporary directory, with next to no environment and no file of
-ours open. Whoever starts it ends its group.
+Each has its own session and an empty temporary directory, almost no environment, and none of our files open. Its group
+is killed at the end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FILE_BYTES = 2**24
 OPEN_FILES = 64
 START_S = 60.0
 READY = {"ready": True}
-"""The first line of a process that answers."""
+"""The first line of a started process."""
 
 LIMITED = """
 import json, resource, sys
@@ -36,25 +36,25 @@ for name, value in limits.items():
     resource.setrlimit(getattr(resource, name), (value, value))
 sys.path[:] = path or sys.path
 """
-"""What each begins with."""
+"""Beginning of every program."""
 
 
 @contextmanager
 def sandboxed(
     program: str, limits: dict[str, int], directory: Path, path: list[str] | None = None, **streams: Any
 ) -> Iterator[subprocess.Popen[Any]]:
-    """A limited process; when the block ends, so does its whole group.
+    """A limited process, which is killed with its group when the context ends.
 
     Args:
         program: its source, which begins with `LIMITED`.
         limits: name of a limit of `resource` → value.
-        directory: where it works.
-        path: where it finds modules; None: in the standard library alone.
+        directory: its working directory.
+        path: its module path; None: the standard library only.
 
     Raises:
         OSError: it cannot be started.
     """
-    # Without a tag of the run it would outlive a run that is killed; without a seed sets would differ in order.
+    # The run's tag, so that it does not outlive a killed run, and a seed for the order of sets.
     environment = {name: os.environ[name] for name in (TAG,) if name in os.environ}
     environment |= {"PYTHONHASHSEED": "0", "TZ": "UTC0"}
     options = ["-B", "-s", "-P", *(["-S"] if path is None else [])]
@@ -79,7 +79,7 @@ def sandboxed(
 
 
 def limits_of(memory_mb: int) -> dict[str, int]:
-    """The limits of a process without children of its own."""
+    """The limits of a process without children."""
     return {
         "RLIMIT_AS": memory_mb * 2**20,
         "RLIMIT_FSIZE": FILE_BYTES,
@@ -90,30 +90,30 @@ def limits_of(memory_mb: int) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Answerer:
-    """A program that answers questions: how it is started."""
+class BatchProgram:
+    """A program that answers questions, and the options of its process."""
 
-    program: str
+    source: str
     limits: dict[str, int]
     path: list[str] | None
     warm_up: bytes
-    """A question that makes it load what it needs, which is not to count against the first one."""
+    """A first question, so that imports do not count against the limit of a real one."""
     pass_fds: Sequence[int] = ()
 
 
 class LimitedProcess:
-    """An `Answerer` at work, started when it is needed and again after it was ended."""
+    """A process of a `BatchProgram`, started on demand and again after it ended."""
 
-    def __init__(self, answerer: Answerer, directory: Path) -> None:
-        self._answerer, self._directory = answerer, directory
+    def __init__(self, program: BatchProgram, directory: Path) -> None:
+        self._program, self._directory = program, directory
         self._stack = ExitStack()
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, question: bytes, limit_s: float) -> dict[str, Any] | None:
-        """The answer, None where it takes too long; the process is then ended.
+        """The answer; None if it takes too long, after which the process is killed.
 
         Raises:
-            RuntimeError: the process does not start, ends by itself, or says that it cannot answer.
+            RuntimeError: the process does not start, ends by itself, or answers with an error.
             OSError: it cannot be started.
         """
         if self._process is None:
@@ -121,22 +121,23 @@ class LimitedProcess:
         return self._exchange(question, limit_s)
 
     def end(self) -> None:
-        """End the process; the next question starts another."""
+        """Kill the process; the next question starts another."""
         self._stack.close()
         self._process = None
 
     def _start(self) -> None:
-        one = self._answerer
+        program = self._program
         self._errors = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
-        started = sandboxed(one.program, one.limits, self._directory, one.path, pass_fds=one.pass_fds, **streams)
+        streams |= {"pass_fds": program.pass_fds}
+        started = sandboxed(program.source, program.limits, self._directory, program.path, **streams)
         self._process = self._stack.enter_context(started)
         if self._answer(START_S) != READY:
             why = self._ending() or f"it is not ready within {START_S:g} s"
             self.end()
             raise RuntimeError(f"the verifier's process did not start: {why}")
         try:
-            is_warm = self._exchange(one.warm_up, START_S) is not None
+            is_warm = self._exchange(program.warm_up, START_S) is not None
         except RuntimeError:
             self.end()
             raise
@@ -147,7 +148,7 @@ class LimitedProcess:
         assert self._process is not None
         stdin = self._process.stdin
         assert stdin is not None
-        # One that ends before it has read all may have said why.
+        # A process that ends before it has read everything may still have answered.
         with contextlib.suppress(OSError):
             stdin.write(question)
             stdin.flush()
@@ -163,7 +164,7 @@ class LimitedProcess:
         return answer
 
     def _ending(self) -> str | None:
-        """How the process ended, and the last line it wrote to stderr; None: it runs."""
+        """Exit code and last line of stderr; None if the process is still running."""
         assert self._process is not None
         code = self._process.poll()
         if code is None:
@@ -173,7 +174,7 @@ class LimitedProcess:
         return ": ".join([f"exit code {code}", *lines[-1:]])
 
     def _answer(self, limit_s: float) -> dict[str, Any] | None:
-        """The next line; None where it does not come."""
+        """The next line; None if there is none in time."""
         assert self._process is not None
         assert self._process.stdout is not None
         line, end, out = b"", time.monotonic() + limit_s, self._process.stdout.fileno()

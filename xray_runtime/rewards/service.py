@@ -44,5 +44,5 @@ def _scores(batch: Batch, answer: Any) -> list[Score]:
 
 
 def _allowed(score: Any) -> bool:
-    # JSON as Python reads it has NaN and Infinity.
+    # Python's JSON parser accepts NaN and Infinity.
     return score is None or (type(score) in (int, float) and abs(score) < 1e300)

@@ -1,4 +1,4 @@
-"""What every source of reward that is no model is given, and what it answers."""
+"""The interface of sources of reward other than models."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """Replies to be scored. Every list has one entry a reply."""
+    """Replies to score. Every list has one entry for each reply."""
 
     prompts: Sequence[str]
     replies: Sequence[str]
     messages: Sequence[Messages]
     """The prompts with their roles."""
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """Column of the dataset → its values, None where a row has none."""
+    """Column of the dataset → its values; None for rows without one."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """`stage` and `step`."""
 
@@ -32,22 +32,22 @@ class Batch:
         return Batch(prompts, replies, [self.messages[i] for i in rows], columns, self.metadata)
 
     def column(self, name: str | None) -> Sequence[Any]:
-        """The values of a column; None each where there is no name."""
+        """The values of a column; all None if `name` is None."""
         return [None] * len(self.replies) if name is None else self.columns[name]
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a source says of one reply."""
+    """A source's score of one reply."""
 
     value: float
-    """NaN: it has failed to say."""
+    """NaN: the source failed."""
     why: str | None = None
-    """Why it failed; or what a judge said."""
+    """Why it failed, or a judge's answer."""
 
 
 def failure(why: str) -> Score:
-    """No score, and why: in one line, without addresses in memory, so that the same failure has the same text."""
+    """A failed score with its reason in one line, without memory addresses, so that equal failures have equal texts."""
     return Score(math.nan, re.sub(r"\b0x[0-9a-f]{6,}", "0x…", " ".join(why.split()))[:500])
 
 
@@ -57,7 +57,7 @@ def described(error: BaseException) -> str:
 
 
 def as_number(value: Any) -> float | None:
-    """`value` where it is a finite number, numpy's and torch's included, else None."""
+    """`value` as a float if it is a finite number, also of numpy or torch, else None."""
     if isinstance(value, str | bytes) or value is None:
         return None
     try:
@@ -68,25 +68,25 @@ def as_number(value: Any) -> float | None:
 
 
 def is_infinite(value: Any) -> bool:
-    """Whether `value` is a number, numpy's and torch's included, that is infinite."""
+    """Whether `value` is an infinite number, also of numpy or torch."""
     try:
         return not isinstance(value, str | bytes) and math.isinf(float(value))
     except (TypeError, ValueError):
         return False
     except OverflowError:
-        return True  # an integer beyond every float
+        return True  # an integer that is too large for a float
 
 
 class Source(Protocol):
     """A source of reward."""
 
     relative: bool
-    """Whether its score of a reply may depend on the others."""
+    """Whether the score of a reply may depend on the other replies."""
 
     def score(self, batch: Batch) -> list[Score]:
-        """One score a reply. What fails is a failed score, after the retries that the config allows.
+        """One score for each reply; failures, after the configured retries, are failed scores.
 
         Raises:
-            ValueError: it cannot be asked this at all (a wrong form of a column, of an answer of a user's function).
-            NonFiniteError: a user's function returned infinity, which is no failed score but a wrong one.
+            ValueError: a column, or the answer of a user's function, has a wrong form.
+            NonFiniteError: a user's function returned infinity.
         """

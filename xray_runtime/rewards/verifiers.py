@@ -1,7 +1,7 @@
 """Built-in verifiers: mathematics, patterns, JSON, code. They score 1 or 0.
 
-A wrong reply, and one that takes more than it may, scores 0. What fails is what is not the reply's fault: a process
-that cannot be started, a column that cannot be read.
+A wrong reply, or one that exceeds a limit, scores 0. A failed score is not the reply's fault: a process cannot be
+started, or a column cannot be read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from xray_runtime.config.rewards import CodeVerifier, JSONSchemaVerifier, MathVerifier, RegexVerifier
 from xray_runtime.rewards import checks, worker
 from xray_runtime.rewards.code.client import CodeSandbox, read_tests
-from xray_runtime.rewards.sandbox import LIMITED, Answerer, LimitedProcess, limits_of
+from xray_runtime.rewards.sandbox import LIMITED, BatchProgram, LimitedProcess, limits_of
 from xray_runtime.rewards.source import Batch, Score, described, failure
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 3
 WORKER_MB = 4096
-"""Address space, of which little is used."""
+"""Address space; little of it is used."""
 WARM_UP: dict[str, Sequence[Any]] = {"math": ("$1$", "1"), "regex": ("", "", None), "json_schema": ("1", {})}
 PROGRAM = f"{LIMITED}\nimport runpy\nrunpy.run_module({worker.__name__!r}, run_name='__main__', alter_sys=True)\n"
 
 
 class VerifierSource:
-    """A verifier; it checks as many replies at the same time as there are processors."""
+    """A verifier, which checks as many replies at the same time as there are processors."""
 
     relative = False
 
@@ -43,7 +43,7 @@ class VerifierSource:
         self._config = config
         self._parallel = len(os.sched_getaffinity(0))
         self._free: SimpleQueue[_TextChecks | _CodeChecks] = SimpleQueue()
-        # They stay for the next batch: libraries take a second to load.
+        # Processes stay for the next batch, since libraries take a second to load.
         stack = ExitStack()
         for _ in range(self._parallel):
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="xray-verifier-")))
@@ -69,12 +69,12 @@ class VerifierSource:
 
 
 class _TextChecks:
-    """Checks of `worker`, in a process that ends with one that takes too long."""
+    """Checks of `worker` in a process, which is killed if a check takes too long."""
 
     def __init__(self, config: MathVerifier | RegexVerifier | JSONSchemaVerifier, directory: Path) -> None:
         self._config = config
         warm_up = _line(config.kind, WARM_UP[config.kind])
-        self._process = LimitedProcess(Answerer(PROGRAM, limits_of(WORKER_MB), sys.path, warm_up), directory)
+        self._process = LimitedProcess(BatchProgram(PROGRAM, limits_of(WORKER_MB), sys.path, warm_up), directory)
         self.close = self._process.end
 
     def check(self, reply: str, given: Any) -> Score:
@@ -91,7 +91,7 @@ class _TextChecks:
 
 
 class _CodeChecks:
-    """Code of replies against a column's tests."""
+    """Runs code of replies against a column's tests."""
 
     def __init__(self, config: CodeVerifier, directory: Path) -> None:
         self._config = config
@@ -112,7 +112,7 @@ def _line(name: str, arguments: Sequence[Any]) -> bytes:
 
 
 def again(check: Callable[[], Score]) -> Score:
-    """The score of a check; where the system fails it, after `ATTEMPTS`, why."""
+    """The score of a check, or a failed score if the system fails `ATTEMPTS` times."""
     for _ in range(ATTEMPTS):
         try:
             return check()

@@ -1,7 +1,7 @@
-"""A process that checks replies, one a line, and can be ended while it does: `python -m xray_runtime.rewards.worker`.
+"""A process that checks replies, one a line: `python -m xray_runtime.rewards.worker`.
 
-Each line in is [name of a check, its arguments]; each line out {"score": number} or {"error": why}. The first line out
-says that it is ready.
+Each input line is [name of a check, its arguments], each output line {"score": number} or {"error": why}. The first
+output line is {"ready": true}.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ READY = {"ready": True}
 
 def main() -> None:
     logging.disable()
-    # What a library prints is no answer.
+    # Keep output of libraries apart from the answers.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -38,9 +38,9 @@ def main() -> None:
         try:
             say({"score": CHECKS[name](*arguments)})
         except (RecursionError, MemoryError, ArithmeticError):
-            # The reply asks for more than a process has.
+            # The reply exceeds the limits of the process.
             say({"score": 0.0})
-        except Exception as error:  # of what the column holds, or of a library
+        except Exception as error:  # of the column's value, or of a library
             say({"error": f"{type(error).__name__}: {error}"})
 
 

@@ -1,9 +1,9 @@
-"""Weights from GPU to GPU, by vLLM's own transfer engines: `ipc` where both share devices, else `nccl`.
+"""Transfer weights from GPU to GPU with vLLM's transfer engines: `ipc` on shared devices, else `nccl`.
 
-The trainer's side, and the choice by topology. vLLM's trainer engine drives the sync: it starts a session on every
-generator rank, streams the gathered tensors in packed chunks, and finishes the session. Nothing that arrives is kept: a
-session that breaks off leaves the generator at the last version that came by the object store, or at its checkpoint.
-There are no checksums on this way; that the generator computes the policy is for PPO's `max_mismatch` to see.
+This is the trainer's side, and the choice of the transport. vLLM's trainer engine drives the sync: it starts a session
+on every generator rank, streams the gathered tensors in packed chunks, and finishes the session. After a broken session
+the generator returns to the last version from the object store, or to its checkpoint. There are no checksums here;
+PPO's `max_mismatch` checks that the generator computes the policy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Transport = Literal["plasma", "nccl", "ipc"]
 
 @dataclass(frozen=True)
 class Device:
-    """Where a Workhorse computes. `gpu` is the physical device's UUID; None: on CPU."""
+    """A Workhorse's device. `gpu` is the UUID of the physical device; None: CPU."""
 
     machine: str
     """See `shared_memory.machine`."""
@@ -36,15 +36,15 @@ def choose(
     trainer: Sequence[Device],
     generator: Sequence[Device],
 ) -> Transport:
-    """The way of the weights from `trainer`'s ranks to `generator`'s.
+    """The transport of weights from `trainer`'s ranks to `generator`'s.
 
     Raises:
         ValueError: `wanted` cannot work between these devices.
     """
     if wanted == "plasma":
         return "plasma"
-    all_on_gpus = all(place.gpu is not None for place in [*trainer, *generator])
-    trains, samples = {place.gpu for place in trainer}, {place.gpu for place in generator}
+    all_on_gpus = all(device.gpu is not None for device in [*trainer, *generator])
+    trains, samples = {device.gpu for device in trainer}, {device.gpu for device in generator}
     possible: Transport = "plasma"
     if config.engine == "vllm" and all_on_gpus:
         if samples <= trains:
@@ -62,7 +62,7 @@ def choose(
 
 
 class _Receivers:
-    """All generator ranks as the one client that vLLM's trainer engines speak to."""
+    """All generator ranks as the single client of vLLM's trainer engines."""
 
     def __init__(self, transport: Transport, ranks: Sequence[WorkhorseHandle], per_replica: int, version: int) -> None:
         self._transport, self._ranks, self._per_replica, self._version = transport, ranks, per_replica, version
@@ -70,7 +70,7 @@ class _Receivers:
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         infos = []
         for number in range(len(self._ranks)):
-            # vLLM adds a rank's place within its replica; replicas follow each other.
+            # vLLM adds a rank's position within its replica; replicas follow each other.
             offset = {"rank_offset": 1 + number - number % self._per_replica} if self._transport == "nccl" else {}
             infos.append({"backend": self._transport, "info": init_info | offset})
         self._all("init", infos)
@@ -100,12 +100,12 @@ def send(
     per_replica: int,
     version: int,
 ) -> None:
-    """Send `tensors` to all generator `ranks`; every rank of the trainer calls it, rank 0 drives.
+    """Send `tensors` to all generator `ranks`; every trainer rank calls this, rank 0 drives.
 
     Args:
-        tensors: gathers (name, whole tensor) pairs, in the order of `metadata`; a collective.
-        meet: host and free port on rank 0 (nccl).
-        per_replica: generator ranks that share one copy of the model.
+        tensors: gathers (name, whole tensor) pairs in the order of `metadata`; a collective.
+        meet: rendezvous, host and free port on rank 0 (nccl).
+        per_replica: number of generator ranks that share one copy of the model.
     """
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory

@@ -1,15 +1,15 @@
-"""Weights on their way from a trainer to generators: in memory they share on one machine, else by Ray's object store.
+"""Transfer weights from a trainer to generators: in shared memory on one machine, else in Ray's object store.
 
-The trainer packs its tensors into buckets, each one contiguous array, which readers on that machine map without a copy.
-Order of a sync:
+The trainer packs its tensors into buckets, contiguous arrays that readers on its machine map without a copy. Order of
+a sync:
 
-1. the trainer exports `version`: gather a tensor, pack it, checksum it, publish what fills a bucket;
-2. each generator maps every bucket and verifies *all* checksums, before it touches its weights;
-3. only then are the weights loaded and the generator's version becomes `version`.
+1. the trainer exports `version`: it gathers, packs and checksums each tensor, and publishes each full bucket;
+2. each generator maps every bucket and verifies *all* checksums before it changes its weights;
+3. only then are the weights loaded, and the generator's version becomes `version`.
 
-A transfer that fails in 1 or 2 leaves the generator wholly as it was; `versioned.py` sees to 3. Either way it can be
-tried again. Extra memory: the layer being laid out in the generator; the update itself, which has to lie there whole
-before any of it may be loaded, and the one before, to go back to; by the object store, one bucket in the trainer.
+A failure in 1 or 2 leaves the generator unchanged; `versioned.py` handles failures in 3. The transfer can be repeated.
+Extra memory: one layer in the generator; the whole update, and the one before, to revert to; with the object store, one
+bucket in the trainer.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ import xxhash
 from xray_runtime.weights.shared_memory import SharedBytes, SharedReader
 
 BUCKET_BYTES = 64 * 2**20
-"""Largest bucket (a larger tensor gets one of its own), and so the extra memory that packing takes."""
+"""Largest bucket (a larger tensor gets its own one), and thus the extra memory for packing."""
 
 ALIGNMENT = 64
 GET_SECONDS = 300.0
-"""A bucket that has not arrived by then is lost."""
+"""Time for a bucket to arrive before it counts as lost."""
 
 
 class WeightTransferError(RuntimeError):
-    """Weights arrived that are not those that were sent."""
+    """Weights were lost or changed on their way."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor's place in a bucket."""
+    """A tensor in a bucket."""
 
     name: str
     dtype: str
@@ -53,7 +53,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors packed into one array of bytes: `SharedBytes`, or a reference into the object store."""
+    """Tensors packed into one array of bytes: `SharedBytes`, or a reference to the object store."""
 
     ref: Any
     entries: tuple[TensorEntry, ...]
@@ -61,7 +61,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """Everything a generator needs to hold policy version `version`."""
+    """The weights of policy version `version`."""
 
     version: int
     buckets: tuple[Bucket, ...] = field(default=())
@@ -72,26 +72,26 @@ class WeightUpdate:
 
     @property
     def digest(self) -> str:
-        """One digest over the names and bytes of its tensors, however they are packed."""
+        """Digest of the names and bytes of its tensors, independent of packing."""
         entries = sorted((e.name, e.dtype, e.shape, e.checksum) for bucket in self.buckets for e in bucket.entries)
         return hashlib.sha256(repr(entries).encode()).hexdigest()
 
 
 class Memory(Protocol):
-    """Where a trainer packs buckets."""
+    """Memory in which a trainer packs buckets."""
 
     def begin(self) -> None:
-        """An update follows."""
+        """Begin an update."""
 
     def take(self, num_bytes: int) -> np.ndarray:
-        """Memory of `num_bytes` or more for a bucket."""
+        """Memory of at least `num_bytes` for a bucket."""
 
     def put(self, num_bytes: int) -> Any:
-        """Publish the first `num_bytes` of what was taken last; where readers find them."""
+        """Publish the first `num_bytes` of the memory taken last; returns the reference for readers."""
 
 
 class ObjectStore:
-    """Ray's: it copies, so one bucket's memory serves all of an update."""
+    """Ray's object store. It copies, so one bucket's memory is enough for an update."""
 
     def begin(self) -> None:
         self._packed = np.empty(0, dtype=np.uint8)
@@ -108,10 +108,7 @@ class ObjectStore:
 
 
 def pack(tensors: Iterable[tuple[str, torch.Tensor]], version: int, memory: Memory | None = None) -> WeightUpdate:
-    """Put `tensors` into `memory` (None: the object store), bucket by bucket.
-
-    Beside that memory it takes no other for tensors that are gathered one by one; the object store takes a bucket.
-    """
+    """Pack `tensors`, which are gathered one by one, into buckets in `memory` (None: the object store)."""
     memory = memory or ObjectStore()
     memory.begin()
     buckets: list[Bucket] = []
@@ -139,18 +136,17 @@ def pack(tensors: Iterable[tuple[str, torch.Tensor]], version: int, memory: Memo
 def unpack(
     bucket: Bucket, shared: SharedReader | None = None, *, check: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The bucket's tensors as read-only views of the mapped memory, each verified (`check`) as it is handed out.
+    """The bucket's tensors as read-only views of the mapped memory, each verified if `check` is set.
 
     Args:
-        shared: maps buckets in shared memory; keeps the views valid.
+        shared: maps buckets in shared memory, and keeps the views valid.
 
     Raises:
-        WeightTransferError: the bucket is lost, a tensor's bytes do not match its checksum, or its size does not match
-            its shape.
+        WeightTransferError: the bucket is lost, or a tensor's bytes do not match its checksum or shape.
     """
     packed = _packed(bucket, shared)
     with warnings.catch_warnings():
-        # The mapped memory is read-only and torch says so; loaders only read it.
+        # torch warns that the memory is read-only; loaders only read it.
         warnings.simplefilter("ignore", UserWarning)
         mapped = torch.from_numpy(packed)
     for entry in bucket.entries:
@@ -165,7 +161,7 @@ def unpack(
 
 
 def verify(update: WeightUpdate, shared: SharedReader | None = None) -> None:
-    """Check every tensor of `update` as it arrived here. Raises WeightTransferError."""
+    """Verify every tensor of `update`. Raises WeightTransferError."""
     for bucket in update.buckets:
         for _ in unpack(bucket, shared):
             pass

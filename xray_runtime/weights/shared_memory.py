@@ -1,12 +1,12 @@
-"""Bytes in memory that processes of one machine share, mapped once and written again and again.
+"""Memory that processes of one machine share, mapped once and reused for many updates.
 
-A copy into fresh shared memory costs ten times the copy: the pages. So a writer keeps its files, and a reader its
-mappings of them. The files are memfds, which have no name: readers open them as /proc/PID/fd/FD, which takes the same
-user, and they end with the last process that holds them, however it ends.
+A copy into new shared memory takes ten times as long because of page faults, so writers keep files and readers keep
+mappings. The files are memfds without names: readers of the same user open them as /proc/PID/fd/FD, and they end
+with the last process that holds them.
 
-Which file may be written again, the kernel knows: a reader holds a shared lock (flock) on what it may still read, and
-a lock ends with its process too. A writer takes files without a lock, but never those of its last round, which
-readers may be about to open. Should one come later than that, its checksums tell.
+A reader holds a shared lock (flock) on files that it may still read, which ends with its process. A writer reuses files
+without a lock, but not those of its last round, which readers may be about to open. A reader that is even later finds
+wrong checksums.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SharedBytes:
-    """Where `num_bytes` are: in an open file of process `pid`."""
+    """`num_bytes` in an open file of process `pid`."""
 
     pid: int
     fd: int
@@ -48,7 +48,7 @@ class _File:
 
 
 class SharedWriter:
-    """The files that this process writes."""
+    """The shared files of this process."""
 
     def __init__(self) -> None:
         self._files: list[_File] = []
@@ -56,11 +56,11 @@ class SharedWriter:
         self._last: list[_File] = []
 
     def begin(self) -> None:
-        """What is taken from now on is read together."""
+        """Begin a round, whose memory is read together."""
         self._last, self._round = self._round, []
 
     def take(self, num_bytes: int) -> np.ndarray:
-        """Memory of `num_bytes` or more to write."""
+        """Memory of at least `num_bytes` to write."""
         taken = [*self._last, *self._round]
         free = [f for f in self._files if f.array.size >= num_bytes and f not in taken and _unread(f)]
         if free:
@@ -74,7 +74,7 @@ class SharedWriter:
         return file.array
 
     def put(self, num_bytes: int) -> SharedBytes:
-        """Where readers find the first `num_bytes` of what was taken last."""
+        """The reference for readers to the first `num_bytes` of the memory taken last."""
         file = self._round[-1]
         return SharedBytes(file.pid, file.fd, file.inode, num_bytes)
 
@@ -86,10 +86,10 @@ class SharedReader:
         self._files: dict[tuple[int, int, int], _File] = {}
 
     def read(self, where: SharedBytes) -> np.ndarray:
-        """The bytes, read-only; nobody writes there until `keep` is called without them.
+        """The bytes, read-only; they do not change until `keep` is called without them.
 
         Raises:
-            OSError: the process that wrote them is gone, or is another user's.
+            OSError: the process that wrote them is gone, or belongs to another user.
         """
         key = (where.pid, where.fd, where.inode)
         if key not in self._files:
@@ -104,7 +104,7 @@ class SharedReader:
         return self._files[key].array[: where.num_bytes]
 
     def keep(self, needed: Iterable[SharedBytes]) -> None:
-        """Only `needed` is read from now on. Other files of their writers stay mapped, for the next round."""
+        """Release all files but `needed`. Other files of the same writers stay mapped for the next round."""
         keys = {(where.pid, where.fd, where.inode) for where in needed}
         writers = {pid for pid, _, _ in keys}
         for key, file in list(self._files.items()):
@@ -124,9 +124,9 @@ def _unread(file: _File) -> bool:
 
 
 def machine() -> str:
-    """The same for processes that can open each other's files."""
+    """An id that is equal for processes that can open each other's files."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')} {os.geteuid()}"
     except OSError:
-        return f"process {os.getpid()}"  # no such system: nothing is shared
+        return f"process {os.getpid()}"  # on other systems nothing is shared

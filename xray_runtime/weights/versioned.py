@@ -1,15 +1,15 @@
-"""Which weights a generator holds, and the way back to them: a transfer is taken over whole, or not at all.
+"""Versioned weights of a generator: an update is loaded completely or not at all.
 
-`VersionedWeights` knows, for every tensor, where its last good bytes are: in the checkpoint the engine started from, or
-in the last update that has it, which is kept. Order of a load:
+`VersionedWeights` knows the source of every tensor: the checkpoint the engine started from, or the last update with the
+tensor, which is kept. Order of a load:
 
-1. verify every checksum of the update, before anything is touched;
-2. write it into the engine, with what is held of layers of which it has a part;
-3. where that fails half-way, write *all* weights held before back into the engine. Only if that fails too does the
-   engine hold nothing usable: it then refuses to generate, and the next load first repeats step 3.
+1. verify every checksum of the update before anything is changed;
+2. write the update into the engine, with the held tensors of layers that it only has a part of;
+3. if that fails midway, write *all* weights held before back into the engine. If that fails too, the engine holds
+   nothing usable: it refuses to generate, and the next load first repeats step 3.
 
-The update before the last is kept until the engine is used at the new version, so that a generator of several replicas
-can go back as one (`revert`).
+The previous update is kept until the engine is used at the new version, so that all replicas of a generator can go back
+together (`revert`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from xray_runtime.weights.shared_memory import SharedBytes, SharedReader
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 Write = Callable[[Tensors, int], None]
-"""`write(tensors, version)`: put (Hugging Face name, whole tensor) pairs into an engine, which then is at `version`.
-What is not named stays. It may be called again after it failed, with all tensors."""
+"""`write(tensors, version)`: write (Hugging Face name, whole tensor) pairs into an engine, which then is at `version`.
+Other tensors stay. After a failure it may be called again with all tensors."""
 
 
 class StaleWeightsError(RuntimeError):
-    """The generator does not hold the policy version it was asked to generate with."""
+    """The generator does not hold the requested policy version."""
 
 
 class VersionedWeights:
-    """The weights of one engine, started on `directory` as version 0.
+    """The weights of one engine, with the checkpoint `directory` as version 0.
 
     Args:
         layers_of: names → these and all others that must be written together with them.
@@ -52,11 +52,11 @@ class VersionedWeights:
         self._whole = True
 
     def load(self, update: WeightUpdate) -> None:
-        """Take over `update`'s weights: all of them, or, where anything fails, none.
+        """Load all weights of `update`, or none if anything fails.
 
         Raises:
-            WeightTransferError: a tensor is damaged or lost; nothing was touched.
-            Exception: whatever the engine raised; it holds again what it held before.
+            WeightTransferError: a tensor is damaged or lost; nothing was changed.
+            Exception: an exception of the engine, which holds the previous weights again.
         """
         try:
             verify(update, self._shared)
@@ -72,16 +72,15 @@ class VersionedWeights:
                 self._restore()
                 raise
             self._before = self._kept_version, self._arrived
-            brought = {entry.name: bucket for bucket in update.buckets for entry in bucket.entries}
-            self._arrived = self._arrived | brought
+            self._arrived = self._arrived | {entry.name: b for b in update.buckets for entry in b.entries}
             self.version = self._kept_version = update.version
         finally:
-            self._let_go()
+            self._release()
 
     def receive(self, step: Callable[[], None], version: int, *, first: bool, last: bool) -> None:
-        """A step of a transfer that goes past the object store: `version` is held after the `last` one.
+        """A step of a transfer without the object store; `version` is held after the `last` step.
 
-        Nothing of it is kept, so where a step fails the engine goes back to the last version of which something is.
+        Such weights are not kept, so after a failure the engine returns to the last version that is.
         """
         if first and not self._whole:
             self._restore()
@@ -95,12 +94,12 @@ class VersionedWeights:
             self._whole, self.version, self._before = True, version, None
 
     def revert(self) -> None:
-        """Go back to what was held before the last `load`; only until the engine was used since."""
+        """Undo the last `load`, unless the engine was used since."""
         if self._before is None:
             raise StaleWeightsError(f"there is no version before policy version {self.version}")
         (self._kept_version, self._arrived), self._before = self._before, None
         self._restore()
-        self._let_go()
+        self._release()
 
     def restart(self, directory: Path) -> None:
         """Hold the weights of `directory`, a checkpoint of the same shape, as version 0."""
@@ -109,21 +108,21 @@ class VersionedWeights:
         self._restore()
 
     def forget(self) -> None:
-        """Keep no update any more; the engine holds nothing usable until `restart`."""
+        """Drop all updates; the engine holds nothing usable until `restart`."""
         self._arrived, self._before, self._whole = {}, None, False
-        self._let_go()
+        self._release()
 
     def use(self, version: int) -> None:
-        """Declare that the engine is about to be used at `version`; what was held before is let go.
+        """Prepare to use the engine at `version`; drops the version before.
 
         Raises:
-            StaleWeightsError: another version is held, or nothing usable.
+            StaleWeightsError: the engine holds another version, or nothing usable.
         """
         if not self._whole or self.version != version:
-            state = f"version {self.version}" if self._whole else "nothing usable (a load failed half-way)"
+            state = f"version {self.version}" if self._whole else "nothing usable (a load failed midway)"
             raise StaleWeightsError(f"policy version {version} was requested, but the generator holds {state}")
         self._before = None
-        self._let_go()
+        self._release()
 
     def _restore(self) -> None:
         self._whole = False
@@ -132,7 +131,7 @@ class VersionedWeights:
 
     def _with_layers(self, update: WeightUpdate, others: set[str]) -> Tensors:
         for bucket in update.buckets:
-            # Verified, and nobody may write there now.
+            # Already verified, and locked against writers.
             yield from unpack(bucket, self._shared, check=False)
         if others:
             yield from self._held(others)
@@ -150,8 +149,8 @@ class VersionedWeights:
                 if self._arrived[name] is bucket and (names is None or name in names):
                     yield name, tensor
 
-    def _let_go(self) -> None:
-        """Shared memory that is not needed to go back to may be written again."""
+    def _release(self) -> None:
+        """Release shared memory that is not needed for going back."""
         before = {} if self._before is None else self._before[1]
         buckets = [*self._arrived.values(), *before.values()]
         self._shared.keep({bucket.ref for bucket in buckets if isinstance(bucket.ref, SharedBytes)})

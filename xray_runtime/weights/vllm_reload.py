@@ -1,12 +1,12 @@
-"""Reloading layers of a vLLM model that runs: where each Hugging Face tensor goes is found out once.
+"""Reload layers of a running vLLM model; the destination of each Hugging Face tensor is recorded once.
 
-vLLM's own layer-wise reload finds it out anew each time, by a trial load of every tensor, which for a small model is
-most of the time; and a layer of which only a part arrives (q and v of a fused qkv, say) gets uninitialized memory for
-the rest. Here the trial load runs once, over the whole checkpoint, without values, and records the calls of vLLM's own
-weight loaders, layer by layer. A reload repeats those of the layers it is given; vLLM lays the layers out as ever.
+vLLM's layer-wise reload makes a trial load of every tensor each time, which takes most of the time for a small model,
+and a layer that only gets a part of its tensors (q and v of a fused qkv, say) has uninitialized memory for the rest.
+Here one trial load of the whole checkpoint, without values, records the calls of vLLM's weight loaders by layer. A
+reload repeats the calls of the given layers, and vLLM lays the layers out as usual.
 
-No names or architectures are known here. `record` gives None where a repetition would not be sure to do the same:
-something is loaded past the weight loaders, or a tensor is changed before it reaches one.
+This works without names or architectures. `record` returns None if a repetition might differ: something bypasses the
+weight loaders, or a tensor is changed before it reaches one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Call:
     signature: inspect.Signature
     arguments: dict[str, Any]
     slot: str
-    """Which of the arguments is the tensor."""
+    """Name of the argument that is the tensor."""
 
     def bound(self, tensor: torch.Tensor) -> inspect.BoundArguments:
         return inspect.BoundArguments(self.signature, OrderedDict(self.arguments | {self.slot: tensor}))
@@ -69,12 +69,12 @@ class Reloader:
         self._attention: list[Any] = list(attention)
 
     def with_siblings(self, names: set[str]) -> set[str]:
-        """`names`, and the tensors that lie in one layer with any of them."""
+        """`names` and all other tensors of their layers."""
         return names.union(*(self._names[layer] for name in names for layer in self._layers.get(name, ())))
 
     @torch.no_grad()
     def load(self, tensors: Tensors, dtype: torch.dtype) -> None:
-        """Load `tensors`; where it fails, layers already reloaded keep what is new, and `close` is to be called.
+        """Load `tensors`. After a failure, reloaded layers keep their new weights, and `close` must be called.
 
         Raises:
             ValueError: a tensor is not one of the checkpoint's or has another shape, or a layer's are incomplete.
@@ -97,7 +97,7 @@ class Reloader:
 
     def _reload(self, layer: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
         if not isinstance(getattr(layer, "quant_method", None), QuantizeMethodBase):
-            # Nothing is laid out anew (a norm, say): into the tensors that the layer computes with.
+            # Without a special layout (a norm, say), load into the layer's own tensors.
             for call in self._calls[layer]:
                 parameter, arguments = getattr(layer, call.parameter), call.bound(tensors[call.name])
                 arguments.arguments["param"] = parameter
@@ -114,7 +114,7 @@ class Reloader:
     def _finish(self, loaded: set[nn.Module], dtype: torch.dtype) -> None:
         changed = {id(parameter) for layer in loaded for parameter in layer.parameters(recurse=False)}
         for module in self._model.modules():
-            # A tied output layer has no tensor of its own, but on CPU a packed copy.
+            # A tied output layer has no own tensor, but a packed copy on CPU.
             if isinstance(module, ParallelLMHead) and module not in loaded and id(module.weight) in changed:
                 module.quant_method.process_weights_after_loading(module)
         for layer in self._attention:
@@ -122,10 +122,10 @@ class Reloader:
 
 
 def record(model: Any, shapes: dict[str, torch.Size]) -> Reloader | None:
-    """A `Reloader` of `model`; None where vLLM's own reload has to do it.
+    """A `Reloader` of `model`; None if only vLLM's own reload can do it.
 
     Args:
-        shapes: of all tensors of its checkpoint, by Hugging Face name.
+        shapes: Hugging Face name → shape, for all tensors of its checkpoint.
     """
     tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     names = {id(tensor): name for name, tensor in tensors.items()}
@@ -139,11 +139,11 @@ def record(model: Any, shapes: dict[str, torch.Size]) -> Reloader | None:
             nonlocal copied
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            # ValueError where the tensor is not as it was handed over.
+            # Raises ValueError if the tensor was changed.
             (slot,) = [key for key, value in bound.arguments.items() if id(value) in names]
             call = Call(names[id(bound.arguments[slot])], parameter, signature, dict(bound.arguments), slot)
             calls.setdefault(layer, []).append(call)
-            # Biases keep their values (vLLM never takes them away), and those of a trial load are none.
+            # On the meta device, so that biases, which vLLM leaves in place, keep their values.
             bound.arguments["param"] = to_meta_tensor(bound.arguments["param"])
             with CopyCounter() as counter:
                 answer = loader(*bound.args, **bound.kwargs)
@@ -162,7 +162,7 @@ def record(model: Any, shapes: dict[str, torch.Size]) -> Reloader | None:
                     tensor.weight_loader = recorder(layer, name, originals[-1][1])
         with CopyCounter() as counter:
             model.load_weights(iter(tensors.items()))
-    except Exception:  # whatever a model's own code raises on tensors without values
+    except Exception:  # from a model's code, given tensors without values
         return None
     finally:
         for tensor, loader in originals:
@@ -174,7 +174,7 @@ def record(model: Any, shapes: dict[str, torch.Size]) -> Reloader | None:
 
 
 def close(model: nn.Module) -> None:
-    """Give layers that a load broken off half-way left open their tensors back, and forget what had arrived."""
+    """Restore the tensors of layers that a failed load left open, and drop what had arrived."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():

@@ -1,8 +1,7 @@
-"""vLLM's side of the weight transfer: one engine for its native interface, whichever way the weights come.
+"""vLLM's side of the weight transfer: one engine for its native interface and all transports.
 
-From Ray's object store they are handed over as tensors; from GPU to GPU vLLM's own `nccl` or `ipc` engine receives
-them. Either way vLLM's own code fuses and lays out incoming Hugging Face weights as a load from disk would; a layer
-that receives nothing keeps what it had.
+Weights from Ray's object store arrive as tensors; between GPUs vLLM's `nccl` or `ipc` engine receives them. vLLM's code
+fuses and lays out Hugging Face weights as after a load from disk; other layers keep their weights.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ BACKEND = "xray"
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """What vLLM's own engine `backend` is to agree on with the trainer; nothing for the object store."""
+    """Init info for vLLM's own engine `backend`; empty for the object store."""
 
     backend: str = ""
     info: dict[str, Any] = field(default_factory=dict)
@@ -44,20 +43,20 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Tensors of an update, or what vLLM's own engine needs to receive some."""
+    """Tensors of an update, or update info for vLLM's own engine."""
 
     tensors: Iterator[tuple[str, torch.Tensor]] = field(default_factory=lambda: iter(()))
     direct: dict[str, Any] | None = None
 
 
 class XrayWeightTransferEngine(WeightTransferEngine):
-    """Loads what comes, in sessions that can be broken off."""
+    """Loads weights in sessions that can be aborted."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     _direct: WeightTransferEngine | None = None
     _reloading = False
-    """vLLM's own reload is under way."""
+    """Whether vLLM's own reload is in progress."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
@@ -73,20 +72,20 @@ class XrayWeightTransferEngine(WeightTransferEngine):
 
     @cached_property
     def _reloader(self) -> Reloader | None:
-        """None: only vLLM's own reload knows how to load this model."""
+        """None if only vLLM's own reload can load this model."""
         with set_current_vllm_config(self.vllm_config):
             return record(self.model, self._shapes)
 
     def layers_of(self, names: set[str]) -> set[str]:
-        """`names`, and all that must be loaded with them: vLLM's own reload fills up half a layer with anything."""
+        """`names` and all tensors to load with them; vLLM's own reload would leave a part of a layer uninitialized."""
         return names | set(self._shapes) if self._reloader is None else self._reloader.with_siblings(names)
 
     def start_weight_update(self) -> None:
-        # vLLM counts the elements that arrive: what an update broken off left open would be counted twice.
+        # vLLM counts elements; those of an aborted update would count twice.
         close(self.model)
         self._reloading = False
         if current_platform.is_cpu():
-            # A layer of experts packs its weights only while it has no kernel: it would go on with the old ones.
+            # A layer of experts only packs new weights while it has no kernel.
             for module in self.model.modules():
                 method = getattr(module, "quant_method", None)
                 if isinstance(method, UnquantizedFusedMoEMethod):
@@ -110,8 +109,7 @@ class XrayWeightTransferEngine(WeightTransferEngine):
         if not self._reloading:
             return
         finalize_layerwise_reload(self.model, self.model_config)
-        # An output layer tied to the embedding receives nothing of its own, so the reload leaves it the copy that CPU
-        # kernels packed from the *old* embedding. Pack it again.
+        # A tied output layer receives nothing, so CPU kernels still have a copy of the *old* embedding. Pack it again.
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
@@ -123,6 +121,6 @@ class XrayWeightTransferEngine(WeightTransferEngine):
 
 
 def register() -> None:
-    """Make the back end known to vLLM in this process (again is fine)."""
+    """Register the back end with vLLM in this process. Safe to repeat."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, XrayWeightTransferEngine)

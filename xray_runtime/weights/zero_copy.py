@@ -1,9 +1,8 @@
-"""A model put once into Ray's object store, and mapped by any number of processes on that machine without a copy.
+"""Zero-copy loading: a model in Ray's object store, mapped by many processes of a machine without a copy.
 
-`share` takes a module apart into its skeleton (the module with parameters on the meta device) and its arrays;
-`open_shared` puts the skeleton on views of the mapped arrays. Worth it where several processes read the same weights:
-scoring replicas, sweeps over one frozen model, many short-lived readers. A model that is trained is written to, so
-there it saves the reading from disk and no memory.
+`share` stores a module's skeleton (with parameters on the meta device) and its arrays; `open_shared` puts the skeleton
+on views of the mapped arrays. This helps when several processes read the same weights: scoring replicas, sweeps over a
+frozen model, short-lived readers. For a trained model it only saves reading from disk.
 """
 
 from __future__ import annotations
@@ -21,16 +20,15 @@ from xray_runtime.weights.object_store import WeightUpdate, pack, unpack
 
 @dataclass(frozen=True)
 class SharedModel:
-    """Where a model lies in the object store. Small: hand it to as many actors as you like, and hold it as long as any
-    of them reads."""
+    """References to a model in the object store, for any number of actors. Hold it as long as any of them reads."""
 
     skeleton: Any
-    """Reference to the module without its parameters' values (buffers are in it)."""
+    """Reference to the module without the values of its parameters, but with buffers."""
     arrays: WeightUpdate
 
 
 def share(module: nn.Module) -> SharedModel:
-    """Put `module` (on the CPU) into the object store; one bucket of extra memory."""
+    """Put `module` (on CPU) into the object store, with one bucket of extra memory."""
     import ray
 
     memo: dict[int, Any] = {
@@ -43,8 +41,8 @@ def share(module: nn.Module) -> SharedModel:
 def open_shared(shared: SharedModel, trained: Callable[[str], bool] = lambda name: False) -> nn.Module:
     """The module on the mapped weights.
 
-    Parameters whose name `trained` accepts are copies that require gradients; all others are read-only: writing to one
-    ends the process, since the memory is mapped for reading.
+    Parameters whose name `trained` accepts are copies that require gradients. All others are read-only: a write would
+    crash the process.
     """
     import ray
 
@@ -52,7 +50,7 @@ def open_shared(shared: SharedModel, trained: Callable[[str], bool] = lambda nam
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     values: dict[str, nn.Parameter] = {}
     for bucket in shared.arrays.buckets:
-        # Unchecked: objects in the store cannot be changed, and checksums would read all that a reader may never touch.
+        # Unchecked: stored objects cannot change, and checksums would read weights that may never be used.
         for name, tensor in unpack(bucket, check=False):
             mine = trained(name)
             values[name] = nn.Parameter(tensor.clone() if mine else tensor, requires_grad=mine)

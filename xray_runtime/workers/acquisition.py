@@ -1,8 +1,8 @@
-"""All Workhorses of a stage, at once or not at all.
+"""Acquire all Workhorses of a stage, at once or not at all.
 
-More than the cluster has is refused at once. What others hold, or a lost node had, is waited for,
-`runtime.wait_timeout_s` long; other stages of the same run are waited for as long as they take. An attempt that does
-not get everything gives back what it got before the next stage has its turn, so nobody waits while holding.
+A stage that needs more than the cluster has is refused. It waits up to `runtime.wait_timeout_s` for resources that
+others hold or that a lost node had, and without a limit for other stages of the same run. An attempt that cannot get
+everything releases what it got before the next stage has its turn, so no stage holds resources while it waits.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from xray_runtime.workers.reservations import Reservation, Ticket, amount_text, 
 from xray_runtime.workers.workhorse import Workhorse
 
 POLL_SECONDS = 0.2
-"""Between two questions whether it is a stage's turn."""
+"""Interval at which a stage asks whether it has its turn."""
 RETRY_SECONDS = 1.0
-"""Between two attempts."""
+"""Pause between two attempts."""
 EVICTED_SECONDS = 3.0
-"""How long Ray takes at most to count the CPUs of ended processes as free."""
+"""Longest time for Ray to count the CPUs of ended processes as free."""
 GROUP_SECONDS = 30.0
-"""For Ray to reserve placement groups that should fit, on a machine with a core for each."""
+"""Time for Ray to reserve placement groups that fit, on a machine with a core for each process."""
 START_SECONDS = 120.0
-"""For processes to start that should fit, there."""
+"""Time for processes that fit to start, on such a machine."""
 NODE_SECONDS = 1.0
 ROUNDING = 1e-4
 """Ray counts in ten-thousandths."""
@@ -51,25 +51,25 @@ log = logging.getLogger(__name__)
 
 
 class BusyClusterError(RuntimeError):
-    """Others held what was asked for all the time it was waited for."""
+    """Others held the requested resources during the whole wait."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What one model of a stage asks for."""
+    """The resources of one model of a stage."""
 
     demand: Demand
     kind: type[Workhorse]
     holder: Pingable
-    """The WholeModel that the Workhorses are for: the pool ends them when it is dead."""
+    """The WholeModel of the Workhorses: the pool kills them when it is dead."""
 
 
 class Acquisition:
-    """The Workhorses of one stage: `take` them, and at the end `give_back`, whatever happens.
+    """The Workhorses of one stage: `acquire` them, and `release` them at the end, whatever happens.
 
     Args:
-        run_id: whose worker pool they come from; without one they are started and ended here.
-        log_dir: the stage's; people know it by this path.
+        run_id: of the run whose worker pool is used; if it has none, Workhorses are started and killed here.
+        log_dir: log directory of the stage, which identifies it for people.
     """
 
     def __init__(self, requests: Sequence[Request], runtime: RuntimeConfig, log_dir: Path, run_id: str) -> None:
@@ -81,15 +81,14 @@ class Acquisition:
         self._ticket = Ticket(run_id, str(log_dir), requests[0].holder)
         self._groups: dict[str, PlacementGroup] = {}
         self._started: list[WorkhorseHandle] = []
-        """Those that are not the pool's."""
+        """Workhorses that are not from the pool."""
 
-    def take(self) -> dict[str, list[WorkhorseHandle]]:
+    def acquire(self) -> dict[str, list[WorkhorseHandle]]:
         """Role → its Workhorses in order of rank.
 
         Raises:
-            ConfigError: the cluster does not have that much. Nothing was started.
-            BusyClusterError: it has, but others held it for `runtime.wait_timeout_s`; or it had, and no node came in
-                place of a lost one.
+            ConfigError: the cluster has too few resources. Nothing was started.
+            BusyClusterError: others held the resources for `runtime.wait_timeout_s`, or no node replaced a lost one.
             StageInterruptedError: the run was asked to stop.
         """
         await_answers()
@@ -101,16 +100,15 @@ class Acquisition:
                     self._wait(POLL_SECONDS)
                 found = self._reserve()
                 if found is not None:
-                    resources = _total(self._demands)
-                    reservation = Reservation(resources, list(self._groups.values()))
+                    reservation = Reservation(_total(self._demands), list(self._groups.values()))
                     get(self._reservations.grant.remote(self._ticket, reservation))
                     return found
             finally:
                 get(self._reservations.leave.remote(self._ticket))
             self._wait(RETRY_SECONDS)
 
-    def give_back(self, reusable: Sequence[Pingable] = ()) -> None:
-        """End the Workhorses; those of the pool whose holder is `reusable` are idle there instead."""
+    def release(self, reusable: Sequence[Pingable] = ()) -> None:
+        """Kill the Workhorses, except that the pool keeps those whose holder is in `reusable`."""
         self._free(reusable)
         with contextlib.suppress(RayActorError):
             get(self._reservations.end.remote(self._ticket))
@@ -120,7 +118,7 @@ class Acquisition:
             ray.kill(workhorse)
         self._started.clear()
         if self._pool is not None:
-            # A pool that has ended took its processes with it.
+            # A dead pool took its processes with it.
             with contextlib.suppress(RayActorError):
                 for holder in reusable:
                     get(self._pool.release.remote(holder))
@@ -130,7 +128,7 @@ class Acquisition:
         self._groups.clear()
 
     def _wait(self, seconds: float) -> None:
-        """Sleep. Raises where there is no sense in waiting any longer; see `take`."""
+        """Sleep. Raises if waiting longer is useless; see `acquire`."""
         if time.monotonic() > self._deadline:
             if not get(self._reservations.holds.remote(self._run_id)):
                 raise self._busy()
@@ -148,13 +146,13 @@ class Acquisition:
         return BusyClusterError(f"waited {seconds} for {wanted}, which are in use by {holders}")
 
     def _reserve(self) -> dict[str, list[WorkhorseHandle]] | None:
-        """Everything, or None, with nothing held."""
-        if not self._is_left():
+        """Reserve everything; returns None, with nothing held, if that is impossible now."""
+        if not self._is_unreserved():
             return None
         if not self._is_free() and not (evict_idle_workers() and _poll(self._is_free, EVICTED_SECONDS * load())):
             return None
         try:
-            found = self._all()
+            found = self._start_all()
         except BaseException:
             self._free()
             raise
@@ -162,8 +160,8 @@ class Acquisition:
             self._free()
         return found
 
-    def _is_left(self) -> bool:
-        """Whether stages have left enough; what idle processes and others hold is not counted."""
+    def _is_unreserved(self) -> bool:
+        """Whether other stages have left enough. Resources of idle processes and of other users do not count."""
         total, reserved = ray.cluster_resources(), get(self._reservations.reserved.remote())
         return all(
             amount <= total.get(name, 0.0) - reserved.get(name, 0.0) + ROUNDING
@@ -171,7 +169,7 @@ class Acquisition:
         )
 
     def _is_free(self) -> bool:
-        """Whether Ray has enough for the processes to be started: those that no idle one of the pool stands in for."""
+        """Whether Ray has enough free resources for the processes that the pool does not have idle."""
         wanted: Counter[type[Workhorse]] = Counter()
         for request in self._requests:
             if not request.demand.grouped():
@@ -183,8 +181,8 @@ class Acquisition:
         new["CPU"] = new.get("CPU", 0.0) - reused * self._runtime.cpus_per_workhorse
         return all(amount <= free.get(name, 0.0) + ROUNDING for name, amount in new.items())
 
-    def _all(self) -> dict[str, list[WorkhorseHandle]] | None:
-        # The widest bundles first: single ones could leave no node with enough room for them.
+    def _start_all(self) -> dict[str, list[WorkhorseHandle]] | None:
+        # The widest bundles first: after single ones, no node might have enough space for them.
         for demand in sorted(self._demands, key=lambda d: d.together, reverse=True):
             if demand.each() and demand.grouped():
                 name = f"{self._run_id} {self._log_dir} {demand.role}"
@@ -205,7 +203,7 @@ class Acquisition:
                 workhorse = start(request.kind, self._runtime, demand.gpus, group, bundle)
                 self._started.append(workhorse)
                 found[demand.role].append(workhorse)
-        # Those in a placement group have their devices; the others have them when their process is up.
+        # A placement group reserves the devices of its Workhorses; others have theirs once their process is up.
         singles = [w for d in self._demands if not d.grouped() for w in found[d.role]]
         calls = [request_heartbeat(workhorse) for workhorse in singles]
         up = ray.wait(calls, num_returns=len(calls), timeout=START_SECONDS * load())[0] if calls else []
@@ -213,16 +211,16 @@ class Acquisition:
 
 
 def await_nodes(what: str, demands: Sequence[Demand], timeout_s: float) -> None:
-    """Wait until the nodes have enough for `demands`: where some were lost, others may come.
+    """Wait until the nodes have enough for `demands`: new ones may replace lost ones.
 
     Raises:
-        ConfigError: they do not, and none was lost.
-        BusyClusterError: they do not, and none came in `timeout_s`.
+        ConfigError: they do not have enough, and none was lost.
+        BusyClusterError: no node came within `timeout_s`.
     """
     deadline, warned = time.monotonic() + timeout_s, False
     while True:
         try:
-            check(what, demands, nodes())
+            return check(what, demands, nodes())
         except ConfigError as error:
             if not num_lost():
                 raise
@@ -233,13 +231,11 @@ def await_nodes(what: str, demands: Sequence[Demand], timeout_s: float) -> None:
             if not warned:
                 log.warning("waiting for a node to replace one that was lost: %s", error)
                 warned = True
-            time.sleep(NODE_SECONDS)
-        else:
-            return
+        time.sleep(NODE_SECONDS)
 
 
 def _total(demands: Sequence[Demand]) -> dict[str, float]:
-    """Resource → amount that all `demands` together ask for."""
+    """Resource → total amount of `demands`."""
     total: dict[str, float] = {}
     for demand in demands:
         for name, amount in demand.each(demand.num_ranks).items():
@@ -248,7 +244,6 @@ def _total(demands: Sequence[Demand]) -> dict[str, float]:
 
 
 def _poll(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether `condition` comes true within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

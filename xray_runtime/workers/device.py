@@ -1,4 +1,4 @@
-"""Which device `runtime.device: auto` means, where no cluster is at hand to ask."""
+"""The device of `runtime.device: auto` on this machine, without a cluster."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 
 
 def local_device(wanted: str) -> str:
-    """ "cpu" or "cuda": with `auto`, CUDA where this machine has NVIDIA's driver. Imports no torch."""
+    """ "cpu" or "cuda"; "auto" is CUDA if this machine has NVIDIA's driver. Imports no torch."""
     if wanted != "auto":
         return wanted
     return "cuda" if shutil.which("nvidia-smi") else "cpu"

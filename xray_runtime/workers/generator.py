@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class Generator(Workhorse):
-    """One engine that samples, or one rank of an engine that is split over several Workhorses."""
+    """One sampling engine, or one rank of an engine that is split over several Workhorses."""
 
     _engine: Generation | None = None
 
     def load_libraries(self, config: GeneratorConfig) -> None:
-        """Import the libraries that take seconds, before there is a model."""
+        """Import slow libraries before there is a model."""
         if config.engine == "vllm":
             at_low_priority(self._load_vllm)
 
@@ -33,37 +33,37 @@ class Generator(Workhorse):
         load_vllm(self.runtime, resolve_device(self.runtime.device))
 
     def build(self, spec: GeneratorSpec, rank_info: RankInfo) -> None:
-        """Start the engine on the checkpoint, or load the checkpoint into the engine of the model before."""
+        """Start the engine on the checkpoint, or load the checkpoint into the previous model's engine."""
         self._begin(rank_info)
         from xray_runtime.engines.generation.generation import Generation
-        from xray_runtime.engines.generation.sampling import Place
+        from xray_runtime.engines.generation.sampling import EngineRank
 
         if self._engine is not None and self._engine.fits(spec.directory, spec.max_length, spec.config):
             self._engine.restart(spec.directory)
         else:
             self._engine = None
             gc.collect()
-            place = Place(self.device.type, rank_info.rank, rank_info.world_size, rank_info.host, rank_info.port)
-            self._engine = Generation(spec.directory, spec.max_length, spec.config, self.runtime, place)
+            rank = EngineRank(self.device.type, rank_info.rank, rank_info.world_size, rank_info.host, rank_info.port)
+            self._engine = Generation(spec.directory, spec.max_length, spec.config, self.runtime, rank)
 
     def unload(self) -> None:
         super().unload()
         if self._engine is not None:
-            self._engine.forget()
+            self._engine.weights.forget()
 
     def load_weights(self, update: WeightUpdate) -> int:
         """Verify and load `update`; returns the version now held."""
         assert self._engine is not None
-        self._engine.load(update)
-        return self._engine.version
+        self._engine.weights.load(update)
+        return self._engine.weights.version
 
     def revert_weights(self) -> None:
-        """Undo the last `load_weights`: another replica could not follow."""
+        """Undo the last `load_weights`, because another replica failed."""
         assert self._engine is not None
-        self._engine.revert()
+        self._engine.weights.revert()
 
     def receive(self, step: str, info: dict[str, Any], version: int) -> None:
-        """One step of a transfer from GPU to GPU that the trainer drives."""
+        """One step of a transfer from GPU to GPU, which the trainer drives."""
         assert self._engine is not None
         self._engine.receive(step, info, version)
 

@@ -1,4 +1,4 @@
-"""Which model a generator starts from."""
+"""The model that a generator starts with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GeneratorSpec:
-    """Which model a Generator starts from."""
+    """The model that a Generator starts with."""
 
     directory: Path
     max_length: int
@@ -24,23 +24,21 @@ class GeneratorSpec:
 
     @property
     def whole_model(self) -> type[WholeModel]:
-        """The actor that stands for it. Named here so that a stage's key digests the code of what computes."""
+        """Class of its proxy. Named here so that a stage's key digests the code."""
         from xray_runtime.workers.whole_model import WholeModel
 
         return WholeModel
 
     @property
     def layout(self) -> GeneratorConfig:
-        """How it is spread over Workhorses."""
         return self.config
 
     @property
     def workhorse(self) -> type[Workhorse]:
-        """The class of its Workhorses."""
         from xray_runtime.workers.generator import Generator
 
         return Generator
 
     def located(self, find: Callable[[Path], Path]) -> GeneratorSpec:
-        """The spec for another node: `find` gives where a directory lies there."""
+        """The spec for another node; `find` returns a directory's path there."""
         return replace(self, directory=find(self.directory))

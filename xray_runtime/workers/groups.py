@@ -1,8 +1,8 @@
 """Placement groups: a model gets all its devices at once or none.
 
-A bundle is one tensor-parallel group, hence on one node wherever a node can hold it whole. The bundles of a trained
-model are packed on as few nodes as possible; those of a generator's replicas are spread. Models of one Workhorse on CPU
-have no group: the run's worker pool keeps their processes.
+A bundle is one tensor-parallel group, and thus on one node if any node is large enough. The bundles of a trained model
+are packed on few nodes; those of a generator's replicas are spread. A model of one Workhorse on CPU has no group: its
+process comes from the run's worker pool.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ PREFIX = "xray "
 
 
 def request_group(demand: Demand, name: str) -> PlacementGroup:
-    """Ask Ray for the placement group of one model; it may not be ready yet.
+    """Request the placement group of one model from Ray; it may not be ready yet.
 
     Args:
-        name: what people see of it on Ray's pages, `PREFIX` apart; an older group of this name is removed.
+        name: its name on Ray's pages, after `PREFIX`. An older group of this name is removed.
     """
-    # A stage that was killed left its groups, which live as long as the driver; its next attempt has the same names.
+    # Groups of a killed stage live as long as the driver, and its next attempt uses the same names.
     with contextlib.suppress(ValueError):
         remove_placement_group(ray.util.get_placement_group(PREFIX + name))
     whole = demand.each(demand.together)
@@ -38,18 +38,18 @@ def request_group(demand: Demand, name: str) -> PlacementGroup:
 
 
 def are_ready(groups: Collection[PlacementGroup], timeout_s: float) -> bool:
-    """Whether Ray has reserved all `groups` within `timeout_s`."""
+    """Whether Ray reserves all `groups` within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     return all(group.wait(max(deadline - time.monotonic(), 0.0)) for group in groups)
 
 
 def bundle_of(demand: Demand, group: PlacementGroup, rank: int) -> int:
-    """The bundle of `group` that Workhorse `rank` belongs to."""
+    """The bundle of `group` for Workhorse `rank`."""
     return int(rank * group.bundle_count // demand.num_ranks)
 
 
 def holders_text(stages: Sequence[str]) -> str:
-    """What is free on this cluster, and who holds the rest, as far as X-ray knows: `stages` and others' groups."""
+    """The free resources of this cluster, and the known holders of the rest: `stages` and other placement groups."""
     total, free = ray.cluster_resources(), ray.available_resources()
     lines = [f"free: {', '.join(f'{free.get(n, 0.0):g} {n}s' for n in ('CPU', 'GPU') if n in total) or 'nothing'}"]
     for group in placement_group_table().values():

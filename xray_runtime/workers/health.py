@@ -1,16 +1,14 @@
-"""Health of the Workhorses of one model while they work: noticing failures, and finding out which rank failed first.
+"""Health of the Workhorses of one model: detect failures, and find the rank that failed first.
 
-Three things may go wrong, each noticed in its own way:
+Three kinds of failures are detected in different ways:
 
     a process dies                      Ray reports it at once
-    a process hangs                     no heartbeat for `runtime.hang_timeout_s`; a busy process answers heartbeats, if
-                                        later on a busy machine: this limit and the next grow with the machine's load
-    a rank does not join a collective   its peers wait there for `runtime.collective_timeout_s`. (The groups that
-                                        DeepSpeed makes have torch's own limits: half an hour on gloo, ten minutes on
-                                        NCCL.)
+    a process hangs                     no heartbeat for `runtime.hang_timeout_s`; a working process still answers
+    a rank does not join a collective   its peers wait there for `runtime.collective_timeout_s`; in groups made by
+                                        DeepSpeed, for torch's limits (gloo 30 min, NCCL 10 min)
 
-The death of one rank breaks its peers' collectives, often before Ray has noticed the death. So after the first failure
-the others have a moment to fail too, and what cannot be a consequence is reported.
+Both time limits grow with the machine's load. The death of one rank breaks its peers' collectives, often before Ray
+reports the death. So after the first failure the others get a moment to fail too, and the cause is reported.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ from xray_runtime.workers.heartbeat import Heartbeat, request_heartbeat
 from xray_runtime.workers.protocols import Ref, WorkhorseHandle, get
 
 HEARTBEAT_SECONDS = 2.0
-"""How often heartbeats are polled while a call runs."""
+"""Interval between heartbeats while a call runs."""
 AFTERMATH_SECONDS = 3.0
-"""How long the others have to fail too."""
+"""Time for other ranks to fail too."""
 LOG_TAIL_LINES = 15
 T = TypeVar("T")
 IN_COLLECTIVE = ("gloo", "nccl", "connection closed by peer", "connection reset", "timed out waiting")
@@ -40,11 +38,11 @@ IN_COLLECTIVE_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 
 class WorkhorseError(RuntimeError):
-    """A Workhorse died, hangs or did not join a collective; names rank and host, and shows the end of its log."""
+    """A Workhorse died, hangs or did not join a collective; names rank and host, and quotes the end of its log."""
 
 
 class _CollectiveTimeoutError(Exception):
-    """A rank has waited for its peers in one collective for too long."""
+    """A rank waited too long for its peers in a collective."""
 
 
 class HealthMonitor:
@@ -53,7 +51,7 @@ class HealthMonitor:
     Args:
         workhorses: in order of rank.
         hang_timeout_s: a rank without a heartbeat for so long hangs.
-        collective_timeout_s: a rank that waits in one collective for longer is given up.
+        collective_timeout_s: longest wait in one collective.
     """
 
     def __init__(
@@ -67,18 +65,18 @@ class HealthMonitor:
         self._role, self._workhorses, self._log_dir = role, workhorses, log_dir
         self._hang_timeout_s, self._collective_timeout_s = hang_timeout_s, collective_timeout_s
         self._heartbeats: dict[int, Heartbeat] = {}
-        """The last ones seen."""
+        """Rank → its last heartbeat."""
 
     def begin(self) -> None:
-        """Learn where the Workhorses run; they must be up."""
+        """Get the first heartbeats; the Workhorses must be up."""
         self._heartbeats = dict(enumerate(self.collect([request_heartbeat(w) for w in self._workhorses])))
 
     def collect(self, refs: list[Ref[T]], ranks: list[int] | None = None) -> list[T]:
-        """The answers behind `refs`, one each of `ranks` (default: from 0 on).
+        """The answers of calls to `ranks` (default: all, from 0 on).
 
         Raises:
             WorkhorseError: a process died, hangs, or did not join a collective.
-            Exception: what a rank raised, as it is, with a note on rank, host and log.
+            Exception: an exception of a rank, with a note on rank, host and log.
         """
         waiting = dict(zip(refs, range(len(refs)) if ranks is None else ranks, strict=True))
         failures: dict[int, Exception] = {}
@@ -96,22 +94,22 @@ class HealthMonitor:
         raise self._explained(rank, failures[rank], sorted(set(waiting.values()) - failures.keys()))
 
     def _poll(self, asked: dict[int, tuple[Ref[Heartbeat], float]], ranks: set[int]) -> dict[int, Exception]:
-        """The ranks that hang or have waited too long. `asked`: rank → (heartbeat asked for, since when)."""
+        """The ranks that hang or wait too long. `asked`: rank → (pending heartbeat, time of the request)."""
         failures: dict[int, Exception] = {}
         for rank in ranks:
             ref, since = asked.get(rank, (None, 0.0))
             if ref is not None and not ray.wait([ref], timeout=0)[0]:
                 limit = self._hang_timeout_s * self._load(rank)
                 if time.monotonic() - since > limit:
-                    failures[rank] = WorkhorseError(f"gave no sign of life for {limit:.0f} s")
+                    failures[rank] = WorkhorseError(f"sent no heartbeat for {limit:.0f} s")
                 continue
-            # Where a heartbeat fails, the call at hand fails too, and says why.
+            # If a heartbeat fails, the current call fails too, with the reason.
             with contextlib.suppress(RayError):
                 if ref is not None:
                     self._heartbeats[rank] = get(ref)
             asked[rank] = (request_heartbeat(self._workhorses[rank]), time.monotonic())
         waits = {rank: self._heartbeats[rank].waits_s for rank in ranks if rank in self._heartbeats}
-        # The slowest machine is the one that is waited for.
+        # All ranks wait for the slowest machine.
         limit = self._collective_timeout_s * max(map(self._load, range(len(self._workhorses))), default=1.0)
         if not failures and max(waits.values(), default=0.0) > limit:
             error = _CollectiveTimeoutError(f"given up after {limit:.0f} s")
@@ -138,7 +136,7 @@ class HealthMonitor:
         return f"Workhorse {rank} of {len(self._workhorses)} of {self._role!r}{process}"
 
     def _load(self, rank: int) -> float:
-        """Of the machine of a rank: as it said last, or by now as this one is."""
+        """Load of a rank's machine: in its last heartbeat, or now if that is this machine."""
         at = self._heartbeats.get(rank)
         here = at is None or at.host == socket.gethostname()
         return max(at.load if at is not None else 1.0, load() if here else 1.0)
@@ -154,7 +152,7 @@ class HealthMonitor:
 
 
 def _gather(waiting: dict[Ref[T], int], timeout_s: float) -> dict[int, Exception]:
-    """Wait for one of the calls and remove those that are done from `waiting`; rank → what it failed with."""
+    """Wait for one of the calls, and remove finished ones from `waiting`; returns rank → its exception."""
     failures: dict[int, Exception] = {}
     ray.wait(list(waiting), num_returns=1, timeout=timeout_s)
     for ref in ray.wait(list(waiting), num_returns=len(waiting), timeout=0)[0]:
@@ -169,7 +167,7 @@ def _gather(waiting: dict[Ref[T], int], timeout_s: float) -> dict[int, Exception
 
 
 def _consequence(error: Exception) -> int:
-    """0: a process died or hangs; 1: it raised; 2: its collective broke, which the death of a peer causes."""
+    """0: the process died or hangs; 1: it raised; 2: its collective broke, perhaps because a peer died."""
     if isinstance(error, _CollectiveTimeoutError):
         return 2
     if isinstance(error, WorkhorseError) or (isinstance(error, RayError) and not isinstance(error, RayTaskError)):
@@ -181,7 +179,7 @@ def _consequence(error: Exception) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """Ray's own explanation, without the ids in front of it."""
+    """Ray's explanation without ids."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = next((line for line in lines if "exit detail" in line.lower() or "because" in line), " ".join(lines[:3]))
     return reason.partition(" Some common causes")[0]

@@ -1,4 +1,4 @@
-"""The heartbeat of a Workhorse: that it lives, and what it is doing."""
+"""The heartbeat of a Workhorse: it lives, and what it is doing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from xray_runtime.workers.protocols import Ref, WorkhorseHandle
 
 CONCURRENCY_GROUP = "heartbeat"
-"""Ray's name of the thread that answers heartbeats."""
+"""Ray's concurrency group that answers heartbeats."""
 COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/")
 """Source files in which a thread waits for other ranks."""
 
@@ -27,15 +27,15 @@ class Heartbeat:
     host: str
     pid: int
     waits_s: float
-    """How long it has been waiting in one and the same collective; 0: it is not waiting."""
+    """Seconds it has been waiting in one collective; 0: it is not waiting."""
     doing: str
-    """File, line and function where it is."""
+    """Function, file and line that it is executing."""
     load: float
-    """Of its machine (`cores.load`)."""
+    """Load of its machine (`cores.load`)."""
 
 
 class HeartbeatSource:
-    """Makes the heartbeats of this process; `work_thread` is the thread whose work they describe."""
+    """Makes the heartbeats of this process, which describe the work of `work_thread`."""
 
     def __init__(self) -> None:
         self.work_thread = threading.get_ident()
@@ -44,10 +44,10 @@ class HeartbeatSource:
 
     def heartbeat(self) -> Heartbeat:
         frames = sys._current_frames()
-        # Backward passes on CUDA, and the hooks that communicate in them, run in threads of their own.
+        # Backward passes on CUDA, and their communication hooks, run in other threads.
         waiting = [f for f in frames.values() if any(path in f.f_code.co_filename for path in COLLECTIVES)]
         if self._collective is None or self._collective not in waiting:
-            # The frame is held, not its id: the next collective may get the same address.
+            # Compare frames, not ids: the next collective may get the same address.
             self._collective, self._since = (waiting[0] if waiting else None), time.monotonic()
         waits_s = time.monotonic() - self._since if self._collective is not None else 0.0
         code, line = "nothing", 0
@@ -58,5 +58,5 @@ class HeartbeatSource:
 
 
 def request_heartbeat(workhorse: WorkhorseHandle) -> Ref[Heartbeat]:
-    """Ask a Workhorse for its heartbeat, also while it works."""
+    """Request a heartbeat of a Workhorse, which it answers also while it works."""
     return workhorse.heartbeat.options(concurrency_group=CONCURRENCY_GROUP).remote()

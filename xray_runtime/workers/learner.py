@@ -1,4 +1,4 @@
-"""The Workhorse of a model that is trained, or only scored."""
+"""The Workhorse of a model that is trained or only scores."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 
 from xray_runtime.data.batching import micro_batches
 from xray_runtime.data.rows import Ragged, Rows, num_rows, take
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.processes import at_low_priority
+from xray_runtime.workers.trunk_memory import TrunkMemory
 from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
 
 if TYPE_CHECKING:
@@ -30,34 +30,30 @@ if TYPE_CHECKING:
 
 
 class Learner(Workhorse):
-    """One rank of a model that is trained, or only scored."""
+    """One rank of a model that is trained or only scores."""
 
     _shared: SharedWriter | None = None
-
-    _trunks: dict[int, torch.Tensor]
-    """Row's id → what the frozen trunk gave it."""
-    _scored: str
-    """Digest of the rows they are of."""
+    _trunks: TrunkMemory
 
     def load_libraries(self) -> None:
-        """Import the libraries that take seconds, before there is a model."""
+        """Import slow libraries before there is a model."""
         at_low_priority(self._load_libraries)
 
     def _load_libraries(self) -> None:
-        from xray_runtime.engines.training.zero import load_deepspeed
+        from xray_runtime.engines.training.deepspeed_setup import load_deepspeed
         from xray_runtime.models import causal_lm, heads  # noqa: F401
 
         load_deepspeed(resolve_device(self.runtime.device))
 
     def build(self, spec: ModelSpec, rank_info: RankInfo) -> None:
-        """Load the model and, where it is trained, join its process group and start its engine."""
+        """Load the model; if it is trained, join its process group and start its engine."""
         self._begin(rank_info)
         from safetensors.torch import load_file
 
         from xray_runtime.engines.make import build_engine, build_scorer
         from xray_runtime.engines.offload import can_offload
         from xray_runtime.engines.shard_loading import skeleton_of
-        from xray_runtime.engines.training.zero import init_collectives
+        from xray_runtime.engines.training.deepspeed_setup import init_collectives
         from xray_runtime.models.adapters import Adapters
         from xray_runtime.models.causal_lm import load_model, published
         from xray_runtime.models.heads import Branch, HeadedLM, ScalarHead
@@ -72,7 +68,7 @@ class Learner(Workhorse):
             return Branch(role, lm, scalar)
 
         self.spec = spec
-        # A frozen trunk is compared with the branches' while both are whole.
+        # A frozen trunk is compared with those of the branches, so both are loaded whole.
         lm = skeleton_of(spec.directory) if spec.trainable_layers is None else load_model(spec.directory)
         self._published: Any = functools.partial(published, lm)
         lora = None if spec.training is None else spec.training.lora
@@ -85,9 +81,9 @@ class Learner(Workhorse):
         )
         if spec.head is not None and module.scalar is not None:
             module.scalar.load_state_dict(load_file(spec.head))
-        # No dropout anywhere: log-probabilities at rollout and at update must be of the same function.
+        # No dropout: rollout and update must compute the same log-probabilities.
         module.eval()
-        self._forget_trunks()
+        self._trunks = TrunkMemory()
         if spec.training is not None or rank_info.world_size > 1:
             init_collectives(rank_info.rank, rank_info.world_size, rank_info.host, rank_info.port, self.device)
         self.engine: Engine | None = None
@@ -102,21 +98,20 @@ class Learner(Workhorse):
 
     def unload(self) -> None:
         super().unload()
-        # What publishes weights holds the model too.
+        # `_published` holds a reference to the model too.
         self.engine = self.scorer = self.module = self._published = None
-        self._forget_trunks()
+        self._trunks = TrunkMemory()
         self._shared = None
         gc.collect()
 
     def sleep(self) -> None:
-        """Free this model's GPU memory for others until `wake_up`; with `runtime.trainer_sleeps`."""
+        """Free this model's GPU memory until `wake_up`; with `runtime.trainer_sleeps`."""
         from xray_runtime.engines.offload import offload
 
-        self._forget_trunks()
+        self._trunks.forget()
         offload()
 
     def wake_up(self) -> None:
-        """Undo `sleep`."""
         from xray_runtime.engines.offload import onload
 
         onload()
@@ -124,20 +119,16 @@ class Learner(Workhorse):
     def score(self, rows: Rows, at_once: int = 1) -> Rows:
         """The objective's scores of `rows`, in their order; those of response tokens are `Ragged`.
 
-        Remembers the frozen trunk's output, for updates on rows with the same `id` and for the next scoring of the same
-        rows. `at_once`: how many models work at the same time, this one included; they share `runtime.threads`.
+        Remembers the output of a frozen trunk for updates on rows with the same `id`, and for scoring the same rows.
+        `at_once`: number of models that work at the same time, this one included; they share `runtime.threads`.
         """
-        with self._share_threads(at_once):
-            return self._score(rows)
-
-    def _score(self, rows: Rows) -> Rows:
         import torch
 
         if self.module.has_trunk:
-            rows = self._remembered(rows)
+            rows = self._trunks.identified(rows)
         out: dict[str, list[np.ndarray]] = {}
         batches = self._micro_batches(rows, self._score_tokens)
-        with torch.no_grad():
+        with self._share_threads(at_once), torch.no_grad():
             for batch, scores in self.scorer.evaluate(self.spec.objective.score, batches):
                 for name, of_rows in scores.items():
                     column = out.setdefault(name, [np.zeros(0)] * num_rows(rows))
@@ -146,13 +137,15 @@ class Learner(Workhorse):
         return {name: np.array(c) if c[0].ndim == 0 else Ragged.of(c, np.float32) for name, c in out.items()}
 
     def trunk(self, rows: Rows, at_once: int = 1) -> Rows:
-        """What the frozen trunk gives the tokens `input_ids`: `trunk`, ragged [N, H]; bfloat16 as its bits in uint16,
-        since numpy has no such type. Remembered as by `score`."""
+        """The frozen trunk's output for `input_ids`: `trunk`, ragged [N, H], remembered as by `score`.
+
+        bfloat16 comes as bits in uint16, since numpy lacks the type.
+        """
         import torch
 
         states: list[np.ndarray] = [np.zeros(0)] * num_rows(rows)
         with self._share_threads(at_once):
-            for batch in self._micro_batches(self._remembered(rows), self._score_tokens):
+            for batch in self._micro_batches(self._trunks.identified(rows), self._score_tokens):
                 found = batch.tensors["trunk"].cpu()
                 bits = found.view(torch.uint16) if found.dtype == torch.bfloat16 else found
                 for row, of_row in zip(batch.rows, bits.split(batch.tensors["lengths"].tolist()), strict=False):
@@ -162,15 +155,11 @@ class Learner(Workhorse):
     def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
         """One optimizer step over `rows`; returns this rank's sums for the log, and `grad_norm`. `at_once` as above.
 
-        Where this rank's loss or the gradient of all is not finite, no rank has stepped, and `grad_norm` is not finite.
+        If this rank's loss or the whole gradient is not finite, no rank steps, and `grad_norm` is not finite.
 
         Raises:
-            NonFiniteError: a weight is not finite; no later step could mend that.
+            NonFiniteError: a weight is not finite.
         """
-        with self._share_threads(at_once):
-            return self._train(rows, totals, lr)
-
-    def _train(self, rows: Rows, totals: dict[str, float], lr: float) -> dict[str, float]:
         import torch
 
         assert self.engine is not None
@@ -185,13 +174,14 @@ class Learner(Workhorse):
             for name, stat in stats.items():
                 sums[name] = sums.get(name, torch.zeros_like(stat)) + stat
             finite = torch.stack([value.detach().float(), *(stat.float() for stat in stats.values())]).isfinite().all()
-            # Through the gradient every rank hears of it, in the norm that all share: none of them steps.
+            # NaN reaches every rank through the gradient norm, so that none of them steps.
             return value * torch.where(finite, 1.0, math.nan)
 
-        norm = self.engine.step(loss, self._micro_batches(rows, max_tokens), lr)
-        if not math.isfinite(norm):
-            for _ in self._weights(head=True):
-                pass
+        with self._share_threads(at_once):
+            norm = self.engine.step(loss, self._micro_batches(rows, max_tokens), lr)
+            if not math.isfinite(norm):
+                for _ in self._weights(head=True):
+                    pass
         return {name: float(v) for name, v in sums.items()} | {"grad_norm": norm}
 
     @property
@@ -199,7 +189,7 @@ class Learner(Workhorse):
         return self.spec.score_tokens // self.runtime.micro_batch_divisor
 
     def _micro_batches(self, rows: Rows, max_tokens: int) -> Iterator[MicroBatch]:
-        """Rows of like length together; the same number of micro-batches on every rank."""
+        """Micro-batches of rows with similar lengths; the same number on every rank."""
         import torch
 
         from xray_runtime.engines.engine import MicroBatch
@@ -216,45 +206,31 @@ class Learner(Workhorse):
             count = int(most)
         for number in range(count):
             index = groups[number] if number < len(groups) else []
-            # A rank that has run out still joins the collectives, with a row that counts nothing.
+            # A rank without rows still joins the collectives, with a row of weight 0.
             batch = take(rows, index or [0])
             tensors = as_tensors(batch, self.device)
             if self.module.has_trunk and "id" in batch:
                 tensors["trunk"] = self._trunk(batch["id"].tolist(), tensors)
             yield MicroBatch(index, tensors)
 
-    def _remembered(self, rows: Rows) -> Rows:
-        """The rows with an `id` each, by which a trunk's states are remembered from now on; those of others are not."""
-        ids = rows["input_ids"]
-        scored = xxhash.xxh3_128_hexdigest(ids.values.tobytes() + ids.offsets.tobytes())
-        if scored != self._scored:
-            # Row by row it would not be the same: how rows are batched may change the last bits of their states.
-            self._forget_trunks()
-        self._scored = scored
-        return {"id": np.arange(len(ids))} | rows
-
     def _trunk(self, ids: list[int], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        """States of a micro-batch: those it came with, remembered ones, or new ones."""
+        """Trunk states of a micro-batch: given, remembered or new."""
         import torch
 
-        lengths, states = tensors["lengths"], tensors.get("trunk")
+        lengths, states = tensors["lengths"].tolist(), tensors.get("trunk")
         if states is None:
-            missing = torch.tensor(int(any(i not in self._trunks for i in ids)), device=self.device)
+            missing = torch.tensor(int(self._trunks.lacks(ids)), device=self.device)
             if self.rank_info.world_size > 1:
-                # Passes of a sharded trunk are collectives: all ranks make them, or none does.
+                # A sharded trunk's pass is a collective: either all ranks make it or none.
                 torch.distributed.all_reduce(missing, torch.distributed.ReduceOp.MAX)
             if missing:
-                states = self.scorer.forward(type(self.module).trunk, tensors["input_ids"], lengths)
+                states = self.scorer.forward(type(self.module).trunk, tensors["input_ids"], tensors["lengths"])
         if states is not None:
-            self._trunks |= dict(zip(ids, states.split(lengths.tolist()), strict=True))
-        # Scored rows may be longer, by an end token.
-        return torch.cat([self._trunks[i][:length] for i, length in zip(ids, lengths.tolist(), strict=True)])
-
-    def _forget_trunks(self) -> None:
-        self._trunks, self._scored = {}, ""
+            self._trunks.add(ids, states, lengths)
+        return self._trunks.packed(ids, lengths)
 
     def save_state(self, directory: Path) -> None:
-        """This rank's shard of a snapshot: `load_state` continues with the same bits; in another layout, nearly so."""
+        """Write this rank's shard of a snapshot. `load_state` restores the same bits under the same layout."""
         assert self.engine is not None
         try:
             self.engine.save(directory)
@@ -262,15 +238,15 @@ class Learner(Workhorse):
             raise NonFiniteError(f"{self._who}: {error}") from None
 
     def load_state(self, directory: Path) -> None:
-        """Go on from a snapshot that `save_state` wrote, under whichever layout."""
+        """Continue from a snapshot of `save_state`, written under any layout."""
         assert self.engine is not None
         self.engine.load(directory)
 
     def export_weights(self, version: int, shared: bool) -> WeightUpdate | None:
-        """This pipeline stage's trained weights under their Hugging Face names; None but on one of its ranks.
+        """This pipeline stage's trained weights by Hugging Face name, on one of its ranks; None on the others.
 
         Args:
-            shared: by memory that readers on this machine map, not by the object store.
+            shared: in memory that readers on this machine map, not in the object store.
         """
         from xray_runtime.weights.object_store import pack
         from xray_runtime.weights.shared_memory import SharedWriter
@@ -291,25 +267,25 @@ class Learner(Workhorse):
         receivers: list[WorkhorseHandle],
         per_replica: int,
     ) -> None:
-        """Trainable weights from GPU to GPU; see `weights.device_transfer.send`."""
+        """Send trainable weights from GPU to GPU; see `weights.device_transfer.send`."""
         from xray_runtime.weights.device_transfer import send
 
-        # Gathered once only to be measured: no layout knows whole shapes otherwise.
+        # Gathered once for the shapes only, which no layout knows otherwise.
         metadata = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._weights(head=False)]
         tensors = functools.partial(self._weights, head=False)
         send(transport, tensors, metadata, self.rank_info.rank, meet, receivers, per_replica, version)
 
     def begin_save(self, directory: Path) -> None:
-        """Write the model in Hugging Face form as it was when it was loaded."""
+        """Write the model in Hugging Face form with the weights it was loaded with."""
         from xray_runtime.models.causal_lm import copy_model
 
         copy_model(self.spec.directory, directory)
 
     def save(self, directory: Path, head_file: str | None) -> list[str]:
-        """Write what was trained into the model that `begin_save` made there, and the scalar head into `head_file`.
+        """Write trained weights into the model that `begin_save` wrote, and the scalar head into `head_file`.
 
-        Every rank joins the gathering, some write; one tensor at a time. Returns the names of what this one wrote
-        into the model.
+        Every rank joins the gathering, tensor by tensor; some ranks write. Returns the names this rank wrote into the
+        model.
         """
         from safetensors.torch import save_file
 
@@ -339,7 +315,7 @@ class Learner(Workhorse):
         return f"{self.rank_info.role!r}, rank {self.rank_info.rank}"
 
     def _weights(self, *, head: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, whole tensor) of what is trained, one at a time.
+        """(Hugging Face name, whole tensor) of trained weights, one at a time.
 
         Raises:
             NonFiniteError: one is not finite.
@@ -366,6 +342,6 @@ def as_tensors(rows: Rows, device: torch.device | str = "cpu") -> dict[str, torc
     if "rejected_ids" in rows:
         columns["rejected_lengths"] = rows["rejected_ids"].lengths
     tensors = {name: torch.from_numpy(np.ascontiguousarray(column)) for name, column in columns.items()}
-    # The only numbers of this type are bits, see `Learner.trunk`.
+    # uint16 is bfloat16, see `Learner.trunk`.
     bits = {name: tensor.view(torch.bfloat16) for name, tensor in tensors.items() if tensor.dtype == torch.uint16}
     return {name: tensor.to(device) for name, tensor in (tensors | bits).items()}

@@ -1,4 +1,4 @@
-"""Noticing that other actors have died."""
+"""Detect that other actors have died."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def answered(ref: Ref[Any], timeout_s: float | None = None) -> bool:
 
 
 class Liveness:
-    """Tells which of some actors have died. One that does not answer a ping in time is taken for busy."""
+    """Finds dead actors. An actor that does not answer a ping in time counts as busy."""
 
     def __init__(self) -> None:
         self._pings: dict[Pingable, Ref[None]] = {}
-        """Those that were not answered yet."""
+        """Pings without an answer so far."""
 
     def dead(self, actors: Iterable[Pingable], timeout_s: float = 0.0) -> list[Pingable]:
-        """Those of `actors` that are known to be dead; waits `timeout_s` for the answers of all together.
+        """Those of `actors` that are known to be dead, after waiting up to `timeout_s` for answers.
 
-        With no time to wait, a death is found by the second call after it.
+        Without waiting, the second call after a death finds it.
         """
         dead: list[Pingable] = []
         pings: dict[Pingable, Ref[None]] = {}

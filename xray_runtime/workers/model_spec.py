@@ -1,4 +1,4 @@
-"""Which model a WholeModel holds, and what it is for."""
+"""The model that a Learner holds."""
 
 from __future__ import annotations
 
@@ -17,56 +17,54 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BranchSpec:
-    """A frozen model that another holds above their common trunk."""
+    """A frozen model that another model holds as a branch above their common trunk."""
 
     directory: Path
     head: Path | None = None
-    """File of the scalar head's weights, of a reward model."""
+    """File of a reward model's scalar head."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which model a Learner holds and what it is for."""
+    """The model that a Learner holds, and its purpose."""
 
     directory: Path
     """Checkpoint in Hugging Face form."""
     objective: Objective
     training: TrainingConfig | None = None
-    """None: frozen, only scored."""
+    """None: the model is frozen and only scores."""
     frozen: FrozenConfig = field(default_factory=FrozenConfig)
-    """How it is spread without `training`, and in what it computes."""
+    """Layout and precision without `training`."""
     score_tokens: int = 8192
     """Tokens in one scoring pass."""
     head: Path | None = None
-    """File of the scalar head's weights; None with `new_head`: a fresh one."""
+    """File of the scalar head's weights. None with `new_head`: a new head."""
     new_head: bool = False
     trainable_layers: int | None = None
     branches: Mapping[str, BranchSpec] = field(default_factory=dict)
-    """Role → frozen model whose top layers become a branch on the shared trunk."""
+    """Role → frozen model whose top layers become a branch above the shared trunk."""
     adapter_seed: int = 0
-    """Of LoRA adapters' first values, where `training` has them."""
+    """Seed of LoRA adapters' first values."""
 
     @property
     def workhorse(self) -> type[Workhorse]:
-        """The class of its Workhorses."""
         from xray_runtime.workers.learner import Learner
 
         return Learner
 
     @property
     def whole_model(self) -> type[WholeModel]:
-        """The actor that stands for it. Named here so that a stage's key digests the code of what computes."""
+        """Class of its proxy. Named here so that a stage's key digests the code."""
         from xray_runtime.workers.whole_model import WholeModel
 
         return WholeModel
 
     @property
     def layout(self) -> LayoutConfig:
-        """How it is spread over Workhorses."""
         return self.frozen if self.training is None else self.training.engine
 
     def located(self, find: Callable[[Path], Path]) -> ModelSpec:
-        """The spec for another node: `find` gives where a directory lies there."""
+        """The spec for another node; `find` returns a directory's path there."""
         branches = {
             role: BranchSpec(find(branch.directory), _located(branch.head, find))
             for role, branch in self.branches.items()

@@ -1,4 +1,4 @@
-"""X-ray's small named actors, one a run or one a cluster: opened where there is none, and found again by name."""
+"""Small named actors, one a run or one a cluster, which are started once and found by name."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ H = TypeVar("H")
 
 NAMESPACE = "xray"
 NAME_SECONDS = 0.1
-"""How long Ray may keep the name of an actor that has ended."""
+"""Time for Ray to free the name of a killed actor."""
 
 
 class NamedActor(Generic[H]):
     """Actors of one class, with handles of type H.
 
-    An actor ends with the process that started it, or when that drops its handle; a `detached` one with the cluster.
+    An actor ends with the process that started it, or when that drops its handle; a `detached` one ends with the
+    cluster.
 
     Args:
-        kind: the class; it has `ping`.
-        prefix: how their names begin; what comes after it tells them apart.
+        kind: the class, with a method `ping`.
+        prefix: prefix of the actors' names.
     """
 
     def __init__(self, kind: type, prefix: str, *, detached: bool = False) -> None:
@@ -35,27 +36,27 @@ class NamedActor(Generic[H]):
             self._options["lifetime"] = "detached"
 
     def open(self, which: str = "") -> H:
-        """The actor of this name, started where there is none."""
+        """The actor of this name; started if there is none."""
         options = self._options | {"name": self._prefix + which}
         while True:
             actor: Any = ray.remote(self._kind).options(**options, scheduling_strategy=same_node()).remote()
             if answered(actor.ping.remote()):
                 handle: H = actor
                 return handle
-            # Ray keeps the name for a dead actor until that is killed too.
+            # Ray keeps a dead actor's name until the actor is killed.
             ray.kill(actor)
             time.sleep(NAME_SECONDS)
 
     def find(self, which: str) -> H | None:
-        """The actor of this name; None where nobody opened one, or it died."""
+        """The actor of this name; None if there is none or it died."""
         with contextlib.suppress(ValueError):
             actor: Any = ray.get_actor(self._prefix + which, namespace=NAMESPACE)
-            # By its name Ray finds a dead actor too.
+            # Ray also finds dead actors.
             return actor if answered(actor.ping.remote()) else None
         return None
 
     def find_all(self) -> list[H]:
-        """All of the cluster; one may have died since."""
+        """All actors of the class in the cluster, perhaps dead ones too."""
         names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == NAMESPACE]
         found: list[H] = []
         for name in names:

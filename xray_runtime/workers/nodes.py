@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster: what each has, which were lost, and which process is on which."""
+"""The nodes of a Ray cluster: their resources, losses, disks and processes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 PLACEMENT = "placement.jsonl"
 NODES_SECONDS = 120.0
-"""How long all nodes together have to answer, or to be found dead."""
+"""Time for all nodes to answer or to be found dead."""
 ANSWER_SECONDS = 20.0
-"""A node may have to start a process for its answer."""
+"""Time for a node to answer, for which it may have to start a process."""
 
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Where a process runs, and with which code."""
+    """Node, process and environment of a worker."""
 
     node: str
     """Ray's id of the node."""
@@ -42,28 +42,27 @@ class WorkerInfo:
 
 
 def nodes() -> list[dict[str, float]]:
-    """What each node of the cluster has in all."""
+    """Total resources of each node."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def num_lost() -> int:
-    """How many nodes this cluster had and has no more."""
+    """Number of nodes that this cluster has lost."""
     return sum(not node["Alive"] for node in ray.nodes())
 
 
 def node_addresses() -> set[str]:
-    """Network addresses of the nodes; several nodes may share one machine, and its address."""
+    """Network addresses of the nodes; nodes on one machine share an address."""
     return {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
 def is_on_all_nodes(directory: Path) -> bool:
-    """Whether all nodes share the disk that `directory` is on. Nodes that do not answer are not asked again."""
+    """Whether all nodes that answer share the disk of `directory`."""
     if len(ray.nodes()) < 2:
         return True
     with probe_file(directory) as probe:
-        there = [NodeAffinitySchedulingStrategy(n["NodeID"], soft=False) for n in ray.nodes() if n["Alive"]]
-        asked = [_sees.options(scheduling_strategy=strategy).remote(probe) for strategy in there]
-        done = ray.wait(asked, num_returns=len(asked), timeout=NODES_SECONDS)[0]
+        calls = [_sees.options(scheduling_strategy=on).remote(probe) for on in each_node()]
+        done = ray.wait(calls, num_returns=len(calls), timeout=NODES_SECONDS)[0]
         return all(ray.get(ref) for ref in done if answered(ref))
 
 
@@ -74,9 +73,9 @@ def _sees(path: Path) -> bool:
 
 @contextlib.contextmanager
 def probe_file(directory: Path) -> Iterator[Path]:
-    """A file in `directory` while the context lasts: a node that does not see it has another disk there."""
+    """A file in `directory` while the context lasts: nodes that do not see it have another disk there."""
     directory.mkdir(parents=True, exist_ok=True)
-    # A new name: a network disk may remember for seconds that a file was not there.
+    # With a new name: network disks may cache for seconds that a file does not exist.
     probe = directory / f".probe-{uuid.uuid4().hex}"
     probe.touch()
     try:
@@ -86,19 +85,18 @@ def probe_file(directory: Path) -> Iterator[Path]:
 
 
 def await_answers(timeout_s: float = NODES_SECONDS) -> None:
-    """Wait until every node that Ray believes alive answers, or is found dead; `timeout_s` at most.
+    """Wait until every node that Ray considers alive answers or is found dead, for at most `timeout_s`.
 
-    Ray takes some seconds to notice that a machine is gone, and would meanwhile schedule Workhorses there: an attempt
-    that begins right after the loss would fail as well.
+    Ray takes seconds to notice that a machine is gone. Meanwhile it would schedule Workhorses there, and an attempt
+    right after the loss would fail too.
     """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-        if len(alive) < 2:
+        strategies = each_node()
+        if len(strategies) < 2:
             return
-        there = [NodeAffinitySchedulingStrategy(node, soft=False) for node in alive]
-        asked = [_answer.options(scheduling_strategy=strategy).remote() for strategy in there]
-        ready, silent = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_SECONDS)
+        calls = [_answer.options(scheduling_strategy=on).remote() for on in strategies]
+        ready, silent = ray.wait(calls, num_returns=len(calls), timeout=ANSWER_SECONDS)
         for ref in silent:
             ray.cancel(ref, force=True)
         if not silent and all(map(answered, ready)):
@@ -108,38 +106,40 @@ def await_answers(timeout_s: float = NODES_SECONDS) -> None:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def _answer() -> None:
-    """Answers if the node it is sent to lives."""
+    """Answers if its node lives."""
+
+
+def each_node() -> list[NodeAffinitySchedulingStrategy]:
+    """Strategies that each schedule onto one living node."""
+    return [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in ray.nodes() if node["Alive"]]
 
 
 def current_node() -> str:
-    """Ray's id of the node this process is on."""
+    """Ray's id of this process's node."""
     return str(ray.get_runtime_context().get_node_id())
 
 
 def same_node() -> NodeAffinitySchedulingStrategy:
-    """Schedules an actor onto the node of the process that starts it, so that both are lost together or not at all."""
+    """Schedules an actor onto this process's node, so that both are lost together."""
     return NodeAffinitySchedulingStrategy(current_node(), soft=False)
 
 
 def worker_info() -> WorkerInfo:
-    """Where this process runs."""
+    """Node, process and environment of this process."""
     return WorkerInfo(current_node(), socket.gethostname(), os.getpid(), environment_digest())
 
 
 def check_environment(what: str, there: WorkerInfo, wanted: str) -> None:
-    """Raises ConfigError if a process has other code or libraries than the stage it works for.
-
-    Its results would carry a key that is not theirs.
-    """
+    """Raises ConfigError if a process has other code or libraries than its stage, whose key would then be wrong."""
     if there.environment_digest != wanted:
         raise ConfigError(f"{what} on {there.host}: {OTHER_ENVIRONMENT}")
 
 
 def note_placement(log_dir: Path, workers: Mapping[str, Sequence[WorkerInfo]]) -> None:
-    """Append to `log_dir` which node the Workhorses of each role are on: one line an attempt.
+    """Append a line to the placement log in `log_dir`.
 
     Args:
-        workers: role → where each of its ranks runs.
+        workers: role → worker of each rank.
     """
     names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
     models = {
@@ -153,9 +153,9 @@ def note_placement(log_dir: Path, workers: Mapping[str, Sequence[WorkerInfo]]) -
 
 @functools.cache
 def only_node(root: Path) -> str | None:
-    """The node that stages must run on, this one, where another does not see the output directory; else None.
+    """This node, if stages must run here because another node does not see the output directory; else None.
 
-    Asked once: what joins later is expected to be like the others.
+    Checked once, so nodes that join later must be like the others.
     """
     if is_on_all_nodes(root):
         return None

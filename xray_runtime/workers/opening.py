@@ -1,4 +1,4 @@
-"""Starting the models of a stage, all at the same time, and ending them, whatever happens."""
+"""Start all models of a stage at the same time, and end them whatever happens."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 PING_SECONDS = 5.0
 UNLOAD_SECONDS = 20.0
-"""How long a model has to unload before its Workhorses are ended."""
+"""Time for a model to unload before its Workhorses are killed."""
 
 
 def model_opener(runtime: RuntimeConfig, log_dir: Path, run_id: str) -> OpenModels:
-    """What a stage body opens its models with.
+    """The function with which a stage body opens its models.
 
     Args:
-        log_dir: where the Workhorses' output goes; named after the stage.
-        run_id: of the run whose worker pool and progress actor are used, where it has opened them.
+        log_dir: directory of the Workhorses' logs, named after the stage.
+        run_id: of the run whose worker pool and progress actor are used, if it has them.
     """
     is_open = False
 
@@ -48,7 +48,7 @@ def model_opener(runtime: RuntimeConfig, log_dir: Path, run_id: str) -> OpenMode
     def open_models(specs: Mapping[str, ModelSpec | GeneratorSpec]) -> Iterator[dict[str, ModelHandle]]:
         nonlocal is_open
         if is_open:
-            # Two stages that each wait for more while they hold something could wait for each other for ever.
+            # Stages that hold resources while they wait for more could deadlock.
             raise RuntimeError(f"{log_dir.name}: a stage must open all models it uses together in one call")
         is_open = True
         try:
@@ -61,7 +61,7 @@ def model_opener(runtime: RuntimeConfig, log_dir: Path, run_id: str) -> OpenMode
 
 
 def prestart_models(roles: Mapping[str, ModelRole], runtime: RuntimeConfig, run_id: str) -> None:
-    """Start the processes that the next stage's models will take from the run's pool, so that they load libraries now.
+    """Start processes in the run's pool for the next stage's models, so that they load libraries now.
 
     Args:
         roles: `StageKind.models` of that stage's config.
@@ -72,9 +72,9 @@ def prestart_models(roles: Mapping[str, ModelRole], runtime: RuntimeConfig, run_
     where = device(runtime)
     wanted: Counter[GeneratorConfig | None] = Counter()
     for name, role in roles.items():
-        layout, asked = role.layout, demand(name, role.layout, runtime, where)
-        if not asked.grouped():
-            wanted[layout if isinstance(layout, GeneratorConfig) else None] += asked.num_ranks
+        layout, needed = role.layout, demand(name, role.layout, runtime, where)
+        if not needed.grouped():
+            wanted[layout if isinstance(layout, GeneratorConfig) else None] += needed.num_ranks
     for config, count in wanted.items():
         if config is None:
             pool.prestart.remote(Learner, runtime, count)
@@ -100,7 +100,7 @@ def _open(
     acquisition = Acquisition(list(requests.values()), runtime, log_dir, run_id)
     unloaded: list[WholeModelHandle] = []
     try:
-        found = acquisition.take()
+        found = acquisition.acquire()
         builds = [
             models[role].build.remote(
                 role, runtime, log_dir, spec, found[role], requests[role].demand.num_replicas, environment_digest()
@@ -111,23 +111,23 @@ def _open(
         yield dict(models)
         unloaded = _unload(models, requests)
     finally:
-        # Processes are kept between the stages of a run, not after the one model of a script.
+        # Proxies are kept between the stages of a run, not after a script's only model.
         kept = unloaded if find_worker_pool(run_id) is not None else []
         for model in models.values():
             if model not in kept:
                 ray.kill(model)
-        acquisition.give_back(unloaded)
+        acquisition.release(unloaded)
         _idle_proxies.extend(kept)
 
 
 _idle_proxies: list[WholeModelHandle] = []
-"""WholeModels of this process that hold no model: the next stage it runs saves their start. They end with it."""
+"""WholeModels without a model, for the next stage in this process. They end with it."""
 
 
 def _proxy(spec: ModelSpec | GeneratorSpec) -> WholeModelHandle:
-    """A WholeModel without a model: an idle one, or a new one."""
+    """A WholeModel without a model: an idle or a new one."""
     while _idle_proxies:
-        # Of a dead one Ray knows nothing; nor of one that lived in another cluster.
+        # Ray raises for dead actors, and for actors of another cluster.
         with contextlib.suppress(Exception):
             idle = _idle_proxies.pop()
             if answered(idle.ping.remote(), PING_SECONDS * load()):
@@ -139,7 +139,7 @@ def _proxy(spec: ModelSpec | GeneratorSpec) -> WholeModelHandle:
 
 
 def _unload(models: Mapping[str, WholeModelHandle], requests: Mapping[str, Request]) -> list[WholeModelHandle]:
-    """Unload the models; those that did in time, and whose Workhorses can be used again."""
+    """Unload the models; returns those that did so in time."""
     calls = {role: model.unload.remote(not requests[role].demand.grouped()) for role, model in models.items()}
     done = set(ray.wait(list(calls.values()), num_returns=len(calls), timeout=UNLOAD_SECONDS * load())[0])
     return [models[role] for role, call in calls.items() if call in done and answered(call)]

@@ -1,4 +1,4 @@
-"""What a run is given on this cluster: the device that `auto` means, and the machines that layouts are chosen for."""
+"""The device that `auto` means on this cluster, and the machines that layouts are chosen for."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ ASK_SECONDS = 120.0
 
 
 def device(runtime: RuntimeConfig) -> str:
-    """ "cpu" or "cuda". Asked of the cluster, not of this process: a controller has no device of its own."""
+    """ "cpu" or "cuda". Depends on the cluster, not on this process, which may have no device."""
     if runtime.device != "auto":
         return runtime.device
     return "cuda" if any(node.get("GPU", 0.0) for node in nodes()) else "cpu"
 
 
 def with_device(runtime: RuntimeConfig) -> RuntimeConfig:
-    """`runtime` with the device that `auto` means on this cluster now."""
+    """`runtime` with the device that `auto` means on this cluster."""
     return runtime.model_copy(update={"device": device(runtime)})
 
 
 def cluster_machine(runtime: RuntimeConfig) -> Machine:
-    """This cluster as equal devices: the least of each quantity, so that a plan fits everywhere."""
+    """This cluster as equal devices, with the minimum of each quantity so that a plan fits everywhere."""
     kind = device(runtime)
     found = ray.get(
         [

@@ -1,12 +1,12 @@
 """The worker pool of a run: Workhorse processes that wait between stages.
 
-Starting one costs seconds of imports (torch, transformers, DeepSpeed; vLLM most of all), and on a laptop that would be
-most of a short stage. On CPU a process that did its work well is therefore kept, and the next model is built in it; and
-those that only the next stage needs start while this one works. On CUDA, and for models of several ranks, every model
-gets new processes: device memory and process groups are freed most reliably by ending the process.
+Imports take seconds at the start of a process (torch, transformers, DeepSpeed, above all vLLM), on a laptop most of a
+short stage. On CPU a process is therefore kept for the next model, and processes for the next stage start ahead. On
+CUDA, and for models of several ranks, every model gets new processes, since ending a process is the most reliable way
+to free device memory and process groups.
 
-Each run has a pool of its own, and never gets a process of another's. Idle processes hold CPUs: a stage that
-is short of them has every pool of the cluster end its idle ones (`evict_idle_workers`).
+Each run has its own pool. Idle processes hold CPUs: a stage that lacks CPUs has every pool of the cluster evict its
+idle ones (`evict_idle_workers`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 PREFIX = "xray-worker-pool-"
 PING_SECONDS = 0.5
 HEARTBEAT_SECONDS = 10.0
-"""Idle workers only answer heartbeats, if late on a busy machine."""
+"""Time for an idle worker to answer a heartbeat; longer on a busy machine."""
 EVICT_SECONDS = 10.0
 
 Kind = tuple[str, str]
-"""What makes two Workhorses interchangeable: their class, and the runtime settings they were started with."""
+"""Class and runtime settings of a Workhorse; Workhorses with the same ones are interchangeable."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class WorkerPool:
         """Answers as long as the pool lives."""
 
     def prestart(self, kind: type[Workhorse], runtime: RuntimeConfig, count: int, *libraries: Any) -> None:
-        """Have `count` Workhorses of class `kind`, leased ones included, by the time they are asked for.
+        """Start Workhorses of class `kind` until there are `count`, leased ones included, as far as CPUs are free.
 
-        Missing ones are started, as far as there are CPUs for them, and load their `libraries`.
+        They load their `libraries`.
         """
         want = _kind(kind, runtime)
         missing = count - self._num_idle(want) - sum(lease.kind == want for lease in self._leases)
@@ -73,15 +73,15 @@ class WorkerPool:
             self._idle.append((want, workhorse))
 
     def num_missing(self, wanted: Mapping[type[Workhorse], int], runtime: RuntimeConfig) -> int:
-        """How many of the `wanted` Workhorses (class → count) are not idle here, and would have to be started."""
-        self._end_abandoned()
+        """Number of `wanted` Workhorses (class → count) that are not idle here and would have to be started."""
+        self._kill_abandoned()
         return sum(max(count - self._num_idle(_kind(kind, runtime)), 0) for kind, count in wanted.items())
 
     def acquire(
         self, kind: type[Workhorse], runtime: RuntimeConfig, count: int, holder: Pingable
     ) -> list[WorkhorseHandle]:
         """Lease `count` Workhorses of class `kind` to `holder`: idle ones first, then new ones."""
-        self._end_abandoned()
+        self._kill_abandoned()
         want = _kind(kind, runtime)
         found: list[WorkhorseHandle] = []
         for entry in [e for e in self._idle if e[0] == want]:
@@ -97,29 +97,29 @@ class WorkerPool:
         return found
 
     def release(self, holder: Pingable) -> None:
-        """Take back the Workhorses of `holder`, which hold no model any more: they are idle."""
+        """End the leases of `holder`, whose Workhorses hold no model any more and become idle."""
         self._idle += [(lease.kind, lease.workhorse) for lease in self._leases if lease.holder == holder]
         self._leases = [lease for lease in self._leases if lease.holder != holder]
 
     def kill_leased(self, holders: Sequence[Pingable]) -> None:
-        """End the Workhorses that `holders` still have."""
+        """Kill the Workhorses that `holders` still lease."""
         for lease in [lease for lease in self._leases if lease.holder in holders]:
             ray.kill(lease.workhorse)
             self._leases.remove(lease)
 
     def evict_idle(self) -> int:
-        """End idle Workhorses, and those of dead holders, so that others get their CPUs; returns how many."""
-        ended = self._end_abandoned() + len(self._idle)
+        """Kill idle Workhorses and those of dead holders to free CPUs; returns how many."""
+        killed = self._kill_abandoned() + len(self._idle)
         for _, workhorse in self._idle:
             ray.kill(workhorse)
         self._idle.clear()
-        return ended
+        return killed
 
     def _num_idle(self, kind: Kind) -> int:
         return sum(k == kind for k, _ in self._idle)
 
-    def _end_abandoned(self) -> int:
-        """End the Workhorses whose holder died (a killed stage)."""
+    def _kill_abandoned(self) -> int:
+        """Kill the Workhorses whose holder died (a killed stage); returns how many."""
         dead = self._liveness.dead({lease.holder for lease in self._leases}, PING_SECONDS)
         before = len(self._leases)
         self.kill_leased(dead)
@@ -127,39 +127,30 @@ class WorkerPool:
 
 
 class PoolHandle(Protocol):
-    """A `WorkerPool`."""
-
-    @property
-    def ping(self) -> Method[[], None]: ...
-    @property
-    def prestart(self) -> Method[..., None]: ...
-    @property
-    def num_missing(self) -> Method[[Mapping[type[Workhorse], int], RuntimeConfig], int]: ...
-    @property
-    def acquire(self) -> Method[[type[Workhorse], RuntimeConfig, int, Pingable], list[WorkhorseHandle]]: ...
-    @property
-    def release(self) -> Method[[Pingable], None]: ...
-    @property
-    def kill_leased(self) -> Method[[Sequence[Pingable]], None]: ...
-    @property
-    def evict_idle(self) -> Method[[], int]: ...
+    ping: Method[[], None]
+    prestart: Method[..., None]
+    num_missing: Method[[Mapping[type[Workhorse], int], RuntimeConfig], int]
+    acquire: Method[[type[Workhorse], RuntimeConfig, int, Pingable], list[WorkhorseHandle]]
+    release: Method[[Pingable], None]
+    kill_leased: Method[[Sequence[Pingable]], None]
+    evict_idle: Method[[], int]
 
 
 _POOLS: NamedActor[PoolHandle] = NamedActor(WorkerPool, PREFIX)
 
 
 def open_worker_pool(run_id: str) -> PoolHandle:
-    """The worker pool of a run, started where there is none. It lives as long as the process that started it."""
+    """The worker pool of a run, started if there is none. It ends with the process that started it."""
     return _POOLS.open(run_id)
 
 
 def find_worker_pool(run_id: str) -> PoolHandle | None:
-    """The worker pool of a run; None where nobody opened one, or it died."""
+    """The worker pool of a run; None if there is none or it died."""
     return _POOLS.find(run_id)
 
 
 def evict_idle_workers() -> int:
-    """Have the pool of every run on this cluster end its idle Workhorses; returns how many."""
+    """Evict the idle Workhorses of every run on this cluster; returns how many."""
     calls = [pool.evict_idle.remote() for pool in _POOLS.find_all()]
     done = ray.wait(calls, num_returns=len(calls), timeout=EVICT_SECONDS)[0] if calls else []
     return sum(ray.get(call) for call in done if answered(call))
@@ -172,11 +163,11 @@ def start(
     group: PlacementGroup | None = None,
     bundle: int = 0,
 ) -> WorkhorseHandle:
-    """A new Workhorse process, in bundle `bundle` of the placement group `group` where there is one."""
+    """A new Workhorse process, in bundle `bundle` of placement group `group` if given."""
     options: dict[str, Any] = {"num_cpus": runtime.cpus_per_workhorse, "num_gpus": gpus, "max_restarts": 0}
     if group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-    # Heartbeats are answered in a thread of their own, so that a busy Workhorse differs from one that hangs.
+    # A separate thread answers heartbeats, which tells a busy Workhorse from one that hangs.
     workhorse: WorkhorseHandle
     workhorse = ray.remote(concurrency_groups={CONCURRENCY_GROUP: 1})(kind).options(**options).remote(runtime)
     return workhorse

@@ -1,7 +1,4 @@
-"""Progress of a run's stages for those who watch, and back to the stages the wish that they stop.
-
-One small named actor a run; a run hears nothing of another's.
-"""
+"""The progress actor of a run: stages report progress to it, and its answers tell them to stop."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ Progress = tuple[int, int, str, str]
 
 
 class ProgressActor:
-    """Latest progress by stage."""
+    """The latest progress of each stage."""
 
     def __init__(self) -> None:
         self._latest: dict[str, Progress] = {}
@@ -27,7 +24,7 @@ class ProgressActor:
         """Answers as long as this actor lives."""
 
     def report(self, stage: str, done: int, total: int, unit: str, note: str) -> bool:
-        """Remember it; returns whether the stage should stop, with a snapshot, as soon as it can."""
+        """Store progress; returns whether the stage should stop, with a snapshot, as soon as possible."""
         self._latest[stage] = (done, total, unit, note)
         return self._stopping
 
@@ -36,31 +33,25 @@ class ProgressActor:
         return dict(self._latest)
 
     def stop(self) -> None:
-        """Ask every stage that reports from now on to stop."""
+        """Tell every stage that reports from now on to stop."""
         self._stopping = True
 
 
 class ProgressHandle(Protocol):
-    """A `ProgressActor`."""
-
-    @property
-    def ping(self) -> Method[[], None]: ...
-    @property
-    def report(self) -> Method[[str, int, int, str, str], bool]: ...
-    @property
-    def read(self) -> Method[[], dict[str, Progress]]: ...
-    @property
-    def stop(self) -> Method[[], None]: ...
+    ping: Method[[], None]
+    report: Method[[str, int, int, str, str], bool]
+    read: Method[[], dict[str, Progress]]
+    stop: Method[[], None]
 
 
 _ACTORS: NamedActor[ProgressHandle] = NamedActor(ProgressActor, PREFIX)
 
 
 def open_progress(run_id: str) -> ProgressHandle:
-    """The progress actor of a run, started where there is none. It lives as long as the process that started it."""
+    """The progress actor of a run, started if there is none. It ends with the process that started it."""
     return _ACTORS.open(run_id)
 
 
 def find_progress(run_id: str) -> ProgressHandle | None:
-    """The progress actor of a run; None where nobody opened one."""
+    """The progress actor of a run; None if there is none."""
     return _ACTORS.find(run_id)

@@ -1,7 +1,7 @@
-"""Handles of Ray actors with types: each call returns a `Ref` to its answer, and `get` waits for it.
+"""Typed handles of Ray actors: each call returns a `Ref` to its answer, and `get` waits for it.
 
-Whatever has the methods below can stand for an actor: a training loop that is written against `ModelHandle` runs over
-WholeModels, and in a test over plain objects whose answers are `Ready`.
+Any object with these methods can replace an actor: a training loop written against `ModelHandle` runs over WholeModels,
+and in tests over plain objects whose answers are `Ready`.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Ref(Generic[T_co]):
-    """A reference to an answer that may not be there yet: `ray.ObjectRef`, `Ready` or `Local`."""
+    """A reference to a possibly pending answer: `ray.ObjectRef`, `Ready` or `Local`."""
 
 
 @dataclass(frozen=True)
 class Ready(Ref[T_co]):
-    """An answer that is there, from an object in this process."""
+    """The answer of an object in this process."""
 
     value: T_co
 
 
 @dataclass(frozen=True)
 class Local(Ref[T_co]):
-    """An answer that a thread of this process works out."""
+    """An answer that a thread of this process computes."""
 
     future: Future[T_co]
 
 
 def get(ref: Ref[T]) -> T:
-    """Wait for an answer. Raises what the call raised."""
+    """Wait for an answer. Raises the exception of the call."""
     if isinstance(ref, Ready):
         return ref.value
     if isinstance(ref, Local):
@@ -60,7 +60,7 @@ def get(ref: Ref[T]) -> T:
 
 
 def get_all(refs: Sequence[Ref[T]]) -> list[T]:
-    """Wait for several answers, in order. Raises what one of the calls raised, as soon as it did."""
+    """Wait for several answers, in order. Raises the first exception of the calls at once."""
     if all(isinstance(ref, Ready | Local) for ref in refs):
         return [get(ref) for ref in refs]
     import ray
@@ -76,10 +76,9 @@ class Method(Protocol[P, T_co]):
 
 
 class Pingable(Protocol):
-    """An actor whose death can be noticed."""
+    """An actor whose death can be detected."""
 
-    @property
-    def ping(self) -> Method[[], None]: ...
+    ping: Method[[], None]
 
 
 class Score(Protocol):
@@ -99,51 +98,32 @@ class Save(Protocol):
 
 
 class ModelHandle(Protocol):
-    """What a training loop sees of a WholeModel; `whole_model.WholeModel` says what each call does."""
+    """A WholeModel as a training loop sees it; `whole_model.WholeModel` documents the calls."""
 
-    @property
-    def score(self) -> Score: ...
-    @property
-    def trunk(self) -> Score: ...
-    @property
-    def train(self) -> Train: ...
-    @property
-    def generate(self) -> Method[[Rows, Sampling, int], Rows]: ...
-    @property
-    def follow(self) -> Method[[ModelHandle, int], str | None]: ...
-    @property
-    def load_weights(self) -> Method[[WeightUpdate], int]: ...
-    @property
-    def save(self) -> Save: ...
-    @property
-    def save_state(self) -> Method[[Path], None]: ...
-    @property
-    def load_state(self) -> Method[[Path], None]: ...
-    @property
-    def sleep(self) -> Method[[], None]: ...
-    @property
-    def wake_up(self) -> Method[[], None]: ...
+    score: Score
+    trunk: Score
+    train: Train
+    generate: Method[[Rows, Sampling, int], Rows]
+    follow: Method[[ModelHandle, int], str | None]
+    load_weights: Method[[WeightUpdate], int]
+    save: Save
+    save_state: Method[[Path], None]
+    load_state: Method[[Path], None]
+    sleep: Method[[], None]
+    wake_up: Method[[], None]
 
 
 class WholeModelHandle(ModelHandle, Protocol):
-    """All of a WholeModel: what `opening` and other WholeModels call too."""
+    """All calls of a WholeModel, also those of `opening` and of other WholeModels."""
 
-    @property
-    def ping(self) -> Method[[], None]: ...
-    @property
-    def build(
-        self,
-    ) -> Method[
+    ping: Method[[], None]
+    build: Method[
         [str, RuntimeConfig, Path, ModelSpec | GeneratorSpec, list[WorkhorseHandle], int, str], list[WorkerInfo]
-    ]: ...
-    @property
-    def unload(self) -> Method[[bool], None]: ...
-    @property
-    def where(self) -> Method[[], list[Device]]: ...
-    @property
-    def export_weights(self) -> ExportWeights: ...
-    @property
-    def send_weights(self) -> Method[[int, Transport, list[WorkhorseHandle], int], None]: ...
+    ]
+    unload: Method[[bool], None]
+    where: Method[[], list[Device]]
+    export_weights: ExportWeights
+    send_weights: Method[[int, Transport, list[WorkhorseHandle], int], None]
 
 
 class HeartbeatMethod(Protocol):
@@ -151,72 +131,39 @@ class HeartbeatMethod(Protocol):
 
 
 class FileReceiverHandle(Protocol):
-    """A `staging.FileReceiver`."""
-
-    @property
-    def sees(self) -> Method[[Path], bool]: ...
-    @property
-    def make_directory(self) -> Method[[], Path]: ...
-    @property
-    def append_chunk(self) -> Method[[Path, bytes], None]: ...
-    @property
-    def sizes(self) -> Method[[Path], dict[str, int]]: ...
-    @property
-    def read_chunk(self) -> Method[[Path, int], bytes]: ...
-    @property
-    def remove_directory(self) -> Method[[Path], None]: ...
-    @property
-    def remove_directories(self) -> Method[[], None]: ...
+    sees: Method[[Path], bool]
+    make_directory: Method[[], Path]
+    append_chunk: Method[[Path, bytes], None]
+    sizes: Method[[Path], dict[str, int]]
+    read_chunk: Method[[Path, int], bytes]
+    remove_directory: Method[[Path], None]
+    remove_directories: Method[[], None]
 
 
 class WorkhorseHandle(FileReceiverHandle, Protocol):
-    """A `Learner` or a `Generator`; each has `build` and its own calls of those below."""
+    heartbeat: HeartbeatMethod
+    worker_info: Method[[], WorkerInfo]
+    where: Method[[], Device]
+    rendezvous: Method[[], tuple[str, int]]
+    unload: Method[[], None]
+    load_libraries: Method[..., None]
+    build: Method[[ModelSpec | GeneratorSpec, RankInfo], None]
 
-    @property
-    def heartbeat(self) -> HeartbeatMethod: ...
-    @property
-    def worker_info(self) -> Method[[], WorkerInfo]: ...
-    @property
-    def where(self) -> Method[[], Device]: ...
-    @property
-    def rendezvous(self) -> Method[[], tuple[str, int]]: ...
-    @property
-    def unload(self) -> Method[[], None]: ...
-    @property
-    def load_libraries(self) -> Method[..., None]: ...
-    @property
-    def build(self) -> Method[[ModelSpec | GeneratorSpec, RankInfo], None]: ...
+    # Learner
+    score: Method[[Rows, int], Rows]
+    trunk: Method[[Rows, int], Rows]
+    train: Method[[Rows, dict[str, float], float, int], dict[str, float]]
+    export_weights: Method[[int, bool], WeightUpdate | None]
+    send_weights: Method[[int, Transport, tuple[str, int], list[WorkhorseHandle], int], None]
+    begin_save: Method[[Path], None]
+    save: Method[[Path, str | None], list[str]]
+    save_state: Method[[Path], None]
+    load_state: Method[[Path], None]
+    sleep: Method[[], None]
+    wake_up: Method[[], None]
 
-    # a Learner's
-    @property
-    def score(self) -> Method[[Rows, int], Rows]: ...
-    @property
-    def trunk(self) -> Method[[Rows, int], Rows]: ...
-    @property
-    def train(self) -> Method[[Rows, dict[str, float], float, int], dict[str, float]]: ...
-    @property
-    def export_weights(self) -> Method[[int, bool], WeightUpdate | None]: ...
-    @property
-    def send_weights(self) -> Method[[int, Transport, tuple[str, int], list[WorkhorseHandle], int], None]: ...
-    @property
-    def begin_save(self) -> Method[[Path], None]: ...
-    @property
-    def save(self) -> Method[[Path, str | None], list[str]]: ...
-    @property
-    def save_state(self) -> Method[[Path], None]: ...
-    @property
-    def load_state(self) -> Method[[Path], None]: ...
-    @property
-    def sleep(self) -> Method[[], None]: ...
-    @property
-    def wake_up(self) -> Method[[], None]: ...
-
-    # a Generator's
-    @property
-    def generate(self) -> Method[[Rows, Sampling, int], Rows]: ...
-    @property
-    def load_weights(self) -> Method[[WeightUpdate], int]: ...
-    @property
-    def revert_weights(self) -> Method[[], None]: ...
-    @property
-    def receive(self) -> Method[[str, dict[str, Any], int], None]: ...
+    # Generator
+    generate: Method[[Rows, Sampling, int], Rows]
+    load_weights: Method[[WeightUpdate], int]
+    revert_weights: Method[[], None]
+    receive: Method[[str, dict[str, Any], int], None]

@@ -1,11 +1,11 @@
-"""Who may reserve now, and who has reserved what: one actor a cluster, for all runs on it.
+"""The queue of stages that reserve resources, and their reservations: one actor for all runs of a cluster.
 
-Stages that run at the same time would deadlock if each held a part of what it needs and waited for the rest. So a stage
-takes everything at once, in its turn: first come, first served. It has its turn only while it reserves, and what it has
-reserved is written down here, since Ray's own count of free CPUs lags behind.
+Concurrent stages would deadlock if each held a part of its resources and waited for the rest. So a stage reserves
+everything at once when it has its turn, first come, first served. Reservations are recorded here, since Ray's count of
+free CPUs lags behind.
 
-A ticket is void as soon as its holder, an actor of the stage, is dead: then the next one has its turn, and placement
-groups that the dead one left are removed.
+When the holder of a ticket, an actor of the stage, dies, its place in the queue, its reservation and its placement
+groups are removed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Ticket:
 
     run_id: str
     stage: str
-    """Log directory of the stage, which people know it by."""
+    """Log directory of the stage, which identifies it for people."""
     holder: Pingable
     """An actor that dies with the stage."""
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """What a stage holds."""
+    """The resources that a stage holds."""
 
     resources: Mapping[str, float]
     """Ray's name of a resource → amount."""
@@ -47,7 +47,7 @@ class Reservation:
 
 
 class Reservations:
-    """The queue of stages that want to reserve, and what those hold that did."""
+    """The queue of stages, and their reservations."""
 
     def __init__(self) -> None:
         self._queue: list[Ticket] = []
@@ -58,27 +58,26 @@ class Reservations:
         """Answers as long as this actor lives."""
 
     def is_next(self, ticket: Ticket) -> bool:
-        """Whether it is this ticket's turn; the first call puts it at the end of the queue."""
+        """Whether this ticket has its turn; the first call adds it to the queue."""
         self._drop_dead()
         if ticket not in self._queue:
             self._queue.append(ticket)
         return self._queue[0] == ticket
 
     def leave(self, ticket: Ticket) -> None:
-        """Its turn is over, or it waits no longer."""
+        """Remove the ticket from the queue."""
         self._queue = [other for other in self._queue if other != ticket]
 
     def grant(self, ticket: Ticket, reservation: Reservation) -> None:
-        """Remember what the holder of `ticket` has reserved, until `end`."""
+        """Record the reservation of `ticket` until `end`."""
         self._held[ticket] = reservation
 
     def end(self, ticket: Ticket) -> None:
-        """The holder of `ticket` has given everything back."""
         self.leave(ticket)
         self._held.pop(ticket, None)
 
     def reserved(self) -> dict[str, float]:
-        """Resource → how much of it stages hold."""
+        """Resource → amount that stages hold."""
         self._drop_dead()
         totals: dict[str, float] = {}
         for reservation in self._held.values():
@@ -92,7 +91,7 @@ class Reservations:
         return any(ticket.run_id == run_id for ticket in self._held)
 
     def holders(self) -> list[str]:
-        """Which stage holds what, for people."""
+        """The stages with their resources, for people."""
         self._drop_dead()
         return [f"{ticket.stage}: {amount_text(held.resources)}" for ticket, held in self._held.items()]
 
@@ -107,31 +106,21 @@ class Reservations:
 
 
 class ReservationsHandle(Protocol):
-    """A `Reservations` actor."""
-
-    @property
-    def ping(self) -> Method[[], None]: ...
-    @property
-    def is_next(self) -> Method[[Ticket], bool]: ...
-    @property
-    def leave(self) -> Method[[Ticket], None]: ...
-    @property
-    def grant(self) -> Method[[Ticket, Reservation], None]: ...
-    @property
-    def end(self) -> Method[[Ticket], None]: ...
-    @property
-    def reserved(self) -> Method[[], dict[str, float]]: ...
-    @property
-    def holds(self) -> Method[[str], bool]: ...
-    @property
-    def holders(self) -> Method[[], list[str]]: ...
+    ping: Method[[], None]
+    is_next: Method[[Ticket], bool]
+    leave: Method[[Ticket], None]
+    grant: Method[[Ticket, Reservation], None]
+    end: Method[[Ticket], None]
+    reserved: Method[[], dict[str, float]]
+    holds: Method[[str], bool]
+    holders: Method[[], list[str]]
 
 
 _ACTOR: NamedActor[ReservationsHandle] = NamedActor(Reservations, NAME, detached=True)
 
 
 def open_reservations() -> ReservationsHandle:
-    """The cluster's reservations, started where there are none. They live as long as the cluster."""
+    """The cluster's reservations, started if there are none. They end with the cluster."""
     return _ACTOR.open()
 
 

@@ -1,4 +1,4 @@
-"""A plain training step, planned and sharded: written for one device, run on as many as help.
+"""A plain training step, written for one device, planned and sharded over many.
 
     @sharded
     def step(model, rows):
@@ -11,8 +11,7 @@
         loss = train(rows)
         train.save(Path("models/trained"))
 
-The planner chooses the layout; each replica sees its share of the rows; gradients are those of the mean over all
-of them.
+The planner chooses the layout; each replica gets its share of the rows; gradients are those of the mean over all rows.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ Step = Callable[[Any, dict[str, Tensor]], Tensor]
 
 @dataclass(frozen=True)
 class StepObjective:
-    """`step` as what a model is trained for."""
+    """`step` as a training objective."""
 
     step: Step
 
@@ -60,7 +59,7 @@ class StepObjective:
 
 
 def _padded(rows: Tensors) -> Tensors:
-    """Rows as a step reads them: a micro-batch is trimmed to its longest row."""
+    """Padded rows for a step, trimmed to the longest row of the micro-batch."""
     padded = rows | {"input_ids": pad(rows["input_ids"], rows["lengths"])}
     width = padded["input_ids"].shape[1]
     return {name: column[:, :width] if name.endswith("_ids") else column for name, column in padded.items()}
@@ -68,10 +67,10 @@ def _padded(rows: Tensors) -> Tensors:
 
 @dataclass(frozen=True)
 class Trainer:
-    """A model that is trained with a step; see `Sharded.on`."""
+    """A model in training; see `Sharded.on`."""
 
     engine: EngineConfig
-    """What the planner chose."""
+    """The planned layout."""
     _model: ModelHandle
     _lr: float
 
@@ -89,7 +88,7 @@ class Trainer:
 
 
 class Sharded:
-    """A step that can be called as it is, or trained with `on` a cluster."""
+    """A step that can be called as usual, or used for training `on` a cluster."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -111,8 +110,8 @@ class Sharded:
         """Train `model` (a directory in Hugging Face form) on the Ray cluster this process is connected to.
 
         Args:
-            training: optimizer, adapters, engine; of that the layout is planned, the rest stays as written.
-            batch_size: rows of one step, at least.
+            training: optimizer, adapters, engine; the layout of the engine is planned.
+            batch_size: smallest number of rows of a step.
             sequence_tokens: longest row.
 
         Raises:
@@ -143,12 +142,12 @@ class Sharded:
         engine = training.engine.model_copy(update=engine_of(plan))
         planned = training.model_copy(update={"engine": engine})
         spec = ModelSpec(Path(model), StepObjective(self._step), training=planned)
-        # A run of its own, without a worker pool.
+        # A run id of its own, without a worker pool.
         open_models = model_opener(runtime, Path(log_dir), f"sharded-{uuid.uuid4().hex}")
         with open_models({"model": spec}) as models:
             yield Trainer(engine, models["model"], training.lr)
 
 
 def sharded(step: Step) -> Sharded:
-    """Decorator: make a plain step one that can be planned and sharded."""
+    """Decorator: make a plain step shardable."""
     return Sharded(step)

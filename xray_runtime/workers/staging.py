@@ -1,7 +1,7 @@
-"""File staging: directories to and from Workhorses on nodes that do not share this one's disk.
+"""File staging: copy directories to and from Workhorses on nodes that do not share this node's disk.
 
-Where every node sees the output directory nothing is copied. Elsewhere a WholeModel stages in what its Workhorses read,
-chunk by chunk through Ray's object store, and stages out what they wrote.
+If every node sees the output directory, nothing is copied. Otherwise a WholeModel stages in the files its Workhorses
+read, chunk by chunk through Ray's object store, and stages out the files they wrote.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from xray_runtime.workers.nodes import current_node, probe_file
 from xray_runtime.workers.protocols import FileReceiverHandle, Ref
 
 CHUNK_BYTES = 64 * 2**20
-"""Bytes that travel at a time."""
+"""Bytes of a chunk."""
 T = TypeVar("T")
 
 
 class FileReceiver:
-    """A Workhorse's side: directories of its process, removed with its model or when the process ends."""
+    """A Workhorse's side: directories that are removed with its model or when its process ends."""
 
     _own: Path | None = None
 
     def sees(self, path: Path) -> bool:
-        """Whether `path` is there."""
         return path.exists()
 
     def make_directory(self) -> Path:
-        """A new, empty directory here. Raises PermissionError where another user made the one it would lie in."""
+        """A new, empty directory here. Raises PermissionError if another user owns the parent directory."""
         if self._own is None:
             root = Path(tempfile.gettempdir()) / f"xray-staged-{os.getuid()}"
             root.mkdir(mode=0o700, exist_ok=True)
@@ -46,7 +45,6 @@ class FileReceiver:
         return Path(tempfile.mkdtemp(dir=self._own))
 
     def append_chunk(self, path: Path, chunk: bytes) -> None:
-        """Append `chunk` to the file `path`."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
             file.write(chunk)
@@ -68,13 +66,13 @@ class FileReceiver:
     def remove_directories(self) -> None:
         """Remove all directories of `make_directory`."""
         if self._own is not None:
-            # Not the lock file, which is beside them.
+            # The lock file beside them stays.
             for directory in filter(Path.is_dir, self._own.iterdir()):
                 self.remove_directory(directory)
 
 
 class Collect(Protocol):
-    """Waits for the answers of calls to some ranks, as `health.HealthMonitor.collect` does."""
+    """Waits for answers of ranks, as `health.HealthMonitor.collect` does."""
 
     def __call__(self, refs: list[Ref[T]], ranks: list[int]) -> list[T]: ...
 
@@ -84,9 +82,9 @@ class FileStager:
 
     Args:
         workhorses: in order of rank.
-        nodes: the id of the node that each is on.
-        collect: waits for the answers of calls to these ranks.
-        shared: a directory that the nodes may share; for a node that does not see it, files are staged.
+        nodes: node id of each Workhorse.
+        collect: waits for answers of ranks.
+        shared: a directory that nodes may share; files are staged for nodes that do not see it.
     """
 
     def __init__(
@@ -94,32 +92,32 @@ class FileStager:
     ) -> None:
         self._workhorses, self._nodes, self._collect = workhorses, nodes, collect
         self._staged: dict[Path, list[Path]] = {}
-        # The first rank on a node receives for all that are there.
+        # The first rank on a node receives for all ranks there.
         first = {node: rank for rank, node in reversed(list(enumerate(nodes)))}
         first.pop(current_node(), None)
         ranks = list(first.values())
         with probe_file(shared) if first else contextlib.nullcontext() as probe:
             sees = self._collect([workhorses[rank].sees.remote(probe) for rank in ranks], ranks) if probe else []
         self._receivers = {node: rank for (node, rank), seen in zip(first.items(), sees, strict=True) if not seen}
-        """Node with a disk of its own → the rank that receives there."""
+        """Node with its own disk → the rank that receives there."""
 
     def is_remote(self, rank: int) -> bool:
-        """Whether a rank reads and writes on a disk of its own."""
+        """Whether a rank does not share this node's disk."""
         return self._nodes[rank] in self._receivers
 
     def leaders(self) -> list[int]:
-        """One rank for each disk: that of this process first, where any rank is on it."""
+        """One rank for each disk, beginning with this node's disk if any rank uses it."""
         local = [rank for rank in range(len(self._nodes)) if not self.is_remote(rank)]
         return local[:1] + sorted(self._receivers.values())
 
     def stage_in(self, directory: Path) -> list[Path]:
-        """Where each rank finds a directory that does not change any more; copied once, and kept."""
+        """The path of a directory for each rank. It must not change any more: it is copied once and kept."""
         if directory not in self._staged:
             self._staged[directory] = self.stage_in_once(directory)
         return self._staged[directory]
 
     def stage_in_once(self, directory: Path) -> list[Path]:
-        """As `stage_in`, for a directory that is read once: `remove` it then."""
+        """As `stage_in` for a directory that is read once; `remove` it afterwards."""
         found = self.output_directories(directory)
         ranks = list(self._receivers.values())
         for path in _files(directory) if ranks else []:
@@ -137,14 +135,14 @@ class FileStager:
         return found
 
     def output_directories(self, directory: Path) -> list[Path]:
-        """Where each rank may write what is meant for `directory`; `stage_out` copies it here."""
+        """A directory for each rank to write files for `directory`, which `stage_out` copies here."""
         ranks = list(self._receivers.values())
         made = self._collect([self._workhorses[rank].make_directory.remote() for rank in ranks], ranks) if ranks else []
         of_node = dict(zip(self._receivers, made, strict=True))
         return [of_node.get(node, directory) for node in self._nodes]
 
     def stage_out(self, written: list[Path], into: Path) -> dict[int, Path]:
-        """Rank that receives on its node → a new directory in `into` with a copy of its directory of `written`."""
+        """Receiving rank → a new directory in `into` with a copy of its directory in `written`."""
         found = {}
         for rank in self._receivers.values():
             workhorse = self._workhorses[rank]
@@ -159,7 +157,7 @@ class FileStager:
         return found
 
     def remove(self, directories: list[Path]) -> None:
-        """Remove what `stage_in_once` or `output_directories` made."""
+        """Remove directories of `stage_in_once` or `output_directories`."""
         ranks = list(self._receivers.values())
         if ranks:
             calls = [self._workhorses[rank].remove_directory.remote(directories[rank]) for rank in ranks]
@@ -167,6 +165,6 @@ class FileStager:
 
 
 def _files(directory: Path) -> list[Path]:
-    """All but a policy's ledger, which no model reads."""
+    """All files but those of a policy's ledger, which no model reads."""
     found = (path for path in directory.rglob("*") if path.is_file())
     return sorted(path for path in found if path.relative_to(directory).parts[0] != LEDGER)

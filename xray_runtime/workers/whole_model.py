@@ -1,7 +1,6 @@
-"""WholeModel: a Ray actor that stands for one whole model, however it is spread over Workhorses.
+"""WholeModel: the proxy of one whole model, a Ray actor that hides how the model is spread over Workhorses.
 
-A call is scattered over the Workhorses and their answers are merged; the caller sees one model. Calls to different
-WholeModels run at the same time.
+A call is scattered over the Workhorses and their answers are merged. Calls to different WholeModels run concurrently.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ T = TypeVar("T")
 
 
 class WholeModel:
-    """The proxy of one model, and after that of another; `opening` starts it."""
+    """The proxy of one model, and later of another; `opening` starts it."""
 
     _workhorses: list[WorkhorseHandle]
     _ways: dict[WholeModelHandle, tuple[Transport, bool]]
-    """Policy → how its weights come, and whether it is on this generator's machine."""
+    """Policy → transport of its weights, and whether it is on this generator's machine."""
 
     def ping(self) -> None:
         """Answers as long as this WholeModel lives."""
@@ -61,16 +60,16 @@ class WholeModel:
 
         Args:
             role: of the model in its stage.
-            log_dir: where the Workhorses' output goes, on nodes that see it.
+            log_dir: directory of the Workhorses' logs, on nodes that see it.
             workhorses: in order of rank.
-            num_replicas: whole copies of the model that they hold.
-            environment_digest: of the code and libraries that each must have.
+            num_replicas: number of whole copies of the model.
+            environment_digest: digest of the code and libraries that each must have.
 
         Returns:
-            Where each Workhorse runs.
+            Info of each Workhorse.
 
         Raises:
-            ConfigError: one of them has another environment.
+            ConfigError: a Workhorse has another environment.
         """
         self._role, self._runtime, self._log_dir = role, runtime, log_dir
         self._spec, self._workhorses, self._num_replicas, self._ways = spec, workhorses, num_replicas, {}
@@ -79,7 +78,7 @@ class WholeModel:
         timeouts = (self._runtime.hang_timeout_s, self._runtime.collective_timeout_s)
         self._health = HealthMonitor(self._role, workhorses, self._log_dir, *timeouts)
         up = [workhorse.rendezvous.remote() for workhorse in workhorses]
-        # A process that is still starting has no heartbeat yet.
+        # A starting process does not answer heartbeats yet.
         ray.wait(up, num_returns=len(up))
         self._health.begin()
         meeting_points = self._get(up)
@@ -99,16 +98,16 @@ class WholeModel:
         return workers
 
     def _staged(self, rank: int, directory: Path) -> Path:
-        """Where a rank finds a directory."""
+        """The path of a directory for a rank."""
         return self._stager.stage_in(directory)[rank]
 
     def unload(self, reused: bool) -> None:
-        """The end of the model: its files that were staged go, and its memory where the Workhorses are `reused`."""
+        """Remove the model's staged files and, if the Workhorses are `reused`, free its memory."""
         self._call(lambda w: w.unload.remote() if reused else w.remove_directories.remote())
         self._workhorses, self._ways = [], {}
 
     def score(self, rows: Rows, at_once: int = 1) -> Rows:
-        """`Learner.score` of all rows, in order. Raises NonFiniteError where a score is not finite."""
+        """`Learner.score` of all rows, in order. Raises NonFiniteError if a score is not finite."""
         answers = self._scatter(rows, lambda w, shard: w.score.remote(shard, at_once))
         self._check_finite(answers, self._reporting())
         return merge(answers)
@@ -118,10 +117,10 @@ class WholeModel:
         return merge(self._scatter(rows, lambda w, shard: w.trunk.remote(shard, at_once)))
 
     def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
-        """One optimizer step over all rows; sums over the rows, and `grad_norm`.
+        """One optimizer step over all rows; returns sums over the rows, and `grad_norm`.
 
-        A step whose loss or gradient is not finite no rank has made; `grad_norm` is not finite either then, and
-        `refused_by` is the first rank with a loss that is not.
+        If a loss or the gradient is not finite, no rank steps and `grad_norm` is not finite; then `refused_by` is the
+        first rank with such a loss.
         """
         stats = self._scatter(rows, lambda w, shard: w.train.remote(shard, totals, lr, at_once))
         sums = {name: sum(s.get(name, 0.0) for s in stats) for name in {name for s in stats for name in s}}
@@ -133,7 +132,7 @@ class WholeModel:
         return sums
 
     def generate(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
-        """`Generator.generate`, prompts spread over the replicas by their predicted tokens; replies in order.
+        """`Generator.generate` with prompts spread over replicas by predicted tokens; replies in order.
 
         Raises:
             NonFiniteError: a log-probability is not finite.
@@ -144,7 +143,7 @@ class WholeModel:
         answers: list[tuple[list[int], int]] = []
         for replica, load in enumerate(loads):
             if load:
-                # Every rank of a replica works on the same prompts; the first one's answer is the replica's.
+                # Every rank of a replica gets the same prompts; the first rank answers for it.
                 ranks = self._workhorses[replica * size : (replica + 1) * size]
                 answers.append((load, len(calls)))
                 calls += [w.generate.remote(take(rows, load), sampling, version) for w in ranks]
@@ -154,13 +153,12 @@ class WholeModel:
         return join([replies[first] for first in firsts], [load for load, _ in answers])
 
     def export_weights(self, version: int, shared: bool = False) -> WeightUpdate:
-        """The policy's trainable weights as version `version`: in memory that all on this machine share, or in the
-        object store."""
+        """The trainable weights as version `version`, in shared memory of this machine or in the object store."""
         updates = [u for u in self._call(lambda w: w.export_weights.remote(version, shared)) if u is not None]
         return replace(updates[0], buckets=tuple(bucket for update in updates for bucket in update.buckets))
 
     def load_weights(self, update: WeightUpdate) -> int:
-        """Bring every Workhorse to `update`, or, where one fails, none; returns the version they all hold."""
+        """Load `update` on every Workhorse or, if one fails, on none; returns the version they all hold."""
         loads = [w.load_weights.remote(update) for w in self._workhorses]
         try:
             self._health.collect(loads)
@@ -175,9 +173,9 @@ class WholeModel:
         return update.version
 
     def follow(self, policy: WholeModelHandle, version: int) -> str | None:
-        """Bring this generator to `policy`'s weights as `version`, by the shortest way between their devices.
+        """Load `policy`'s weights as `version` into this generator, by the fastest transport between their devices.
 
-        Returns a digest of what was sent; None where it went from GPU to GPU, unread.
+        Returns a digest of the weights; None after a transfer from GPU to GPU, which does not read them.
         """
         assert isinstance(self._spec.layout, GeneratorConfig)
         if policy not in self._ways:
@@ -196,20 +194,17 @@ class WholeModel:
     def send_weights(
         self, version: int, transport: Transport, receivers: list[WorkhorseHandle], per_replica: int
     ) -> None:
-        """`Learner.send_weights` to the Workhorses of a generator, on all ranks."""
+        """`Learner.send_weights` on all ranks, to the Workhorses of a generator."""
         meet = self._call(lambda w: w.rendezvous.remote())[0]
         self._call(lambda w: w.send_weights.remote(version, transport, meet, receivers, per_replica))
 
     def where(self) -> list[Device]:
-        """The devices it is spread over."""
         return self._call(lambda w: w.where.remote())
 
     def sleep(self) -> None:
-        """`Learner.sleep` on all ranks."""
         self._call(lambda w: w.sleep.remote())
 
     def wake_up(self) -> None:
-        """`Learner.wake_up` on all ranks."""
         self._call(lambda w: w.wake_up.remote())
 
     def save(self, directory: Path, head_file: str | None = None) -> None:
@@ -219,13 +214,13 @@ class WholeModel:
         ranks = zip(self._workhorses, directories, strict=True)
         written = self._get([w.save.remote(own, head_file) for w, own in ranks])
         for rank, copy in self._stager.stage_out(directories, directory).items():
-            # Each of that node's ranks wrote its tensors into one copy of the model.
+            # All ranks of that node wrote their tensors into one copy of the model.
             names = [name for r, own in enumerate(directories) if own == directories[rank] for name in written[r]]
-            _join(copy, directory, names, head_file)
+            _merge_copy(copy, directory, names, head_file)
         self._stager.remove(directories)
 
     def save_state(self, directory: Path) -> None:
-        """Write a snapshot of model and optimizer into `directory`, every rank its shard."""
+        """Write a snapshot of model and optimizer into `directory`; every rank writes its shard."""
         directories = self._stager.output_directories(directory)
         self._get([w.save_state.remote(own) for w, own in zip(self._workhorses, directories, strict=True)])
         for copy in self._stager.stage_out(directories, directory).values():
@@ -234,7 +229,7 @@ class WholeModel:
         self._stager.remove(directories)
 
     def load_state(self, directory: Path) -> None:
-        """Go on from a snapshot."""
+        """Continue from a snapshot."""
         directories = self._stager.stage_in_once(directory)
         self._get([w.load_state.remote(own) for w, own in zip(self._workhorses, directories, strict=True)])
         self._stager.remove(directories)
@@ -246,15 +241,14 @@ class WholeModel:
                 raise NonFiniteError(f"{self._role!r}, rank {rank}: {wrong} are not finite")
 
     def _reporting(self) -> list[int]:
-        """The rank that answers for each replica, in the order of `_scatter`."""
+        """The rank that answers for each replica."""
         return [rank for rank in range(len(self._workhorses)) if self._topology.reports(rank)]
 
     def _scatter(self, rows: Rows, call: Callable[[WorkhorseHandle, Rows], Ref[T]]) -> list[T]:
-        """The answer of each replica: all its Workhorses get the same rows, one of them answers for it."""
+        """The answer of each replica. All Workhorses of a replica get the same rows; one answers for it."""
         replicas = self._topology.data
         if num_rows(rows) < replicas:
             raise ValueError(f"{self._role}: {num_rows(rows)} rows are too few for {replicas} replicas")
-        # References; Ray hands the rows over.
         shards = [ray.put(each) for each in shard(rows, replicas)]
         ranks = enumerate(self._workhorses)
         answers = self._get([call(w, shards[self._topology.data_rank(rank)]) for rank, w in ranks])
@@ -270,7 +264,7 @@ class WholeModel:
         except Exception as error:
             done = ray.wait(refs, num_returns=len(refs), timeout=0)[0]
             if isinstance(error, WorkhorseError) or len(done) < len(refs):
-                # Peers may wait in a collective for ever: this model is over.
+                # Peers may wait in a collective for ever.
                 self._kill()
             raise
 
@@ -279,12 +273,12 @@ class WholeModel:
             ray.kill(workhorse)
 
 
-def _join(copy: Path, directory: Path, names: Iterable[str], head_file: str | None) -> None:
-    """Merge what another node's ranks wrote (`copy`, which is removed) into the model in `directory`."""
+def _merge_copy(copy: Path, directory: Path, names: Iterable[str], head_file: str | None) -> None:
+    """Merge another node's `copy` of the model into `directory`, and remove the copy."""
     from xray_runtime.models.tensor_file import WEIGHTS_FILE, copy_tensors
 
     if not (directory / WEIGHTS_FILE).exists():
-        # No rank is on this node: the first copy is the model.
+        # Without a rank on this node, the first copy becomes the model.
         shutil.copytree(copy, directory, dirs_exist_ok=True)
     else:
         copy_tensors(copy / WEIGHTS_FILE, directory / WEIGHTS_FILE, names)

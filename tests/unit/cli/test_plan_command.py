@@ -156,7 +156,7 @@ def test_people_see_a_table_and_reasons() -> None:
         (["--params", "1e9", "--set", "seed=1"], '--set: "seed=1" is not allowed: must be given with a CONFIG'),
         (["configs/tiny.yaml", "--sequence-tokens", "9"], "--sequence-tokens: 9 is not allowed: must be given with"),
         (["configs/absent.yaml"], "configs/absent.yaml: no such file"),
-        (["configs/absent"], "configs/absent: no such file; a flow of your own is named as MODULE:FLOW"),
+        (["configs/absent"], "configs/absent: no such file; name your own flow as MODULE:FLOW"),
         (["examples.two_judges:nobody"], "'examples.two_judges:nobody' cannot be imported (AttributeError: "),
         (
             ["examples.two_judges:two_judges", "--set", "stepz=3"],

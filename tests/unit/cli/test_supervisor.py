@@ -68,7 +68,7 @@ def test_servers_that_do_not_start_are_started_as_often_as_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every attempt and the end are a line each; the last one says how to go on."""
-    lost = by_itself(LOST, "raylet of Ray ended as soon as it was started")
+    lost = by_itself(LOST, "raylet of Ray ended right after it was started")
     code, made, said = supervised([lost], tmp_path, monkeypatch, restarts=3)
     assert (code, made) == (FAILED, 4)
     lines = said.splitlines()
@@ -78,7 +78,7 @@ def test_servers_that_do_not_start_are_started_as_often_as_allowed(
         "starting again (3 of 3",
         "giving up. Run the sam",
     ]
-    assert all(line.startswith("the run was lost (raylet of Ray ended as soon as it was started)") for line in lines)
+    assert all(line.startswith("the run was lost (raylet of Ray ended right after it was started)") for line in lines)
 
 
 def test_a_reason_of_the_attempt_before_is_not_taken_for_this_one(
@@ -98,7 +98,7 @@ def test_an_interrupted_one_is_not_started_again(tmp_path: Path, monkeypatch: py
 
     code, made, said = supervised([interrupt], tmp_path, monkeypatch)
     assert (code, made) == (INTERRUPTED, 1)
-    assert said == "interrupted; run the same command again to go on from the beginning\n"
+    assert said == "interrupted; run the same command again to continue from the beginning\n"
 
 
 def test_a_record_that_nobody_works_at_does_not_stay_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

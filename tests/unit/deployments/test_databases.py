@@ -42,7 +42,7 @@ def test_other_addresses_are_refused(variable: str, value: str, said: str) -> No
 
 def test_records_are_not_left_behind_unseen() -> None:
     remembered = databases(BOTH)
-    with pytest.raises(ConfigError, match=f"{PREFECT}: is not set: .* at db.example:5433/prefect"):
+    with pytest.raises(ConfigError, match=f"{PREFECT}: is not set, but .* at db.example:5433/prefect"):
         check_databases(remembered, set(), {})
     with pytest.raises(ConfigError, match="not allowed while prefect is up"):
         check_databases({}, {"prefect", "mlflow"}, BOTH)

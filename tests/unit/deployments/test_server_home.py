@@ -75,14 +75,14 @@ def test_ports_are_remembered_and_do_not_move_under_what_runs() -> None:
     assert new_state(first, None, {"ray": 6000}).ports == PORTS | {"prefect": 5001, "ray": 6000}
     running = first.model_copy(update={"started": {"ray": me()}})
     assert new_state(running, "127.0.0.1", {"ray": PORTS["ray"]}).ports == first.ports
-    with pytest.raises(ConfigError, match=r"--ray-port: 6000 is not allowed while it is up on 6379: `xray down` first"):
+    with pytest.raises(ConfigError, match=r"--ray-port: 6000 is not allowed while 6379 is in use: `xray down` first"):
         new_state(running, None, {"ray": 6000})
-    with pytest.raises(ConfigError, match=r"--host: '0.0.0.0' is not allowed while it is up on '127.0.0.1'"):
+    with pytest.raises(ConfigError, match=r"--host: '0.0.0.0' is not allowed while the servers use '127.0.0.1'"):
         new_state(running, "0.0.0.0", {})
 
 
 def test_one_port_for_two_services_is_refused() -> None:
-    with pytest.raises(ConfigError, match="5000 is not allowed: it is the port of mlflow too"):
+    with pytest.raises(ConfigError, match="5000 is not allowed: mlflow has the same port"):
         new_state(None, None, {"prefect": 5000})
 
 
@@ -129,7 +129,7 @@ def test_a_taken_port_is_refused_before_anything_starts(home: ServerHome) -> Non
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--mlflow-port: {port} is not allowed: Address already in use on 127"):
-            check_free("127.0.0.1", "mlflow", port)
+            check_free("127.0.0.1", "--mlflow-port", port)
         state.ports = dict.fromkeys(PORTS, port)
         with pytest.raises(ConfigError, match="Address already in use"):
             start_missing(home, state, servers(home, state))
@@ -205,7 +205,7 @@ def test_a_service_that_ends_says_why(home: ServerHome) -> None:
     thing = service(home, "import os, sys; sys.exit(os.environ['GREETING'] + ': no such disk')", healthy=False)
     assert start_missing(home, state, [thing]) == ["ray"]
     assert home.load() == state
-    with pytest.raises(NotUpError, match=r"Thing ended as soon as it was started. The end of .*: hello: no such"):
+    with pytest.raises(NotUpError, match=r"Thing ended right after it was started. The end of .*: hello: no such"):
         thing.wait_healthy()
     stop(home, state, [thing])
 

@@ -153,7 +153,7 @@ def test_a_fault_costs_its_own_episode(faulty: EnvironmentPool, reply: str, caus
 
 def test_long_info_and_faults_of_a_reset(faulty: EnvironmentPool) -> None:
     started(faulty, 0)
-    assert "beside the messages has 70," in failure(faulty.step(0, "info"))
+    assert "without its messages has 70," in failure(faulty.step(0, "info"))
     assert failure(faulty.reset(0, TASK | {"fault": "raise"}, seed=0)).startswith("episode 0: KeyError")
     with pytest.raises(ValueError, match="the task of episode 0 must be JSON"):
         faulty.reset(0, {"prompt": {1}}, seed=0)

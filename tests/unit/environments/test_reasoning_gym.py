@@ -125,9 +125,9 @@ def test_what_a_row_must_hold(tmp_path: Path) -> None:
     [row] = written(tmp_path / "sums.jsonl", "chain_sum", range(1), **SUMS)
     with pytest.raises(ValueError, match="item is None: must be the column that write_items wrote"):
         environment().reset({"prompt": row["prompt"]}, 0)
-    with pytest.raises(ValueError, match="is another here: was it written by another version of reasoning-gym"):
+    with pytest.raises(ValueError, match="differs here: was it written with another version of reasoning-gym"):
         environment().reset({"prompt": "another", "item": row["item"]}, 0)
-    with pytest.raises(ValueError, match="is another here"):
+    with pytest.raises(ValueError, match="differs here"):
         environment().reset({"prompt": row["prompt"], "item": row["item"] | {"answer": "100"}}, 0)
     with pytest.raises(ValueError, match="task = 'composite' is not allowed"):
         environment().reset({"prompt": "p", "item": row["item"] | {"task": "composite"}}, 0)

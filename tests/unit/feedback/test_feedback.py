@@ -16,7 +16,7 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Messages, prompt_text
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies
-from xray_runtime.engines.generation.sampling import Place
+from xray_runtime.engines.generation.sampling import EngineRank
 from xray_runtime.engines.generation.transformers_generate import TransformersSampler, stream
 from xray_runtime.environments.pool import EnvironmentPool
 from xray_runtime.environments.protocol import Step
@@ -137,11 +137,11 @@ def saved(tmp_path: Path, tiny_tokenizer: Any) -> Path:
 def test_a_streamed_reply_is_the_one_a_batch_would_hold(saved: Path) -> None:
     limits = PromptLimits(saved, 24, 1.0)
     ids = limits.tokenizer("hello there")["input_ids"]
-    [batched] = TransformersSampler(saved, Place("cpu")).sample([ids], [11], limits.sampling)
+    [batched] = TransformersSampler(saved, EngineRank("cpu")).sample([ids], [11], limits.sampling)
     assert list(stream(load_model(saved).eval(), ids, 11, limits.sampling)) == batched.token_ids
     speaker = ChatModel(saved, limits, "cpu")
     asked = encode_prompts(limits.tokenizer, [prompt("hello")])
-    [reply] = TransformersSampler(saved, Place("cpu")).sample(asked, [3], limits.sampling)
+    [reply] = TransformersSampler(saved, EngineRank("cpu")).sample(asked, [3], limits.sampling)
     # Of random weights come random bytes: most characters take several tokens, many are none.
     tokens: list[int] = []
     pieces = list(speaker.reply(asked[0], 3, tokens))

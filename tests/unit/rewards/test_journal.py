@@ -75,7 +75,7 @@ def test_another_machine_finds_what_was_answered(tmp_path: Path, caplog: pytest.
         shared.write(name, b'{"key": "%s", "score": 5.0, "why": null}\n' % keys[0].encode())
     changed = Journal(there, shared)
     assert [changed.find(key) for key in keys] == [None, None, Score(2.0)]
-    assert f"{name}: a line is not sealed with this run's key; its answer is asked for again" in caplog.text
+    assert f"{name}: a line is not sealed with this run's key; its request is repeated" in caplog.text
 
 
 def test_planted_answers_are_not_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture, intruder: Seal) -> None:

@@ -98,7 +98,7 @@ def test_code_says_why_and_what_is_no_fault_of_the_reply_fails() -> None:
     assert [score.value for score in found[:1]] == [0.0]
     assert found[0].why == "line 1 of the tests: AssertionError"
     assert [math.isnan(score.value) for score in found[1:]] == [True, True]
-    assert str(found[1].why).startswith("the tests ask nothing of the code")
+    assert str(found[1].why).startswith("the tests do not use the code")
     assert str(found[2].why).startswith("column 'answer' must hold Python statements, a list of them, or")
 
 

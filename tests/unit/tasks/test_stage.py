@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from xray.tasks.spec import StageSpec
-from xray.tasks.stage import _check_code, _check_numbers
+from xray.tasks.stage import _check_code
+from xray.tasks.stage_job import check_numbers
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import NonFiniteError
@@ -38,21 +39,21 @@ def test_a_stage_on_a_node_with_other_code_is_refused() -> None:
 
 
 def test_a_weight_that_is_not_finite_is_not_published(tmp_path: Path) -> None:
-    _check_numbers("sft", tmp_path, None)
+    check_numbers("sft", tmp_path, None)
     (tmp_path / "critic").mkdir()
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
-    _check_numbers("sft", tmp_path, None)
+    check_numbers("sft", tmp_path, None)
     save_file({"a": torch.tensor([1.0, torch.inf])}, tmp_path / "critic" / "model.safetensors")
     with pytest.raises(NonFiniteError, match=r"^sft: critic/model\.safetensors: a has numbers that are not finite$"):
-        _check_numbers("sft", tmp_path, None)
+        check_numbers("sft", tmp_path, None)
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
 def test_a_result_that_is_not_finite_is_not_published(tmp_path: Path, number: str) -> None:
-    _check_numbers("evaluate", tmp_path, "evaluation.json")
+    check_numbers("evaluate", tmp_path, "evaluation.json")
     (tmp_path / "evaluation.json").write_text('{"kl": 1.5, "text": "NaN", "win_rate": null}')
     (tmp_path / "samples.json").write_text('[{"reward": NaN}]')
-    _check_numbers("evaluate", tmp_path, "evaluation.json")
+    check_numbers("evaluate", tmp_path, "evaluation.json")
     (tmp_path / "evaluation.json").write_text(f'{{"judges": {{"gold": {{"delta": {number}}}}}}}')
     with pytest.raises(NonFiniteError, match=rf"^evaluate: evaluation\.json: it has the number {number}$"):
-        _check_numbers("evaluate", tmp_path, "evaluation.json")
+        check_numbers("evaluate", tmp_path, "evaluation.json")

@@ -31,8 +31,11 @@ WIDER = {"ModelSpec | GeneratorSpec": {"ModelSpec", "GeneratorSpec"}, "ModelHand
 def promised(handle: type) -> dict[str, tuple[list[str], str] | None]:
     """Call → (types of its parameters, of its result) as they are written; None: whatever the method has."""
     calls: dict[str, tuple[list[str], str] | None] = {}
-    for name, value in inspect.getmembers(handle, lambda member: isinstance(member, property)):
-        written = ast.parse(inspect.signature(value.fget).return_annotation, mode="eval").body
+    annotations = {
+        name: text for base in handle.__mro__ for name, text in vars(base).get("__annotations__", {}).items()
+    }
+    for name, text in annotations.items():
+        written = ast.parse(text, mode="eval").body
         if isinstance(written, ast.Name):
             protocol: Any = getattr(protocols, written.id)
             if hasattr(protocol, "remote"):

@@ -1,7 +1,7 @@
 """Generation by DeepSpeed Inference: transformers' `generate` over a model that DeepSpeed has split (AutoTP).
 
-Tensor parallel by any degree that divides the attention heads: NCCL on CUDA, gloo on CPU. DeepSpeed's fused
-kernels are not used: they exist for few families, and none on CPU.
+Tensor parallel by any degree that divides the attention heads, with NCCL on CUDA and gloo on CPU. DeepSpeed's fused
+kernels are not used, since they exist for few model families and not on CPU.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 import transformers
 
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.engines.generation.sampling import Place, Reply, Sampling
+from xray_runtime.engines.generation.sampling import EngineRank, Reply, Sampling
 from xray_runtime.engines.generation.transformers_generate import sample
-from xray_runtime.engines.training.zero import init_collectives, load_deepspeed
+from xray_runtime.engines.training.deepspeed_setup import init_collectives, load_deepspeed
 from xray_runtime.models.causal_lm import load_model
 from xray_runtime.weights.versioned import Tensors
 
@@ -25,22 +25,22 @@ OUTPUT_LAYER = "lm_head.weight"
 class DeepSpeedSampler:
     """This rank's shard of one model under DeepSpeed Inference."""
 
-    def __init__(self, directory: Path, max_length: int, runtime: RuntimeConfig, place: Place) -> None:
-        deepspeed = load_deepspeed(place.device)
-        if place.world_size > 1:
-            init_collectives(place.rank, place.world_size, place.host, place.port, torch.device(place.device))
+    def __init__(self, directory: Path, max_length: int, runtime: RuntimeConfig, rank: EngineRank) -> None:
+        deepspeed = load_deepspeed(rank.device)
+        if rank.world_size > 1:
+            init_collectives(rank.rank, rank.world_size, rank.host, rank.port, torch.device(rank.device))
         lm: Any = load_model(directory)
         lm.generation_config = transformers.GenerationConfig()
         self._tied = bool(lm.config.tie_word_embeddings)
         self._engine = deepspeed.init_inference(
             lm,
-            tensor_parallel={"tp_size": place.world_size},
+            tensor_parallel={"tp_size": rank.world_size},
             dtype=torch.float32,
             replace_with_kernel_inject=False,
             max_out_tokens=max_length,
         )
         self._lm: Any = self._engine.module.eval()
-        self._device = torch.device(place.device)
+        self._device = torch.device(rank.device)
 
     def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
         return sample(self._engine.generate, self._device, prompts, seeds, sampling)
@@ -53,13 +53,13 @@ class DeepSpeedSampler:
             for name, tensor in tensors:
                 self._write(name, tensor)
                 if self._tied and self._lm.get_parameter(name) is self._lm.get_input_embeddings().weight:
-                    # Splitting the output layer unties it: it got a copy of its own.
+                    # Splitting the output layer untied it.
                     self._write(OUTPUT_LAYER, tensor)
 
     def _write(self, name: str, whole: torch.Tensor) -> None:
         parameter = self._lm.get_parameter(name)
         shard = torch.nn.Parameter(whole.to(parameter.device), requires_grad=False)
         if shard.shape != parameter.shape:
-            # The layer cuts out this rank's part as it did when DeepSpeed replaced the original one.
+            # The layer takes this rank's part, as when DeepSpeed replaced the original layer.
             self._lm.get_submodule(name.rpartition(".")[0])._tp_partition([shard])
         parameter.copy_(shard)

@@ -1,4 +1,4 @@
-"""A sampler and the policy version it holds: what a Generator does."""
+"""A sampler and the policy version it holds."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from safetensors import safe_open
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.engines.generation.sampling import EngineRank, Reply, Sampler, Sampling
 from xray_runtime.models.tensor_file import WEIGHTS_FILE
 from xray_runtime.weights.versioned import VersionedWeights
 
 if TYPE_CHECKING:
-    from xray_runtime.weights.object_store import WeightUpdate
-
-
-from xray_runtime.engines.generation.sampling import Place, Reply, Sampler, Sampling
+    pass
 
 
 class Generation:
@@ -29,40 +27,26 @@ class Generation:
     Args:
         directory: Hugging Face checkpoint to start from, as weight version 0.
         max_length: longest prompt and reply together, in tokens.
+
+    Attributes:
+        weights: the weights it holds, with their version.
     """
 
     def __init__(
-        self, directory: Path, max_length: int, config: GeneratorConfig, runtime: RuntimeConfig, place: Place
+        self, directory: Path, max_length: int, config: GeneratorConfig, runtime: RuntimeConfig, rank: EngineRank
     ) -> None:
         self._shape, self._directory = _shape(directory, max_length, config), directory
-        self._sampler = _open(directory, max_length, config, runtime, place)
-        self._held = VersionedWeights(directory, self._sampler.write, self._sampler.layers_of)
-
-    @property
-    def version(self) -> int:
-        """Policy version of the weights held."""
-        return self._held.version
+        self._sampler = _open(directory, max_length, config, runtime, rank)
+        self.weights = VersionedWeights(directory, self._sampler.write, self._sampler.layers_of)
 
     def fits(self, directory: Path, max_length: int, config: GeneratorConfig) -> bool:
-        """Whether the checkpoint differs from the one this engine was started on in its weights alone."""
+        """Whether the checkpoint differs from this engine's first one only in its weights."""
         return _shape(directory, max_length, config) == self._shape
 
     def restart(self, directory: Path) -> None:
-        """Hold the weights of `directory` as version 0, as if started on it."""
+        """Hold the weights of `directory` as version 0."""
         self._directory = directory
-        self._held.restart(directory)
-
-    def forget(self) -> None:
-        """Let go of the updates that came; the next call is `restart`."""
-        self._held.forget()
-
-    def load(self, update: WeightUpdate) -> None:
-        """Take over `update`'s weights, whole or not at all; see `VersionedWeights.load`."""
-        self._held.load(update)
-
-    def revert(self) -> None:
-        """Go back to what was held before the last `load`."""
-        self._held.revert()
+        self.weights.restart(directory)
 
     def receive(self, step: str, info: dict[str, Any], version: int) -> None:
         """One step of a transfer from GPU to GPU (vLLM only); see `weights.device_transfer`."""
@@ -71,7 +55,7 @@ class Generation:
             sampler.receive(step, info, version)
         else:
             run = partial(sampler.receive, step, info, version)
-            self._held.receive(run, version, first=step == "start", last=step == "finish")
+            self.weights.receive(run, version, first=step == "start", last=step == "finish")
 
     def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, version: int) -> Rows:
         """Sample one reply a prompt with policy version `version`.
@@ -80,9 +64,9 @@ class Generation:
         temperature), `ended` [B] bool (False: cut off at `max_new_tokens`).
 
         Raises:
-            StaleWeightsError: another version is loaded, or a load failed half-way.
+            StaleWeightsError: another version is loaded, or a load failed midway.
         """
-        self._held.use(version)
+        self.weights.use(version)
         replies = self._sampler.sample(prompts, seeds, sampling)
         ended = [reply.ended(sampling) for reply in replies]
         if sampling.stop:
@@ -100,34 +84,35 @@ class Generation:
 
 
 def up_to_stop(reply: Reply, stop: tuple[str, ...], tokenizer: Any) -> Reply | None:
-    """`reply` up to the token that completes one of the texts `stop`; None where it holds none.
+    """`reply` up to the token that completes one of the texts `stop`; None if it holds none of them.
 
-    Engines sample without a tokenizer, so what comes after is sampled and thrown away. A reply is the same without it.
+    Engines sample without a tokenizer, so the rest is sampled and discarded.
     """
 
-    def holds_one(num_tokens: int) -> bool:
+    def holds_stop(num_tokens: int) -> bool:
         text = tokenizer.decode(reply.token_ids[:num_tokens], skip_special_tokens=True)
         return any(each in text for each in stop)
 
-    if not holds_one(len(reply.token_ids)):
+    if not holds_stop(len(reply.token_ids)):
         return None
-    end = bisect.bisect_left(range(len(reply.token_ids)), True, key=holds_one)
+    end = bisect.bisect_left(range(len(reply.token_ids)), True, key=holds_stop)
     return Reply(reply.token_ids[:end], reply.logprobs[:end])
 
 
-def _open(directory: Path, max_length: int, config: GeneratorConfig, runtime: RuntimeConfig, place: Place) -> Sampler:
-    # Each library is imported only where it is used.
+def _open(
+    directory: Path, max_length: int, config: GeneratorConfig, runtime: RuntimeConfig, rank: EngineRank
+) -> Sampler:
     if config.engine == "vllm":
         from xray_runtime.engines.generation.vllm import VLLMSampler
 
-        return VLLMSampler(directory, max_length, runtime, place)
+        return VLLMSampler(directory, max_length, runtime, rank)
     if config.engine == "deepspeed":
         from xray_runtime.engines.generation.deepspeed_inference import DeepSpeedSampler
 
-        return DeepSpeedSampler(directory, max_length, runtime, place)
+        return DeepSpeedSampler(directory, max_length, runtime, rank)
     from xray_runtime.engines.generation.transformers_generate import TransformersSampler
 
-    return TransformersSampler(directory, place)
+    return TransformersSampler(directory, rank)
 
 
 def _shape(directory: Path, max_length: int, config: GeneratorConfig) -> tuple[object, ...]:

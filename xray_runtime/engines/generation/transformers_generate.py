@@ -9,23 +9,23 @@ from typing import Any
 import torch
 import transformers
 
-from xray_runtime.engines.generation.sampling import Place, Reply, Sampling
+from xray_runtime.engines.generation.sampling import EngineRank, Reply, Sampling
 from xray_runtime.models.causal_lm import load_model
 from xray_runtime.weights.versioned import Tensors
 
 ROWS = 32
 """Rows of every batch."""
 WIDTH_STEP = 32
-"""Prompts are padded to a multiple of this. Both are fixed since float rounding depends on a matrix's shape: the shapes
-a prompt goes through must depend on the prompt alone, not on those it is asked with."""
+"""Prompts are padded to a multiple of this. Float rounding depends on a matrix's shape, which must depend on the prompt
+alone, not on the rest of the batch."""
 
 
 class TransformersSampler:
     """One model under `generate`."""
 
-    def __init__(self, directory: Path, place: Place) -> None:
-        self._lm: Any = load_model(directory).to(place.device).eval()
-        # Sampling is ours; whatever a checkpoint recommends (top-k, penalties, end tokens) would change it.
+    def __init__(self, directory: Path, rank: EngineRank) -> None:
+        self._lm: Any = load_model(directory).to(rank.device).eval()
+        # A checkpoint's recommendations (top-k, penalties, end tokens) would change our sampling.
         self._lm.generation_config = transformers.GenerationConfig()
 
     def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
@@ -38,23 +38,23 @@ class TransformersSampler:
         own = dict(self._lm.named_parameters())
         with torch.no_grad():
             for name, tensor in tensors:
-                # A tied output layer may arrive under its own name too, with the same bytes.
+                # A tied output layer may also arrive under its own name, with the same bytes.
                 parameter = own[name] if name in own else self._lm.get_parameter(name)
                 parameter.copy_(tensor)
 
 
 class SeededSampling(transformers.LogitsProcessor):
-    """Draws each row's token with that row's own random numbers, and remembers its log-probability.
+    """Draws each row's token with that row's own random numbers, and records its log-probability.
 
-    Gumbel-max: argmax of log p + g, g standard Gumbel, is a sample of p (Gumbel 1954). What it gives back leaves
-    `generate`'s own argmax no choice.
+    Gumbel-max: argmax of log p + g, g standard Gumbel, is a sample of p (Gumbel 1954). The returned scores only allow
+    the drawn token.
     """
 
     def __init__(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, device: torch.device) -> None:
         self._generators = [torch.Generator(device).manual_seed(seed % 2**63) for seed in seeds]
         self._sampling, self._seen = sampling, [torch.tensor(prompt, device=device) for prompt in prompts]
         self._limits = transformers.LogitsProcessorList()
-        # In vLLM's order: each leaves less for the next.
+        # In vLLM's order.
         if sampling.min_p:
             self._limits.append(transformers.MinPLogitsWarper(sampling.min_p))
         if sampling.top_k is not None:
@@ -85,14 +85,14 @@ class SeededSampling(transformers.LogitsProcessor):
 
 
 def stream(lm: Any, prompt: list[int], seed: int, sampling: Sampling) -> Iterator[int]:
-    """The tokens of one reply as they are sampled, end token included: for a person who reads along."""
-    drawing = SeededSampling([prompt], [seed], sampling, lm.device)
+    """The tokens of one reply as they are sampled, including the end token."""
+    sampler = SeededSampling([prompt], [seed], sampling, lm.device)
     ids, cache = torch.tensor([prompt], device=lm.device), None
     for _ in range(sampling.max_new_tokens):
-        # Not around the loop: whoever reads along does other things between two tokens.
+        # Not around the loop: the caller computes between two tokens.
         with torch.inference_mode():
             out = lm(input_ids=ids, past_key_values=cache, use_cache=True)
-            ids, cache = drawing(ids, out.logits[:, -1]).argmax(-1, keepdim=True), out.past_key_values
+            ids, cache = sampler(ids, out.logits[:, -1]).argmax(-1, keepdim=True), out.past_key_values
         token = int(ids)
         yield token
         if token in sampling.stop_token_ids:
@@ -113,7 +113,7 @@ def sample(
         alike = [row for row, w in enumerate(widths) if w == width]
         for start in range(0, len(alike), ROWS):
             rows = alike[start : start + ROWS]
-            # Rows that fill up the batch repeat its first prompt; nobody reads their replies.
+            # The batch is filled with its first prompt; those replies are dropped.
             filled = rows + rows[:1] * (ROWS - len(rows))
             batch = _batch(generate, device, [prompts[r] for r in filled], [seeds[r] for r in filled], width, sampling)
             replies |= zip(rows, batch, strict=False)
@@ -133,7 +133,7 @@ def _batch(
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
-    drawing = SeededSampling(prompts, seeds, sampling, device)
+    sampler = SeededSampling(prompts, seeds, sampling, device)
     with torch.inference_mode():
         tokens = generate(
             input_ids=ids.to(device),
@@ -145,9 +145,9 @@ def _batch(
                 eos_token_id=list(sampling.stop_token_ids),
                 pad_token_id=sampling.pad_token_id,
             ),
-            logits_processor=[drawing],
+            logits_processor=[sampler],
         )[:, width:].tolist()
-    logprobs = torch.stack(drawing.logprobs, 1).tolist()
+    logprobs = torch.stack(sampler.logprobs, 1).tolist()
     replies = []
     for row_tokens, row_logprobs in zip(tokens, logprobs, strict=True):
         stops = (number for number, token in enumerate(row_tokens, start=1) if token in sampling.stop_token_ids)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.engines.generation.sampling import Place, Reply, Sampling
+from xray_runtime.engines.generation.sampling import EngineRank, Reply, Sampling
 from xray_runtime.weights.versioned import Tensors
 
 PREFILL_TOKENS = 8192
-"""Prompt tokens vLLM takes in at a time."""
+"""Prompt tokens that vLLM processes at a time."""
 
 
 def environment(runtime: RuntimeConfig, device: str) -> dict[str, str]:
@@ -23,14 +23,14 @@ def environment(runtime: RuntimeConfig, device: str) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
     }
     if device == "cpu":
-        # Some of vLLM's samplers compile themselves even in eager mode: 15 s at the first call, for nothing here.
+        # Some of vLLM's samplers compile themselves even in eager mode, which takes 15 s at the first call.
         settings["TORCH_COMPILE_DISABLE"] = "1"
         settings["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return settings
 
 
 def load_vllm(runtime: RuntimeConfig, device: str) -> Any:
-    """The library, imported with the settings that it reads at import."""
+    """Import vLLM with the settings that it reads at import."""
     os.environ |= environment(runtime, device)
     import vllm
     import vllm.entrypoints.llm
@@ -39,14 +39,13 @@ def load_vllm(runtime: RuntimeConfig, device: str) -> Any:
 
 
 class VLLMSampler:
-    """One vLLM engine in this process, or this rank of one that is split over several (tensor parallel).
+    """One vLLM engine in this process, or one tensor-parallel rank of it.
 
-    Each rank runs a scheduler of its own on the same requests ("external launcher"), so what a call sends to one rank
-    it sends to all.
+    Each rank schedules the same requests by itself ("external launcher"), so every call goes to all ranks.
     """
 
-    def __init__(self, directory: Path, max_length: int, runtime: RuntimeConfig, place: Place) -> None:
-        device = place.device
+    def __init__(self, directory: Path, max_length: int, runtime: RuntimeConfig, rank: EngineRank) -> None:
+        device = rank.device
         self._vllm = load_vllm(runtime, device)
         from vllm.config.weight_transfer import WeightTransferConfig
 
@@ -57,16 +56,16 @@ class VLLMSampler:
         self._sleeps, self._asleep = runtime.generator_sleeps, False
         if self._sleeps:
             options["enable_sleep_mode"] = True
-        if place.world_size > 1:
-            _launch(place)
+        if rank.world_size > 1:
+            _launch(rank)
             options |= {
-                "tensor_parallel_size": place.world_size,
+                "tensor_parallel_size": rank.world_size,
                 "distributed_executor_backend": "external_launcher",
             }
         self._llm = self._vllm.LLM(
             str(directory),
             skip_tokenizer_init=True,
-            # Nothing that is a pickle, no code that lies beside the weights.
+            # No pickles, and no code from the checkpoint.
             load_format="safetensors",
             trust_remote_code=False,
             dtype="float32" if device == "cpu" else "bfloat16",
@@ -80,13 +79,13 @@ class VLLMSampler:
             weight_transfer_config=WeightTransferConfig(backend=vllm_transfer.BACKEND),
             **options,
         )
-        if place.world_size > 1:
+        if rank.world_size > 1:
             _unlink_shared_memory()
         self._llm.init_weight_transfer_engine({"init_info": {}})
         self._sleep()
 
     def _sleep(self) -> None:
-        # Level 1: the weights wait in host memory, the KV cache is given up.
+        # Level 1 moves the weights to host memory and drops the KV cache.
         if self._sleeps and not self._asleep:
             self._llm.sleep(level=1)
             self._asleep = True
@@ -132,15 +131,15 @@ class VLLMSampler:
         self.receive("finish", {}, version)
 
     def receive(self, step: str, info: dict[str, Any], version: int) -> None:
-        """One step of a transfer that a trainer drives from GPU to GPU: `init`, `start`, `update`, …, `finish`.
+        """One step of a transfer from GPU to GPU, driven by a trainer: `init`, `start`, `update`, …, `finish`.
 
-        One that slept stays awake afterwards: a rollout is next.
+        The engine stays awake afterwards, since a rollout follows.
         """
         self._wake_up()
         if step == "init":
             self._llm.init_weight_transfer_engine({"init_info": info})
         elif step == "start":
-            # After an error in `finish` vLLM would never start another session.
+            # After an error in `finish`, vLLM would refuse another session.
             self._llm.collective_rpc(_close_session)
             self._llm.start_weight_update()
         elif step == "update":
@@ -158,23 +157,23 @@ def _close_session(worker: Any) -> None:
     worker._weight_update_active = False
 
 
-def _launch(place: Place) -> None:
-    """Where vLLM's ranks meet: at our address, not at one from the environment.
+def _launch(rank: EngineRank) -> None:
+    """Set the rendezvous of vLLM's ranks to our address instead of one from the environment.
 
-    vLLM names its shared memory after that address (after nothing, where it comes from the environment: two models on
-    one machine collide), and what a killed rank leaves in /dev/shm would stop the next one. A name that differs from
-    rank to rank makes it use gloo instead.
+    vLLM names shared memory after this address. With an address from the environment two models on one machine would
+    collide, and remains of a killed rank in /dev/shm would stop the next one. A query that differs by rank makes vLLM
+    use gloo instead of shared memory.
     """
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-    os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.world_size)}
-    address = f"tcp://{place.host}:{place.port}?name={place.rank}"
-    local_rank = 0 if place.device == "cuda" else place.rank
-    ExecutorWithExternalLauncher._distributed_args = lambda self: (address, place.rank, local_rank)
+    os.environ |= {"RANK": str(rank.rank), "WORLD_SIZE": str(rank.world_size)}
+    address = f"tcp://{rank.host}:{rank.port}?name={rank.rank}"
+    local_rank = 0 if rank.device == "cuda" else rank.rank
+    ExecutorWithExternalLauncher._distributed_args = lambda self: (address, rank.rank, local_rank)
 
 
 def _unlink_shared_memory() -> None:
-    """Let go of the name of vLLM's message ring, which every rank has open now: it then goes with the processes."""
+    """Unlink vLLM's message ring, which every rank has opened, so that it ends with the processes."""
     from vllm.distributed.parallel_state import get_tp_group
 
     ring = get_tp_group().mq_broadcaster

@@ -19,17 +19,17 @@ from xray_runtime.models.causal_lm import load_tokenizer
 def arguments(
     directory: Path, names: list[str], sha256: str, runtime: RuntimeConfig, device: str, tensor_parallel: int
 ) -> list[str]:
-    """What `vllm serve` would be told to serve the model in `directory` as we do.
+    """The options with which `vllm serve` would serve the model in `directory` as we do.
 
     Args:
-        names: by which requests may call the model; answers carry the first.
-        sha256: goes into every answer as `system_fingerprint`.
-        runtime: the share of the device, as for the generator of a lifecycle.
+        names: names of the model in requests; answers carry the first.
+        sha256: `system_fingerprint` of every answer.
+        runtime: its share of the device is that of a lifecycle's generator.
         device: "cpu" or "cuda".
-        tensor_parallel: devices the model is split over.
+        tensor_parallel: number of devices that the model is split over.
     """
     options = [str(directory), "--served-model-name", *names, "--load-format", "safetensors"]
-    # A message's content reaches the chat template as the text it is.
+    # Chat templates get the content of messages as plain text.
     options += ["--chat-template-content-format", "string"]
     options += ["--fingerprint-mode", "custom", "--fingerprint-value", sha256]
     options += ["--tensor-parallel-size", str(tensor_parallel)]
@@ -37,36 +37,26 @@ def arguments(
         return [*options, "--dtype", "bfloat16", "--gpu-memory-utilization", str(runtime.gpu_memory_fraction)]
     config = json.loads((directory / "config.json").read_bytes())
     length = min(config.get("max_position_embeddings", PREFILL_TOKENS), PREFILL_TOKENS)
-    # As in the generator: a seeded request whose prompt was cut in two fails on CPU.
-    options += ["--no-enable-chunked-prefill", "--no-enable-prefix-caching", "--max-num-batched-tokens"]
-    return [
-        *options,
-        str(PREFILL_TOKENS),
-        "--max-model-len",
-        str(length),
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-    ]
+    # As in the generator, a seeded request with a split prompt fails on CPU.
+    options += ["--no-enable-chunked-prefill", "--no-enable-prefix-caching", "--enforce-eager", "--dtype", "float32"]
+    return [*options, "--max-num-batched-tokens", str(PREFILL_TOKENS), "--max-model-len", str(length)]
 
 
 NO_CALLS = (
     "tools are not allowed: the chat template of this model does not show them, or writes calls in another form than "
     '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
 )
-
-
 READ_TYPES = ("function", "custom", "namespace")
-"""Of tools that `/v1/responses` shows the model. Of others, which a server would have to run, vLLM says nothing."""
+"""Types of tools that `/v1/responses` shows to the model. vLLM ignores others, which a server would have to run."""
 
 
 def call_parser(directory: Path) -> str:
-    """The name under which vLLM knows what reads the calls of the model in `directory`."""
+    """Register the parser for calls of the model in `directory` with vLLM; returns its name."""
     from vllm.tool_parsers import ToolParser, ToolParserManager
     from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
 
     class Calls(Hermes2ProToolParser):
-        """Refuses requests with tools that nobody would run."""
+        """Refuses requests with tools that vLLM would ignore."""
 
         def adjust_request(self, request: Any) -> Any:
             for tool in request.tools or ():
@@ -79,7 +69,7 @@ def call_parser(directory: Path) -> str:
         return "calls"
 
     class NoCalls(ToolParser):
-        """Refuses requests that would have it read calls."""
+        """Refuses requests with tools."""
 
         def adjust_request(self, request: Any) -> Any:
             if request.tools:
@@ -91,10 +81,9 @@ def call_parser(directory: Path) -> str:
 
 
 def guarded(tokenizer: Any) -> Callable[..., list[int]]:
-    """`tokenizer.apply_chat_template` in which nobody forges a turn: the prompt in tokens, as in training.
+    """`tokenizer.apply_chat_template` that no message can forge a turn in; returns tokens as in training.
 
-    It raises ValueError, which is answered with status 400, where the template refuses the messages, changes what one
-    says, or is asked for what prompts here are not.
+    It raises ValueError (status 400) if the template refuses or changes a message, or an option is not supported.
     """
     form = chat_format(tokenizer)
 
@@ -125,16 +114,16 @@ def guarded(tokenizer: Any) -> Callable[..., list[int]]:
 
 
 def _as_given(tool: dict[str, Any]) -> dict[str, Any]:
-    """Without the nulls that vLLM writes for what a request leaves out."""
+    """The tool without the nulls that vLLM adds for missing fields."""
     return tool | {"function": {name: value for name, value in tool["function"].items() if value is not None}}
 
 
 class VLLMServer:
-    """One engine, in a process of its own that ends with this one, and the application in front of it."""
+    """One engine, in a child process that ends with this one, and its application."""
 
     def __init__(self, options: list[str], runtime: RuntimeConfig, device: str) -> None:
-        self._directory, self._told = options[0], options
-        # Ray has set it to the CPUs the actor reserves, and the engine inherits it.
+        self._directory, self._options = options[0], options
+        # Ray sets this to the actor's CPUs, and the engine inherits it.
         os.environ["OMP_NUM_THREADS"] = str(runtime.threads)
         load_vllm(runtime, device)
 
@@ -149,27 +138,26 @@ class VLLMServer:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", *self._told])
+        args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", *self._options])
         args.enable_auto_tool_choice, args.tool_call_parser = True, call_parser(Path(self._directory))
         validate_parsed_serve_args(args)
         set_default_fingerprint_mode(args.fingerprint_mode, args.fingerprint_value)
         context = UsageContext.OPENAI_API_SERVER
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=context)
         self._engine = AsyncLLM.from_vllm_config(vllm_config=config, usage_context=context)
-        # Of its own it would make control tokens of what a message spells.
+        # The tokenizer's own method would turn text in messages into control tokens.
         tokenizer: Any = self._engine.renderer.get_tokenizer()
         tokenizer.apply_chat_template = guarded(load_tokenizer(self._directory))
         tasks = await self._engine.get_supported_tasks()
         app = build_app(args, tasks, self._engine.model_config)
         await init_app_state(self._engine, app.state, args, tasks)
-        # vLLM's handler of a dead engine tells its own launcher to stop; here `check` notices.
+        # vLLM's handler of a dead engine needs this attribute; here `check` detects it.
         app.state.server = SimpleNamespace()
         return app
 
     async def check(self) -> None:
-        """Raises where the engine has died."""
+        """Raises if the engine has died."""
         await self._engine.check_health()
 
     def stop(self) -> None:
-        """End the engine."""
         self._engine.shutdown()

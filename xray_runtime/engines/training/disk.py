@@ -1,8 +1,8 @@
-"""Where an engine keeps offloaded states on its node's disk.
+"""Directories for offloaded states on a node's disk.
 
-Each engine has a directory of its own: DeepSpeed gives the files of a policy and of a critic under one path the same
-names. Its process holds a lock in it until it ends, and the next engine removes directories whose lock nobody holds:
-processes are ended by killing, so they cannot clean up themselves.
+Each engine has its own directory, since DeepSpeed would use the same file names for a policy and a critic. Its process
+holds a lock there until it ends. Processes are killed and cannot clean up, so the next engine removes directories
+without a held lock.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from filelock import FileLock, Timeout
 
 PREFIX, LOCK = "xray-", ".lock"
 _HELD: list[FileLock] = []
-"""Locks that this process holds until it ends: a lock that is collected is released."""
+"""Locks of this process; a garbage-collected lock would be released."""
 
 
 def own_directory(root: Path) -> Path:
-    """A new directory under `root`, this process's until it ends; those of ended processes are removed."""
+    """A new directory under `root` for this process; removes directories of ended processes."""
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(root / LOCK):
         for other in root.glob(f"{PREFIX}*"):

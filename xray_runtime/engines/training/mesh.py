@@ -1,4 +1,4 @@
-"""The process groups of one model, made from its topology. DeepSpeed asks a `Mesh` who is who (its `mpu`)."""
+"""The process groups of one model, made from its topology. DeepSpeed uses a `Mesh` as its `mpu`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from xray_runtime.engines.topology import Topology
 
 
 class Mesh:
-    """This rank's place in `topology`, and the groups it talks in.
+    """This rank's position in `topology`, and its process groups.
 
-    Every rank makes every group, in the same order, as `torch.distributed` asks. The `get_*` methods are those by
-    which DeepSpeed reduces gradients over data-parallel ranks alone and sums norms over the parts of one replica.
+    Every rank makes every group in the same order, as `torch.distributed` requires. DeepSpeed uses the `get_*` methods
+    to reduce gradients over data-parallel ranks and to sum norms over the parts of one replica.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -22,13 +22,13 @@ class Mesh:
         self.stage = topology.stage(self.rank)
         self.data_rank, self.tensor_rank = topology.data_rank(self.rank), topology.tensor_rank(self.rank)
         stages, data, tensor = range(topology.pipeline), range(topology.data), range(topology.tensor)
-        place = topology.rank
-        self.data_ranks = [place(self.stage, d, self.tensor_rank) for d in data]
-        self.data_group = self._group([place(s, d, t) for d in data] for s in stages for t in tensor)
-        self.tensor_group = self._group([place(s, d, t) for t in tensor] for s in stages for d in data)
-        self.replica_group = self._group([place(s, d, t) for s in stages for t in tensor] for d in data)
-        lines = [[place(s, d, t) for s in stages] for d in data for t in tensor]
-        # Activations up and gradients down have a group each: on one NCCL stream a send could wait for a receive.
+        rank_at = topology.rank
+        self.data_ranks = [rank_at(self.stage, d, self.tensor_rank) for d in data]
+        self.data_group = self._group([rank_at(s, d, t) for d in data] for s in stages for t in tensor)
+        self.tensor_group = self._group([rank_at(s, d, t) for t in tensor] for s in stages for d in data)
+        self.replica_group = self._group([rank_at(s, d, t) for s in stages for t in tensor] for d in data)
+        lines = [[rank_at(s, d, t) for s in stages] for d in data for t in tensor]
+        # Activations and gradients have a group each: on one NCCL stream a send could wait for a receive.
         self.up_group, self.down_group = self._group(lines), self._group(lines)
 
     def _group(self, groups: Iterable[list[int]]) -> Any:
@@ -48,7 +48,7 @@ class Mesh:
         return self.stage == self.topology.pipeline - 1
 
     def at_stage(self, stage: int) -> int:
-        """The rank with this rank's rows and slice at another pipeline stage."""
+        """The rank at another pipeline stage with the same rows and slice."""
         return self.topology.rank(stage, self.data_rank, self.tensor_rank)
 
     def get_data_parallel_group(self) -> Any:

@@ -1,11 +1,11 @@
 """Pipeline parallelism: each rank holds some layers; hidden states go up, their gradients come down (1F1B).
 
-Micro-batches are ragged: each has a shape of its own, which every stage knows from its rows. The schedules of
-`torch.distributed.pipelining` want one shape for all, so this is a small one of our own: a stage's backward pass is
-DeepSpeed's, of Σ output · gradient. ZeRO and tensor parallelism work inside a stage as they do without one.
+Micro-batches are ragged, and every stage knows their shapes from the rows. The schedules of
+`torch.distributed.pipelining` need one shape for all, so this is a small schedule of our own: a stage's backward pass
+is DeepSpeed's, of Σ output · gradient. ZeRO and tensor parallelism work inside a stage as usual.
 
-A tied embedding belongs to the first stage. The last stage borrows it: after every step it is sent up, and before every
-step's end its gradient comes down and joins the first stage's, as one more loss.
+A tied embedding belongs to the first stage. The last stage has a copy: the embedding is sent up after every step, and
+the copy's gradient is sent down before the end of a step, where it is added as one more loss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from xray_runtime.models.objectives import sequences
 
 
 def check_stages(module: HeadedLM, stages: int, field: str) -> None:
-    """Raises ValueError where the model cannot be dealt to so many stages, as `field` asks."""
+    """Raises ValueError if the model cannot be split into so many stages, as `field` requires."""
     refused = f"{field}.pipeline_parallel: {stages} is not allowed"
     if not built_like_llama(module.lm):
         raise ValueError(
@@ -52,20 +52,19 @@ class StageScorer(PlainScorer):
         self._sends: deque[tuple[Any, Tensor]] = deque()
 
     def evaluate(self, task: Callable[..., Any], batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
-        """See `Scorer.evaluate`."""
         for batch in batches:
             states = self._receive_states(batch)
             if self._mesh.is_last:
-                yield batch, self.forward(task, self._entered(batch, states))
+                yield batch, self.forward(task, self._with_states(batch, states))
             else:
-                self._send_up(self._through(batch, states))
-        self._sent()
+                self._send_up(self._stage_output(batch, states))
+        self._wait_for_sends()
 
-    def _entered(self, batch: MicroBatch, states: Tensor | None) -> dict[str, Tensor]:
+    def _with_states(self, batch: MicroBatch, states: Tensor | None) -> dict[str, Tensor]:
         assert states is not None
         return batch.tensors | {"trunk": states}
 
-    def _through(self, batch: MicroBatch, states: Tensor | None) -> Tensor:
+    def _stage_output(self, batch: MicroBatch, states: Tensor | None) -> Tensor:
         ids, lengths = sequences(batch.tensors)
         entering = {"input_ids": ids} if states is None else {"inputs_embeds": states}
         out: Tensor = self.forward(lambda module: module.stage_states(lengths, **entering))
@@ -83,13 +82,13 @@ class StageScorer(PlainScorer):
         self._send(states, self._mesh.stage + 1, self._mesh.up_group)
 
     def _send(self, tensor: Tensor, stage: int, group: Any) -> None:
-        # Without waiting, or two stages could each wait for the other; the tensor is kept until it has left.
+        # Without waiting, or two stages could wait for each other. The tensor is kept until it was sent.
         tensor = tensor.contiguous()
         self._sends.append((dist.isend(tensor, self._mesh.at_stage(stage), group=group), tensor))
         while self._sends and self._sends[0][0].is_completed():
             self._sends.popleft()
 
-    def _sent(self) -> None:
+    def _wait_for_sends(self) -> None:
         while self._sends:
             self._sends.popleft()[0].wait()
 
@@ -102,47 +101,43 @@ class PipelineEngine(StageScorer):
         self._inner, self.writes = inner, inner.writes
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
-        """See `Scorer.forward`."""
         return self._inner.forward(task, *args)
 
     def step(self, loss: Callable[[MicroBatch], Tensor], batches: Iterable[MicroBatch], lr: float) -> float:
-        """See `Engine.step`. A stage runs ahead of its backward passes by as many micro-batches as stages follow it."""
+        """See `Engine.step`. A stage is ahead of its backward passes by one micro-batch for each later stage."""
         ahead = self._mesh.topology.pipeline - 1 - self._mesh.stage
-        under_way: deque[tuple[Tensor | None, Tensor]] = deque()
+        in_flight: deque[tuple[Tensor | None, Tensor]] = deque()
         for batch in batches:
-            under_way.append(self._up(loss, batch))
-            if len(under_way) > ahead:
-                self._down(*under_way.popleft())
-        while under_way:
-            self._down(*under_way.popleft())
-        self._return_head_gradient()
+            in_flight.append(self._up(loss, batch))
+            if len(in_flight) > ahead:
+                self._down(*in_flight.popleft())
+        while in_flight:
+            self._down(*in_flight.popleft())
+        self._send_head_gradient()
         norm = self._inner.apply(lr)
-        self._lend_head()
-        self._sent()
+        self._send_head()
+        self._wait_for_sends()
         return norm
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Engine.weights`."""
         return self._inner.weights()
 
     def save(self, directory: Path) -> None:
-        """See `Engine.save`."""
         self._inner.save(directory)
 
     def load(self, directory: Path) -> None:
-        """See `Engine.load`."""
         self._inner.load(directory)
-        self._lend_head()
-        self._sent()
+        self._send_head()
+        self._wait_for_sends()
 
     def _up(self, loss: Callable[[MicroBatch], Tensor], batch: MicroBatch) -> tuple[Tensor | None, Tensor]:
-        """A micro-batch's forward pass: (states that came in, states or loss that came out)."""
+        """A micro-batch's forward pass; returns (incoming states, outgoing states or loss)."""
         states = self._receive_states(batch)
         if states is not None:
             states.requires_grad_()
         if self._mesh.is_last:
-            return states, loss(MicroBatch(batch.rows, self._entered(batch, states)))
-        out = self._through(batch, states)
+            return states, loss(MicroBatch(batch.rows, self._with_states(batch, states)))
+        out = self._stage_output(batch, states)
         self._send_up(out.detach())
         return states, out
 
@@ -161,16 +156,16 @@ class PipelineEngine(StageScorer):
     def _tied(self) -> bool:
         return bool(self.module.lm.config.tie_word_embeddings)
 
-    def _lend_head(self) -> None:
+    def _send_head(self) -> None:
         if self._tied() and self._mesh.is_first:
-            # The borrower keeps it in float32, whatever the precision.
+            # The copy is float32, whatever the precision.
             self._send(self._embedding().detach().float(), self._mesh.topology.pipeline - 1, self._mesh.up_group)
         elif self._tied() and self._mesh.is_last:
-            dist.recv(self._borrowed().weight.data, self._mesh.at_stage(0), group=self._mesh.up_group)
+            dist.recv(self._head_copy().weight.data, self._mesh.at_stage(0), group=self._mesh.up_group)
 
-    def _return_head_gradient(self) -> None:
+    def _send_head_gradient(self) -> None:
         if self._tied() and self._mesh.is_last:
-            weight = self._borrowed().weight
+            weight = self._head_copy().weight
             # A value loss alone does not touch the head.
             gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
             weight.grad = None
@@ -184,6 +179,6 @@ class PipelineEngine(StageScorer):
         weight: Tensor = self.module.lm.model.embed_tokens.weight
         return weight
 
-    def _borrowed(self) -> BorrowedHead:
+    def _head_copy(self) -> BorrowedHead:
         head: BorrowedHead = self.module.lm.lm_head
         return head

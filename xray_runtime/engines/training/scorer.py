@@ -1,4 +1,4 @@
-"""A model that only scores, in one call on each of its ranks: whole, or a tensor-parallel slice of every layer."""
+"""A model that only scores, whole or as a tensor-parallel slice of every layer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ class PlainScorer:
         self.module = module
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
-        """See `Scorer.forward`."""
         return self.module(task, *args)
 
     def evaluate(self, task: Callable[..., Any], batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
-        """See `Scorer.evaluate`."""
         for batch in batches:
             yield batch, self.forward(task, batch.tensors)

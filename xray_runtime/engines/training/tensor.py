@@ -1,8 +1,7 @@
-"""Tensor parallelism: DeepSpeed AutoTP splits a model's linear layers by the plan its Hugging Face class carries.
+"""Tensor parallelism: DeepSpeed AutoTP splits a model's linear layers by the plan of its Hugging Face class.
 
-Column-parallel layers hold rows of their matrix, row-parallel ones columns; norms, embeddings and heads stay whole, the
-same on every peer. AutoTP is called directly, with our own groups: its config key would make groups that know of no
-pipeline.
+Column-parallel layers hold rows of their matrix, row-parallel ones columns; norms, embeddings and heads are whole on
+every peer. AutoTP is called directly with our own groups: its config key would make groups without a pipeline.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from xray_runtime.models.heads import HeadedLM
 
 @dataclass(frozen=True)
 class Split:
-    """How a parameter is cut: along `dim`, into pieces of these sizes."""
+    """How a parameter is split: along `dim`, into slices of these sizes."""
 
     dim: int
     sizes: tuple[int, ...]
 
 
 def check_split(lm: Any, degree: int, field: str) -> None:
-    """Raises ValueError where `lm` cannot be split over `degree` peers, as `field` asks."""
+    """Raises ValueError if `lm` cannot be split over `degree` peers, as `field` requires."""
     refused = f"{field}.tensor_parallel: {degree} is not allowed"
     config = lm.config
     heads = config.num_attention_heads
@@ -50,25 +49,25 @@ def _layer_specs(lm: Any) -> Any:
 
 
 def split_layers(module: HeadedLM, mesh: Mesh, device: torch.device) -> dict[str, Split]:
-    """Replace the module's linear layers by this rank's slices of them; returns name → how it was cut.
+    """Replace the module's linear layers by this rank's slices; returns parameter name → split.
 
-    The model is one that `check_split` lets pass; it may be a skeleton. `device` is where the mesh's groups talk.
+    The model has passed `check_split` and may be a skeleton. `device` is the device of the mesh's groups.
     """
     degree = mesh.topology.tensor
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
     _autotp(module, mesh)._replace_module(module)
     splits = {}
     for name, parameter in module.named_parameters():
-        cut = [d for d, (whole, part) in enumerate(zip(shapes[name], parameter.shape, strict=True)) if whole != part]
-        if cut:
+        dims = [d for d, (whole, part) in enumerate(zip(shapes[name], parameter.shape, strict=True)) if whole != part]
+        if dims:
             sizes = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(degree)]
-            dist.all_gather(sizes, torch.tensor(parameter.shape[cut[0]], device=device), group=mesh.tensor_group)
-            splits[name] = Split(cut[0], tuple(int(size) for size in sizes))
+            dist.all_gather(sizes, torch.tensor(parameter.shape[dims[0]], device=device), group=mesh.tensor_group)
+            splits[name] = Split(dims[0], tuple(int(size) for size in sizes))
     return splits
 
 
 def sum_gradients(module: HeadedLM, mesh: Mesh) -> None:
-    """Have the gradients of whole parameters that only see a slice of the activations (Qwen3's head norms) summed."""
+    """Sum gradients of whole parameters that only see a slice of the activations (Qwen3's head norms)."""
     _autotp(module, mesh).register_replicated_grad_hooks(module)
 
 
@@ -89,18 +88,18 @@ def _autotp(module: HeadedLM, mesh: Mesh) -> Any:
         model_config=module.lm.config,
         training_mode=True,
     )
-    # Its setter would look for DeepSpeed's own groups.
+    # Its setter would use DeepSpeed's own groups.
     autotp.mp_size, autotp.mp_group = mesh.topology.tensor, mesh.tensor_group
     autotp.update_linear_policies()
     return autotp
 
 
 def join(part: Tensor, split: Split, mesh: Mesh) -> Tensor:
-    """The whole tensor of which every tensor-parallel peer brings its `part`."""
+    """Gather the whole tensor from the `part` of every tensor-parallel peer."""
     widest, own = max(split.sizes), split.sizes[mesh.tensor_rank]
     shape = list(part.shape)
     shape[split.dim] = widest - own
-    # Every peer sends as much as the widest part, as all_gather asks.
+    # all_gather needs equal parts, so all are padded to the widest.
     padded = torch.cat([part, part.new_zeros(shape)], dim=split.dim).contiguous()
     parts = [torch.empty_like(padded) for _ in split.sizes]
     dist.all_gather(parts, padded, group=mesh.tensor_group)

@@ -1,14 +1,13 @@
-"""Training engine: DeepSpeed ZeRO 0 to 3 over data-parallel ranks, of whole models or of slices of them.
+"""Training engine: DeepSpeed ZeRO 0 to 3 over data-parallel ranks, for whole models or slices of them.
 
-The caller owns normalization: micro-batch losses arrive already divided by *global* counts and are simply summed over
-micro-batches and ranks, so a step does not depend on how a batch was split. DeepSpeed averages gradients over
-data-parallel ranks; the engine multiplies that back.
+The caller normalizes: micro-batch losses are divided by *global* counts and summed over micro-batches and ranks, so a
+step does not depend on how a batch was split. DeepSpeed averages gradients over data-parallel ranks; the engine
+multiplies that back.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,31 +16,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xray_runtime.config.engines import EngineConfig, TrainingConfig
+from xray_runtime.config.engines import TrainingConfig
 from xray_runtime.engines import states
 from xray_runtime.engines.engine import MicroBatch
-from xray_runtime.engines.shard_loading import Weights, fill
-from xray_runtime.engines.training.disk import own_directory
+from xray_runtime.engines.shard_loading import Weights, load_shard
+from xray_runtime.engines.training.deepspeed_setup import MOMENTS, decay_groups, mixed_precision, offload
 from xray_runtime.engines.training.mesh import Mesh
 from xray_runtime.engines.training.scorer import PlainScorer
 from xray_runtime.engines.training.tensor import join, sum_gradients
 from xray_runtime.models.heads import HEAD_PREFIX, HeadedLM
 
 REDUCE_BUCKET = 500_000_000
-"""Most gradient elements that are reduced at a time."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's two moments, as torch names them."""
+"""Largest number of gradient elements that are reduced at a time."""
 
 
-class ZeroEngine:
+class ZeroEngine(PlainScorer):
     """One rank of a model under DeepSpeed ZeRO.
 
     Args:
-        module: this rank's part of the model, filled here; ZeRO-3 partitions it while it is.
-        training: optimizer settings and ZeRO stage. `training.lr` is a placeholder: each step brings its own.
-        weights: what its parameters begin as.
-        device: where this rank computes.
-        mesh: who holds the other parts; None where every rank has a whole replica.
+        module: this rank's part of the model; its weights are loaded here, and partitioned by ZeRO-3.
+        training: optimizer settings and ZeRO stage. `training.lr` is a placeholder: each step has its own.
+        weights: initial weights.
+        device: device of this rank.
+        mesh: mesh of the model's parts; None if every rank has a whole replica.
     """
 
     def __init__(
@@ -64,21 +61,21 @@ class ZeroEngine:
             "zero_optimization": {
                 "stage": self.stage,
                 "overlap_comm": False,
-                # DeepSpeed allocates the whole bucket: 2 GB for its default of 5e8 elements, however small the model.
+                # DeepSpeed allocates the whole bucket: 2 GB for its default, however small the model.
                 "reduce_bucket_size": min(REDUCE_BUCKET, trained),
-                **_offload(training.engine),
+                **offload(training.engine),
             },
             "zero_allow_untested_optimizer": True,
-            # torch's AdamW steps offloaded states too: to the same bits, and without a C++ build.
+            # torch's AdamW also steps offloaded states, with the same bits and without a C++ build.
             "zero_force_ds_cpu_optimizer": False,
-            # ZeRO 0 clips in our hook below, which also tells the norm; DeepSpeed's own clipping there does not.
+            # With ZeRO 0 our hook below clips, since DeepSpeed's clipping does not report the norm.
             "gradient_clipping": training.grad_clip if self.stage else 0.0,
             "steps_per_print": 2**31,
-            **_mixed_precision(training.engine),
+            **mixed_precision(training.engine),
         }
         mixed = training.engine.precision != "float32"
         dtype = getattr(torch, training.engine.precision)
-        fill(module, weights, device, dtype, _partition(config, dtype) if self.stage == 3 else None)
+        load_shard(module, weights, device, dtype, _partition(config, dtype) if self.stage == 3 else None)
         if mesh is not None and mesh.topology.tensor > 1:
             sum_gradients(module, mesh)
         optimizer = torch.optim.AdamW(
@@ -87,18 +84,18 @@ class ZeroEngine:
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=config, mpu=mesh
         )
-        self.module: Any = self.engine.module
+        super().__init__(self.engine.module)
         self.data_parallel = training.engine.data_parallel
         self._norm = 0.0
-        self._moments = self._begin_moments()
-        # DeepSpeed makes float32 masters of weights that were already rounded.
+        self._moments = self._init_moments()
+        # DeepSpeed initializes float32 masters with rounded weights.
         for name, parameter in self._trained() if mixed else []:
-            self._begin_master(name, parameter, weights)
+            self._init_master(name, parameter, weights)
         if not self.stage:
             optimizer.register_step_pre_hook(lambda *_: self._clip())
 
     def _clip(self) -> None:
-        # Each number of the model counts once: what every tensor-parallel peer holds, on the first of them.
+        # Each number counts once: parameters that all tensor-parallel peers hold count on the first peer.
         first = self._mesh is None or self._mesh.tensor_rank == 0
         trained = [(n, p) for n, p in self.module.named_parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for n, p in trained if first or n in self._splits])
@@ -111,39 +108,32 @@ class ZeroEngine:
             torch.nn.utils.clip_grads_with_norm_([p for _, p in trained], self._grad_clip, norm)
             return
         for _, parameter in trained:
-            # AdamW passes over what has no gradient: nothing moves, decays or is counted.
+            # AdamW skips parameters without a gradient, also for decay and step counts.
             parameter.grad = None
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
-        """Run `task(module, *args)` inside DeepSpeed's forward, where sharded parameters are gathered."""
+        """Run `task(module, *args)` inside DeepSpeed's forward, which gathers sharded parameters."""
         return self.engine(task, *args)
 
-    def evaluate(self, task: Callable[..., Any], batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
-        """See `Scorer.evaluate`."""
-        for batch in batches:
-            yield batch, self.forward(task, batch.tensors)
-
     def step(self, loss: Callable[[MicroBatch], Tensor], batches: Iterable[MicroBatch], lr: float) -> float:
-        """See `Engine.step`."""
         for batch in batches:
             self.backward(loss(batch) * self.data_parallel)
         return self.apply(lr)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`, of which DeepSpeed will take the mean over data-parallel ranks."""
+        """Add the gradients of `loss`, which DeepSpeed averages over data-parallel ranks."""
         self.engine.backward(loss)
 
     def apply(self, lr: float) -> float:
-        """Make the optimizer's step with the gradients added so far; returns their global norm before clipping."""
+        """Make an optimizer step with the accumulated gradients; returns their global norm before clipping."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()
-        # ZeRO 1 to 3 leave a step out by themselves where the norm is not finite, and then tell one of infinity.
+        # ZeRO 1 to 3 skip a step whose norm is not finite, and then report infinity.
         norm = self.engine.get_global_grad_norm() if self.stage else self._norm
         return float(norm if norm is not None else math.nan)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Engine.weights`."""
         adapters = self.module.adapters
         for name, parameter in self._trained():
             plain = states.hugging_face_name(name)
@@ -153,7 +143,6 @@ class ZeroEngine:
             yield from adapters.merged(self._value)
 
     def save(self, directory: Path) -> None:
-        """See `Engine.save`."""
         directory.mkdir(parents=True, exist_ok=True)
         file = directory / f"stage-{self._mesh.stage if self._mesh else 0}.safetensors"
         shapes = {states.hugging_face_name(n): self._whole_shape(n, p) for n, p in self._trained()}
@@ -169,7 +158,6 @@ class ZeroEngine:
         states.write(file if self.writes else None, shapes, (states.WEIGHT, *MOMENTS), step, whole())
 
     def load(self, directory: Path) -> None:
-        """See `Engine.load`."""
         with states.Reader(directory) as saved:
             for name, parameter in self._trained():
                 plain, split = states.hugging_face_name(name), self._splits.get(name)
@@ -198,10 +186,10 @@ class ZeroEngine:
     def _adam(self) -> Any:
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
-    def _begin_moments(self) -> list[dict[str, Tensor]]:
-        # Adam keeps its states by parameter, or by DeepSpeed's flat float32 partitions of them. They are made here, as
-        # zeros, like Adam's own at its first step: a snapshot can then be loaded before that. (ZeRO 1 and 2 link
-        # parameters to them after the step of the first group of several, too early for the others.)
+    def _init_moments(self) -> list[dict[str, Tensor]]:
+        # Adam keeps states by parameter, or by DeepSpeed's flat float32 partitions. They are made here, as zeros like
+        # Adam's own, so that a snapshot can be loaded before the first step. (ZeRO 1 and 2 would link parameters to
+        # them after the step of the first of several groups, too early for the others.)
         adam = self._adam()
         stepped = [tensor for group in adam.param_groups for tensor in group["params"]]
         tensors = self.optimizer.fp32_partitioned_groups_flat if self.stage == 3 else stepped
@@ -221,7 +209,7 @@ class ZeroEngine:
     def _value(self, parameter: nn.Parameter) -> Tensor:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        # ZeRO 1 and 2 keep whole parameters beside the float32 partitions they step; after a step both are the same.
+        # ZeRO 1 and 2 step float32 partitions and copy them to whole parameters.
         if self.stage < 3 and parameter.dtype == torch.float32:
             return parameter.data
         value: Tensor = safe_get_full_fp32_param(parameter)
@@ -257,7 +245,7 @@ class ZeroEngine:
         else:
             safe_set_local_optimizer_state(parameter, self._partition(parameter, value), key)
 
-    def _begin_master(self, name: str, parameter: Any, weights: Weights) -> None:
+    def _init_master(self, name: str, parameter: Any, weights: Weights) -> None:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
         if self.stage < 3:
@@ -268,27 +256,27 @@ class ZeroEngine:
         safe_set_local_fp32_param(parameter, share.to(parameter.device))
 
     def _partition(self, parameter: Any, value: Tensor) -> Tensor:
-        # This rank's equal share of the flat tensor, the last one padded, as ZeRO-3 cuts it.
+        # This rank's share of the flat tensor, padded as by ZeRO-3.
         size = parameter.ds_tensor.numel()
         flat = torch.nn.functional.pad(value.flatten(), (0, size * self.data_parallel - value.numel()))
         return flat.narrow(0, size * dist.get_rank(), size)
 
 
 class ZeroScorer(PlainScorer):
-    """One rank of a frozen model under ZeRO-3: it holds a share of every parameter and gathers what it computes with.
+    """One rank of a frozen model under ZeRO-3, with a share of every parameter.
 
     Args:
-        module: the whole model, filled and partitioned here.
-        weights: what its parameters are.
-        device: where this rank computes.
-        dtype: of its parameters and passes.
+        module: the whole model, loaded and partitioned here.
+        weights: its weights.
+        device: device of this rank.
+        dtype: type of its parameters and activations.
     """
 
     def __init__(self, module: HeadedLM, weights: Weights, device: torch.device, dtype: torch.dtype) -> None:
         import deepspeed
 
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "steps_per_print": 2**31}
-        fill(module, weights, device, dtype, _partition(config, dtype))
+        load_shard(module, weights, device, dtype, _partition(config, dtype))
         self._engine, *_ = deepspeed.initialize(model=module, config=config)
         super().__init__(self._engine.module)
 
@@ -298,7 +286,7 @@ class ZeroScorer(PlainScorer):
 
 
 def _partition(config: dict[str, Any], dtype: torch.dtype) -> Callable[[nn.Parameter], None]:
-    """Takes a parameter that is whole on rank 0 and leaves every rank its share, where `config` wants it."""
+    """A function that gives every rank its share of a parameter that is whole on rank 0, as `config` says."""
     import deepspeed
 
     init = deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype)
@@ -307,67 +295,3 @@ def _partition(config: dict[str, Any], dtype: torch.dtype) -> Callable[[nn.Param
         init._convert_to_zero_parameters([parameter])
 
     return partition
-
-
-def check_offload(engine: EngineConfig) -> None:
-    """Raises ValueError where this node lacks what `engine.offload` needs."""
-    if engine.offload == "nvme":
-        from deepspeed.ops.op_builder import AsyncIOBuilder
-
-        if not AsyncIOBuilder().is_compatible():
-            raise ValueError(
-                "engine.offload = 'nvme' needs libaio and its headers (libaio-dev), which are not installed"
-            )
-
-
-def _offload(engine: EngineConfig) -> dict[str, Any]:
-    if engine.offload == "none":
-        return {}
-    place: dict[str, str] = {"device": engine.offload}
-    if engine.nvme_path is not None:
-        place["nvme_path"] = str(own_directory(Path(engine.nvme_path)))
-    return {"offload_optimizer": place} | ({"offload_param": place} if engine.zero == 3 else {})
-
-
-def _mixed_precision(engine: EngineConfig) -> dict[str, Any]:
-    if engine.precision == "float32":
-        return {}
-    # Sums over micro-batches and ranks are float32. Unchecked, ZeRO 1 and 2 step by gradients that are not finite.
-    return {
-        "bf16": {"enabled": True, "check_grad_overflow": True},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "communication_data_type": "fp32",
-    }
-
-
-def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's parameter groups: norms and biases are not decayed, as is usual for transformers."""
-    trainable = [p for p in module.parameters() if p.requires_grad]
-    # Of what ZeRO-3 has partitioned the shape is kept beside it.
-    matrices = {p for p in trainable if len(getattr(p, "ds_shape", p.shape)) >= 2}
-    groups = [
-        {"params": [p for p in trainable if p in matrices], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p not in matrices], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def load_deepspeed(device: str) -> Any:
-    """The library, imported with the settings that it reads at import."""
-    if device == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
-
-    # An operator that is never called here (it needs LOCAL_SIZE). Its build takes a minute at first use, and a rank
-    # killed while it loads it leaves a lock, for which every Workhorse on that machine would wait for ever.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed
-
-
-def init_collectives(rank: int, world_size: int, address: str, port: int, device: torch.device) -> None:
-    """Join the process group of one model: NCCL on CUDA, gloo on CPU."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world_size), MASTER_ADDR=address, MASTER_PORT=str(port)
-    )
-    deepspeed = load_deepspeed(device.type)
-    deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False)

@@ -1,1 +1,1 @@
-"""Code of a reply and the tests that judge it, each in a process of its own. The standard library alone."""
+"""Run the code of a reply and its tests in separate processes. Uses the standard library only."""

@@ -1,4 +1,4 @@
-"""Asks a `server` what code of replies is worth: by tests, or by what programs print."""
+"""Scores code of replies with a `server`: by tests, or by the output of programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import xray_runtime
 from xray_runtime.rewards.code import server
-from xray_runtime.rewards.sandbox import LIMITED, START_S, Answerer, LimitedProcess
+from xray_runtime.rewards.sandbox import LIMITED, START_S, BatchProgram, LimitedProcess
 from xray_runtime.rewards.source import Score, failure
 
 ALLOWED = 'must hold Python statements, a list of them, or {"inputs": [...], "outputs": [...]}, as many texts in each'
@@ -18,17 +18,17 @@ ALLOWED = 'must hold Python statements, a list of them, or {"inputs": [...], "ou
 
 @dataclass(frozen=True)
 class Program:
-    """A case of code that is a program: what it reads, and what it should print."""
+    """A test case of a program: its input and expected output."""
 
     stdin: str
     stdout: str
 
 
 def read_tests(value: Any) -> str | list[Program]:
-    """What a column holds: Python statements that raise where the code is wrong, or cases of a program.
+    """The tests in a column: Python statements that raise if the code is wrong, or cases of a program.
 
     Raises:
-        ValueError: it holds neither.
+        ValueError: `value` is neither.
     """
     if isinstance(value, str) and value.lstrip().startswith("{"):
         try:
@@ -49,17 +49,19 @@ def read_tests(value: Any) -> str | list[Program]:
 
 
 class CodeSandbox:
-    """A `server`, and the file that takes what programs print."""
+    """A `server`, and a file for the output of programs."""
 
     def __init__(self, directory: Path) -> None:
         self._output = os.memfd_create("xray-output")
         root = str(Path(xray_runtime.__file__).parents[1])
         program = f"{LIMITED}\nsys.path.insert(0, {root!r})\nfrom {server.__name__} import main\nmain({self._output})\n"
         warm_up = _question(server.TESTS, "def f(): pass", "f()", START_S, 2**30)
-        self._process = LimitedProcess(Answerer(program, {"RLIMIT_CORE": 0}, None, warm_up, [self._output]), directory)
+        self._process = LimitedProcess(
+            BatchProgram(program, {"RLIMIT_CORE": 0}, None, warm_up, [self._output]), directory
+        )
 
     def score(self, code: str, tests: str | list[Program], limit_s: float, memory_mb: int) -> Score:
-        """1 where the code passes all tests, else 0 and why; a failure where the tests are of no use.
+        """1 if the code passes all tests, else 0 and the reason; a failed score if the tests are not usable.
 
         Raises:
             RuntimeError: the sandbox does not work.
@@ -80,12 +82,12 @@ class CodeSandbox:
         return Score(1.0)
 
     def close(self) -> None:
-        """End the server for good."""
+        """Stop the server."""
         self._process.end()
         os.close(self._output)
 
     def _ask(self, question: bytes, limit_s: float) -> dict[str, Any]:
-        # The server keeps to the limit itself, and ends after an error.
+        # The server enforces the limit itself, and ends after an error.
         try:
             answer = self._process.ask(question, limit_s + START_S)
         except RuntimeError:
@@ -100,7 +102,7 @@ class CodeSandbox:
 
 
 def _printed(text: str) -> list[str]:
-    """The lines, without the white space that ends a line or the whole."""
+    """The lines without trailing white space."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 

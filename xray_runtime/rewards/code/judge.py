@@ -1,7 +1,7 @@
-"""The process of the tests: they call the reply's functions as if they were here, and see plain values.
+"""The process of the tests, which call the reply's functions through a proxy and get plain values.
 
-A name that the tests neither define nor import, and Python does not know, is the reply's. So is a builtin's where the
-tests ask for no other name (`assert sum(10, 15) == 6`). In `math.isclose(f(1), 2)` the module is Python's.
+A name that the tests neither define nor import, and that is not a builtin, belongs to the reply. If the tests use no
+such name, builtins do too (`assert sum(10, 15) == 6`). In `math.isclose(f(1), 2)` the module is Python's.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from typing import Any, NoReturn
 from xray_runtime.rewards.code.values import Channel, decode, encode
 
 USES: tuple[str, ...] = ()
-"""Modules of the standard library are imported by name here: a key has Python's version."""
+"""Only modules of the standard library are imported by name here, and a key has Python's version."""
 TESTS = "<tests>"
 WHY_CHARS = 300
-"""Of a verdict, which one write takes whole."""
+"""Limit of a verdict's text, so that one write is enough."""
 PLAIN_ONLY = "bool eq ne lt le gt ge len getitem contains int float index add radd sub rsub mul rmul neg format str"
-"""Operators that an object which stayed in the reply's process does not have here."""
+"""Operators that proxies of the reply's objects do not support."""
 
 
 class CodeError(Exception):
-    """The reply's code raised something that is no exception of Python's own."""
+    """The reply's code raised an exception that is not built into Python."""
 
 
 class Judge:
-    """One run of tests; it ends the process.
+    """One run of tests, after which the process ends.
 
     Args:
-        channel: to the process of the reply.
-        verdict: where the one line {"passed": bool, "why": …} or {"unusable": why} is written.
+        channel: channel to the process of the reply.
+        verdict: file descriptor for the line {"passed": bool, "why": …} or {"unusable": why}.
     """
 
     def __init__(self, channel: Channel, verdict: int) -> None:
@@ -57,19 +57,17 @@ class Judge:
             self._end(passed=False, why=f"the code does not load: {_described(error)}")
         try:
             exec(compiled, space)
-        except BaseException as error:  # also what ends a process
+        except BaseException as error:  # SystemExit too
             frames = traceback.walk_tb(error.__traceback__)
             lines = [line for frame, line in frames if frame.f_code.co_filename == TESTS]
             place = f"line {lines[-1]} of the tests: " if lines else ""
             self._end(passed=False, why=f"{place}{_described(error)}")
         if not self._asked:
-            self._end(
-                unusable="the tests ask nothing of the code; where they define check(candidate), end with check(NAME)"
-            )
+            self._end(unusable="the tests do not use the code; if they define check(candidate), end with check(NAME)")
         self._end(passed=True)
 
     def ask(self, *request: Any) -> Any:
-        """What the reply's process answers, an exception of its included."""
+        """The answer of the reply's process; raises its exceptions."""
         self._asked = True
         try:
             self._channel.send(request)
@@ -87,22 +85,23 @@ class Judge:
         except EOFError:
             self._gone()
         except (ValueError, TypeError, RecursionError):
-            self._end(passed=False, why="what the code returned cannot cross: it nests too deep, or is no answer")
+            self._end(passed=False, why="the code's result cannot be sent: it is nested too deeply, or is not valid")
         raise _exception(name, text)
 
     def encoded(self, value: Any) -> Any:
-        """`value` as it crosses."""
 
         def keep(held: Any) -> list[Any]:
             if not isinstance(held, Remote):
                 kind = type(held).__name__
-                self._end(unusable=f"the tests hand an object of class {kind!r} to the code; plain values alone cross")
+                self._end(
+                    unusable=f"the tests pass an object of class {kind!r} to the code: only plain values are allowed"
+                )
             return ["object", object.__getattribute__(held, "_number")]
 
         return encode(value, keep)
 
     def _gone(self) -> NoReturn:
-        # Not raised: tests that catch everything would go on.
+        # Not an exception, which the tests could catch.
         self._end(passed=False, why="the code ended its process")
 
     def _end(self, **verdict: Any) -> NoReturn:
@@ -111,7 +110,7 @@ class Judge:
 
 
 class Remote:
-    """A function or another object of the reply's: it can be called, and asked for attributes and items in order."""
+    """A proxy of the reply's function or object, with calls, attributes and iteration."""
 
     __slots__ = ("_judge", "_kind", "_number")
 
@@ -131,7 +130,7 @@ class Remote:
 
 
 def _not_plain(remote: Remote, *_: Any) -> NoReturn:
-    raise TypeError(f"an object of class {remote._kind!r} cannot cross: the tests see plain values")
+    raise TypeError(f"an object of class {remote._kind!r} cannot be sent: tests only get plain values")
 
 
 for _operator in PLAIN_ONLY.split():
@@ -139,7 +138,7 @@ for _operator in PLAIN_ONLY.split():
 
 
 class _Space(dict[str, Any]):
-    """The names of the tests; those that are missing are asked for."""
+    """The namespace of the tests; missing names come from the reply or the standard library."""
 
     def __init__(self, judge: Judge, tests: str) -> None:
         super().__init__(__name__="__main__")
@@ -163,7 +162,7 @@ class _Space(dict[str, Any]):
 
 
 def _missing_names(tests: str) -> set[str]:
-    """The global names that the tests read and do not bind."""
+    """The global names that the tests read but do not bind."""
 
     def tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
         yield table
@@ -177,12 +176,12 @@ def _missing_names(tests: str) -> set[str]:
 
 
 def _exception(name: str, text: str) -> Exception:
-    """Python's own exception of that name, or what stands for it."""
+    """Python's exception of that name, or a CodeError."""
     kind = getattr(builtins, name, None)
     try:
         if isinstance(kind, type) and issubclass(kind, Exception):
             return kind(text)
-    except TypeError:  # it takes more than a text
+    except TypeError:  # it needs more than a text
         pass
     return CodeError(f"{name}: {text}")
 

@@ -1,9 +1,9 @@
-"""The process of a reply: it runs the reply's code, then does what the tests ask of it, until it is ended.
+"""The process of a reply: it runs the reply's code, then answers requests of the tests until it is killed.
 
     ["name", name] ["call", n, args, kwargs] ["attribute", n, name] ["list", n]
 
-Each is answered with ["value", v] or ["error", name of the exception, text]; so is, unasked, how the code loaded. What
-is written here is the reply's to change: nothing in this process knows a test, an expected value or a verdict.
+Each is answered with ["value", v] or ["error", name of the exception, text]; the first message is the result of loading
+the code. The reply can change anything here, so this process knows no test, expected value or verdict.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from xray_runtime.rewards.code.values import Channel, decode, encode
 
 TEXT_CHARS = 300
-"""Of an exception."""
+"""Limit of an exception's text."""
 
 
 def load(code: str, name: str) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def load(code: str, name: str) -> dict[str, Any]:
 
 
 def run(code: str) -> NoReturn:
-    """Run `code` as a program, and end with its exit code."""
+    """Run `code` as a program, and exit with its exit code."""
     status: Any = 1
     try:
         load(code, "__main__")
@@ -40,13 +40,13 @@ def run(code: str) -> NoReturn:
         pass
     try:
         sys.stdout.flush()
-    except BaseException:  # more than it may print
+    except BaseException:  # it exceeds the limit of output
         status = 1
     os._exit(status if isinstance(status, int) else 1)
 
 
 def answer(code: str, channel: Channel) -> None:
-    """Load the code and answer what is asked."""
+    """Load the code and answer requests."""
     space: dict[str, Any] = {}
     objects: list[Any] = []
 
@@ -79,7 +79,7 @@ def answer(code: str, channel: Channel) -> None:
     while True:
         try:
             channel.send(["value", encode(do(request), keep)])
-        except BaseException as error:  # also what ends a process
+        except BaseException as error:  # SystemExit too
             channel.send(["error", type(error).__name__, _text(error)])
         request = channel.receive()
 
@@ -87,5 +87,5 @@ def answer(code: str, channel: Channel) -> None:
 def _text(error: BaseException) -> str:
     try:
         return str(error)[:TEXT_CHARS]
-    except BaseException:  # its __str__ is the reply's
+    except BaseException:  # of the reply's __str__
         return ""

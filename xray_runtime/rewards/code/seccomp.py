@@ -1,7 +1,7 @@
-"""A seccomp filter: the system calls that computing needs; the kernel refuses all others with EPERM.
+"""A seccomp filter: it allows the system calls for computing, and the kernel refuses all others with EPERM.
 
-Nothing opens a file, makes a process or a thread, signals, traces, or reaches a socket; what is read and written are
-descriptors that were open before. `man 2 seccomp`, `man 4 bpf`; numbers from Linux's tables of system calls.
+No call opens a file, makes a process or a thread, signals, traces, or reaches a socket; only open descriptors can be
+read and written. See `man 2 seccomp`, `man 4 bpf` and Linux's tables of system calls.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ ALLOWED: dict[str, tuple[int | None, int | None]] = {
     **{"clock_gettime": (228, 113), "clock_getres": (229, 114), "gettimeofday": (96, 169), "time": (201, None)},
     **{"getrusage": (98, 165), "times": (100, 153), "exit": (60, 93), "exit_group": (231, 94)},
 }
-"""System call → its number on x86-64 and on aarch64, None where there is none."""
+"""System call → its number on x86-64 and on aarch64; None if there is none."""
 NEWFSTATAT = (262, 79)
-"""What the C library asks for in place of `fstat`: with AT_EMPTY_PATH, of an open descriptor."""
+"""The C library's replacement for `fstat`: with AT_EMPTY_PATH, for an open descriptor."""
 FLAGS = 3
-"""Which of its arguments has the flags."""
+"""Index of its argument with the flags."""
 
 
 def seccomp_filter(machine: str | None = None) -> bytes:
     """The program, an array of `struct sock_filter`.
 
     Raises:
-        OSError: the system calls of this machine are not known here.
+        OSError: the system calls of this machine are unknown.
     """
     machine = machine or platform.machine()
     if machine not in ARCHITECTURES:
         raise OSError(f"the sandbox knows no system calls of {machine}: it runs on {' and '.join(ARCHITECTURES)}")
     column = list(ARCHITECTURES).index(machine)
     numbers = [number for row in ALLOWED.values() if (number := row[column]) is not None]
-    # (code, k, where to go if true, if false); where nothing stands, to the next step.
+    # (code, k, target if true, target if false); an empty target is the next step.
     steps: list[tuple[int, int, str, str]] = [
         (LOAD, ARCHITECTURE, "", ""),
         (JUMP_EQUAL, ARCHITECTURES[machine], "", "kill"),
-        # Calls of another table on x86-64, x32's, have numbers of their own, and are not among these.
+        # Calls of x86-64's x32 table have other numbers and are refused.
         (LOAD, NUMBER, "", ""),
         *((JUMP_EQUAL, number, "allow", "") for number in numbers),
         (JUMP_EQUAL, NEWFSTATAT[column], "", "refuse"),

@@ -1,14 +1,14 @@
-"""A process that forks others for code of replies and their tests: `CodeSandbox` starts it.
+"""A process that forks children for code of replies and their tests; `CodeSandbox` starts it.
 
-Python and its library are loaded once. Each question is a `HEADER` and two texts of the lengths it names on stdin. Each
-answer is one JSON line on stdout: {"passed": bool, "why": text}, {"unusable": why} of tests, or {"error": why}, after
-which this process ends. The first line says that it is ready.
+Python's library is loaded once. Each question on stdin is a `HEADER` and two texts with the lengths in it. Each answer
+is one JSON line on stdout: {"passed": bool, "why": text}, {"unusable": why} for tests, or {"error": why}, after which
+this process ends. The first line says that it is ready.
 
-    TESTS    the code; then the tests, which a process of their own runs (`judge`)
-    CASE     the code; then what its program reads from stdin; what it prints stands in the file OUTPUT
+    TESTS    the code, and the tests, which run in another process (`judge`)
+    CASE     the code, and the input of the program, whose output goes to the file OUTPUT
 
-This process reads headers alone: each text is read by the child that needs it, so that no reply is forked from a
-process that knows tests, expected output or another reply.
+This process only reads headers; each text is read by the child that needs it. So no reply is forked from a process that
+knows tests, expected output or another reply.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from xray_runtime.rewards.code.seccomp import seccomp_filter
 from xray_runtime.rewards.code.values import Channel
 
 USES: tuple[str, ...] = ()
-"""Modules of the standard library are imported by name here: a key has Python's version."""
+"""Only modules of the standard library are imported by name here, and a key has Python's version."""
 
 HEADER = struct.Struct("<BQQdQ")
-"""TESTS or CASE, bytes of both texts, seconds, bytes of memory beside what Python's library takes."""
+"""TESTS or CASE, bytes of both texts, seconds, bytes of memory besides Python's library."""
 TESTS, CASE = 0, 1
 NOBODY = 65534
 OUTPUT_BYTES = 2**24
-"""What a program may print."""
+"""Limit of a program's output."""
 ANSWERS = 1
-"""Where this process answers."""
+"""File descriptor for answers."""
 NOT_LOADED = (
     "antigravity distutils ensurepip idlelib lib2to3 pydoc_data readline test this tkinter turtle turtledemo venv"
 )
-"""Modules of the library that act, or need a screen; no file is open to a reply that would load them."""
+"""Modules with side effects, or for a screen. A reply cannot load them later, since it cannot open files."""
 LOADED_TOO = """collections.abc concurrent.futures email.message email.parser encodings.ascii encodings.idna
 encodings.latin_1 encodings.utf_16 encodings.utf_32 html.parser importlib.metadata importlib.resources json.decoder
 logging.handlers multiprocessing.pool os.path unittest.mock urllib.parse urllib.request xml.dom.minidom
 xml.etree.ElementTree xml.sax"""
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, CLONE_NEWUSER = 1, 22, 38, 0x10000000
 FREE = 64
-"""From here on descriptors are put while those below are arranged."""
+"""Descriptors are first moved to this number and above."""
 
 Prepared = tuple[list[int], Callable[[], Any]]
 
@@ -68,10 +68,10 @@ class _Program(ctypes.Structure):
 
 
 class _Server:
-    """What is made ready before the first question.
+    """State that is prepared before the first question.
 
     Args:
-        output: a file, open for writing, that takes what a program prints.
+        output: file descriptor for the output of programs.
     """
 
     def __init__(self, output: int) -> None:
@@ -83,7 +83,6 @@ class _Server:
         self._address_space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
     def tests(self, sizes: tuple[int, int], limit_s: float, memory: int) -> None:
-        """Answer a question of the kind TESTS."""
         (requests, ask), (answers, answer) = os.pipe(), os.pipe()
         streams = [self._nothing] * 3
 
@@ -100,14 +99,13 @@ class _Server:
             os.close(end)
         status = _end(children[1], limit_s)
         _end(children[0], 0.0)
-        # With exit code 0 the process of the tests has answered.
+        # With exit code 0, the process of the tests has answered.
         if status is None:
             _say(passed=False, why=f"no verdict within limit_s = {limit_s:g}")
         elif status:
             _say(passed=False, why=f"the tests ended with {_ending(status)}")
 
     def case(self, sizes: tuple[int, int], limit_s: float, memory: int) -> None:
-        """Answer a question of the kind CASE."""
         os.ftruncate(self._output, 0)
         os.lseek(self._output, 0, os.SEEK_SET)
 
@@ -125,10 +123,10 @@ class _Server:
             _say(passed=not status, why=f"the code ended with {_ending(status)}" if status else "")
 
     def _fork(self, prepare: Callable[[], Prepared], memory: int) -> int:
-        """A confined child, by its process id.
+        """Fork a confined child; returns its process id.
 
         Args:
-            prepare: reads what is for it; returns its descriptors 0, 1, …, and what it runs.
+            prepare: reads the child's input; returns its descriptors 0, 1, …, and the function it runs.
 
         Raises:
             OSError: it could not be set up.
@@ -147,7 +145,7 @@ class _Server:
     def _child(self, prepare: Callable[[], Prepared], memory: int, failed: int) -> NoReturn:
         try:
             descriptors, run = prepare()
-            # First out of the way of those they become.
+            # Move them away from their final numbers first.
             *above, failed = [fcntl.fcntl(one, fcntl.F_DUPFD, FREE) for one in (*descriptors, failed)]
             for number, one in enumerate(above):
                 os.dup2(one, number)
@@ -163,9 +161,8 @@ class _Server:
             os._exit(1)
 
     def _confine(self, memory: int) -> None:
-        """What this process may do from now on."""
         os.environ.clear()
-        # A verdict is to be the same when a stage goes on.
+        # A resumed stage must get the same verdict.
         random.seed(0)
         limits = {
             resource.RLIMIT_AS: self._address_space + memory,
@@ -174,7 +171,7 @@ class _Server:
         }
         for limit, value in limits.items():
             resource.setrlimit(limit, (value, value))
-        # The filter below is enough by itself. Where we may, names of files and root's rights go too.
+        # The filter below is enough. If allowed, also drop the file system and root's rights.
         is_root = os.geteuid() == 0
         with contextlib.suppress(OSError):
             if not is_root:
@@ -198,10 +195,10 @@ class _Server:
 
 
 def _end(pid: int, limit_s: float) -> int | None:
-    """End a child, after `limit_s`; its status where it ended before, else None."""
+    """Kill a child after at most `limit_s`; returns its status if it ended by itself, else None."""
     process, poll = os.pidfd_open(pid), select.poll()
     poll.register(process, select.POLLIN)
-    # Where who asks has gone, nobody waits for the answer; children end with this process.
+    # stdin closes when the client is gone; children end with this process.
     poll.register(0, 0)
     ended = [one for one, _ in poll.poll(limit_s * 1000)]
     if 0 in ended:
@@ -218,7 +215,7 @@ def _ending(status: int) -> str:
 
 
 def _read(size: int) -> bytes:
-    """So many bytes of stdin, and none after them."""
+    """Exactly `size` bytes of stdin."""
     parts: list[bytes] = []
     while size:
         part = os.read(0, min(size, 2**20))
@@ -234,10 +231,10 @@ def _say(**answer: Any) -> None:
 
 
 def _load() -> None:
-    """Load the library, of which a reply can load no more."""
+    """Load the standard library, since a reply cannot open its files."""
     warnings.simplefilter("ignore")
     for name in [*sorted(sys.stdlib_module_names - set(NOT_LOADED.split())), *LOADED_TOO.split()]:
-        with contextlib.suppress(ImportError):  # other systems'
+        with contextlib.suppress(ImportError):  # modules of other systems
             importlib.import_module(name)
     site.setquit()
     sys.path.clear()
@@ -260,6 +257,6 @@ def main(output: int) -> None:
         try:
             (server.tests if kind == TESTS else server.case)((first, second), limit_s, memory)
         except OSError as error:
-            # What was not read stands before the next question.
+            # Unread texts would be taken for the next question.
             _say(error=str(error))
             return

@@ -1,8 +1,8 @@
-"""What crosses between the process of a reply and that of its tests: values as JSON, never code.
+"""Values that the processes of a reply and of its tests exchange as JSON, never code.
 
-Values are rebuilt from what was read as None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset and
-dict exactly, so that no method of the other side runs here. An instance of a subclass crosses as what it is made of (a
-Counter as a dict). Anything else stays where it is: its number crosses in its place.
+Values are rebuilt as exactly None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset and dict, so that
+no method of the other side runs here. An instance of a subclass is sent as its base (a Counter as a dict). Any other
+object stays in its process, and its number is sent.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_BYTES = 2**24
-"""Of one message."""
+"""Limit of one message."""
 JSON_INTEGERS = 2**63
-"""Larger ones cross in base 16: base 10 takes quadratic time, and Python limits its digits."""
+"""Larger integers are sent in base 16: base 10 takes quadratic time, and Python limits its digits."""
 
 Keep = Callable[[Any], list[Any]]
+COLLECTIONS: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def encode(value: Any, keep: Keep) -> Any:
-    """`value` as what JSON has.
+    """`value` as JSON.
 
     Args:
-        keep: what stands for an object that is no plain value.
+        keep: object that is not a plain value → its replacement.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -41,25 +42,21 @@ def encode(value: Any, keep: Keep) -> Any:
         return ["bytes", bytes(value).hex()]
     if isinstance(value, dict):
         return ["dict", *([encode(key, keep), encode(held, keep)] for key, held in dict.items(value))]
-    if isinstance(value, list):
-        return ["list", *(encode(held, keep) for held in list.__iter__(value))]
-    if isinstance(value, tuple):
-        return ["tuple", *(encode(held, keep) for held in tuple.__iter__(value))]
-    if isinstance(value, set):
-        return ["set", *(encode(held, keep) for held in set.__iter__(value))]
-    if isinstance(value, frozenset):
-        return ["frozenset", *(encode(held, keep) for held in frozenset.__iter__(value))]
+    for tag, kind in COLLECTIONS.items():
+        if isinstance(value, kind):
+            # The base class's iterator: the value's own is code of the reply.
+            return [tag, *(encode(held, keep) for held in kind.__iter__(value))]  # type: ignore[attr-defined]
     return keep(value)
 
 
 def decode(data: Any, kept: Callable[[list[Any]], Any]) -> Any:
-    """The value that `encode` made `data` of.
+    """The value that `encode` encoded as `data`.
 
     Args:
-        kept: what an object that did not cross is here.
+        kept: replacement of an object → its value here.
 
     Raises:
-        ValueError: `data` is nothing that `encode` makes.
+        ValueError: `data` is not valid.
     """
     if data is None or isinstance(data, bool | int | float | str):
         return data
@@ -67,15 +64,9 @@ def decode(data: Any, kept: Callable[[list[Any]], Any]) -> Any:
         raise ValueError("no value")
     tag, *rest = data
     try:
+        if isinstance(tag, str) and tag in COLLECTIONS:
+            return COLLECTIONS[tag](decode(held, kept) for held in rest)
         match tag:
-            case "list":
-                return [decode(held, kept) for held in rest]
-            case "tuple":
-                return tuple(decode(held, kept) for held in rest)
-            case "set":
-                return {decode(held, kept) for held in rest}
-            case "frozenset":
-                return frozenset(decode(held, kept) for held in rest)
             case "dict":
                 return {decode(key, kept): decode(held, kept) for key, held in rest}
             case "int":
@@ -102,12 +93,12 @@ class Channel:
         """Write a message.
 
         Raises:
-            OSError: nobody reads.
+            OSError: the other side has closed the pipe.
             ValueError: it is longer than `MAX_BYTES`.
         """
         line = json.dumps(message).encode() + b"\n"
         if len(line) > MAX_BYTES:
-            raise ValueError(f"a value of more than {MAX_BYTES} bytes cannot cross")
+            raise ValueError(f"a value of more than {MAX_BYTES} bytes cannot be sent")
         while line:
             line = line[os.write(self._out, line) :]
 
@@ -116,7 +107,7 @@ class Channel:
 
         Raises:
             EOFError: the other side has ended.
-            ValueError: what it wrote is no message.
+            ValueError: the message is not valid.
         """
         parts = [self._read]
         size = len(self._read)

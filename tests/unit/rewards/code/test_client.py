@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,9 @@ def test_code_that_is_right_passes_and_other_code_does_not(code: str, tests: Any
         ("def f(x): return 1", "line 1 of the tests: AssertionError"),
         ("def g(x): return 1", "line 1 of the tests: NameError: name 'f' is not defined"),
         ("import numpy", "the code does not load: ModuleNotFoundError: No module named 'numpy'"),
-        ("class A: pass\ndef f(x): return A()", "line 1 of the tests: TypeError: an object of class 'A' cannot cross: the tests see plain values"),
-        ("import os\ndef f(x): os.write(4, b'[3]\\n')", "what the code returned cannot cross: it nests too deep, or is no answer"),
-        ("def f(x): return 'x' * 2 ** 25", "line 1 of the tests: ValueError: a value of more than 16777216 bytes cannot cross"),
+        ("class A: pass\ndef f(x): return A()", "line 1 of the tests: TypeError: an object of class 'A' cannot be sent: tests only get plain values"),
+        ("import os\ndef f(x): os.write(4, b'[3]\\n')", "the code's result cannot be sent: it is nested too deeply, or is not valid"),
+        ("def f(x): return 'x' * 2 ** 25", "line 1 of the tests: ValueError: a value of more than 16777216 bytes cannot be sent"),
     ],
 )  # fmt: skip
 def test_a_reply_that_is_wrong_is_told_why(code: str, why: str, judge: Judge) -> None:
@@ -83,12 +84,12 @@ def test_a_reply_that_is_wrong_is_told_why(code: str, why: str, judge: Judge) ->
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        (HUMAN_EVAL, "the tests ask nothing of the code; where they define check(candidate), end with check(NAME)"),
-        ("assert True", "the tests ask nothing of the code"),
+        (HUMAN_EVAL, "the tests do not use the code; if they define check(candidate), end with check(NAME)"),
+        ("assert True", "the tests do not use the code"),
         ("assert f(1) = 2", "the tests cannot be read"),
         (
             "assert f(lambda: 1) == 2",
-            "the tests hand an object of class 'function' to the code; plain values alone cross",
+            "the tests pass an object of class 'function' to the code: only plain values are allowed",
         ),
     ],
 )
@@ -146,17 +147,13 @@ def test_the_cause_is_told_where_no_sandbox_starts(tmp_path: Path, monkeypatch: 
         "server.os.fork = lambda: open('/no/such')": "No such file or directory",
         "server.Channel = 1 / 0": "exit code 1: ZeroDivisionError: division by zero",
     }.items():  # fmt: skip
-        answerer = one._process._answerer
-        program = answerer.program.replace(
+        program = one._process._program
+        source = program.source.replace(
             "import main\nmain(",
             f"import main\nfrom xray_runtime.rewards.code import server\n"
             f"from xray_runtime.rewards.code.seccomp import seccomp_filter\n{fault}\nmain(",
         )
-        monkeypatch.setattr(
-            one._process,
-            "_answerer",
-            type(answerer)(program, answerer.limits, None, answerer.warm_up, answerer.pass_fds),
-        )
+        monkeypatch.setattr(one._process, "_program", replace(program, source=source))
         with pytest.raises(RuntimeError, match=why):
             one.score("def f(): pass", "f()", 1.0, 64)
         monkeypatch.undo()

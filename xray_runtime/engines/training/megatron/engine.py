@@ -1,8 +1,8 @@
 """Training engine: Megatron-core's tensor-parallel layers, pipeline schedules and distributed optimizer, for Llamas.
 
-On CPU (gloo) it trains with tensor and data parallelism and torch's AdamW, through Megatron's own layers. Its pipeline
-schedules and its distributed optimizer (ZeRO-1) allocate on CUDA whatever they are told, and run there alone.
-`EngineConfig.cuda_only` knows; a run that asks for them on CPU is refused before it starts.
+On CPU (gloo) it trains with tensor and data parallelism and torch's AdamW. Megatron's pipeline schedules and its
+distributed optimizer (ZeRO-1) always allocate on CUDA; a run that needs them on CPU is refused before it starts
+(`EngineConfig.cuda_only`).
 
 Losses and gradients are sums, as in `zero`.
 """
@@ -25,10 +25,10 @@ from xray_runtime.engines import states
 from xray_runtime.engines.engine import MicroBatch
 from xray_runtime.engines.shard_loading import read
 from xray_runtime.engines.topology import Topology
+from xray_runtime.engines.training.deepspeed_setup import MOMENTS
 from xray_runtime.engines.training.megatron.model import MegatronLM
 from xray_runtime.engines.training.megatron.optimizers import Replicated, Sharded, Updates
 from xray_runtime.engines.training.megatron.weights import check_llama, llama
-from xray_runtime.engines.training.zero import MOMENTS
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import sequences
 from xray_runtime.models.padding import pad
@@ -38,16 +38,16 @@ class MegatronEngine:
     """One rank of a Llama under Megatron-core.
 
     Args:
-        module: the model, or its skeleton; this rank's part of its weights is copied.
-        training: optimizer settings and layout. `training.lr` is a placeholder: each step brings its own.
-        checkpoint: where the weights of a skeleton are read from.
-        device: where this rank computes.
+        module: the model or its skeleton; this rank's part of the weights is copied.
+        training: optimizer settings and layout. `training.lr` is a placeholder: each step has its own.
+        checkpoint: source of a skeleton's weights.
+        device: device of this rank.
     """
 
     def __init__(self, module: HeadedLM, training: TrainingConfig, checkpoint: Path, device: torch.device) -> None:
         check_llama(module, training.engine, device)
         topology = Topology.of(training.engine)
-        # Groups are global to the process, which may have held another model before.
+        # Groups are global in the process, which may have held another model before.
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(topology.tensor, topology.pipeline, create_gloo_process_groups=False)
         rank, config, has_head = dist.get_rank(), module.lm.config, module.scalar is not None
@@ -56,7 +56,7 @@ class MegatronEngine:
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_tensor_model_parallel_rank(),
         )
-        # Rows are dealt by our grid, so Megatron's must be the same.
+        # Rows are scattered by our grid, so Megatron's must be the same.
         assert rank == topology.rank(self._stage, data_rank, self._tensor_rank)
         self._num_stages, self._peers = topology.pipeline, parallel_state.get_tensor_model_parallel_group()
         self.writes = data_rank == self._tensor_rank == 0
@@ -69,7 +69,7 @@ class MegatronEngine:
         given = {states.hugging_face_name(name): tensor for name, tensor in module.state_dict().items()}
         for name, fused in self._fused.items():
             parameter = self._parameters[name]
-            # Megatron's norms count by these.
+            # Megatron's norms use these.
             tensor_parallel.set_tensor_model_parallel_attributes(parameter, fused.dim is not None, fused.dim or 0, 1)
             pieces = [read(checkpoint, piece) if given[piece].is_meta else given[piece] for piece in fused.pieces]
             parameter.data.copy_(self._part(name, pieces))
@@ -78,15 +78,13 @@ class MegatronEngine:
 
     @property
     def optimizer(self) -> Any:
-        """What steps the parameters."""
+        """Megatron's or torch's optimizer."""
         return self._updates.optimizer
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
-        """See `Scorer.forward`."""
         return self.module(task, *args)
 
     def evaluate(self, task: Callable[..., Any], batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
-        """See `Scorer.evaluate`."""
         if self._num_stages == 1:
             for batch in batches:
                 yield batch, self.forward(task, batch.tensors)
@@ -96,7 +94,6 @@ class MegatronEngine:
         yield from zip(held, scores, strict=self.module.post_process)
 
     def step(self, loss: Callable[[MicroBatch], Tensor], batches: Iterable[MicroBatch], lr: float) -> float:
-        """See `Engine.step`."""
         self._updates.begin()
         if self._num_stages == 1:
             for batch in batches:
@@ -110,14 +107,14 @@ class MegatronEngine:
     def _pipeline(
         self, task: Callable[[MicroBatch], Any], batches: list[MicroBatch], *, forward_only: bool
     ) -> list[Any]:
-        """Megatron's own 1F1B schedule; what `task` gave for each micro-batch, on the last stage of a forward pass."""
+        """Run Megatron's 1F1B schedule; returns the result of `task` for each micro-batch on the last stage."""
 
         def forward(coming: Iterator[MicroBatch], module: MegatronLM) -> tuple[Any, Any]:
             batch = next(coming)
             return task(batch) if module.post_process else module.states(pad(*sequences(batch.tensors))), result
 
         def result(out: Any, non_loss_data: bool = False) -> Any:
-            # Of a loss also a token count, which would divide the sum of losses if it were asked for.
+            # A loss comes with a token count, which Megatron does not use here.
             return out if non_loss_data else (out, torch.zeros((), dtype=torch.int), {})
 
         scores: list[Any] = get_forward_backward_func()(
@@ -125,7 +122,7 @@ class MegatronEngine:
             data_iterator=iter(batches),
             model=[self.module],
             num_microbatches=len(batches),
-            # Stages tell one another each micro-batch's shape.
+            # Stages send each other the shape of each micro-batch.
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
@@ -134,12 +131,10 @@ class MegatronEngine:
         return scores
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Engine.weights`."""
         for name in self._owned():
             yield from self._whole(name, self._parameters[name].data)
 
     def save(self, directory: Path) -> None:
-        """See `Engine.save`."""
         directory.mkdir(parents=True, exist_ok=True)
         file = directory / f"stage-{self._stage}.safetensors" if self.writes else None
         owned = [self._fused[name] for name in self._owned()]
@@ -155,7 +150,6 @@ class MegatronEngine:
         states.write(file, shapes, (states.WEIGHT, *MOMENTS), self._num_steps, whole())
 
     def load(self, directory: Path) -> None:
-        """See `Engine.load`."""
         with states.Reader(directory) as saved:
             for name, fused in self._fused.items():
                 parameter = self._parameters[name]
@@ -172,11 +166,11 @@ class MegatronEngine:
         return [name for name, fused in self._fused.items() if not fused.borrowed]
 
     def _part(self, name: str, pieces: list[Tensor]) -> Tensor:
-        """What this rank holds of a parameter's whole Hugging Face tensors."""
+        """This rank's part of a parameter's whole Hugging Face tensors."""
         return self._fused[name].part(pieces, self._tensor_rank, self._peers.size())
 
     def _whole(self, name: str, part: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor)s of a parameter of which every tensor-parallel peer brings its part."""
+        """(Hugging Face name, whole tensor)s of a parameter, gathered from the tensor-parallel peers."""
         fused, parts = self._fused[name], [part]
         if fused.dim is not None and self._peers.size() > 1:
             parts = [torch.empty_like(part) for _ in range(self._peers.size())]

@@ -1,8 +1,8 @@
-"""A Llama of Megatron-core's model-parallel layers, behind the surface of `HeadedLM`: objectives see no difference.
+"""A Llama of Megatron-core's model-parallel layers with the interface of `HeadedLM`.
 
-What Megatron-core 0.16 allocates on CUDA without asking has a stand-in here, so that one model runs on both devices:
-its attention core (`DotProductAttention`: torch's fused kernel takes its place), its rotary embedding (the angles are
-computed from Hugging Face's own frequencies) and its gathering of logits.
+Parts of Megatron-core 0.16 that always allocate on CUDA are replaced, so that the model also runs on CPU: its attention
+core (by torch's fused kernel), its rotary embedding (by angles from Hugging Face's frequencies) and its gathering of
+logits.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class MegatronLM(GPTModel):
         return task(self, *args)
 
     def states(self, input_ids: Tensor) -> Tensor:
-        """Hidden states [S, B, H] that leave this pipeline stage: of ids [B, S], or of what `set_input_tensor` got."""
+        """Output states [S, B, H] of this pipeline stage for ids [B, S], or for the tensor of `set_input_tensor`."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device, dtype=torch.float32)
         angles = torch.outer(positions, self.inv_freq)
         out: Tensor = self.decoder(
@@ -78,7 +78,7 @@ class MegatronLM(GPTModel):
         return unpad(self.states(pad(input_ids, lengths)).transpose(0, 1), lengths)
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """As `HeadedLM.logprobs`. Tensor-parallel peers have the same rows, and so as many chunks."""
+        """As `HeadedLM.logprobs`. Tensor-parallel peers have the same rows, and thus equally many chunks."""
         return chunked_logprobs_and_entropy(self._logits, hidden, targets, temperature, vocab_size=self.num_tokens)
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class CausalAttention(nn.Module):
 
 
 class _Gather(torch.autograd.Function):
-    """[N, V / peers] of each peer as [N, V] on all of them, each of which goes on to the same loss."""
+    """Gather [N, V / peers] of each peer to [N, V] on all of them, for the same loss on each."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
@@ -145,9 +145,9 @@ def _megatron_config(config: Any, topology: Topology) -> TransformerConfig:
         tensor_model_parallel_size=topology.tensor,
         pipeline_model_parallel_size=topology.pipeline,
         pipeline_dtype=torch.float32,
-        # Micro-batches are ragged; their losses are already shares of a global sum, and are only added.
+        # Micro-batches are ragged; their losses are shares of a global sum and are only added.
         variable_seq_lengths=True,
-        # Asked for beside ragged lengths, also of a model without experts.
+        # Required with ragged lengths, also for a model without experts.
         moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
     )

@@ -1,7 +1,6 @@
-"""From gradients to a step: two optimizers for Megatron's layers, chosen by the ZeRO stage.
+"""Two optimizers for Megatron's layers, chosen by the ZeRO stage.
 
-`Replicated` is torch's AdamW and runs anywhere. `Sharded` is Megatron's own distributed optimizer, whose buffers are
-allocated on CUDA whatever it is told.
+`Replicated` is torch's AdamW and runs anywhere. `Sharded` is Megatron's distributed optimizer, which only runs on CUDA.
 """
 
 from __future__ import annotations
@@ -18,53 +17,53 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, nn
 
 from xray_runtime.config.engines import TrainingConfig
+from xray_runtime.engines.training.deepspeed_setup import MOMENTS, decay_groups
 from xray_runtime.engines.training.megatron.model import MegatronLM
-from xray_runtime.engines.training.zero import MOMENTS, decay_groups
 
 
 class Updates(Protocol):
-    """How gradients become an optimizer step, and where Adam keeps its moments."""
+    """An optimizer and access to Adam's moments."""
 
     optimizer: Any
 
     def begin(self) -> None:
-        """Make ready for the gradients of a step."""
+        """Prepare for the gradients of a step."""
 
     def apply(self, lr: float) -> float:
         """Sum gradients over data-parallel ranks, clip, step; returns the global norm before clipping.
 
-        Where that is not finite nothing moves.
+        If the norm is not finite, nothing changes.
         """
 
     def moment(self, parameter: nn.Parameter, key: str) -> Tensor:
         """One of Adam's moments, in the parameter's shape."""
 
     def set_moment(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
-        """Go on from this moment, in the parameter's shape."""
+        """Set a moment, in the parameter's shape."""
 
     def set_step(self, step: int) -> None:
-        """How many steps Adam has made."""
+        """Set Adam's number of steps."""
 
 
 class Replicated:
-    """Every data-parallel rank holds all of its part's optimizer states: torch's AdamW, on CPU and CUDA alike."""
+    """torch's AdamW: every data-parallel rank holds all optimizer states of its part, on CPU or CUDA."""
 
     def __init__(self, module: MegatronLM, training: TrainingConfig) -> None:
         self._parameters, self._grad_clip = list(module.parameters()), training.grad_clip
         shared = module.shared_embedding_or_output_weight()
-        # First and last pipeline stage have a copy each; both step by the sum of their gradients.
+        # First and last pipeline stage have a copy each; both use the sum of their gradients.
         self._tied = shared if getattr(shared, "shared_embedding", False) else None
         self.optimizer = torch.optim.AdamW(
             decay_groups(module, training.weight_decay), lr=training.lr, betas=training.betas, foreach=True
         )
         for parameter in self._parameters:
-            # As Adam itself begins: a snapshot can then be loaded before the first step.
+            # Adam's initial state, so that a snapshot can be loaded before the first step.
             self.optimizer.state[parameter] = {"step": torch.tensor(0.0)} | {
                 key: torch.zeros_like(parameter) for key in MOMENTS
             }
 
     def begin(self) -> None:
-        # Not None: what a loss does not touch (a value loss, the output layer) decays, as under DeepSpeed.
+        # Zeros, not None: parameters without a gradient still decay, as under DeepSpeed.
         for parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
 
@@ -83,7 +82,7 @@ class Replicated:
         return float(norm)
 
     def _norm(self) -> Tensor:
-        # Each number of the model counts once.
+        # Each parameter counts once.
         once = tensor_parallel.param_is_not_tensor_parallel_duplicate
         grads = [p.grad for p in self._parameters if param_is_not_shared(p) and once(p)]
         square = torch.nn.utils.get_total_norm(grads).square()
@@ -103,7 +102,7 @@ class Replicated:
 
 
 class Sharded:
-    """Megatron's distributed optimizer: each data-parallel rank steps its share of a flat buffer. On CUDA alone."""
+    """Megatron's distributed optimizer: each data-parallel rank steps its share of a flat buffer. CUDA only."""
 
     def __init__(self, module: MegatronLM, training: TrainingConfig) -> None:
         self._weight_decay = training.weight_decay
@@ -121,7 +120,7 @@ class Sharded:
         self.optimizer = get_megatron_optimizer(config, [self._ddp], use_gloo_process_groups=False)
         distributed = self.optimizer.chained_optimizers[0]
         self._adam = distributed.optimizer
-        # Parameter → which of its elements this rank steps, and the view of them that Adam knows.
+        # Parameter → range of its elements that this rank steps, and Adam's view of them.
         self._shares: dict[nn.Parameter, tuple[slice, Tensor]] = {}
         for parameter, (group, place) in distributed.model_param_group_index_map.items():
             share = self._adam.param_groups[group]["params"][place]
@@ -137,7 +136,7 @@ class Sharded:
         finalize_model_grads([self._ddp])
         for group in self.optimizer.param_groups:
             group["lr"], group["weight_decay"] = lr, self._weight_decay * group["wd_mult"]
-        # Of float32 gradients its own step checks nothing.
+        # Its own step does not check float32 gradients.
         if self.optimizer.prepare_grads() or not math.isfinite(norm := float(self.optimizer.get_grad_norm())):
             return math.nan
         self.optimizer.step()
@@ -160,5 +159,5 @@ class Sharded:
         for state in self._adam.state.values():
             state["step"].fill_(step)
         for group in self._adam.param_groups:
-            # Where Transformer Engine's Adam counts, which Megatron takes where it is installed.
+            # Megatron uses Transformer Engine's Adam if it is installed, which counts here.
             group["step"] = step

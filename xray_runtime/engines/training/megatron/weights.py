@@ -1,9 +1,9 @@
-"""Llama's weights as Megatron-core holds them, and back: names, fused matrices, tensor-parallel parts.
+"""Convert Llama's weights to Megatron-core's names, fused matrices and tensor-parallel parts, and back.
 
 Pure tensor code: Megatron itself is not imported.
 
-One rule makes every Megatron parameter. Its Hugging Face tensors ("pieces") are each cut along `dim` into the same
-number of blocks; the blocks are laid piece by piece, block number by block number; peers share out the block numbers:
+One rule makes every Megatron parameter. Its Hugging Face tensors ("pieces") are each split along `dim` into the same
+number of blocks; blocks with the same number are concatenated in order of pieces; each peer gets a range of numbers:
 
     linear_qkv   one block a key-value head   q₀ k₀ v₀ | q₁ k₁ v₁ | …   (q₀: the query heads that share k₀ and v₀)
     linear_fc1   one block a peer             gate₀ up₀ | gate₁ up₁ | …
@@ -29,7 +29,7 @@ PLAIN_ROPE = ("default", "linear", "llama3")
 
 
 def check_llama(module: HeadedLM, engine: EngineConfig, device: torch.device) -> None:
-    """Raises ValueError where Megatron cannot train the model under this layout there; the message names the field."""
+    """Raises ValueError if Megatron cannot train the model under this layout on `device`; names the field."""
     config, refused = module.lm.config, "engine.library: 'megatron' is not allowed"
     if module.has_trunk:
         raise ValueError(f"{refused} with base.trainable_layers: it trains whole models")
@@ -56,29 +56,29 @@ def check_llama(module: HeadedLM, engine: EngineConfig, device: torch.device) ->
 
 @dataclass(frozen=True)
 class Fused:
-    """One Megatron parameter: what it is made of and how it is cut."""
+    """One Megatron parameter: its pieces and how they are split."""
 
     pieces: tuple[str, ...]
     """Hugging Face names."""
     shapes: tuple[tuple[int, ...], ...]
     """Their shapes."""
     dim: int | None = None
-    """Along which it is cut; None: every peer has it whole."""
+    """Dimension of the split; None: every peer has it whole."""
     blocks: int = 1
-    """How many blocks each piece is cut into: a multiple of the number of peers."""
+    """Number of blocks of each piece: a multiple of the number of peers."""
     borrowed: bool = False
-    """A tied embedding's copy on the last pipeline stage: the first stage is who exports and saves it."""
+    """Whether it is the last pipeline stage's copy of a tied embedding, which the first stage exports and saves."""
 
     def part(self, pieces: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        """What tensor-parallel peer `rank` of `size` holds of the whole pieces."""
+        """The part of tensor-parallel peer `rank` of `size` of the whole pieces."""
         if self.dim is None:
             return pieces[0]
-        cut = [_padded(piece, self.dim, self.blocks).chunk(self.blocks, self.dim) for piece in pieces]
+        split = [_padded(piece, self.dim, self.blocks).chunk(self.blocks, self.dim) for piece in pieces]
         mine = range(self.blocks * rank // size, self.blocks * (rank + 1) // size)
-        return torch.cat([blocks[number] for number in mine for blocks in cut], self.dim)
+        return torch.cat([blocks[number] for number in mine for blocks in split], self.dim)
 
     def whole(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The pieces of which every peer brings its part."""
+        """The whole pieces from the parts of all peers."""
         if self.dim is None:
             return [parts[0]]
         widths = [shape[self.dim] for shape in self.shapes]
@@ -99,7 +99,7 @@ def padded_vocabulary(vocab_size: int, peers: int) -> int:
 
 
 def llama(config: Any, layers: range, peers: int, *, scalar: bool = False) -> dict[str, Fused]:
-    """Megatron's name → what it is made of, for the pipeline stage that has `layers` of a Llama.
+    """Megatron's name → its parameter, for the pipeline stage with `layers` of a Llama.
 
     Args:
         config: the model's `LlamaConfig`.

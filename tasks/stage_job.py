@@ -1,0 +1,251 @@
+"""One attempt at a stage: find its result in the store, or compute, publish and record it.
+
+Only the process of a stage imports this module, which needs MLflow and the store.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from prefect.context import TaskRunContext
+
+from xray.tasks.flow_context import PAGE
+from xray.tasks.out_of_memory import run_in_memory
+from xray.tasks.output_directory import DIGESTS, LOCKS
+from xray.tasks.progress import StageProgress
+from xray.tasks.review import ask_person
+from xray.tasks.spec import RunContext, StageResult, StageSpec
+from xray.tasks.stored_results import find_result, keep_result, show_cached
+from xray.tasks.summary import headline, stage_markdown
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.errors import NonFiniteError, WorkerEndedError, is_cancelled
+from xray_runtime.graph.artifacts import dataset_of
+from xray_runtime.graph.kind import Stage, StageKind, config_of
+from xray_runtime.graph.stage_identity import identify
+from xray_runtime.lineage.attestation import attest, open_store
+from xray_runtime.lineage.keys import seal_of
+from xray_runtime.lineage.log import log_checkpoints
+from xray_runtime.lineage.signing import signing_key
+from xray_runtime.lineage.statement import OutsideSource, RunFacts
+from xray_runtime.lineage.terms import terms_of
+from xray_runtime.report.figures import read_metrics, training_figure
+from xray_runtime.store.checkpoints import load_manifest
+from xray_runtime.store.content_digest import check_unchanged
+from xray_runtime.store.digest_memory import DigestMemory
+from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.store.shared import open_shared
+from xray_runtime.tracking.mlflow_tracker import Tracker
+from xray_runtime.tracking.recorder import StageRecorder
+from xray_runtime.training.finite import naming
+from xray_runtime.workers.opening import model_opener
+
+
+class StageJob:
+    """One attempt at a stage; the arguments are those of `stage.stage`."""
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        context: RunContext,
+        kind: StageKind,
+        parents: Mapping[str, dict[str, Any]],
+        functions: Mapping[str, Callable[..., Any]],
+    ) -> None:
+        self._spec, self._context, self._kind, self._functions = spec, context, kind, functions
+        self._output = Path(context.output)
+        self._parents = {role: CheckpointRef.model_validate(p.get("checkpoint", p)) for role, p in parents.items()}
+        self._config = config_of(kind, spec.config)
+        self._memory = DigestMemory(self._output / DIGESTS)
+        sha256s = {role: ref.sha256 for role, ref in self._parents.items()}
+        self._identity, self._outside = identify(
+            kind, spec.name, self._config, spec.seed, spec.runtime, sha256s, dict(functions), self._memory
+        )
+        self._key = self._identity.key
+        self._store = open_store(self._output, open_shared(spec.runtime.storage))
+        self._progress = StageProgress(spec.name, context.run_id)
+        self._tracker = Tracker(context.tracking_uri, context.experiment, None)
+        self._start, self._started = time.perf_counter(), datetime.now(UTC)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """If several runs need the same stage in one output directory, one computes it and the others wait."""
+        (self._output / LOCKS).mkdir(exist_ok=True)
+        lock = FileLock(self._output / LOCKS / f"{self._spec.name}-{self._key[:12]}.lock")
+        while not lock.is_locked:
+            try:
+                lock.acquire(timeout=1)
+            except Timeout:
+                self._progress(self._spec.name, 0, 0, "", "waiting for another run that computes it")
+                self._progress.raise_if_stopped()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def find(self) -> StageResult | None:
+        """The stored result, recorded in this run's lineage; None if there is none."""
+        result = find_result(self._spec.name, self._key, self._output, self._store)
+        if result is None:
+            return None
+        self._progress.cached()
+        return show_cached(result, list(self._parents.values()), self._context, self._tracker, self._store)
+
+    def compute(self) -> StageResult:
+        """Run the body and publish its checkpoint."""
+        spec, context = self._spec, self._context
+        run = self._tracker.stage_run(context.run_id, spec.name, self._key, self._identity.config, context.tags)
+        recorder = self._open_recorder(run)
+        try:
+            checkpoint, attempts = self._build(recorder, run.run_id)
+            log_checkpoints(
+                self._output, signing_key(self._output), {checkpoint.path.name: checkpoint.sha256}, here=True
+            )
+            recorder.send()
+            series = read_metrics(recorder.metrics_path)
+            figure = training_figure(self._kind.panels, series)
+            if figure is not None:
+                recorder.figure("training", figure)
+            checkpoint = run.log_checkpoint(checkpoint, load_manifest(checkpoint.path), list(self._parents.values()))
+            result = StageResult(
+                name=spec.name,
+                kind=spec.kind,
+                key=self._key,
+                checkpoint=checkpoint,
+                parents=self._identity.parents,
+                dataset=dataset_of(self._parents.values()),
+                mlflow_run_id=run.run_id,
+                seconds=time.perf_counter() - self._start,
+                attempts=attempts,
+            )
+            keep_result(result, self._output, self._store, renew=True)
+            run.finish("FINISHED", attempts)
+            recorder.finished()
+        except BaseException as error:
+            run.finish("KILLED" if is_cancelled(error) else "FAILED", recorder.attempt)
+            raise
+        finally:
+            recorder.close()
+        image = self._tracker.image(run.run_id, "training") if figure is not None else None
+        page = stage_markdown(self._kind, result, series, self._tracker.page(run.run_id), image)
+        self._progress.ended(result, headline(self._kind, result, series), page)
+        return result
+
+    def _open_recorder(self, run: Any) -> StageRecorder:
+        shown = PAGE in self._context.tags
+        recorder = StageRecorder(
+            self._output,
+            self._spec.name,
+            self._key,
+            run,
+            self._progress,
+            self._spec.runtime.snapshot_every,
+            seal_of(self._output),
+            self._store.shared,
+            (lambda question: ask_person(self._spec.name, question, self._progress)) if shown else None,
+        )
+        self._progress.on_stop = recorder.interrupt
+        _on_sigterm(functools.partial(recorder.interrupt, WorkerEndedError))
+        return recorder
+
+    def _build(self, recorder: StageRecorder, mlflow_run_id: str) -> tuple[CheckpointRef, int]:
+        """(the published checkpoint, attempts it took)."""
+        spec, store, key = self._spec, self._store, signing_key(self._output)
+        facts = self._facts(mlflow_run_id, recorder.attempt)
+        # An earlier attempt may have published its checkpoint before it was lost.
+        if (checkpoint := store.find(spec.name, self._key)) is not None:
+            return checkpoint, recorder.attempt - 1
+        attempts = recorder.attempt
+        recorder.begin()
+        # The start counts as progress: a large model takes long to load.
+        self._progress(spec.name, 0, 0, "", "starting")
+        for parent in self._parents.values():
+            store.ensure_local(parent)
+        parents = {parent.path.name: parent.sha256 for parent in self._parents.values()}
+        log_checkpoints(self._output, key, parents, here=False)
+        with store.building(spec.name, self._key) as built:
+
+            def body(runtime: RuntimeConfig) -> int:
+                return self._kind.run(self._stage(runtime, recorder), built, recorder)
+
+            step = run_in_memory(spec.name, spec.runtime, built, recorder, body)
+            for outside in self._outside:
+                check_unchanged(outside, self._memory)
+            check_numbers(spec.name, built, self._kind.results)
+            checkpoint = store.publish(
+                built,
+                self._identity,
+                type=self._kind.output.__name__,
+                step=step,
+                dataset=dataset_of(self._parents.values()),
+                attest=functools.partial(
+                    attest, parents=self._parents, run=facts, started=self._started, private_key=key
+                ),
+            )
+        return checkpoint, attempts
+
+    def _facts(self, mlflow_run_id: str, attempts: int) -> RunFacts:
+        context, task_run = self._context, TaskRunContext.get()
+        return RunFacts(
+            flow_run_id=context.flow_run_id,
+            task_run_id=str(task_run.task_run.id) if task_run is not None else None,
+            trigger=context.trigger,
+            attempts=attempts,
+            mlflow_run_id=mlflow_run_id,
+            mlflow_parent_run_id=context.run_id,
+            gates=context.gates if self._kind.sides is not None else None,
+            outside=[
+                OutsideSource(
+                    field=found.field,
+                    name=found.name,
+                    kind=found.kind,
+                    digest=found.digest,
+                    terms=terms_of(found, context.terms.get(found.name)),
+                )
+                for found in self._outside
+            ],
+        )
+
+    def _stage(self, runtime: RuntimeConfig, recorder: StageRecorder) -> Stage[Any, Any]:
+        return Stage(
+            name=self._spec.name,
+            seed=self._spec.seed,
+            config=self._config,
+            inputs=self._kind.inputs_at({role: parent.path for role, parent in self._parents.items()}),
+            runtime=runtime,
+            open_models=model_opener(runtime, recorder.log_dir, self._context.run_id),
+            functions=self._functions,
+            kept=recorder.kept,
+            kept_shared=recorder.kept_shared,
+            seal=recorder.seal,
+        )
+
+
+def check_numbers(stage: str, built: Path, results: str | None) -> None:
+    """Raises NonFiniteError if a weight, or a number in the file of results, is NaN or infinite."""
+    with naming(stage):
+        if any(built.rglob("*.safetensors")):
+            from xray_runtime.models.tensor_file import check_finite
+
+            check_finite(built)
+        if results is not None and (built / results).is_file():
+
+            def refuse(number: str) -> None:
+                raise NonFiniteError(f"{results}: it has the number {number}")
+
+            json.loads((built / results).read_text(encoding="utf-8"), parse_constant=refuse)
+
+
+def _on_sigterm(interrupt: Callable[[], None]) -> None:
+    """Let the stage make a snapshot when its worker is asked to end (a drained node, say)."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: interrupt())
