@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -192,7 +192,6 @@ class Workspace(Graph):
 
     @cached_property
     def _machine(self) -> Machine:
-        """What layouts are chosen for."""
         return cluster_machine(self.runtime)
 
     def directory_of(self, handle: Handle) -> Path:
@@ -222,7 +221,7 @@ class Workspace(Graph):
         )
         parents = {role: self._parent(handle) for role, handle in call.parents.items()}
         parameters = {"spec": spec, "context": self.context, "parents": parents, "functions": call.functions}
-        self._run_task(call.name, task, parameters, [handle.name for handle in call.parents.values()])
+        self._run_task(call.name, task, parameters, call.parents.values())
 
     def register(self, policy: Handle, evaluation: Handle | None = None, name: str | None = None) -> None:
         """Make a policy the newest version of a registered model, as `candidate`.
@@ -240,9 +239,7 @@ class Workspace(Graph):
             "policy": self._parent(policy),
             "evaluation": self._parent(evaluation) if evaluation is not None else None,
         }
-        self._run_task(
-            f"register {parameters['name']}", register_task, parameters, [handle.name for handle in parents.values()]
-        )
+        self._run_task(f"register {parameters['name']}", register_task, parameters, parents.values())
 
     def _is_left_out(self, call: StageCall) -> bool:
         """Whether `until` was reached, or a parent of the call was left out because of it."""
@@ -254,13 +251,13 @@ class Workspace(Graph):
             return self._references[handle.name].model_dump(mode="json")
         return self._tasks.future(handle.name)
 
-    def _run_task(self, name: str, task: Any, parameters: dict[str, Any], parents: Sequence[str]) -> None:
+    def _run_task(self, name: str, task: Any, parameters: dict[str, Any], parents: Iterable[Handle]) -> None:
         # Without SPREAD all tasks, which need no device, would run on the driver's node.
         where = NodeAffinitySchedulingStrategy(self.context.node, soft=False) if self.context.node else "SPREAD"
         # Ray repeats a task whose worker died under the same id, so that dependent tasks keep waiting for it.
         with remote_options(num_cpus=0, max_retries=self.runtime.retries, scheduling_strategy=where):
             future = self._runner.submit(task, parameters)
-        self._tasks.add(name, future, parents)
+        self._tasks.add(name, future, [handle.name for handle in parents])
 
     def checkpoint(self, ref: str) -> Handle:
         """An existing checkpoint from here, another output directory or a bundle, with its ancestors.
@@ -347,10 +344,7 @@ class Workspace(Graph):
 
 
 def _sources(call: StageCall) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for function in call.functions.values():
-        try:
-            found |= function_sources(function)
-        except CodeDigestError as error:
-            raise ConfigError(f"{call.name}: {error}") from error
-    return found
+    try:
+        return {file: text for given in call.functions.values() for file, text in function_sources(given).items()}
+    except CodeDigestError as error:
+        raise ConfigError(f"{call.name}: {error}") from error

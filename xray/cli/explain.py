@@ -17,9 +17,10 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.graph import Graph, StageCall
 from xray_runtime.graph.stage_identity import identify
 from xray_runtime.lineage.adopt import sha256_of
+from xray_runtime.lineage.attestation import open_store
 from xray_runtime.planning.auto import choose_layouts
 from xray_runtime.planning.workload import local_node, this_machine
-from xray_runtime.store.checkpoints import CHECKPOINTS, Store, read_manifest
+from xray_runtime.store.checkpoints import CHECKPOINTS, read_manifest
 from xray_runtime.store.digest_memory import DigestMemory
 from xray_runtime.store.identity import Identity
 from xray_runtime.store.manifest import MANIFEST, Manifest
@@ -77,8 +78,7 @@ def _explain_stage(call: StageCall, graph: Graph, output: Path, known: dict[str,
         identity, _ = identify(call.kind, call.name, call.config, call.seed, runtime, parents, call.functions, memory)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    store = Store(output / CHECKPOINTS, open_shared(graph.runtime.storage))
-    found = store.find(call.name, identity.key)
+    found = open_store(output, open_shared(graph.runtime.storage)).find(call.name, identity.key)
     if found is not None:
         known[call.name] = found.sha256
         return "cached", f"key {identity.key[:12]}, checkpoint {found.sha256[:12]}"
