@@ -1804,11 +1804,11 @@ class Result:
     def metrics(
         self,
     ) -> dict[str, float]:
-        """The last value of each metric it recorded."""
+        """Metric → last recorded value."""
     def figure(
         self,
     ) -> Any:
-        """Its training curves, as the report shows them; None of a stage that has none."""
+        """Its training curves as in the report; None if it has none."""
     def series(
         self,
     ) -> dict[str, list[tuple[int, float]]]:
@@ -1816,7 +1816,7 @@ class Result:
     def lineage(
         self,
     ) -> str:
-        """Where it came from, as a tree."""
+        """Its ancestors as a tree."""
 
 class Workspace(Graph):
     def laid_out(
@@ -1855,10 +1855,10 @@ class Workspace(Graph):
         self,
         ref: str,
     ) -> Handle:
-        """A checkpoint that exists already, here, in another output directory or in a bundle, with all it came from.
+        """An existing checkpoint from here, another output directory or a bundle, with its ancestors.
 
         Raises:
-            ConfigError: `ref` names none, or one whose audit is not sound.
+            ConfigError: `ref` names no checkpoint, or its audit is not sound.
         """
     def result_of(
         self,
@@ -1869,16 +1869,16 @@ class Workspace(Graph):
         self,
         stage: str,
     ) -> bool:
-        """Whether a submitted stage is done, or has failed."""
+        """Whether a submitted stage is completed or has failed."""
     def has_failed_with(
         self,
         error: Any,
     ) -> bool:
-        """Whether `error` is what a stage failed with."""
+        """has_failed_with"""
     def final_results(
         self,
     ) -> list[Result]:
-        """Of the stages that no other stage took, evaluations apart: what the run was for."""
+        """Results of the stages that no other stage uses, evaluations apart."""
 
 def task_runner() -> TaskRunner[PrefectFuture[Any]]:
-    """Ray as X-ray uses it, for `@flow(task_runner=…)`: the cluster of RAY_ADDRESS, else one of the run's own."""
+    """The task runner for `@flow(task_runner=…)`: the Ray cluster of RAY_ADDRESS, or a private one."""
