@@ -166,8 +166,7 @@ class Workspace(Graph):
         self.context = self.run_record.context(node)
         # Its answers tell stages to stop. It lives as long as its handle.
         self.progress = open_progress(self.context.run_id)
-        pool = open_worker_pool(self.context.run_id)
-        stack.callback(ray.kill, pool)
+        stack.callback(ray.kill, open_worker_pool(self.context.run_id))
         stack.enter_context(self._tasks.following())
         if self._on_open is not None:
             self._on_open(self)
@@ -285,6 +284,7 @@ class Workspace(Graph):
         return self._tasks.has_ended(stage)
 
     def has_failed_with(self, error: BaseException | None) -> bool:
+        """Whether `error` is a stage's failure."""
         return self._tasks.has_failed_with(error)
 
     def final_results(self) -> list[Result]:

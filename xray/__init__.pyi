@@ -1874,7 +1874,7 @@ class Workspace(Graph):
         self,
         error: Any,
     ) -> bool:
-        """has_failed_with"""
+        """Whether `error` is a stage's failure."""
     def final_results(
         self,
     ) -> list[Result]:
