@@ -79,11 +79,12 @@ class OneThread(ThreadPoolExecutor):
 @contextlib.contextmanager
 def made_quickly() -> Iterator[None]:
     """Without waiting for the disk and for threads; see the module."""
+    machine = provenance._machine() | {"packages": {"torch": "2", "vllm": "1", "ray": "2"}}
     with (
         patch("xray_runtime.store.checkpoints.sync", lambda path: None),
         patch("xray_runtime.store.checkpoints.ThreadPoolExecutor", OneThread),
         patch("concurrent.futures.ThreadPoolExecutor", OneThread),
-        patch.object(provenance, "_packages", lambda: {"torch": "2", "vllm": "1", "ray": "2"}),
+        patch.object(provenance, "_machine", lambda: machine),
     ):
         yield
 

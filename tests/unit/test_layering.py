@@ -50,9 +50,9 @@ OWNERS = {
         "xray_runtime/weights/device_transfer.py",
     },
     "deepspeed": {
-        "xray_runtime/engines/training/zero.py",
+        "xray_runtime/engines/training/deepspeed_setup.py",
         "xray_runtime/engines/training/tensor.py",
-        "xray_runtime/engines/generation/deepspeed_inference.py",
+        "xray_runtime/engines/training/zero.py",
     },
     "megatron": {"xray_runtime/engines/training/megatron/"},
     "fsspec": {"xray_runtime/store/shared.py"},
