@@ -1,0 +1,42 @@
+"""The digest of X-ray's own files does not depend on where they are installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from xray_runtime.lineage import provenance
+
+
+def written(root: Path, folders: list[str]) -> Path:
+    for number, folder in enumerate(folders):
+        (root / folder / "deep").mkdir(parents=True)
+        (root / folder / "deep" / "a.py").write_text(f"NUMBER = {number}\n")
+        (root / folder / "a.txt").write_text("not of the package")
+    return root
+
+
+def test_a_checkout_and_an_installed_package_have_the_same_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkout = written(tmp_path / "checkout", list(provenance.FOLDERS.values()))
+    installed = written(tmp_path / "installed", list(provenance.FOLDERS))
+    # A project of somebody else beside it.
+    written(installed, ["flows", "tasks"])
+
+    def digest(root: Path) -> str:
+        monkeypatch.setattr(provenance, "ROOT", root)
+        return provenance.package_digest.__wrapped__()
+
+    before = digest(checkout)
+    assert digest(installed) == before
+    (installed / "flows" / "deep" / "a.py").write_text("NUMBER = 9\n")
+    assert digest(installed) == before
+    (installed / "xray" / "flows" / "deep" / "a.py").write_text("NUMBER = 9\n")
+    assert digest(installed) != before
+
+
+def test_it_reads_the_flows_tasks_and_runtime_of_this_checkout() -> None:
+    for installed, checkout in provenance.FOLDERS.items():
+        assert any((provenance.ROOT / folder / "__init__.py").is_file() for folder in (installed, checkout))
