@@ -26,7 +26,7 @@ from xray_runtime.processes import start_reaper
 
 PROCESSES = 20
 STRUCK = ("driver", "gcs", "raylet")
-LIMIT_SECONDS = 1800.0
+LIMIT_SECONDS = 5400.0
 
 
 @contextlib.contextmanager
@@ -54,27 +54,30 @@ def await_process(root: subprocess.Popen[bytes], pattern: str, deadline: float) 
     raise TimeoutError(f"{pattern}: did not start, or the command ended with {root.poll()}")
 
 
-def strike(command: Command) -> list[str]:
-    """The lifecycle of `command`, killed in every way while it starts; returns what was done and seen."""
-    seen, begin = [], time.monotonic()
+def strike(command: Command) -> None:
+    """The lifecycle of `command`, killed in every way while it starts; prints what was done and seen."""
+    begin = time.monotonic()
     deadline = begin + LIMIT_SECONDS
     process = command.start()
     try:
         for target in STRUCK:
             await_process(process, TARGETS[target], deadline).kill()
-            seen.append(f"{time.monotonic() - begin:4.0f} s: {target} killed while it started")
+            _say(begin, f"{target} killed while it started")
         await_process(process, "ray::", deadline)
         process.kill()
         process.wait()
         none_left(command.mark, LIMIT_SECONDS)
-        seen.append(f"{time.monotonic() - begin:4.0f} s: command killed, {_status(command.output)}")
+        _say(begin, f"command killed, {_status(command.output)}")
         process = command.start()
         code = process.wait(timeout=deadline - time.monotonic())
-        seen.append(f"{time.monotonic() - begin:4.0f} s: ended with {code}, {_status(command.output)}")
+        _say(begin, f"ended with {code}, {_status(command.output)}")
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
-    return seen
+
+
+def _say(begin: float, text: str) -> None:
+    print(f"{time.monotonic() - begin:4.0f} s: {text}", flush=True)
 
 
 def _status(output: Path) -> str:
@@ -95,7 +98,7 @@ def main() -> None:
         time.sleep(5)
         print(f"load {os.getloadavg()[0]:.1f}", flush=True)
         command = Command(directory / f"busy-{uuid.uuid4().hex[:6]}", lifecycle, uuid.uuid4().hex)
-        print("\n".join(strike(command)), flush=True)
+        strike(command)
     found = differences(outcome(directory / "calm"), outcome(command.output))
     print(found or "nothing lost")
     raise SystemExit(bool(found))

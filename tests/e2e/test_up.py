@@ -95,7 +95,7 @@ def test_a_scheduled_run_ends_and_leads_to_mlflow_and_back(operator: Operator, s
     done = operator.ended(scheduled)
     assert (done["state_name"], done["name"]) == ("Completed", "xray-tiny seed 0"), done["state"]
     assert done["auto_scheduled"]
-    assert operator.tasks(scheduled) == dict.fromkeys(STAGES, "Completed")
+    assert operator.tasks(scheduled) == dict.fromkeys([*STAGES, "register"], "Completed")
     shown = operator.artifacts(scheduled)
     assert set(shown) == {*STAGES, "lifecycle", "mlflow", "lineage"}
     assert "| reward/mean |" in shown["ppo-2"]
@@ -128,7 +128,7 @@ def waiting(operator: Operator, scheduled: str, pages: Pages) -> str:
     # The smallest lifecycle learns next to nothing.
     pages.field("gates (Optional)").get_by_role("button", name="PromotionConfig").click()
     pages.field("Min Win Rate (Optional)").get_by_role("button", name="None").click()
-    pages.field("Max Gold Drop (Optional)").get_by_role("button", name="None").click()
+    pages.field("Max Judge Drop (Optional)").get_by_role("button", name="None").click()
     run = pages.submit()
     pages.run(run)
     pages.shows("Suspended")
@@ -156,7 +156,7 @@ def retried(operator: Operator, scheduled: str, waiting: str, pages: Pages) -> s
 
 def test_a_retried_run_goes_on_from_its_snapshot(operator: Operator, retried: str) -> None:
     # What the length of the second PPO stage does not change is not computed, what was done before the loss not again.
-    assert operator.computed(retried) == {"ppo-2", "evaluate"}
+    assert operator.computed(retried) == {"ppo-2", "evaluate", "register"}
     states = operator.ask(f"flow_run_states/?flow_run_id={retried}")
     (lost,) = (datetime.fromisoformat(s["timestamp"]).timestamp() for s in states if s["name"] == "Crashed")
     stages = json.loads((operator.home / "output" / "lifecycle.json").read_text())["stages"]
@@ -217,7 +217,7 @@ def test_down_suspends_a_run_at_work_and_up_lets_it_go_on(operator: Operator, pa
     assert down.code == 0, down.err
     assert "suspended: xray-tiny seed 1" in down.out
     assert operator.left() == []
-    assert "nothing was up" in operator.xray("down").out
+    assert "nothing was running" in operator.xray("down").out
 
     up = operator.up()
     assert "resumed: xray-tiny seed 1" in up

@@ -64,7 +64,11 @@ def test_a_hub_that_refuses_is_one_line_even_where_a_copy_is_cached(
 
 def test_an_address_that_never_answers_takes_no_longer_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     # As looking up a name does where its server is away: the socket's own limit does not count there.
-    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: time.sleep(30))
+    def never(*_: Any, **__: Any) -> None:
+        time.sleep(30)
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", never)
     monkeypatch.setattr(hub, "CONNECT_S", 0.2)
     start = time.monotonic()
     with pytest.raises(OutsideError, match="cannot reach the Hugging Face hub"):
