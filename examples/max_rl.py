@@ -1,6 +1,6 @@
 """An algorithm of your own in one file: MaxRL, on short questions.
 
-MaxRL (Tajwar et al. 2026, "Maximum likelihood reinforcement learning") divides what a reply is better than its group by
+MaxRL (Tajwar et al. 2026, "Maximum likelihood reinforcement learning") divides a reply's advantage over its group by
 the group's mean reward, where GRPO divides by its deviation: a prompt that is rarely solved counts for more, as it does
 in the likelihood of a right answer. It is made for rewards of 0 or 1.
 

@@ -149,7 +149,7 @@ def replay(
     Raises:
         Exception: whatever the body raises.
     """
-    # What it keeps beside its parents is sealed as a run's is: an audit names what is not.
+    # The replay reads its files only where they are sealed with the key that it seals with.
     output = stage.node.directory.parents[1]
     seal = seal_of(output) if has_signing_key(output) else process_seal()
     journal = Journal(scratch, seal=seal)

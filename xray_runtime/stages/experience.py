@@ -95,7 +95,7 @@ def build_experience(
     by_turn = torch.zeros_like(logprobs)
     if "turn_rewards" in rollout:
         by_turn = torch.from_numpy(rollout["turn_rewards"].dense())
-    # Equal replies have one KL, but for the last bits, which a group's deviation would blow up.
+    # Equal replies get one KL: differences in the last bits would be amplified by the group's deviation.
     alike = torch.from_numpy(first_alike(row_keys(rows)))
     inputs = AdvantageInputs(
         scores=rewards - (penalties * mask).sum(-1)[alike],

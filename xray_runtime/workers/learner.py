@@ -102,7 +102,7 @@ class Learner(Workhorse):
 
     def unload(self) -> None:
         super().unload()
-        # What publishes weights holds the model too.
+        # `_published` refers to the model, so it must go too for the memory to be freed.
         self.engine = self.scorer = self.module = self._published = None
         self._forget_trunks()
         self._shared = None
