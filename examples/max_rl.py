@@ -1,12 +1,13 @@
 """An algorithm of your own in one file: MaxRL, on short questions.
 
-MaxRL (Tajwar et al. 2026, "Maximum likelihood reinforcement learning") divides what a reply is better than its group by
+MaxRL (Tajwar et al. 2026, "Maximum likelihood reinforcement learning") divides a reply's advantage over its group by
 the group's mean reward, where GRPO divides by its deviation: a prompt that is rarely solved counts for more, as it does
 in the likelihood of a right answer. It is made for rewards of 0 or 1.
 
     xray run examples.max_rl:max_rl_lifecycle
     python -m examples.max_rl
 
+Three minutes on two cores; the share of short questions among the replies goes from 0 to between 0.1 and 0.2.
 `tests/unit/algorithms/test_checking.py` tries it on closed forms.
 """
 
@@ -49,10 +50,10 @@ def short_question(prompts: list[str], replies: list[str]) -> list[float]:
 
 
 @flow(task_runner=xray.task_runner(), persist_result=False)
-def max_rl_lifecycle(output: str = "runs/max-rl", seed: int = 0, iterations: int = 10) -> None:
+def max_rl_lifecycle(output: str = "runs/max-rl", seed: int = 0, iterations: int = 60) -> None:
     """A policy that learns to answer with short questions."""
     with xray.workspace(output, project="max-rl", seed=seed):
-        chats = xray.prepare(source="chitchat", max_conversations=600)
+        chats = xray.prepare(source="chitchat", context_messages=1, max_chars=120, max_conversations=600)
         base = xray.fresh_base(chats, vocab_size=512, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2)
         sft = xray.sft(base, data=chats, steps=60)
         policy = xray.ppo(

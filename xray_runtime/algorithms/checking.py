@@ -1,4 +1,4 @@
-"""Checks of an algorithm of your own: what every advantage estimator and every policy loss must hold.
+"""Checks for an algorithm of your own: properties that every advantage estimator and every policy loss must have.
 
     xray.check_advantages(mine)      in a test, on random rollouts in float64
     xray.check_loss(mine)
@@ -109,7 +109,7 @@ def _select(tokens: PolicyLossInputs, mine: Tensor) -> PolicyLossInputs:
 
 
 def _mask() -> Tensor:
-    """[B, T], with a hole in the first reply: what an environment said there was not the policy's choice."""
+    """[B, T], with a hole in the first reply: those tokens came from an environment, not from the policy."""
     mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
     mask[0, 1] = False
     return mask

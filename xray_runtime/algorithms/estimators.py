@@ -1,4 +1,4 @@
-"""Advantage estimators: one table of the built-in ones, and what an estimator of your own is given.
+"""Advantage estimators: one table of the built-in ones, and the inputs of an estimator of your own.
 
 Shapes: B replies, T response tokens of the longest one. An estimator is a function
 
@@ -21,7 +21,7 @@ from xray_runtime.algorithms.groups import GroupBaseline, group_advantages
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """One rollout, of replies with a score alone."""
+    """One rollout; replies without a score are left out."""
 
     scores: Tensor
     """[B] scaled score of each reply, minus the KL penalty of all its tokens where the penalty is in the reward."""
@@ -94,7 +94,7 @@ def estimate(estimator: AdvantageEstimator, rollout: AdvantageInputs, name: str)
         wide = part.detach().to(rollout.values.dtype)
         wide = wide[:, None].expand(mask.shape) if wide.dim() == 1 else wide
         wide = torch.where(mask.bool(), wide, 0.0)
-        # What was not finite before is refused by its own name.
+        # Inputs that are not finite are refused elsewhere, by their own names.
         given = (rollout.scores, rollout.rewards, rollout.values, rollout.bootstrap_values)
         if not wide.isfinite().all() and all(column.isfinite().all() for column in given):
             raise ValueError(f"advantages: {name} returned {int((~wide.isfinite()).sum())} numbers that are not finite")

@@ -39,7 +39,7 @@ class PolicyLossInputs:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What a loss says of each token, and which tokens its bounds held back."""
+    """The loss of each token, and which tokens were clipped."""
 
     loss: Tensor
     clipped: Tensor | None = None

@@ -45,8 +45,8 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
     stops = stops_of(before, tokenizer)
     limit = min(max_prompt_tokens(dataset, model, config.max_response_tokens) for model in (before, policy))
     found = UniquePrompts(tokenizer, dataset / HELDOUT, limit, stage.seal)
-    if found.num_too_long:
-        recorder.metrics(found.metrics(), step=0)
+    if dropped := found.metrics():
+        recorder.metrics(dropped, step=0)
     order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(found))
     chosen = order[: config.num_prompts].tolist()
     prompts, columns = [found[i] for i in chosen], found.columns(chosen)

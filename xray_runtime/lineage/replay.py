@@ -149,7 +149,7 @@ def replay(
     Raises:
         Exception: any error of the body.
     """
-    # An audit reports kept files that are not sealed, so a replay seals those beside its parents as a run does.
+    # The replay reads its files only where they are sealed with the key that it seals with.
     output = stage.node.directory.parents[1]
     seal = seal_of(output) if has_signing_key(output) else process_seal()
     journal = Journal(scratch, seal=seal)

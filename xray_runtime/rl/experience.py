@@ -157,7 +157,7 @@ def _advantage_inputs(
 ) -> AdvantageInputs:
     mask, in_reward = padded.mask, kl_coef if config.kl.place == "reward" else 0.0
     penalties = in_reward * kl_estimate(padded.logprobs, padded.ref_logprobs, config.kl.estimator)
-    # Equal replies have one KL, but for the last bits, which a group's deviation would blow up.
+    # Equal replies get one KL: differences in the last bits would be amplified by the group's deviation.
     alike = torch.from_numpy(first_alike(row_keys(to_rows(text))))
     return AdvantageInputs(
         scores=rewards - (penalties * mask).sum(-1)[alike],

@@ -212,7 +212,7 @@ class RewardSources:
     def _by_role(self, answers: Sequence[Rows], of_branches: Rows, alike: np.ndarray) -> dict[str, np.ndarray]:
         """Role of a reward model → its score of each row [B]; rows that are alike have that of the first.
 
-        What goes through a model together shows in the last bits, which the deviation of a group would blow up.
+        The last bits of a score depend on its batch, and a group's deviation would amplify them.
         """
         own = {role: answer["scores"] for role, answer in zip(self.roles, answers, strict=True)}
         answered = own | {role: of_branches[role] for role in self.branches}

@@ -98,7 +98,7 @@ class Learner(Workhorse):
 
     def unload(self) -> None:
         super().unload()
-        # `_published` holds a reference to the model too.
+        # `_published` refers to the model, so it must go too for the memory to be freed.
         self.engine = self.scorer = self.module = self._published = None
         self._trunks = TrunkMemory()
         self._shared = None

@@ -107,7 +107,7 @@ def test_a_thief_of_a_retired_key_cannot_name_a_new_one(fresh: Callable[[str], P
     found = audit(open_lineage_store(output, None)).findings
     assert {f.code for f in found if f.is_broken} == {
         *("rotation-broken", "signature-foreign", "log-broken"),
-        # Of a log that no key signed nothing counts: it explains neither files nor aliases.
+        # A log without a valid signature counts for nothing: it explains neither files nor aliases.
         *("log-shorter", "file-unsigned", "run-unsigned", "alias-moved"),
     }
     assert len(trusted_keys(output)) == 1
