@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
-from xray.deployments.local_services import quiet_environment
 from xray.flows.subject import read_subject
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.planning.auto import GraphPlan
@@ -20,8 +18,6 @@ from xray_runtime.planning.plan import MAX_DEVICES, search
 from xray_runtime.planning.processor import slow_precision
 from xray_runtime.planning.suggestions import Planner, planner_of, suggest
 from xray_runtime.planning.workload import Machine
-
-BAD_INPUT = 2
 
 
 def plan(
@@ -54,15 +50,13 @@ def plan(
 
     Exit codes: 0 planned (whether it fits is in the plan), 2 bad input.
     """
-    quiet_environment()
     try:
         rank = _number("--lora-rank", lora_rank, 1, 4096, whole=True)
         changes = Changes(lora_rank=None if rank is None else int(rank), offload=offload)
         planner, machine, slow = _read(target, overrides or [], params, devices, memory_gib, sequence_tokens)
         chosen = planner(changes, machine)
-    except (ConfigError, ValueError) as error:
-        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
-        raise typer.Exit(BAD_INPUT) from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     suggestions = [] if chosen.fits else list(suggest(planner, changes, chosen))
     content = as_dict(chosen, suggestions, slow)
     if as_json:
