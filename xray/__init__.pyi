@@ -1694,22 +1694,22 @@ def workspace(
     frozen: _FrozenConfig = ...,
     gold: str | Callable[..., Any] | None = ...,
 ) -> AbstractContextManager[Graph]:
-    """An output directory at work: stages that are called in the block run, and the end of the block waits for them.
+    """Open an output directory: stages that are called in the block run, and the end of the block waits for them.
 
-    A Prefect server and a Ray are started where neither the environment (PREFECT_API_URL, RAY_ADDRESS) nor a flow at
-    work has one, and stopped at the end.
+    A Prefect server and Ray are started unless the environment (PREFECT_API_URL, RAY_ADDRESS) or the current flow has
+    them, and stopped at the end.
 
     Args:
-        output: directory of everything the run makes.
-        project: MLflow's experiment; a policy is registered as `<project>-policy`.
-        seed: every random choice derives from it.
-        runtime: where and how the work runs.
-        until: the stage after which nothing more is computed.
-        gates: what a candidate must pass to be promoted; goes into the signed record of its evaluation.
-        terms: source → its licence, origin and personal data, for the signed records and the cards.
+        output: directory for all files of the run.
+        project: MLflow experiment; a policy is registered as `<project>-policy`.
+        seed: the seed of every random choice.
+        runtime: devices, threads, limits and retries.
+        until: the last stage to compute.
+        gates: the promotion gates of a candidate; the signed record of its evaluation contains them.
+        terms: source → its licence, origin and personal data, for signed records and model cards.
         record: the config of the whole run, for MLflow and lifecycle.json; by default the flow's parameters.
         place: directory of lifecycle.json and the report; by default `output`.
-        tags: of the MLflow run.
+        tags: tags of the MLflow run.
         tracking_uri: MLflow's address; by default MLFLOW_TRACKING_URI, or a database in `output`.
         defaults: fields for every stage that has them: `generator`, `frozen`, `gold`.
 
@@ -1765,14 +1765,14 @@ def stage_kind(
 def checkpoint(
     ref: str,
 ) -> Handle:
-    """A checkpoint that exists already, as an input: it is brought here with all it came from.
+    """An existing checkpoint as an input; it is imported with its ancestors.
 
     Args:
         ref: a checkpoint directory; `DIR#REF` for a REF in the output directory DIR; `FILE.tar` or `FILE.tar#REF` for
             a bundle; a REF in this output directory.
 
     Raises:
-        ConfigError: it names none, or one whose audit is not sound.
+        ConfigError: there is no such checkpoint, or its audit is not sound.
     """
 
 def register(
@@ -1783,11 +1783,11 @@ def register(
     """Make a policy the newest version of the registered model `<project>-policy`, as `candidate`.
 
     Args:
-        evaluation: of the policy; its results go on the model card.
-        name: of the registered model.
+        evaluation: its results appear on the model card.
+        name: name of the registered model.
 
     Raises:
-        ConfigError: one of them is of another type.
+        ConfigError: an input has the wrong type.
     """
 
 class Result:

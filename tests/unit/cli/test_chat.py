@@ -57,7 +57,7 @@ def test_columns_that_nobody_gives_are_named_before_the_chat(place: Path, monkey
     assert done.exit_code == 0, done.output
     before, after = done.stderr.split("fails\n")
     assert before.endswith(
-        "\nanswer: its training data has such columns, messages here do not; where the environment reads one, "
+        "\nanswer: columns of its training data that chat messages lack; an episode fails if its environment reads one"
         "the episode "
     )
     # The first episode comes to its end, where the judge reads one; the chat goes on.
