@@ -51,15 +51,15 @@ class Cursor:
 
     def take(self, n: int) -> list[int]:
         """The next `n` row indices; they continue into the next epoch if this one ends."""
-        taken: list[int] = []
-        while len(taken) < n:
-            end = min(self.position + n - len(taken), self.num_rows)
+        indices: list[int] = []
+        while len(indices) < n:
+            end = min(self.position + n - len(indices), self.num_rows)
             places = np.arange(self.position, end)
             if self.shuffled:
                 places = permuted(places, self.num_rows, derive_seed(self.seed, "epoch", self.epoch))
-            taken += places.tolist()
+            indices += places.tolist()
             self.epoch, self.position = (self.epoch + 1, 0) if end == self.num_rows else (self.epoch, end)
-        return taken
+        return indices
 
     def ahead(self, n: int) -> np.ndarray:
         """The distinct rows among the next `n`, in ascending order."""

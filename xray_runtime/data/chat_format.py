@@ -27,7 +27,7 @@ from xray_runtime.data.pairs import Messages
 
 TODAY = datetime(2024, 7, 26, tzinfo=UTC)
 """A fixed date for templates that write one; otherwise the same data would have other tokens the next day."""
-ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+USER_TURN, ASSISTANT_TURN = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 PARAMETERS = {"type": "object", "properties": {"c": {"type": "string", "description": "d"}}, "required": ["c"]}
 TOOL = {"type": "function", "function": {"name": "call", "description": "e", "parameters": PARAMETERS}}
 CALL = {"type": "function", "function": {"name": "call", "arguments": {"c": "f"}}}
@@ -89,15 +89,15 @@ class ChatFormat:
         Raises:
             ValueError: there is none, so nothing would stop a reply.
         """
-        rendered = self._render([ASKED, SAID], False, (1,))
+        rendered = self._render([USER_TURN, ASSISTANT_TURN], False, (1,))
         return self.control.find(rendered.text[slice(*rendered.spans[0])])[-1][2]
 
     @cached_property
     def _lead(self) -> tuple[str, int]:
         """(text before a reply, from the last control token on; the number of its characters in the prompt)."""
-        prompt, whole = self._render([ASKED], True).text, self._render([ASKED, SAID], False, (1,))
+        prompt, rendering = self._render([USER_TURN], True).text, self._render([USER_TURN, ASSISTANT_TURN], False, (1,))
         begin = max((start for start, _, _ in self.control.find(prompt)), default=0)
-        between = whole.text[len(prompt) : whole.spans[0][0]] if whole.text.startswith(prompt) else ""
+        between = rendering.text[len(prompt) : rendering.spans[0][0]] if rendering.text.startswith(prompt) else ""
         return prompt[begin:] + between, len(prompt) - begin
 
     @cached_property
@@ -105,7 +105,7 @@ class ChatFormat:
         """Whether the template shows tools, and writes calls as `HERMES`."""
         reply = {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}
         try:
-            said = self._tokenizer.decode(self.calling_reply([ASKED | {"tools": [TOOL]}], reply))
+            said = self._tokenizer.decode(self.calling_reply([USER_TURN | {"tools": [TOOL]}], reply))
             return [json.loads(call) for call in HERMES.findall(said)] == [CALL["function"]] * 2
         except ValueError:
             return False
@@ -132,9 +132,9 @@ class ChatFormat:
     def calling_reply(self, prompt: Messages, reply: dict[str, Any]) -> list[int]:
         """Ids of a reply with tool calls, after its prompt, with the end of its turn."""
         before = self._render(prompt, True).text
-        whole = self._render([*prompt, reply], False, (len(prompt),))
-        start, end = whole.spans[0]
-        text = whole.text[:end]
+        rendering = self._render([*prompt, reply], False, (len(prompt),))
+        start, end = rendering.spans[0]
+        text = rendering.text[:end]
         start = len(before) if text.startswith(before) else start
         of_prompt, encoded = self.control.encode([text[:start], text])
         known = len(of_prompt.ids)
@@ -154,12 +154,12 @@ class ChatFormat:
             ValueError: see the class; also if the template changes earlier turns, so that sampled tokens would differ
             when they are encoded again.
         """
-        whole = self._render([ASKED, SAID, *messages], True, (1,))
-        _, end = whole.spans[0]
-        before = self._render([ASKED, SAID], False, (1,))
-        if before.text[: before.spans[0][1]] != whole.text[:end]:
+        rendering = self._render([USER_TURN, ASSISTANT_TURN, *messages], True, (1,))
+        _, end = rendering.spans[0]
+        before = self._render([USER_TURN, ASSISTANT_TURN], False, (1,))
+        if before.text[: before.spans[0][1]] != rendering.text[:end]:
             raise ValueError("the chat template writes a turn differently once another follows it")
-        [encoded] = self.control.encode([self.control.name_of(self.end_of_turn) + whole.text[end:]])
+        [encoded] = self.control.encode([self.control.name_of(self.end_of_turn) + rendering.text[end:]])
         return encoded.ids[1:] if last == self.end_of_turn else encoded.ids
 
     def turns(self, conversations: Sequence[tuple[Messages, Collection[int]]]) -> list[Turns]:
@@ -251,9 +251,9 @@ class ChatFormat:
         return forms
 
     def _check_nothing_is_left_out(self, messages: Messages, skeleton: str) -> None:
-        standing = set(map(int, self._slots.findall(skeleton)))
+        present = set(map(int, self._slots.findall(skeleton)))
         for number, message in enumerate(messages):
-            if message["content"] and number not in standing:
+            if message["content"] and number not in present:
                 _refuse(messages, number, "leaves out or changes what {} says")
             for key in ("tools", "tool_calls"):
                 names = [self._guard((of.get("function") or of).get("name", "")) for of in message.get(key) or ()]
@@ -282,12 +282,12 @@ class ChatFormat:
     def _span_by_prefix(self, marked: Messages, tools: Any, text: str, number: int, start: int) -> tuple[int, int]:
         """The span of a reply with tool calls, from renderings of the conversation without it and with it."""
         before = self._apply(marked[:number], tools, True).named(self.control).text
-        whole = self._apply(marked[: number + 1], tools, False).named(self.control).text
-        whole = whole[: max((end for _, end, _ in self.control.find(whole)), default=0)]
+        rendering = self._apply(marked[: number + 1], tools, False).named(self.control).text
+        rendering = rendering[: max((end for _, end, _ in self.control.find(rendering)), default=0)]
         start = len(before) if start < 0 else start
-        if not whole.startswith(before) or not text.startswith(whole) or len(whole) <= start:
+        if not rendering.startswith(before) or not text.startswith(rendering) or len(rendering) <= start:
             _refuse(marked, number, "does not show where the calls of {} begin and end: give it generation marks")
-        return start, len(whole)
+        return start, len(rendering)
 
 
 def _mark_of(messages: Messages, marks: list[tuple[int, int]], number: int, slot: int) -> tuple[int, int] | None:

@@ -124,14 +124,14 @@ class ConversationTokens:
         before the first trained reply) and ragged `response_mask` (bool) over the tokens after them."""
         ids, prompt_lengths, masks = [], [], []
         for row in self._rows[np.asarray(rows, dtype=np.int64)].tolist():
-            number, place = divmod(row, SHARD_ROWS)
-            spans = self._spans[number].row(place).reshape(-1, 2)
+            number, position = divmod(row, SHARD_ROWS)
+            spans = self._spans[number].row(position).reshape(-1, 2)
             spans = spans[self._fit(spans[:, 0], spans[:, 1] - spans[:, 0])]
             begin, end = int(spans[0, 0]), int(spans[-1, 1])
             mask = np.zeros(end - begin, dtype=bool)
             for start, stop in spans - begin:
                 mask[start:stop] = True
-            ids.append(self._ids[number].row(place)[:end])
+            ids.append(self._ids[number].row(position)[:end])
             prompt_lengths.append(begin)
             masks.append(mask)
         return {
@@ -151,7 +151,7 @@ def _encoded(pairs: Pairs[Example], tokenizer: Any, report: Report) -> Iterator[
     for part in in_shards(conversations(pairs)):
         report(done, len(pairs))
         turns = form.turns([(one.messages, one.replies) for one in part])
-        spans = [[place for span in one.spans for place in span] for one in turns]
+        spans = [[position for span in one.spans for position in span] for one in turns]
         columns = [pa.array([one.ids for one in turns], IDS), pa.array(spans, IDS)]
         yield pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
         done += sum(len(one.replies) for one in part)

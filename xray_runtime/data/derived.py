@@ -53,7 +53,7 @@ class Derived:
 
     def make(self, name: str, write: Callable[[Path], None]) -> Path:
         """The file with this name; if there is none, `write` makes it at the path that it gets."""
-        place, building = self._folder / name, self._folder / f"{name}.building"
+        target, building = self._folder / name, self._folder / f"{name}.building"
         # Concurrent trials of a search need the same file: one makes it, the others wait.
         with FileLock(self._folder / f"{name}.lock"):
             found = self.find(name)
@@ -66,12 +66,12 @@ class Derived:
             write(path)
             sync(path)
             # Write the seal first, so that a file without one is always foreign.
-            self._seal.seal_file(place, path)
-            _remove(place)
-            os.replace(path, place)
+            self._seal.seal_file(target, path)
+            _remove(target)
+            os.replace(path, target)
             sync(self._folder)
             building.rmdir()
-            return place
+            return target
 
 
 def computed_key(stage: Stage[Any, Any], layout: Set[str], **content: Any) -> str:

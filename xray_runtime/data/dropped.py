@@ -21,11 +21,11 @@ class DroppedRows:
         self.counts: Counter[str] = Counter()
         self._file = (directory / FILE).open("w", encoding="utf-8")
 
-    def add(self, reason: str, place: Mapping[str, int | str]) -> None:
+    def add(self, reason: str, position: Mapping[str, int | str]) -> None:
         """Add a row by its position in the source."""
         self.counts[reason] += 1
         if self.counts[reason] <= MOST:
-            self._file.write(json.dumps({"reason": reason, **place}) + "\n")
+            self._file.write(json.dumps({"reason": reason, **position}) + "\n")
 
     def __enter__(self) -> Self:
         return self

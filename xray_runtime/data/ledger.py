@@ -114,7 +114,7 @@ class Query:
         sources = sources_of(table)
         if self.source is not None and self.source not in sources:
             raise ValueError(f"{self.source!r} is not allowed: must be one of {', '.join(map(repr, sources))}")
-        asked = [self.source] if self.source is not None else sources
+        selected = [self.source] if self.source is not None else sources
         wanted = np.ones(len(table), bool)
         if self.source is not None:
             wanted &= table[SCORE + self.source].is_valid().to_numpy()
@@ -125,7 +125,7 @@ class Query:
         if self.max_reward is not None:
             wanted &= value <= self.max_reward
         if self.failed:
-            wanted &= np.any([pc.is_nan(table[SCORE + s]).fill_null(False).to_numpy() for s in asked], axis=0)
+            wanted &= np.any([pc.is_nan(table[SCORE + s]).fill_null(False).to_numpy() for s in selected], axis=0)
         if self.unused:
             wanted &= table["times_trained"].to_numpy() == 0
         return table.filter(pa.array(wanted))
@@ -144,11 +144,11 @@ def readable(table: pa.Table, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """
     hashed = "reply_hash" in table.column_names
     texts: dict[str, list[str]] = {}
-    for said, ids in (("prompt", "prompt_ids"), ("reply", "reply_ids")):
+    for column, ids in (("prompt", "prompt_ids"), ("reply", "reply_ids")):
         if hashed:
-            texts[said] = [f"#{digest}" for digest in table[f"{said}_hash"].to_pylist()]
+            texts[column] = [f"#{digest}" for digest in table[f"{column}_hash"].to_pylist()]
         else:
-            texts[said] = decode_replies(tokenizer, table[ids].to_pylist())
+            texts[column] = decode_replies(tokenizer, table[ids].to_pylist())
     if not hashed and "response_mask" in table.column_names:
         rows = zip(*(table[name].to_pylist() for name in OF_EPISODES), strict=True)
         texts["reply"] = [transcript(tokenizer, np.array(ids), np.array(sampled)) for ids, sampled in rows]
@@ -203,8 +203,8 @@ class Difference:
     recomputed: str
 
     def __str__(self) -> str:
-        place = f"iteration {self.iteration}" + (f", row {self.row}" if self.row is not None else "")
-        return f"{place}, {self.column}: {self.recorded} in the ledger, {self.recomputed} computed again"
+        position = f"iteration {self.iteration}" + (f", row {self.row}" if self.row is not None else "")
+        return f"{position}, {self.column}: {self.recorded} in the ledger, {self.recomputed} computed again"
 
 
 def first_difference(recorded: Shard, recomputed: Shard) -> Difference | None:

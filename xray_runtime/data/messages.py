@@ -97,11 +97,11 @@ def _message(where: object, column: str, value: Any) -> dict[str, Any]:
 
 
 def _from_sharegpt(where: object, column: str, given: dict[str, Any]) -> dict[str, Any]:
-    role, said = given["from"], given.get("value")
+    role, text = given["from"], given.get("value")
     if role != CALLS:
-        return {"role": role, "content": said}
+        return {"role": role, "content": text}
     try:
-        calls = orjson.loads(said if isinstance(said, str) else "")
+        calls = orjson.loads(text if isinstance(text, str) else "")
     except orjson.JSONDecodeError as error:
         raise ValueError(f"{where}: {column} has a {CALLS} that is not JSON ({error})") from error
     return {"role": "assistant", "tool_calls": calls}
@@ -112,13 +112,13 @@ def _joined(where: object, column: str, parts: list[Any]) -> str:
     found = []
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        said = part.get("text") if kind in TEXT_PARTS else None
-        if not isinstance(said, str):
+        text = part.get("text") if kind in TEXT_PARTS else None
+        if not isinstance(text, str):
             raise ValueError(
                 f"{where}: {column} has a content part of type {kind!r}, which is not supported; allowed: text; "
                 "remove such rows"
             )
-        found.append(said)
+        found.append(text)
     return "\n".join(found)
 
 

@@ -85,17 +85,17 @@ def from_ratings(
             "(data.max_conversations) or longer replies (data.max_chars)"
         )
     generator = np.random.default_rng(seed)
-    words = np.array([len(e.response.split()) for e in rated])
-    by_length = np.argsort(words, kind="stable")
-    sorted_words = words[by_length]
+    num_words = np.array([len(e.response.split()) for e in rated])
+    by_length = np.argsort(num_words, kind="stable")
+    sorted_num_words = num_words[by_length]
     pairs: list[PreferenceExample] = []
     drawn: set[tuple[int, int]] = set()
     tried = 0
     while len(pairs) < config.num_pairs and tried < 50 * config.num_pairs:
         tried += 1
         i = int(generator.integers(len(rated)))
-        low = np.searchsorted(sorted_words, words[i] / config.max_length_ratio, side="left")
-        high = np.searchsorted(sorted_words, words[i] * config.max_length_ratio, side="right")
+        low = np.searchsorted(sorted_num_words, num_words[i] / config.max_length_ratio, side="left")
+        high = np.searchsorted(sorted_num_words, num_words[i] * config.max_length_ratio, side="right")
         j = int(by_length[generator.integers(low, high)])
         asked = rated[i if generator.random() < 0.5 else j].prompt
         gap = ratings[rated[i].conversation] - ratings[rated[j].conversation]
@@ -149,20 +149,20 @@ def from_dataset(
     Raises:
         ValueError: a row has the wrong form.
     """
-    taken = 0
+    num_pairs = 0
     for where, record in records:
-        if taken == max_pairs:
+        if num_pairs == max_pairs:
             break
         found = preference(where, record)
         if found is None:
             dropped.add("unmatched_transcripts", {"row": where.number})
             continue
         prompt, chosen, rejected = found
-        said = [message_text(m["content"], m.get("tool_calls")).strip() for m in (chosen, rejected)]
-        if said[0] == said[1] or not all(said) or not prompt[-1]["content"].strip():
+        texts = [message_text(m["content"], m.get("tool_calls")).strip() for m in (chosen, rejected)]
+        if texts[0] == texts[1] or not all(texts) or not prompt[-1]["content"].strip():
             dropped.add("same_or_empty", {"row": where.number})
             continue
-        taken += 1
+        num_pairs += 1
         calls = [m.get("tool_calls") for m in (chosen, rejected)]
         yield (
             where.number,

@@ -36,14 +36,14 @@ class Form(NamedTuple):
         return " + ".join(self.columns) + (f" ({self.name})" if self.name else "")
 
 
-def _alpaca_asked(where: object, record: Record) -> list[Record]:
+def _alpaca_prompt(where: object, record: Record) -> list[Record]:
     """The messages before the output."""
     history = record.get("history") or []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise ValueError(f"{where}: history must be a list of [instruction, output] pairs")
     found = [{"role": "system", "content": record["system"]}] if record.get("system") else []
-    for asked_before, said in history:
-        found += [{"role": "user", "content": asked_before}, {"role": "assistant", "content": said}]
+    for prompt, said in history:
+        found += [{"role": "user", "content": prompt}, {"role": "assistant", "content": said}]
     given = [record["instruction"], *([record["input"]] if record.get("input") else [])]
     if not all(isinstance(part, str) for part in given):
         raise ValueError(f"{where}: instruction and input must be strings")
@@ -52,11 +52,11 @@ def _alpaca_asked(where: object, record: Record) -> list[Record]:
 
 def _from_alpaca(where: object, record: Record) -> Record:
     said = {"role": "assistant", "content": record["output"]}
-    return record | {"messages": [*_alpaca_asked(where, record), said]}
+    return record | {"messages": [*_alpaca_prompt(where, record), said]}
 
 
 def _from_alpaca_preference(where: object, record: Record) -> Record:
-    return record | {"prompt": _alpaca_asked(where, record)}
+    return record | {"prompt": _alpaca_prompt(where, record)}
 
 
 def _from_sharegpt(where: object, record: Record) -> Record:
@@ -113,10 +113,10 @@ def conversation_id(record: Record) -> str:
     said: Any = record.get("messages", record.get("prompt", record.get("chosen")))
     try:
         # Other fields of a message do not distinguish conversations.
-        words = "\x1e".join([f"{message['role']}\x1f{message['content']}" for message in said])
+        text = "\x1e".join([f"{message['role']}\x1f{message['content']}" for message in said])
     except (TypeError, KeyError):
-        words = str(said)
-    return xxhash.xxh3_64_hexdigest(words.encode("utf-8", "surrogatepass"))
+        text = str(said)
+    return xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass"))
 
 
 def prompt_and_replies(where: object, record: Record, context: int | None) -> Iterator[tuple[Messages, Record]]:
@@ -179,7 +179,7 @@ def preference(where: object, record: Record) -> tuple[Messages, Record, Record]
     return _with_tools(better[:-1], read_tools(where, record)), better[-1], worse[-1]
 
 
-def asked(where: object, record: Record) -> Messages:
+def prompt_of(where: object, record: Record) -> Messages:
     """The prompt of one record; other columns are ignored.
 
     Raises:

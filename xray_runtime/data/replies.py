@@ -42,8 +42,8 @@ def both_sides(pairs: PairRows, size: int | None = None) -> Replies:
 
     def read(numbers: np.ndarray) -> Rows:
         pair, side = np.divmod(np.asarray(numbers, dtype=np.int64), 2)
-        taken, n = pairs.take(pair), len(pair)
-        sides = [{"input_ids": taken[name], "prompt_lengths": taken["prompt_lengths"]} for name in SIDES]
+        rows, n = pairs.take(pair), len(pair)
+        sides = [{"input_ids": rows[name], "prompt_lengths": rows["prompt_lengths"]} for name in SIDES]
         return take(join(sides, [range(n), range(n, 2 * n)]), np.arange(n) + n * side)
 
     return Replies(2 * (len(pairs) if size is None else min(size, len(pairs))), read)
@@ -100,8 +100,8 @@ def joined(parts: Sequence[Replies]) -> Replies:
         numbers = np.asarray(numbers, dtype=np.int64)
         owners = np.searchsorted(bounds, numbers, side="right") - 1
         places = {part: np.flatnonzero(owners == part).tolist() for part in sorted(set(owners.tolist()))}
-        taken = [parts[part].take(numbers[at] - bounds[part]) for part, at in places.items()]
-        return join(taken, list(places.values()))
+        rows = [parts[part].take(numbers[at] - bounds[part]) for part, at in places.items()]
+        return join(rows, list(places.values()))
 
     return Replies(int(bounds[-1]), read)
 

@@ -46,14 +46,14 @@ class SpanSet:
         ids = np.fromiter((self._id(word) for word in words), np.uint64, len(words))
         if not words:
             return ids
-        return np.unique(_windows(ids)) if len(words) >= SPAN_WORDS else np.array([_whole(ids)])
+        return np.unique(_windows(ids)) if len(words) >= SPAN_WORDS else np.array([_hash_whole(ids)])
 
     def found_in(self, texts: Iterable[str], wholes: Iterable[str] = ()) -> Hashes:
         """Which spans occur in `texts`, and which short texts equal one of `wholes`; both are streamed."""
         found = [np.zeros(0, np.uint64)]
         found += [self._of_ours(_windows(ids)) for ids in self._batches(texts)]
         short = (ids for ids in map(self._known, wholes) if 0 < len(ids) < SPAN_WORDS and ids.all())
-        found.append(self._of_ours(np.fromiter(map(_whole, short), np.uint64)))
+        found.append(self._of_ours(np.fromiter(map(_hash_whole, short), np.uint64)))
         return np.unique(np.concatenate(found))
 
     def _batches(self, texts: Iterable[str]) -> Iterator[Hashes]:
@@ -76,8 +76,8 @@ class SpanSet:
     def _of_ours(self, hashes: Hashes) -> Hashes:
         if not len(self._all):
             return hashes[:0]
-        place = np.minimum(np.searchsorted(self._all, hashes), len(self._all) - 1)
-        return hashes[self._all[place] == hashes]
+        position = np.minimum(np.searchsorted(self._all, hashes), len(self._all) - 1)
+        return hashes[self._all[position] == hashes]
 
 
 def _windows(ids: Hashes) -> Hashes:
@@ -93,5 +93,5 @@ def _windows(ids: Hashes) -> Hashes:
     return hashes[whole]
 
 
-def _whole(ids: Hashes) -> int:
+def _hash_whole(ids: Hashes) -> int:
     return xxhash.xxh3_64_intdigest(ids.tobytes(), seed=len(ids))

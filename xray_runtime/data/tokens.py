@@ -88,16 +88,17 @@ class Tokens:
     def take(self, rows: Sequence[int] | np.ndarray) -> Rows:
         """These rows, in that order; token ids as int64."""
         index = np.asarray(rows, dtype=np.int64)
-        places = list(zip(*(part.tolist() for part in np.divmod(index, SHARD_ROWS)), strict=True))
+        positions = list(zip(*(part.tolist() for part in np.divmod(index, SHARD_ROWS)), strict=True))
         found: Rows = {
-            name: Ragged.of(shards[number].row(place) for number, place in places) for name, shards in self._ids.items()
+            name: Ragged.of(shards[number].row(position) for number, position in positions)
+            for name, shards in self._ids.items()
         }
         return found | {"prompt_lengths": self.prompt_lengths[index]}
 
     def prompt(self, row: int) -> list[int]:
         """The token ids of a row's prompt."""
-        number, place = divmod(row, SHARD_ROWS)
-        ids: list[int] = self._ids["input_ids"][number].row(place)[: self.prompt_lengths[row]].tolist()
+        number, position = divmod(row, SHARD_ROWS)
+        ids: list[int] = self._ids["input_ids"][number].row(position)[: self.prompt_lengths[row]].tolist()
         return ids
 
     def different_prompts(self, max_prompt: int) -> np.ndarray:
@@ -113,8 +114,8 @@ class Shard:
     def __init__(self, column: pa.Array) -> None:
         self.offsets, self.values = column.offsets.to_numpy(), column.values.to_numpy()
 
-    def row(self, place: int) -> np.ndarray:
-        found: np.ndarray = self.values[self.offsets[place] : self.offsets[place + 1]]
+    def row(self, position: int) -> np.ndarray:
+        found: np.ndarray = self.values[self.offsets[position] : self.offsets[position + 1]]
         return found
 
 
@@ -171,8 +172,8 @@ def _encoded(pairs: Pairs[Any], replies: dict[str, Reply], tokenizer: Any, repor
         prompts = encode_prompts(tokenizer, [pair.prompt for pair in part])
         columns = []
         for text, calls in replies.values():
-            said = [(pair.prompt, getattr(pair, text), getattr(pair, calls)) for pair in part]
-            encoded = encode_replies_to(tokenizer, said)
+            replies = [(pair.prompt, getattr(pair, text), getattr(pair, calls)) for pair in part]
+            encoded = encode_replies_to(tokenizer, replies)
             ids = [prompt + reply for prompt, reply in zip(prompts, encoded, strict=True)]
             columns.append(pa.array(ids, IDS))
         columns.append(pa.array(list(map(len, prompts)), pa.int32()))
