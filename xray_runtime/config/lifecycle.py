@@ -65,7 +65,7 @@ def _trains(field: str, engine: EngineConfig, base: BaseModelConfig) -> None:
         )
 
 
-def _cut(field: str, layout: LayoutConfig, base: BaseModelConfig) -> None:
+def _check_split(field: str, layout: LayoutConfig, base: BaseModelConfig) -> None:
     # Only a fresh base states its shape; engines check other models when they load them.
     if not isinstance(base, FreshBase):
         return
@@ -160,13 +160,13 @@ class LifecycleConfig(Section):
 
     @model_validator(mode="after")
     def _layouts(self) -> Self:
-        _cut("frozen", self.frozen, self.base)
+        _check_split("frozen", self.frozen, self.base)
         for number, stage in enumerate(self.ppo_stages):
             field = f"ppo.stages.{number}.prompts_per_iteration × samples_per_prompt"
             check_one_row_each(self.frozen, field, stage.rollout_size, "frozen")
         check_one_row_each(self.frozen, "evaluate.num_prompts", self.evaluate.num_prompts, "frozen")
         for name, engine in self.engines.items():
-            _cut(name, engine, self.base)
+            _check_split(name, engine, self.base)
             _trains(name, engine, self.base)
             if self.runtime.parallel == "as_written":
                 try:

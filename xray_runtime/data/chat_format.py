@@ -105,8 +105,8 @@ class ChatFormat:
         """Whether the template shows tools, and writes calls as `HERMES`."""
         reply = {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}
         try:
-            said = self._tokenizer.decode(self.calling_reply([USER_TURN | {"tools": [TOOL]}], reply))
-            return [json.loads(call) for call in HERMES.findall(said)] == [CALL["function"]] * 2
+            text = self._tokenizer.decode(self.calling_reply([USER_TURN | {"tools": [TOOL]}], reply))
+            return [json.loads(call) for call in HERMES.findall(text)] == [CALL["function"]] * 2
         except ValueError:
             return False
 
@@ -176,10 +176,10 @@ class ChatFormat:
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> Rendered:
         tools = messages[0].get("tools")
-        said = [{k: v for k, v in message.items() if k != "tools"} for message in messages]
-        plain = self._apply(said, tools, prompt, variables).text
+        texts = [{k: v for k, v in message.items() if k != "tools"} for message in messages]
+        plain = self._apply(texts, tools, prompt, variables).text
         tools = self._guard(tools)
-        marked = [self._guard(m) | ({"content": self._slot(n)} if m["content"] else {}) for n, m in enumerate(said)]
+        marked = [self._guard(m) | ({"content": self._slot(n)} if m["content"] else {}) for n, m in enumerate(texts)]
         skeleton = self._apply(marked, tools, prompt, variables, marks=bool(replies))
         self._check_nothing_is_left_out(messages, skeleton.text)
         forms = self._forms(messages, plain, skeleton.text)

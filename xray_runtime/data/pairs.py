@@ -64,9 +64,9 @@ P = TypeVar("P", Example, PreferenceExample)
 
 # 64-bit offsets, so that texts of any length fit a batch.
 TEXT = pa.large_string()
-SAID = ("role", "content")
-PARTS = (*SAID, "name", "tool_call_id", "tool_calls", "tools")
-MESSAGE = pa.struct([pa.field(part, TEXT, nullable=part not in SAID) for part in PARTS])
+REQUIRED = ("role", "content")
+PARTS = (*REQUIRED, "name", "tool_call_id", "tool_calls", "tools")
+MESSAGE = pa.struct([pa.field(part, TEXT, nullable=part not in REQUIRED) for part in PARTS])
 AS_JSON = ("tool_calls", "tools", "chosen_tool_calls", "rejected_tool_calls")
 """Fields without a fixed schema, stored as JSON."""
 PROMPT = pa.large_list(pa.field("item", MESSAGE, nullable=False))

@@ -97,14 +97,14 @@ def from_ratings(
         low = np.searchsorted(sorted_num_words, num_words[i] / config.max_length_ratio, side="left")
         high = np.searchsorted(sorted_num_words, num_words[i] * config.max_length_ratio, side="right")
         j = int(by_length[generator.integers(low, high)])
-        asked = rated[i if generator.random() < 0.5 else j].prompt
+        prompt = rated[i if generator.random() < 0.5 else j].prompt
         gap = ratings[rated[i].conversation] - ratings[rated[j].conversation]
         key = (min(i, j), max(i, j))
         if not abs(gap) >= config.min_gap or rated[i].response == rated[j].response or key in drawn:
             continue
         drawn.add(key)
         better, worse = (rated[i], rated[j]) if gap > 0 else (rated[j], rated[i])
-        pairs.append(PreferenceExample(f"{better.id}-{worse.id}", asked, better.response, worse.response))
+        pairs.append(PreferenceExample(f"{better.id}-{worse.id}", prompt, better.response, worse.response))
     if len(pairs) < config.num_pairs:
         log.warning("%d pairs of rated replies found where %d were wanted", len(pairs), config.num_pairs)
     return pairs, {"pairs": len(pairs), "rated_replies": len(rated), "draws": tried}
@@ -129,8 +129,8 @@ def split_ratings(
         sized = config.model_copy(update={"num_pairs": count})
         drawn[side], counts = from_ratings(sides[side], ratings, sized, derive_seed(seed, "ratings", name))
         stats |= {f"{name}_{key}": value for key, value in counts.items()}
-    asked = {prompt_text(pair.prompt) for pair in drawn[False]}
-    heldout = [pair for pair in drawn[True] if prompt_text(pair.prompt) not in asked]
+    train_prompts = {prompt_text(pair.prompt) for pair in drawn[False]}
+    heldout = [pair for pair in drawn[True] if prompt_text(pair.prompt) not in train_prompts]
     stats["dropped_heldout_prompt_seen_in_training"] = len(drawn[True]) - len(heldout)
     stats["heldout_pairs"] = len(heldout)
     return drawn[False], heldout, stats

@@ -42,8 +42,8 @@ def _alpaca_prompt(where: object, record: Record) -> list[Record]:
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise ValueError(f"{where}: history must be a list of [instruction, output] pairs")
     found = [{"role": "system", "content": record["system"]}] if record.get("system") else []
-    for prompt, said in history:
-        found += [{"role": "user", "content": prompt}, {"role": "assistant", "content": said}]
+    for prompt, output in history:
+        found += [{"role": "user", "content": prompt}, {"role": "assistant", "content": output}]
     given = [record["instruction"], *([record["input"]] if record.get("input") else [])]
     if not all(isinstance(part, str) for part in given):
         raise ValueError(f"{where}: instruction and input must be strings")
@@ -51,8 +51,8 @@ def _alpaca_prompt(where: object, record: Record) -> list[Record]:
 
 
 def _from_alpaca(where: object, record: Record) -> Record:
-    said = {"role": "assistant", "content": record["output"]}
-    return record | {"messages": [*_alpaca_prompt(where, record), said]}
+    reply = {"role": "assistant", "content": record["output"]}
+    return record | {"messages": [*_alpaca_prompt(where, record), reply]}
 
 
 def _from_alpaca_preference(where: object, record: Record) -> Record:
@@ -60,10 +60,10 @@ def _from_alpaca_preference(where: object, record: Record) -> Record:
 
 
 def _from_sharegpt(where: object, record: Record) -> Record:
-    said = record["conversations"]
-    if record.get("system") and isinstance(said, list):
-        said = [{"role": "system", "content": record["system"]}, *said]
-    return record | {"messages": said}
+    conversation = record["conversations"]
+    if record.get("system") and isinstance(conversation, list):
+        conversation = [{"role": "system", "content": record["system"]}, *conversation]
+    return record | {"messages": conversation}
 
 
 def _from_sharegpt_preference(where: object, record: Record) -> Record:
@@ -110,12 +110,12 @@ def conversation_id(record: Record) -> str:
     """
     if "conversation_id" in record:
         return str(record["conversation_id"])
-    said: Any = record.get("messages", record.get("prompt", record.get("chosen")))
+    content: Any = record.get("messages", record.get("prompt", record.get("chosen")))
     try:
         # Other fields of a message do not distinguish conversations.
-        text = "\x1e".join([f"{message['role']}\x1f{message['content']}" for message in said])
+        text = "\x1e".join([f"{message['role']}\x1f{message['content']}" for message in content])
     except (TypeError, KeyError):
-        text = str(said)
+        text = str(content)
     return xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass"))
 
 
@@ -146,10 +146,10 @@ def prompt_and_replies(where: object, record: Record, context: int | None) -> It
                 yield _with_tools(system + messages[start:i], tools), message
     elif "prompt" in record and "completion" in record:
         prompt = _prompt(where, record["prompt"])
-        said = _with_tools(prompt, tools) + _completion(where, "completion", record["completion"], prompt)
-        for i in range(len(prompt), len(said)):
-            if said[i]["role"] == "assistant" and said[i - 1]["role"] in ASKING:
-                yield said[:i], said[i]
+        messages = _with_tools(prompt, tools) + _completion(where, "completion", record["completion"], prompt)
+        for i in range(len(prompt), len(messages)):
+            if messages[i]["role"] == "assistant" and messages[i - 1]["role"] in ASKING:
+                yield messages[:i], messages[i]
     elif "prompt" in record and "chosen" in record:
         prompt = _prompt(where, record["prompt"])
         yield _with_tools(prompt, tools), _reply(where, "chosen", record["chosen"], prompt)
@@ -211,11 +211,11 @@ def _weight(where: object, message: Record) -> bool:
 
 
 def _reply(where: object, column: str, value: Any, prompt: Messages) -> Record:
-    said = _completion(where, column, value, prompt)
-    if len(said) > 1:
-        roles = ", ".join(message["role"] for message in said)
+    replies = _completion(where, column, value, prompt)
+    if len(replies) > 1:
+        roles = ", ".join(message["role"] for message in replies)
         raise ValueError(f"{where}: {column} must be one message of the assistant's; its roles are {roles}")
-    return said[0]
+    return replies[0]
 
 
 def _completion(where: object, column: str, value: Any, prompt: Messages) -> Messages:
@@ -223,13 +223,13 @@ def _completion(where: object, column: str, value: Any, prompt: Messages) -> Mes
         return [{"role": "assistant", "content": checked_text(where, column, value)}]
     messages = read_messages(where, column, value)
     # Some published datasets repeat the prompt before each reply.
-    said = messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
-    if not said or {said[0]["role"], said[-1]["role"]} != {"assistant"}:
+    completion = messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
+    if not completion or {completion[0]["role"], completion[-1]["role"]} != {"assistant"}:
         raise ValueError(
             f"{where}: {column} must be a string, or messages that begin and end with the assistant's, optionally "
             f"after the prompt's; its roles are {', '.join(m['role'] for m in messages)}"
         )
-    return said
+    return completion
 
 
 def _transcript(where: object, column: str, value: Any) -> Messages:

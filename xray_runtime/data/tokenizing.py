@@ -60,11 +60,11 @@ def encode_replies(tokenizer: Any, replies: Sequence[str]) -> list[list[int]]:
     return chat_format(tokenizer).replies(replies) if replies else []
 
 
-def encode_replies_to(tokenizer: Any, said: Sequence[tuple[Messages, str, Any]]) -> list[list[int]]:
+def encode_replies_to(tokenizer: Any, replies: Sequence[tuple[Messages, str, Any]]) -> list[list[int]]:
     """`encode_replies` for (prompt, text, tool calls or None)."""
-    texts = iter(encode_replies(tokenizer, [text for _, text, calls in said if not calls]))
+    texts = iter(encode_replies(tokenizer, [text for _, text, calls in replies if not calls]))
     found = []
-    for prompt, text, calls in said:
+    for prompt, text, calls in replies:
         reply = {"role": "assistant", "content": text, "tool_calls": calls}
         # A template's form of calls may depend on the prompt's tools.
         found.append(chat_format(tokenizer).calling_reply(prompt, reply) if calls else next(texts))
@@ -102,9 +102,9 @@ def turns(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> list[tuple[bo
 
 def own_text(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> str:
     """The policy's turns of an episode, one per line."""
-    return "\n".join(text for said, text in turns(tokenizer, ids, sampled) if said)
+    return "\n".join(text for is_reply, text in turns(tokenizer, ids, sampled) if is_reply)
 
 
 def transcript(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> str:
     """The whole episode for display, with observations in brackets."""
-    return " ".join(text if said else f"[{text}]" for said, text in turns(tokenizer, ids, sampled))
+    return " ".join(text if is_reply else f"[{text}]" for is_reply, text in turns(tokenizer, ids, sampled))
