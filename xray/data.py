@@ -1,4 +1,4 @@
-"""Data on disk as stages read and write it: for stage kinds of your own. Imports no torch."""
+"""Readers and writers of data on disk, for your own stage kinds. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments of many turns: what one is, and what makes one of tools, a Gymnasium or an address. Imports no torch."""
+"""Multi-turn environments: their interface, and adapters for tools, Gymnasium and HTTP. Imports no torch."""
 
 from __future__ import annotations
 

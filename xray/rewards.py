@@ -1,4 +1,4 @@
-"""Sources of reward, and the checks behind the verifiers, for rewards of your own. Imports no torch."""
+"""Sources of reward, and the verifiers' checks, for your own rewards. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""How a workspace ends in a script or a notebook: in a line, where the cause is not the script itself.
+"""Signals and errors of a workspace in a script or a notebook.
 
-An interruption (Ctrl-C, SIGTERM) lets stages write a last snapshot; a second one does not wait. What a script started
-ends with it, also where it is killed, and its records say how it ended.
+An interruption (Ctrl-C, SIGTERM) lets stages write a last snapshot; a second one does not wait. Errors that the script
+itself did not cause are one line. All processes of a script end with it, even after SIGKILL, and its records say how it
+ended.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from xray.tasks.workspace import Workspace
 
 DEFAULTS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-"""Signal → the handler of a program that has none of its own; others are left alone."""
+"""Signal → Python's default handler; a signal with another handler keeps it."""
 
 
 class Script:
@@ -34,22 +35,22 @@ class Script:
     def __init__(self, output: Path) -> None:
         self._output = output
         self._workspace: Workspace | None = None
-        self._asked = 0
-        self._taken: list[signal.Signals] = []
+        self._interrupts = 0
+        self._signals: list[signal.Signals] = []
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._taken = [number for number, default in DEFAULTS.items() if signal.getsignal(number) == default]
-        self.take_signals()
+            self._signals = [number for number, default in DEFAULTS.items() if signal.getsignal(number) == default]
+        self.install_handlers()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number in self._taken:
+        for number in self._signals:
             signal.signal(number, DEFAULTS[number])
         if isinstance(error, KeyboardInterrupt):
-            line = f"interrupted; run it again to go on from {goes_on_from(self._output)}"
+            line = f"interrupted; run it again to continue from {goes_on_from(self._output)}"
             if _in_notebook() or _in_flow():
                 show_as(error, [line])
                 return
@@ -62,25 +63,25 @@ class Script:
             show_as(error, failure_lines(error, self._output))
 
     def opened(self, workspace: Workspace) -> None:
-        """The servers are up; starting Ray put a handler of its own in place."""
+        """Called when the servers are up; Ray has replaced the signal handlers."""
         self._workspace = workspace
-        self.take_signals()
+        self.install_handlers()
 
-    def take_signals(self) -> None:
-        for number in self._taken:
+    def install_handlers(self) -> None:
+        for number in self._signals:
             signal.signal(number, self._interrupt)
 
     def tag(self) -> dict[str, str]:
-        """The variable that has a process end with this one."""
+        """The environment variable with the process tag: tagged processes end with this one."""
         return {TAG: _reaper(self._output)}
 
     def _interrupt(self, *_: Any) -> None:
-        self._asked += 1
-        if self._asked == 1:
-            print("stopping after the current step, with a snapshot; again to stop at once", file=sys.stderr)
+        self._interrupts += 1
+        if self._interrupts == 1:
+            print("stopping after the current step, with a snapshot; interrupt again to stop at once", file=sys.stderr)
             raise KeyboardInterrupt
         if not _in_notebook():
-            # The reaper ends what was started, and closes the records.
+            # The reaper kills tagged processes and closes the records.
             os._exit(INTERRUPTED)
 
 
@@ -88,7 +89,7 @@ class Script:
 def _reaper(output: Path) -> str:
     before = os.environ.get(TAG)
     tag = start_reaper(*command_to_close(output))
-    # What else the script starts is its own.
+    # The script's other processes are not tagged.
     del os.environ[TAG]
     if before is not None:
         os.environ[TAG] = before
@@ -96,8 +97,8 @@ def _reaper(output: Path) -> str:
 
 
 def show_as(error: BaseException, lines: list[str]) -> None:
-    """Have Python and notebooks print `lines` where they would print the traceback of `error`."""
-    # IPython's protocol; our hook follows it for scripts.
+    """Make Python and notebooks print `lines` instead of the traceback of `error`."""
+    # IPython's protocol, which our hook also follows.
     error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
     if sys.excepthook is not _hook:
         global _former_hook

@@ -1,4 +1,4 @@
-"""Workspaces as people open them: in a flow, in a script or in a notebook, with servers where none are running."""
+"""Workspaces in a flow, a script or a notebook, with servers if none are running."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ def workspace(
     tracking_uri: str | None = None,
     **defaults: Any,
 ) -> Iterator[Graph]:
-    """An output directory at work: stages that are called in the block run, and the end of the block waits for them.
+    """Open an output directory: stages that are called in the block run, and the end of the block waits for them.
 
-    A Prefect server and a Ray are started where neither the environment (PREFECT_API_URL, RAY_ADDRESS) nor a flow at
-    work has one, and stopped at the end.
+    A Prefect server and Ray are started unless the environment (PREFECT_API_URL, RAY_ADDRESS) or the current flow has
+    them, and stopped at the end.
 
     Args:
-        output: directory of everything the run makes.
-        project: MLflow's experiment; a policy is registered as `<project>-policy`.
-        seed: every random choice derives from it.
-        runtime: where and how the work runs.
-        until: the stage after which nothing more is computed.
-        gates: what a candidate must pass to be promoted; goes into the signed record of its evaluation.
-        terms: source → its licence, origin and personal data, for the signed records and the cards.
+        output: directory for all files of the run.
+        project: MLflow experiment; a policy is registered as `<project>-policy`.
+        seed: the seed of every random choice.
+        runtime: devices, threads, limits and retries.
+        until: the last stage to compute.
+        gates: the promotion gates of a candidate; the signed record of its evaluation contains them.
+        terms: source → its licence, origin and personal data, for signed records and model cards.
         record: the config of the whole run, for MLflow and lifecycle.json; by default the flow's parameters.
         place: directory of lifecycle.json and the report; by default `output`.
-        tags: of the MLflow run.
+        tags: tags of the MLflow run.
         tracking_uri: MLflow's address; by default MLFLOW_TRACKING_URI, or a database in `output`.
         defaults: fields for every stage that has them: `generator`, `frozen`, `gold`.
 
@@ -81,7 +81,7 @@ def workspace(
     }
     with contextlib.ExitStack() as stack:
         script = None
-        # A command shows how the run goes and ends.
+        # Commands have their own display and signal handlers.
         if not is_commanded():
             from xray.script import Script
 
@@ -111,7 +111,7 @@ def _opened(output: str | Path, options: dict[str, Any], script: Script | None) 
 
 @contextlib.contextmanager
 def _shown() -> Iterator[Callable[[Workspace], None]]:
-    """Live progress and, where it ends well, a summary of the workspace that nobody else shows."""
+    """Show live progress and, after success, a summary of a workspace outside of a command."""
     from rich.console import Console
 
     from xray.cli.display import LiveStages, print_summary
@@ -131,14 +131,14 @@ def _shown() -> Iterator[Callable[[Workspace], None]]:
 
 
 def checkpoint(ref: str) -> Handle:
-    """A checkpoint that exists already, as an input: it is brought here with all it came from.
+    """An existing checkpoint as an input; it is imported with its ancestors.
 
     Args:
         ref: a checkpoint directory; `DIR#REF` for a REF in the output directory DIR; `FILE.tar` or `FILE.tar#REF` for
             a bundle; a REF in this output directory.
 
     Raises:
-        ConfigError: it names none, or one whose audit is not sound.
+        ConfigError: there is no such checkpoint, or its audit is not sound.
     """
     return current_graph().checkpoint(ref)
 
@@ -147,11 +147,11 @@ def register(policy: Handle, evaluation: Handle | None = None, name: str | None 
     """Make a policy the newest version of the registered model `<project>-policy`, as `candidate`.
 
     Args:
-        evaluation: of the policy; its results go on the model card.
-        name: of the registered model.
+        evaluation: its results appear on the model card.
+        name: name of the registered model.
 
     Raises:
-        ConfigError: one of them is of another type.
+        ConfigError: an input has the wrong type.
     """
     graph = current_graph()
     graph.require("register.policy", Model, policy)

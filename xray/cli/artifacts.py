@@ -15,7 +15,7 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import has_login, strip_credentials
 
 PATIENCE_S = 20.0
-"""How long `fetch` waits for the shared store."""
+"""Timeout of `fetch` for the shared store."""
 
 
 def prune(
@@ -37,10 +37,10 @@ def prune(
     from xray_runtime.lineage.render import printable
     from xray_runtime.lineage.retention import plan_prune, prune as run_prune
 
-    place = open_lineage_store(output, None)
-    plan = plan_prune(place, [resolve(ref, output, None)[1] for ref in keep or []])
+    store = open_lineage_store(output, None)
+    plan = plan_prune(store, [resolve(ref, output, None)[1] for ref in keep or []])
     if yes:
-        run_prune(place, plan)
+        run_prune(store, plan)
     if as_json:
         names = {"remove": [n.sha256 for n in plan.remove], "keep": [n.sha256 for n in plan.keep]}
         print(json.dumps(names | {"bytes": plan.bytes, "removed": yes}, indent=2))
@@ -64,8 +64,8 @@ def export(
     from xray_runtime.lineage.bundle import export as run_export
     from xray_runtime.lineage.reference import resolve
 
-    place, node = resolve(ref, output, tracking_uri)
-    count = run_export(place, node, bundle)
+    store, node = resolve(ref, output, tracking_uri)
+    count = run_export(store, node, bundle)
     print(f"{bundle}: {count} checkpoints; `xray audit {bundle}` checks it")
 
 
@@ -99,13 +99,13 @@ def fetch(
 ) -> None:
     """Fetch missing or damaged checkpoints from the shared store, with the public keys of their signers.
 
-    Exit codes: 0 all are here and sound, 1 the store lacks some, 2 bad input.
+    Exit codes: 0 all are present and sound, 1 the store lacks some, 2 bad input.
     """
     raise typer.Exit(FAILED if _fetch(output.absolute(), storage, everything) else 0)
 
 
 def _fetch(output: Path, storage: str | None, everything: bool) -> list[str]:
-    """Fetch, with a line a checkpoint; returns the names of those that are missing."""
+    """Fetch and print one line per checkpoint; returns the names of missing ones."""
     from xray_runtime.lineage.keys import exchange_keys
     from xray_runtime.lineage.log import log_checkpoints
     from xray_runtime.lineage.signing import signing_key
@@ -121,7 +121,7 @@ def _fetch(output: Path, storage: str | None, everything: bool) -> list[str]:
         )
     url = storage or saved_config(output).runtime.storage
     if url is None:
-        raise ConfigError("--storage: is not set, and the directory's config.yaml names no store: give its URL")
+        raise ConfigError("--storage: is not set, and the directory's config.yaml names no store; give its URL")
     try:
         shared = SharedStore(url, PATIENCE_S)
         names = shared.names(CHECKPOINTS) if everything else _recorded(output)
@@ -130,13 +130,13 @@ def _fetch(output: Path, storage: str | None, everything: bool) -> list[str]:
         exchange_keys(output, shared)
         store, missing = Store(output / CHECKPOINTS, shared), []
         for name in names:
-            place = store.root / name
-            sound = place.exists() and not verify(place)
-            fetched = not sound and store.fetch(place)
+            directory = store.root / name
+            sound = directory.exists() and not verify(directory)
+            fetched = not sound and store.fetch(directory)
             if not sound and not fetched:
                 missing.append(name)
             if fetched:
-                log_checkpoints(output, key, {name: file_sha256(place / MANIFEST)}, here=False)
+                log_checkpoints(output, key, {name: file_sha256(directory / MANIFEST)}, here=False)
             print(f"{'present' if sound else 'fetched' if fetched else 'missing'}  {name}")
     except StorageError as error:
         raise ConfigError(f"--storage: {error}") from None
@@ -152,4 +152,6 @@ def _recorded(output: Path) -> list[str]:
         stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
         return [f"{stage['name']}-{stage['key'][:12]}" for stage in stages]
     except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigError(f"--output: there is no {LIFECYCLE} in {str(output)!r} to say which: use --all") from None
+        raise ConfigError(
+            f"--output: there is no {LIFECYCLE} in {str(output)!r} to list checkpoints; use --all"
+        ) from None

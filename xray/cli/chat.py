@@ -1,4 +1,4 @@
-"""`xray chat`: talk to a checkpoint, also in an environment, at a terminal or line by line through a pipe."""
+"""`xray chat`: chat with a checkpoint, optionally in an environment, at a terminal or through a pipe."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def chat(
     """
     from xray_runtime.lineage.reference import resolve
 
-    place, node = resolve(ref, output, tracking_uri)
-    _chat(place, node, temperature, max_new_tokens, seed, _environment(node, environment))
+    store, node = resolve(ref, output, tracking_uri)
+    _chat(store, node, temperature, max_new_tokens, seed, _environment(node, environment))
 
 
 def sampling_of(config: LifecycleConfig, temperature: float | None, max_new_tokens: int | None) -> tuple[float, int]:
@@ -86,7 +86,7 @@ def shown(text: str) -> str:
 
 
 def typed(line: str) -> str:
-    """A line of input as it was typed; bytes that are not text become "?"."""
+    """A line of input without its newline; bytes that are not text become "?"."""
     return line.removesuffix("\n").encode("utf-8", "replace").decode()
 
 
@@ -123,7 +123,7 @@ def _pool(config: EnvironmentConfig | None) -> Iterator[EnvironmentPool | None]:
 
 
 def _chat(
-    place: LineageStore,
+    store: LineageStore,
     node: Node,
     temperature: float | None,
     max_new_tokens: int | None,
@@ -144,30 +144,30 @@ def _chat(
     from xray_runtime.seeding import derive_seed
 
     require_language_model(node)
-    config = saved_config(place.output)
+    config = saved_config(store.output)
     temperature, max_new_tokens = sampling_of(config, temperature, max_new_tokens)
     limits = PromptLimits(node.directory, max_new_tokens, temperature)
-    words = Console(stderr=True, highlight=False, soft_wrap=True)
-    words.print(Text(f"{node.name}  {node.sha256}", style="bold"))
-    with words.status("auditing"):
-        result = audit(place, [node])
-    words.print(audit_summary(result))
-    context = trained_context(place.graph, node)
-    seen = f"the last {context} message(s), as in its training data" if context is not None else "the conversation"
-    words.print(f"it sees {seen}; up to {max_new_tokens} tokens a reply at temperature {temperature:g}", style="dim")
-    columns = trained_columns(place.graph, node) if environment is not None else []
+    stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+    stderr.print(Text(f"{node.name}  {node.sha256}", style="bold"))
+    with stderr.status("auditing"):
+        result = audit(store, [node])
+    stderr.print(audit_summary(result))
+    context = trained_context(store.graph, node)
+    scope = f"the last {context} message(s), as in its training data" if context is not None else "the conversation"
+    stderr.print(f"it sees {scope}; up to {max_new_tokens} tokens a reply at temperature {temperature:g}", style="dim")
+    columns = trained_columns(store.graph, node) if environment is not None else []
     if columns:
-        lacking = f"{', '.join(columns)}: its training data has such columns, messages here do not"
-        words.print(Text(f"{lacking}; where the environment reads one, the episode fails", style="yellow"))
+        lacking = f"{', '.join(columns)}: columns of its training data that chat messages lack"
+        stderr.print(Text(f"{lacking}; an episode fails if its environment reads one", style="yellow"))
     with _pool(environment) as pool:
-        with words.status("loading"):
+        with stderr.status("loading"):
             model = ChatModel(node.directory, limits, this_machine(config.runtime.device).device)
         max_turns = environment.max_turns if environment is not None else 1
         history: Messages = []
         for turn, line in enumerate(_lines()):
             prompt = limits.cut(last_messages([*history, {"role": "user", "content": typed(line)}], context))
             events = play(model, limits, prompt, derive_seed(seed, "chat", turn), pool, max_turns)
-            reply = _show(events, words)
+            reply = _show(events, stderr)
             if reply is not None:
                 history = [*prompt, {"role": "assistant", "content": reply}]
 
@@ -186,7 +186,7 @@ def _lines() -> Iterator[str]:
         print()
 
 
-def _show(events: Iterator[str | Step], words: Console) -> str | None:
+def _show(events: Iterator[str | Step], stderr: Console) -> str | None:
     """Print replies as they arrive, and the environment's answers; returns the last reply, if there is one.
 
     Ctrl-C ends the reply, not the conversation.
@@ -194,12 +194,12 @@ def _show(events: Iterator[str | Step], words: Console) -> str | None:
     from xray_runtime.environments.pool import EnvironmentFailure
 
     console = Console(highlight=False, soft_wrap=True)
-    said: list[str] = []
+    pieces: list[str] = []
     ended = True
     try:
         for event in events:
             if isinstance(event, str):
-                said = [event] if ended else [*said, event]
+                pieces = [event] if ended else [*pieces, event]
                 ended = False
                 # Programs that read from a pipe count lines.
                 text = shown(event) if console.is_terminal else shown(event).replace("\n", " ")
@@ -207,23 +207,23 @@ def _show(events: Iterator[str | Step], words: Console) -> str | None:
             else:
                 console.print()
                 ended = True
-                _show_step(event, words)
+                _show_step(event, stderr)
     except KeyboardInterrupt:
         console.print("…", end="")
         ended = False
     except EnvironmentFailure as error:
-        words.print(Text(f"the environment failed: {shown(str(error))}", style="red"))
+        stderr.print(Text(f"the environment failed: {shown(str(error))}", style="red"))
     except ValueError as error:
-        words.print(Text(str(error), style="red"))
+        stderr.print(Text(str(error), style="red"))
         if not sys.stdin.isatty():
             raise typer.Exit(BAD_INPUT) from None
     if not ended:
         console.print()
-    return "".join(said) if said else None
+    return "".join(pieces) if pieces else None
 
 
-def _show_step(step: Step, words: Console) -> None:
+def _show_step(step: Step, stderr: Console) -> None:
     for message in step.messages:
-        words.print(Text(f"[{shown(message['content'])}]", style="dim"))
+        stderr.print(Text(f"[{shown(message['content'])}]", style="dim"))
     if step.reward or step.terminated or step.truncated:
-        words.print(Text(f"[reward {step.reward:g}]", style="dim"))
+        stderr.print(Text(f"[reward {step.reward:g}]", style="dim"))

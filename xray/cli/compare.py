@@ -1,4 +1,4 @@
-"""`xray compare` and `xray preferences`: people judge two models blindly; the verdicts become training data."""
+"""`xray compare` and `xray preferences`: blind human comparison of two models; the verdicts become training data."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ def compare(
 
     console = Console(stderr=as_json, highlight=False)
     a, b = resolve(first, output, tracking_uri), resolve(second, output, tracking_uri)
-    place, models = require_two(a, b), (a[1], b[1])
-    config = saved_config(place.output)
+    store, models = require_two(a, b), (a[1], b[1])
+    config = saved_config(store.output)
     chosen_temperature, longest = sampling_of(config, temperature, max_new_tokens)
     source = checked_source(prompts)
-    _require_sound(place, models, console)
+    _require_sound(store, models, console)
     comparison = plan_comparison(
-        place, models, config, source, temperature=chosen_temperature, max_new_tokens=longest, seed=seed
+        store, models, config, source, temperature=chosen_temperature, max_new_tokens=longest, seed=seed
     )
-    directory = session_directory(place.output, comparison.setup)
+    directory = session_directory(store.output, comparison.setup)
     with file_lock(directory):
         session = open_session(directory)
         _ask(comparison, session, comparison.prompts[:count], judge or getpass.getuser(), console)
@@ -77,7 +77,7 @@ def compare(
     if as_json:
         print(json.dumps(result, indent=2))
     else:
-        _print_result(result, place, console)
+        _print_result(result, store, console)
 
 
 def preferences(output: Root, tracking_uri: Tracking = None, as_json: AsJson = False) -> None:
@@ -88,13 +88,13 @@ def preferences(output: Root, tracking_uri: Tracking = None, as_json: AsJson = F
     from xray_runtime.feedback.publication import publish
     from xray_runtime.lineage.reference import open_lineage_store
 
-    place = open_lineage_store(output, tracking_uri)
-    done = publish(place, saved_config(output).project, getpass.getuser())
+    store = open_lineage_store(output, tracking_uri)
+    done = publish(store, saved_config(output).project, getpass.getuser())
     if as_json:
         print(json.dumps({"uri": done.checkpoint.uri, "sha256": done.checkpoint.sha256} | done.stats, indent=2))
         return
     counts = done.stats
-    print(f"{counts['pairs']} pairs from {counts['judgements']} judgements by {_people(counts)}")
+    print(f"{counts['pairs']} pairs from {counts['judgements']} judgements by {_judges(counts)}")
     if done.heldout:
         print(f"{done.heldout} of them are on held-out prompts, which are never trained on")
     print(f"{'published' if done.is_new else 'already published'}: {done.checkpoint.uri}")
@@ -121,7 +121,7 @@ def _ask(comparison: Comparison, session: Session, prompts: list[Messages], judg
 
 @dataclass(frozen=True)
 class _Interview:
-    """One person who judges in a session."""
+    """The questions of one judge in a session."""
 
     session: Session
     sampler: Sampler
@@ -131,21 +131,22 @@ class _Interview:
     def ask_listed(self, prompts: list[Messages], done: set[int]) -> None:
         from xray_runtime.feedback.comparison import BATCH
 
-        there = len(self.session.questions)
-        coming = [self.sampler.submit(prompts[start : start + BATCH]) for start in range(there, len(prompts), BATCH)]
-        asked: list[int] = []
+        num_listed = len(self.session.questions)
+        starts = range(num_listed, len(prompts), BATCH)
+        pending = [self.sampler.submit(prompts[start : start + BATCH]) for start in starts]
+        answered: list[int] = []
         number = 0
         while number < len(prompts):
-            if number >= there:
-                self._wait(coming[(number - there) // BATCH])
+            if number >= num_listed:
+                self._wait(pending[(number - num_listed) // BATCH])
             question = self.session.questions[number]
             if number in done or question.a == question.b:
                 number += 1
             elif self._ask(question, f"{number + 1} of {len(prompts)}"):
                 done.add(number)
-                asked.append(number)
-            elif asked:
-                number = asked.pop()
+                answered.append(number)
+            elif answered:
+                number = answered.pop()
                 done.discard(number)
 
     def ask_typed(self, comparison: Comparison, done: set[int]) -> None:
@@ -163,17 +164,17 @@ class _Interview:
             self._wait(self.sampler.submit([prompt]))
             question = self.session.questions[-1]
             if question.a == question.b:
-                self.console.print(Text(f"both say: {shown(question.a)}"))
+                self.console.print(Text(f"both replied: {shown(question.a)}"))
             else:
                 self._ask_last(question)
 
     def _ask_last(self, question: Question) -> None:
         while not self._ask(question, str(question.number + 1)):
-            self.console.print("this is the first question: there is none to go back to", style="red")
+            self.console.print("this is the first question: there is no earlier one", style="red")
 
-    def _wait(self, coming: Future[None]) -> None:
+    def _wait(self, pending: Future[None]) -> None:
         with self.console.status("the models are answering"):
-            coming.result()
+            pending.result()
 
     def _ask(self, question: Question, progress: str) -> bool:
         """Show one question and save the verdict; False if the person goes back instead."""
@@ -217,22 +218,22 @@ def _key() -> str:
     return line.strip().lower()
 
 
-def _require_sound(place: LineageStore, models: tuple[Node, Node], console: Console) -> None:
+def _require_sound(store: LineageStore, models: tuple[Node, Node], console: Console) -> None:
     """Audit the models first: the verdicts become training data."""
     from xray_runtime.lineage.audit.checkpoints import audit
 
     with audit_progress(console) as on_progress:
-        result = audit(place, models, on_progress=on_progress)
+        result = audit(store, models, on_progress=on_progress)
     if not result.is_sound:
         Console(stderr=True, highlight=False, soft_wrap=True).print(audit_summary(result))
         raise typer.Exit(FAILED)
 
 
-def _print_result(result: dict[str, Any], place: LineageStore, console: Console) -> None:
+def _print_result(result: dict[str, Any], store: LineageStore, console: Console) -> None:
     verdicts, rate = result["verdicts"], result["win_rate"]
     console.print()
     if rate is None:
-        console.print("nothing was judged yet")
+        console.print("there are no verdicts yet")
         return
     low, high = result["win_rate_ci95"]
     rows = {"a": (rate, low, high), "b": (1 - rate, 1 - high, 1 - low)}
@@ -243,11 +244,11 @@ def _print_result(result: dict[str, Any], place: LineageStore, console: Console)
     print_table(console, ("model", "preferred", "win rate", "95%"), cells)
     console.print(
         f"{result['prompts']} prompts judged: {verdicts['tie']} ties and {verdicts['bad']} both bad count half; "
-        f"{verdicts['skip']} skipped, {result['same_reply']} not asked (the same reply twice)"
+        f"{verdicts['skip']} skipped, {result['same_reply']} not asked (equal replies)"
     )
-    console.print(Text(f"judged by: {_people(result)}"))
-    console.print(Text(f"publish them as a dataset: xray preferences --output {place.output}"), soft_wrap=True)
+    console.print(Text(f"judged by: {_judges(result)}"))
+    console.print(Text(f"publish them as a dataset: xray preferences --output {store.output}"), soft_wrap=True)
 
 
-def _people(counts: dict[str, Any]) -> str:
+def _judges(counts: dict[str, Any]) -> str:
     return ", ".join(f"{shown(name)} {number}" for name, number in counts["judges"].items())

@@ -1,4 +1,4 @@
-"""`xray run --verify-determinism`: compute the first steps of every stage twice and compare the bytes."""
+"""`xray run --verify-determinism`: compute the first steps of each stage twice and compare the bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def verify_determinism(job: dict[str, Any], runtime: RuntimeConfig, directory: P
     if "config" in job:
         # A shared store would supply the second result.
         job["config"] = job["config"] | {"runtime": job["config"]["runtime"] | {"storage": None}}
-    found: list[dict[str, str]] = []
+    digests: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory(dir=directory, prefix="determinism-") as root:
         for name in ("first", "second"):
             output = Path(root) / name
@@ -31,8 +31,8 @@ def verify_determinism(job: dict[str, Any], runtime: RuntimeConfig, directory: P
             if code:
                 return code
             content = json.loads((output / LIFECYCLE).read_text())
-            found.append({stage["name"]: stage["checkpoint"]["sha256"] for stage in content["stages"]})
-    first, second = found
+            digests.append({stage["name"]: stage["checkpoint"]["sha256"] for stage in content["stages"]})
+    first, second = digests
     rows = [
         (stage, sha256[:12], second.get(stage, "")[:12], "same bytes" if sha256 == second.get(stage) else "DIFFERENT")
         for stage, sha256 in first.items()

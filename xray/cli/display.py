@@ -1,4 +1,4 @@
-"""Output at the terminal: one line a stage with rate and time left, then a summary."""
+"""Terminal output: one line per stage with rate and remaining time, then a summary."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PLAIN_SECONDS = 15.0
 
 
 class LiveStages:
-    """Live progress of all stages, read from the run's progress actor; plain lines where there is no terminal.
+    """Live progress of all stages, from the run's progress actor; plain lines without a terminal.
 
     Args:
         heartbeat: file to touch whenever there is progress.
@@ -88,7 +88,7 @@ class LiveStages:
     def _follow(self, read: Callable[[], dict[str, Any]], ended: threading.Event) -> None:
         while True:
             last = ended.wait(POLL_SECONDS)
-            with contextlib.suppress(Exception):  # the cluster may be going down: nothing to show then
+            with contextlib.suppress(Exception):  # the cluster may be shutting down
                 latest = read()
                 if latest != self._latest and self._heartbeat is not None:
                     self._heartbeat.touch()
@@ -131,7 +131,7 @@ class LiveTrials(LiveStages):
 
     def __init__(self, console: Console, heartbeat: Path) -> None:
         super().__init__(console, heartbeat)
-        self._at_work: dict[int, Trial] = {}
+        self._running: dict[int, Trial] = {}
 
     def watching_trials(self) -> contextlib.AbstractContextManager[None]:
         """Follow running trials while the context lasts."""
@@ -143,19 +143,19 @@ class LiveTrials(LiveStages):
         if self._heartbeat is not None:
             self._heartbeat.touch()
         if record.state == "running":
-            self._at_work[record.number] = trial
+            self._running[record.number] = trial
             text = ", ".join(f"{path} = {json.dumps(value)}" for path, value in record.values.items())
         else:
-            self._at_work.pop(record.number, None)
+            self._running.pop(record.number, None)
             outcome = f"{trial.search.metric} {record.value:.4g}" if record.value is not None else record.state
             text = f"{outcome} {record.error or ''}".rstrip()
         self._console.print(f"trial {record.number}: {text}", highlight=False, soft_wrap=True, markup=False)
 
     def _stages(self) -> dict[str, Any]:
-        at_work = {number: trial.progress() for number, trial in list(self._at_work.items())}
+        running = {number: trial.progress() for number, trial in list(self._running.items())}
         return {
             f"{number} {stage}": done
-            for number, progress in at_work.items()
+            for number, progress in running.items()
             if progress is not None
             for stage, done in _latest(progress).items()
         }
@@ -171,7 +171,7 @@ def failure_lines(error: BaseException, output: Path) -> list[str]:
 
 
 def print_summary(console: Console, content: dict[str, Any], output: Path) -> None:
-    """Stages, headline numbers, and where to look next."""
+    """Print stages, main results, and paths of reports."""
     rows = [(stage["name"], stage["checkpoint"]["sha256"][:12], computed_text(stage)) for stage in content["stages"]]
     print_table(console, ("stage", "checkpoint", "computed in"), rows)
     e, registered = content["evaluation"], content["registered"]
@@ -185,13 +185,13 @@ def print_summary(console: Console, content: dict[str, Any], output: Path) -> No
     lines += [
         f"report      {output / 'report.html'}",
         f"record      {output / 'lifecycle.json'}",
-        *where_mlflow_shows_it(content["mlflow_page"], output),
+        *mlflow_page_lines(content["mlflow_page"], output),
     ]
     for line in lines:
         print_indented(console, line[:TITLE], line[TITLE:])
 
 
-def where_mlflow_shows_it(page: str, output: Path) -> list[str]:
+def mlflow_page_lines(page: str, output: Path) -> list[str]:
     """The run's page on an MLflow server, or the command that starts a server for it."""
     if page.startswith("http"):
         return [f"in MLflow   {page}"]

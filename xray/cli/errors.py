@@ -1,4 +1,4 @@
-"""Errors of a command are one line on stderr and an exit code; an unexpected one also leaves a trace in a file."""
+"""Errors of a command: one line on stderr and an exit code; an unexpected error also writes its traceback to a file."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def one_line() -> Iterator[None]:
 
 @contextlib.contextmanager
 def root_cause_only(hint: str = "") -> Iterator[None]:
-    """Turn what a flow or an actor raised into a line with its root cause. Bad input passes through."""
+    """Turn an exception of a flow or an actor into one line with its root cause. Bad input passes through."""
     try:
         yield
     except (ConfigError, OSError, typer.Abort, typer.Exit):

@@ -32,14 +32,13 @@ MAX_SHOWN = 6
 
 
 def explain(job: Mapping[str, Any], output: Path, console: Console) -> int:
-    """Print a line a stage; returns exit code 0. Raises ConfigError if the graph cannot be built."""
+    """Print one line per stage; returns exit code 0. Raises ConfigError if the graph cannot be built."""
     graphs, waits_for = _graphs(job, output)
     for directory, graph in graphs:
         print_table(console, ("stage", "", "why"), explained(graph, directory))
     if waits_for is not None:
-        console.print(
-            f"stages called after the flow reads {waits_for}'s result cannot be known before it runs", highlight=False
-        )
+        text = f"the flow reads the result of {waits_for}: stages that it calls afterwards are unknown until it runs"
+        console.print(text, highlight=False)
     return 0
 
 
@@ -84,7 +83,7 @@ def _explain_stage(call: StageCall, graph: Graph, output: Path, known: dict[str,
         return "cached", f"key {identity.key[:12]}, checkpoint {found.sha256[:12]}"
     before = _newest(output / CHECKPOINTS, call.name)
     if before is None:
-        return "compute", "it was never computed here"
+        return "compute", "never computed in this directory"
     changes = differences(before.identity, identity)
     shown = "; ".join(changes[:MAX_SHOWN])
     if len(changes) > MAX_SHOWN:
@@ -106,7 +105,7 @@ def _newest(store: Path, stage: str) -> Manifest | None:
 
 
 def differences(before: Identity, after: Identity) -> list[str]:
-    """The changes from one identity to another, a phrase each."""
+    """The changes from one identity to another, one phrase each."""
     changes = []
     if before.kind != after.kind:
         changes.append(f"kind {before.kind} → {after.kind}")

@@ -1,4 +1,4 @@
-"""A job: what the supervisor hands to the process that runs it, and the exit codes of commands."""
+"""The job that the supervisor passes to the process that runs it, and the exit codes of commands."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from xray.flows.subject import Subject
 from xray_runtime.config.loading import validate
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Signals by which people stop a run."""
+"""Signals that stop a run."""
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-"""Exit codes of commands. FAILED also says that an audit, a gate or a comparison says no."""
+"""Exit codes of commands. FAILED also means that an audit or a gate found something."""
 
 
 class Job(BaseModel):
-    """A run or a search, as its own process reads it."""
+    """A run or a search."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    place: Path
+    directory: Path
     """Directory of this job's own files."""
     output: Path
     """Directory of servers and logs and, with `config`, of the run."""
@@ -32,7 +32,7 @@ class Job(BaseModel):
     """A user's own flow, as `module:flow`."""
     parameters: dict[str, Any] = {}
     fields: dict[str, Any] = {}
-    """`STAGE.FIELD` → value, in place of what the flow says."""
+    """`STAGE.FIELD` → value, which overrides the flow's."""
     replace_output: bool = False
     """Whether the workspace of the flow uses `output` instead of its own directory."""
     until: str | None = None
@@ -41,25 +41,25 @@ class Job(BaseModel):
     as_json: bool = False
 
     def subject(self) -> Subject:
-        """What is run or searched. Raises ConfigError where the config is not allowed."""
+        """The config or flow to run. Raises ConfigError if the config is not allowed."""
         config = validate(self.config) if self.config is not None else None
         return Subject(config=config, flow=self.flow, parameters=self.parameters, fields=self.fields)
 
     @property
     def file(self) -> Path:
-        return self.place / "job.json"
+        return self.directory / "job.json"
 
     @property
     def heartbeat(self) -> Path:
         """Touched whenever the run makes progress."""
-        return self.place / "heartbeat"
+        return self.directory / "heartbeat"
 
     @property
     def ended(self) -> Path:
-        """Written by a process that was not killed; holds the reason if the run was lost."""
-        return self.place / "ended"
+        """Written by a process that was not killed; contains the reason if the run was lost."""
+        return self.directory / "ended"
 
     @property
     def outputs(self) -> Path:
         """Output directories that the flow chose itself, one a line."""
-        return self.place / "outputs"
+        return self.directory / "outputs"

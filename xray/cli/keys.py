@@ -59,7 +59,7 @@ def rotate(
 
 
 def _usable(call: Callable[[], T]) -> T:
-    """Call `call`; a public key that cannot be used is bad input."""
+    """Call `call`; an unusable public key is bad input."""
     try:
         return call()
     except ValueError as error:

@@ -51,15 +51,15 @@ def lineage(
     from xray_runtime.lineage.reference import resolve, resolve_history
     from xray_runtime.lineage.render import lineage_json, lineage_text, selection
 
-    # Descendants, and the checkpoints that a page compares with, are only found by reading every manifest.
+    # Descendants and a page's comparisons need every manifest; a plain history does not.
     read = resolve if descendants or html is not None else resolve_history
-    place, node = read(ref, output, tracking_uri)
+    store, node = read(ref, output, tracking_uri)
     if html is not None:
-        write_html(html, place, node, selection(place.graph, node, descendants))
+        write_html(html, store, node, selection(store.graph, node, descendants))
     if as_json:
-        print(json.dumps(lineage_json(place.graph, node, descendants), indent=2))
+        print(json.dumps(lineage_json(store.graph, node, descendants), indent=2))
     else:
-        sys.stdout.writelines(line + "\n" for line in lineage_text(place.graph, node, descendants))
+        sys.stdout.writelines(line + "\n" for line in lineage_text(store.graph, node, descendants))
 
 
 def diff(
@@ -115,20 +115,20 @@ def audit(
         if found is not None:
             report(found, hashing, as_json)
     if everything == (ref is not None):
-        raise ConfigError("REF, --all: exactly one of them is required")
+        raise ConfigError("REF, --all: exactly one is required")
     if public_key is not None and not public_key.is_file():
         raise ConfigError(f"--public-key: {str(public_key)!r} is not a file")
     starts = None
     if ref is not None:
-        place, node = resolve(ref, output, tracking_uri)
+        store, node = resolve(ref, output, tracking_uri)
         starts = [node]
     elif output is not None:
-        place = open_lineage_store(output, tracking_uri)
+        store = open_lineage_store(output, tracking_uri)
     else:
         raise ConfigError("--all: needs --output DIR")
     with audit_progress(Console(stderr=True)) as on_progress:
         result = run_audit(
-            place,
+            store,
             starts,
             public=public_key,
             hashing=hashing,
@@ -136,7 +136,7 @@ def audit(
             expect=head,
             on_progress=on_progress,
         )
-    report(result, hashing, as_json, mlflow_pages(place, starts))
+    report(result, hashing, as_json, mlflow_pages(store, starts))
 
 
 @contextlib.contextmanager
@@ -146,14 +146,14 @@ def audit_progress(console: Console) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: status.update(f"auditing: {done} of {total} checkpoints read")
 
 
-def mlflow_pages(place: LineageStore, nodes: Sequence[Node] | None) -> list[str]:
+def mlflow_pages(store: LineageStore, nodes: Sequence[Node] | None) -> list[str]:
     """MLflow pages of the registered versions of `nodes` (None: all), or the command that shows them."""
     from xray_runtime.lineage.model_page import model_addresses
 
-    uri = place.tracking_uri
+    uri = store.tracking_uri
     if uri is None:
         return []
-    addresses = model_addresses(place.output, None if nodes is None else {node.sha256 for node in nodes})
+    addresses = model_addresses(store.output, None if nodes is None else {node.sha256 for node in nodes})
     if uri.startswith("http"):
         return [f"{strip_credentials(uri).rstrip('/')}/{address}" for address in addresses]
     return [f"mlflow ui --backend-store-uri {uri}, then http://127.0.0.1:5000/{address}" for address in addresses]
@@ -169,7 +169,7 @@ def _head(text: str | None) -> Head | None:
 
 
 def _unreadable(directory: Path) -> Audit | None:
-    """The audit of a checkpoint whose manifest is malformed: a finding, not bad input."""
+    """The audit of a checkpoint with a malformed manifest, which is a finding and not bad input."""
     from xray_runtime.lineage.audit.checkpoints import Audit
     from xray_runtime.lineage.audit.findings import Finding
     from xray_runtime.store.checkpoints import read_manifest

@@ -27,7 +27,7 @@ def _root() -> None:
 def automations() -> None:
     """Install automations on the Prefect server at PREFECT_API_URL: mark lost runs Crashed, notify people."""
     if not os.environ.get("PREFECT_API_URL"):
-        raise ConfigError("PREFECT_API_URL: is not set: set it to the address of a Prefect server")
+        raise ConfigError("PREFECT_API_URL: is not set; set it to the address of a Prefect server")
     from xray.deployments.automations import install
 
     print("\n".join(f"installed: {name}" for name in install()) or "nothing to install: all are up to date")
@@ -39,7 +39,7 @@ COMMANDS: tuple[Any, ...] = (
     *(chat.chat, compare.compare, compare.preferences, promote, serve),
     *(artifacts.prune, artifacts.export, artifacts.import_, artifacts.fetch),
 )
-"""In the order of `xray --help`."""
+"""Commands, in the order of `xray --help`."""
 for command in COMMANDS:
     app.command(command.__name__.rstrip("_"))(command)
 app.add_typer(keys.app, name="keys")

@@ -1,4 +1,4 @@
-"""`xray plan`: where the models of a graph would go on a machine, before anything is started."""
+"""`xray plan`: layout and placement of a graph's models on a machine, without starting anything."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def _read(
     memory_gib: str | None,
     sequence_tokens: str | None,
 ) -> tuple[Planner, Machine, str | None]:
-    """What plans, the machine, and what will be slow there."""
+    """(planner, machine, warning about slow precision or None)."""
     if (target is None) == (params is None):
         given = "both are given" if target is not None else "neither is given"
-        raise ConfigError(f"CONFIG, --params: {given}, must be one of them")
+        raise ConfigError(f"CONFIG, --params: {given}; exactly one is required")
     num_devices = _number("--devices", devices, 1, MAX_DEVICES, whole=True)
     memory = _number("--memory-gib", memory_gib, 1 / 16, 65_536)
     length = _number("--sequence-tokens", sequence_tokens, 2, 2**24, whole=True)
@@ -92,7 +92,7 @@ def _read(
         return _of_parameters(count, int(length or 1024)), machine_of("auto", num_devices, memory), None
     if length is not None:
         raise ConfigError(
-            f"--sequence-tokens: {sequence_tokens} is not allowed: must be given with --params; a graph says its own "
+            f"--sequence-tokens: {sequence_tokens} is not allowed: must be given with --params; a graph has its own "
             "lengths: max_prompt_tokens, max_new_tokens"
         )
     graph = read_subject(target, overrides).recorded()
@@ -102,7 +102,7 @@ def _read(
 
 
 def _number(option: str, text: str | None, low: float, high: float, *, whole: bool = False) -> float | None:
-    """`text` as a number from `low` to `high`. Options arrive as text, so that a wrong one is one line of ours."""
+    """`text` as a number from `low` to `high`. Options are text, so that errors have X-ray's form."""
     if text is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""`xray promote`: the flow of `flows/promote.py`, which asks its question at this terminal."""
+"""`xray promote`: the flow of `flows/promote.py`, with the approval at this terminal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def promote(
     by: By = None,
     note: Annotated[
         str | None,
-        typer.Option(help="Approve without being asked; the reason is recorded with the decision."),
+        typer.Option(help="Approve without a prompt; the note is recorded with the decision."),
     ] = None,
     gates: Annotated[
         list[str] | None,
@@ -88,7 +88,7 @@ def _check(
     verdicts: str | None,
     tracking_uri: str | None,
 ) -> PromotionConfig | None:
-    """Check the input before a server is started for it; returns the bounds that were set by hand."""
+    """Check the input before starting servers; returns the bounds from --set."""
     from xray_runtime.feedback.publication import JUDGEMENTS
     from xray_runtime.lineage.reference import open_lineage_store, resolve
 
@@ -96,7 +96,7 @@ def _check(
         if not entry.startswith(GATES):
             raise ConfigError(f"--set {entry!r} is not allowed: must be {GATES}GATE=VALUE")
     if note is None and not sys.stdin.isatty():
-        raise ConfigError("--note: is required without a terminal, where no one can be asked")
+        raise ConfigError("--note: is required without a terminal")
     open_lineage_store(output, tracking_uri)
     bounds = load_config(None, gates).promotion if gates else None
     if candidate is not None:
@@ -104,7 +104,7 @@ def _check(
     if verdicts is not None:
         _, node = resolve(verdicts, output, tracking_uri)
         if node.manifest.kind != JUDGEMENTS:
-            raise ConfigError(f"--verdicts: {node.name} is not allowed: must be what `xray preferences` published")
+            raise ConfigError(f"--verdicts: {node.name} is not allowed: must be a dataset of `xray preferences`")
     return bounds
 
 

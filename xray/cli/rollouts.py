@@ -35,9 +35,7 @@ def rollouts(
     ] = None,
     min_reward: Annotated[float | None, typer.Option(help="Lowest reward, as scored.")] = None,
     max_reward: Annotated[float | None, typer.Option(help="Highest reward, as scored.")] = None,
-    failed: Annotated[
-        bool, typer.Option("--failed", help="Only rows for which a source failed to give a score.")
-    ] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Only rows for which a source failed.")] = False,
     unused: Annotated[bool, typer.Option("--unused", help="Only rows that no update used.")] = False,
     limit: Annotated[int, typer.Option(min=0, help="Maximum number of rows shown; 0: all.")] = 20,
     tracking_uri: Tracking = None,
@@ -97,18 +95,18 @@ def replay(
     """Recompute a policy's training from its inputs, up to an iteration, and compare every byte.
 
     Rollouts are compared with the ledger, weights with the digests in it, and after the last iteration with the
-    checkpoint. Exit codes: 0 the same, 1 different (the first place is named) or it failed, 2 bad input.
+    checkpoint. Exit codes: 0 the same, 1 different (the first difference is named) or failed, 2 bad input.
     """
     from xray_runtime.lineage.reference import resolve
     from xray_runtime.lineage.replay import replayable
 
     add_working_directory()
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
-    place, node = resolve(ref, output, tracking_uri)
-    stage = replayable(node, place.graph, iteration)
+    store, node = resolve(ref, output, tracking_uri)
+    stage = replayable(node, store.graph, iteration)
     tag = start_reaper()
     try:
-        with tempfile.TemporaryDirectory(prefix="replay-", dir=place.output) as scratch:
+        with tempfile.TemporaryDirectory(prefix="replay-", dir=store.output) as scratch:
             changes = _changes(stage, Path(scratch))
             for change in changes:
                 console.print(Text(f"changed since then: {change}"))
@@ -150,12 +148,16 @@ def _run(stage: Replayable, iteration: int, scratch: Path, console: Console) -> 
 
 
 def _summary(result: Replay) -> list[str]:
-    taken = [f"scores taken from the ledger, as servers gave them: {', '.join(result.taken)}"] if result.taken else []
+    notes = (
+        [f"scores of servers were read from the ledger, not requested again: {', '.join(result.taken)}"]
+        if result.taken
+        else []
+    )
     if result.difference is None:
         weights = f"; weights {result.weights[:12]}" if result.weights else ""
         count = f"{len(result.compared)} iterations, to iteration {result.iteration}"
-        return [*taken, f"the same bytes: rollouts of {count}{weights}"]
-    lines = [*taken, f"DIFFERENT: {result.difference}"]
+        return [*notes, f"the same bytes: rollouts of {count}{weights}"]
+    lines = [*notes, f"DIFFERENT: {result.difference}"]
     if result.changed_since:
         lines.append("Recomputing gives the published bytes: the file was changed afterwards (see `xray audit`).")
     return lines

@@ -41,7 +41,7 @@ def run(
     ] = False,
     until: Annotated[str | None, typer.Option(metavar="STAGE", help="The last stage to compute.")] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start over; move the directory's present content aside.")
+        bool, typer.Option("--fresh", help="Start over; move the directory's current content aside.")
     ] = False,
     why: Annotated[
         bool, typer.Option("--explain", help="Run nothing; for each stage, explain why it is cached or what changed.")
@@ -85,13 +85,13 @@ def run(
 
 
 def _job(target: str, overrides: list[str], output: Path | None) -> tuple[dict[str, Any], RuntimeConfig, Path]:
-    """(fields of the job, the runtime its supervisor needs, output directory). Raises ConfigError."""
+    """(fields of the job, runtime for its supervisor, output directory). Raises ConfigError."""
     subject = read_subject(target, overrides)
     directory = (output or Path("runs") / output_name(target)).absolute()
     config = subject.config
     if config is None:
         if subject.fields:
-            # A field of no stage would change nothing.
+            # Refuse a field that belongs to no stage.
             subject.recorded_graphs()
         return subject.job() | {"replace_output": output is not None}, RuntimeConfig(), directory
     check_before_start(recorded_graph(config))

@@ -141,7 +141,7 @@ def _search(job: Job, console: Console, health: Health) -> dict[str, Any]:
 
 
 def _interrupt(*_: Any) -> None:
-    # A second one must not cut the clean-up short.
+    # A second signal must not interrupt the clean-up.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
@@ -160,5 +160,5 @@ if __name__ == "__main__":
     code = main(job)
     job.ended.touch()
     sys.stdout.flush()
-    # Threads of Ray and Prefect must not delay the exit; the supervisor kills what is left.
+    # Threads of Ray and Prefect must not delay the exit; the supervisor kills the rest.
     os._exit(code)

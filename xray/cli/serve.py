@@ -1,7 +1,7 @@
-"""`xray serve`: a model behind an OpenAI-compatible server, which can follow the champion.
+"""`xray serve`: an OpenAI-compatible server for a model, which can follow the champion.
 
-This process audits, decides and waits; HAProxy and the replicas answer. Everything it starts carries its process tag
-and ends with it, also after SIGKILL.
+This process audits and chooses models; HAProxy and the replicas answer requests. All processes that it starts have its
+process tag and end with it, even after SIGKILL.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def serve(
         signal.signal(number, signal.default_int_handler)
     # Child processes inherit the environment and must not get the key.
     key = os.environ.pop(API_KEY, None) or None
-    order = _Order(ref, output, tracking_uri, public_key, host, port, replicas, tensor_parallel, key)
+    options = _Options(ref, output, tracking_uri, public_key, host, port, replicas, tensor_parallel, key)
     try:
         with _refusals():
-            name, choice = _chosen(order)
+            name, choice = _choose(options)
         tag = start_reaper()
         try:
             with _refusals():
-                _run(order, name, choice)
+                _run(options, name, choice)
         finally:
             for number in STOPS:
                 signal.signal(number, signal.SIG_IGN)
@@ -96,7 +96,7 @@ def _refusals() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Order:
+class _Options:
     ref: str
     output: Path | None
     tracking_uri: str | None
@@ -108,37 +108,37 @@ class _Order:
     key: str | None
 
 
-def _chosen(order: _Order) -> tuple[str | None, Choice]:
+def _choose(options: _Options) -> tuple[str | None, Choice]:
     """(registered model whose champion is followed or None, the model to serve first), after its audit."""
     from xray_runtime.serving.choice import champion, fixed, followed, require_sound, require_splittable
 
-    if not is_loopback(order.host) and order.key is None:
-        raise ConfigError(f"--host: {order.host!r} is not allowed without a key: set {API_KEY}")
-    if order.public is not None and not order.public.is_file():
-        raise ConfigError(f"--public-key: {str(order.public)!r} is not a file")
-    check_free(order.host, "--port", order.port)
+    if not is_loopback(options.host) and options.key is None:
+        raise ConfigError(f"--host: {options.host!r} is not allowed without a key: set {API_KEY}")
+    if options.public is not None and not options.public.is_file():
+        raise ConfigError(f"--public-key: {str(options.public)!r} is not a file")
+    check_free(options.host, "--port", options.port)
     check_ray_address()
-    name = followed(order.ref, order.output)
+    name = followed(options.ref, options.output)
     if name is None:
-        choice = fixed(order.ref, order.output, order.tracking_uri)
+        choice = fixed(options.ref, options.output, options.tracking_uri)
     else:
-        assert order.output is not None
-        choice = champion(name, order.output, order.tracking_uri)
+        assert options.output is not None
+        choice = champion(name, options.output, options.tracking_uri)
     saved_config(choice.store.output)
-    require_splittable(choice, order.tensor_parallel)
-    require_sound(choice, order.public)
+    require_splittable(choice, options.tensor_parallel)
+    require_sound(choice, options.public)
     return name, choice
 
 
-def _run(order: _Order, name: str | None, choice: Choice) -> None:
+def _run(options: _Options, name: str | None, choice: Choice) -> None:
     with running_ray(), Health().watching(None):
         # Ray replaced the handler when it started.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         from xray_runtime.serving.server import Server
 
-        server = Server(order.host, order.port, order.replicas, _logs(choice))
+        server = Server(options.host, options.port, options.replicas, _logs(choice))
         try:
-            _serve(server, order, name, choice)
+            _serve(server, options, name, choice)
         except KeyboardInterrupt:
             _say("finishing the current requests; press Ctrl-C again to stop at once")
         finally:
@@ -150,45 +150,45 @@ def _logs(choice: Choice) -> Path:
     return choice.store.output.absolute() / "logs" / "serve"
 
 
-def _serve(server: Server, order: _Order, name: str | None, choice: Choice) -> None:
+def _serve(server: Server, options: _Options, name: str | None, choice: Choice) -> None:
     from xray_runtime.serving.choice import Follower
     from xray_runtime.serving.middleware import key_digest
     from xray_runtime.serving.replica import ServedModel
     from xray_runtime.workers.placement import device
 
-    place = choice.store
-    runtime = saved_config(place.output).runtime
+    store = choice.store
+    runtime = saved_config(store.output).runtime
 
     def model(choice: Choice) -> ServedModel:
         return ServedModel(
             directory=choice.node.directory.absolute(),
             sha256=choice.node.sha256,
             names=choice.names,
-            tensor_parallel=order.tensor_parallel,
+            tensor_parallel=options.tensor_parallel,
             runtime=runtime,
             device=device(runtime),
-            key=key_digest(order.key) if order.key else None,
+            key=key_digest(options.key) if options.key else None,
             logs=_logs(choice),
         )
 
     server.deploy(model(choice))
-    _say(f"serving {choice.title} at http://{clients_address(order.host)}:{order.port}/v1")
+    _say(f"serving {choice.title} at http://{clients_address(options.host)}:{options.port}/v1")
     if name is None:
         threading.Event().wait()
         return
-    follower = Follower(name, place.output, place.tracking_uri, order.public, choice.node.sha256)
+    follower = Follower(name, store.output, store.tracking_uri, options.public, choice.node.sha256)
     while True:
         time.sleep(POLL_SECONDS)
         try:
-            news = follower.next_champion()
-            if news is None:
+            new_champion = follower.next_champion()
+            if new_champion is None:
                 continue
-            _say(f"{_now()} {news.title} is the new champion and its audit is sound: loading it")
-            server.deploy(model(news))
+            _say(f"{_now()} {new_champion.title} is the new champion and its audit is sound: loading it")
+            server.deploy(model(new_champion))
         except NotServedError as error:
             print_error("refused", f"{error}; still serving {choice.title}")
             continue
-        choice = news
+        choice = new_champion
         follower.serving = choice.node.sha256
         _say(f"{_now()} serving {choice.title}")
 

@@ -1,7 +1,7 @@
-"""The process a person starts: it monitors the run, which is its child, and restarts it when it is lost.
+"""The supervisor of a run: it monitors the run in a child process, and restarts it when it is lost.
 
-Finished stages are found again by their keys and an unfinished stage continues from its snapshot, so a restart is the
-only remedy that is needed, whatever died. A run without progress for `runtime.stall_timeout_s` is killed and restarted.
+Finished stages are found by their keys and an unfinished stage continues from its snapshot, so a restart is the only
+remedy, whatever stopped. A run without progress for `runtime.stall_timeout_s` is killed and restarted.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ def supervise(output: Path, *, restarts: int, stall_timeout_s: float, console: C
         output: directory of logs and results.
         fields: the other fields of a `Job`.
     """
-    job = Job(place=output / "jobs" / uuid.uuid4().hex[:12], output=output, **fields)
-    job.place.mkdir(parents=True)
+    job = Job(directory=output / "jobs" / uuid.uuid4().hex[:12], output=output, **fields)
+    job.directory.mkdir(parents=True)
     write_atomic(job.file, job.model_dump_json())
     # The reaper closes the records if this process is killed.
     tag = start_reaper(*command_to_close(output, job.outputs))
     attempts = _Attempts(job, stall_timeout_s, console)
     try:
-        with attempts.taking_signals():
+        with attempts.handling_signals():
             for attempt in range(restarts + 1):
                 code = attempts.run()
                 kill_tagged(tag)
-                if attempts.asked:
+                if attempts.interrupts:
                     text = f"interrupted; run the same command again to continue from {goes_on_from(output)}"
                     console.print(text, highlight=False, soft_wrap=True)
                     return INTERRUPTED
@@ -60,7 +60,7 @@ def supervise(output: Path, *, restarts: int, stall_timeout_s: float, console: C
             return FAILED
     finally:
         close_lost_runs([output, *outputs_in(job.outputs)])
-        shutil.rmtree(job.place, ignore_errors=True)
+        shutil.rmtree(job.directory, ignore_errors=True)
         end_well(tag)
 
 
@@ -69,9 +69,9 @@ def _why_lost(job: Job, code: int) -> str | None:
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     if job.ended.exists():
-        return (job.ended.read_text(encoding="utf-8") or "Ray or Prefect died") if code == LOST else None
+        return (job.ended.read_text(encoding="utf-8") or "Ray or Prefect stopped") if code == LOST else None
     # A failed assertion in Ray ends the process with an ordinary exit code and no exception.
-    return "Ray or Prefect died" if code == LOST else f"its process ended unexpectedly with code {code}"
+    return "Ray or Prefect stopped" if code == LOST else f"its process ended unexpectedly with code {code}"
 
 
 def _given_up(output: Path) -> str:
@@ -79,19 +79,19 @@ def _given_up(output: Path) -> str:
 
 
 class _Attempts:
-    """Processes that run a job, one after another."""
+    """Successive processes that run one job."""
 
     def __init__(self, job: Job, stall_timeout_s: float, console: Console) -> None:
-        self.asked = 0
-        """How many times a person asked to stop."""
+        self.interrupts = 0
+        """Number of stop signals so far."""
         self.stalled: str | None = None
         """Why the last attempt was killed, if it hung."""
         self._job, self._stall_timeout_s, self._console = job, stall_timeout_s, console
         self._child: subprocess.Popen[bytes] | None = None
 
     @contextlib.contextmanager
-    def taking_signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._ask) for number in SIGNALS}
+    def handling_signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._forward) for number in SIGNALS}
         try:
             yield
         finally:
@@ -109,7 +109,7 @@ class _Attempts:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         child = self._child = subprocess.Popen(command, process_group=0)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if self.asked:
+        if self.interrupts:
             child.kill()
         while (code := child.poll()) is None:
             silent = time.time() - self._job.heartbeat.stat().st_mtime
@@ -119,11 +119,11 @@ class _Attempts:
             time.sleep(POLL_SECONDS)
         return code
 
-    def _ask(self, *_: Any) -> None:
-        self.asked += 1
+    def _forward(self, *_: Any) -> None:
+        self.interrupts += 1
         if self._child is None:
             return
-        if self.asked == 1:
+        if self.interrupts == 1:
             self._console.print("stopping after the current step, with a snapshot; Ctrl-C again to stop at once")
             self._child.send_signal(signal.SIGINT)
         else:

@@ -1,4 +1,4 @@
-"""`xray tune`: checks the search before anything is computed, then has it supervised like a run."""
+"""`xray tune`: checks the search, then runs it under the supervisor."""
 
 from __future__ import annotations
 

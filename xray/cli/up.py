@@ -85,7 +85,7 @@ def _up(home: ServerHome, host: str | None, ports: dict[str, int | None]) -> Non
             _start(home, state, [prefect, *others])
             _install(home, state)
         else:
-            # Before Prefect notices that the runs of a lost worker have no process.
+            # This must precede Prefect's own check for runs without a process.
             _start(home, state, [prefect, *others], {prefect.name: lambda: resolve_lost_runs(_api(home, state), state)})
             _install(home, state)
             assert prefect.record is not None

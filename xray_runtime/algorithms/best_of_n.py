@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 NONE = -1
-"""Of a group in which no reply has a reward."""
+"""Index for a group in which no reply has a reward."""
 
 
 def best_of(rewards: Tensor) -> Tensor:

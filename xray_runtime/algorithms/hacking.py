@@ -29,7 +29,7 @@ PHRASE_TOKENS = 3
 PHRASE_RISE = 0.25
 """Share of replies by which a phrase must have spread."""
 Z = 1.645
-"""Of a one-sided bound, 95%."""
+"""Quantile of a one-sided 95% bound."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _rise(early: Points, late: Points, source: str) -> float | None:
     if not (_known(early, late, mean) and _known(early, late, std)):
         return None
     risen = late[mean] - early[mean]
-    # Of one that hardly varied at first, as a rare bonus, the deviation over both times.
+    # A source that hardly varied at first, such as a rare bonus, is scaled by the deviation over both periods.
     deviation = max(early[std], math.sqrt((early[std] ** 2 + late[std] ** 2) / 2 + risen**2 / 4) / 2)
     return risen / deviation if deviation else 0.0
 

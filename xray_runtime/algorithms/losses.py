@@ -131,8 +131,8 @@ def policy_loss(
 
 
 def reply_means(x: Tensor, replies: Tensor, valid: Tensor) -> Tensor:
-    """Of each token of [R] the mean of `x` over the valid tokens of its reply (0 without any); `replies` [R] are
-    numbers from 0, `valid` [R] is 1 or 0."""
+    """For each token of [R] the mean of `x` over the valid tokens of its reply (0 without any); `replies` [R] are
+    indices from 0, `valid` [R] is 1 or 0."""
     size = int(replies.max()) + 1 if len(replies) else 0
     sums = x.new_zeros(size).index_add(0, replies, x * valid)
     counts = x.new_zeros(size).index_add(0, replies, valid)

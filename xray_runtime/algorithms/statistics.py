@@ -42,9 +42,9 @@ def bootstrap_ratio(x: Tensor, y: Tensor, num_samples: int, seed: int) -> tuple[
 
 
 def pass_at_k(n: int, correct: Tensor, k: int) -> Tensor:
-    """Of `n` samples of each problem `correct` [P] are right: the unbiased estimate [P] float64 of the probability that
-    one of `k` ≤ `n` is, 1 − C(n − c, k) / C(n, k) (Chen et al. 2021, "Evaluating large language models trained on
-    code"), as a product that no binomial overflows.
+    """Unbiased estimate [P] float64 of the probability that one of `k` ≤ `n` samples of a problem is right, given that
+    `correct` [P] of `n` samples are: 1 − C(n − c, k) / C(n, k) (Chen et al. 2021, "Evaluating large language models
+    trained on code"), as a product that no binomial overflows.
 
     Raises:
         ValueError: `k` is not between 1 and `n`.

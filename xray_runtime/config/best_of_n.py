@@ -1,4 +1,4 @@
-"""Several replies to each prompt, of which rewards choose."""
+"""Several sampled replies per prompt; rewards choose among them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class GroupsConfig(SamplingConfig, JudgingConfig):
     """How many replies are sampled, and how they are scored."""
 
     samples: Annotated[int, Field(ge=2)] = 8
-    """Replies to each prompt."""
+    """Replies per prompt."""
     num_prompts: Count | None = None
-    """Prompts that are asked, at most (None: all)."""
+    """Maximum number of prompts (None: all)."""
     truncated: Literal["drop", "keep"] = "drop"
-    """Whether replies cut off at `max_new_tokens` may be chosen: trained on, they would seem to end there."""
+    """Whether replies truncated at `max_new_tokens` may be chosen. A model trained on them learns to stop there."""
 
 
 class BestOfNConfig(GroupsConfig):
@@ -27,6 +27,6 @@ class BestOfNConfig(GroupsConfig):
     Stiennon et al. 2020)."""
 
     min_reward: float | None = None
-    """A prompt is left out where its best reply's reward is lower: with a verifier's 0 and 1, where none passes."""
+    """Drop prompts whose best reply has a lower reward: with a verifier's 0 and 1, those where no reply passes."""
     skip_tied: bool = False
-    """Leave out prompts whose replies all have one reward: the best is then as good as any."""
+    """Drop prompts whose replies all have the same reward."""

@@ -1,4 +1,4 @@
-"""Learning from preference pairs without a reward model and without sampling: DPO and its kin."""
+"""DPO and related methods: learning from preference pairs without a reward model and without sampling."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from xray_runtime.config.engines import (
 
 
 class DPOValidation(ValidationSchedule):
-    """The loss on pairs that are left out of training, while the policy is trained; the lowest is the best."""
+    """The loss on pairs kept out of training, measured during training; the lowest is the best."""
 
     num_pairs: Count = 128
-    """Training pairs that are left out, about: those of a prompt are left out together, drawn by the seed."""
+    """Approximate number of pairs to keep out of training. All pairs of a prompt are kept out together; `seed` draws
+    the prompts."""
 
 
 class DPOConfig(TrainingConfig):
-    """Direct preference optimization (Rafailov et al. 2023), and losses of its kind."""
+    """Direct preference optimization (Rafailov et al. 2023) and related losses."""
 
     loss: Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "simpo"] = "sigmoid"
-    """`sigmoid`: DPO; `sigmoid_norm`: the same over mean, not summed, log-ratios of a reply (Tülu 3); `ipo`: a squared
-    distance to a gap of 1/(2 `beta`); `hinge`: SLiC's; `simpo`: mean log-probabilities without a reference."""
+    """`sigmoid`: DPO; `sigmoid_norm`: DPO with mean instead of summed log-ratios (Tülu 3); `ipo`: the squared distance
+    to a gap of 1/(2 `beta`); `hinge`: SLiC's; `simpo`: mean log-probabilities without a reference."""
     beta: Positive = 0.1
-    """Factor of the log-ratios: the larger it is, the nearer the policy stays to the reference. SimPO's is 2 or
-    more."""
+    """Factor of the log-ratios. Larger values keep the policy closer to the reference. SimPO uses 2 or more."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] = 0.0
-    """Share of labels taken to be wrong (cDPO), with `sigmoid`, `sigmoid_norm` and `simpo`."""
+    """Assumed share of wrong labels (cDPO), with `sigmoid`, `sigmoid_norm` and `simpo`."""
     gamma: NonNegative = 0.0
     """SimPO's target margin between the rewards of a pair; about half of `beta`."""
     lr: Positive = 2e-4
     epochs: Count = 1
     batch_size: Count = 32
-    """Pairs in one optimizer step, over all Workhorses."""
+    """Pairs per optimizer step, over all Workhorses."""
     validation: DPOValidation | None = None
-    """None: all pairs are trained on, and the stage ends with the last version."""
+    """None: train on all pairs and publish the last version."""
 
     @property
     def has_reference(self) -> bool:
@@ -53,6 +53,6 @@ class DPOConfig(TrainingConfig):
         if self.label_smoothing and self.loss in ("ipo", "hinge"):
             raise ValueError(f"label_smoothing = {self.label_smoothing} must be 0 with loss = {self.loss!r}")
         if self.gamma and self.loss != "simpo":
-            raise ValueError(f"gamma = {self.gamma} must be 0 with loss = {self.loss!r}: it is SimPO's")
+            raise ValueError(f"gamma = {self.gamma} must be 0 with loss = {self.loss!r}: only 'simpo' uses it")
         check_one_row_each(self.engine, "batch_size", self.batch_size)
         return self

@@ -1,4 +1,4 @@
-"""The part of the schema that says how models are trained, sampled from and placed; `config` has the rest."""
+"""Fields for training, sampling from and placing models."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ class Section(BaseModel):
     )
 
     def check_runtime(self, runtime: RuntimeConfig) -> None:
-        """Raises ValueError where the config of a stage does not go with `runtime`; the message begins with a field."""
+        """Raises ValueError if the config of a stage conflicts with `runtime`; the message begins with a field."""
 
 
 class ValidationSchedule(Section):
-    """How often a model is looked at while it is trained, and which version of it the stage ends with."""
+    """How often a model is validated during training, and which version the stage publishes."""
 
     every: Count = 20
-    """Steps from one look to the next; the last is after the last step."""
+    """Steps between validations; one more follows the last step."""
     keep: Literal["best", "last"] = "best"
-    """Which version the stage ends with: the best one by what is measured, or the last."""
+    """The version to publish: the one with the best validation result, or the last."""
 
     def is_due(self, done: int, steps: int) -> bool:
-        """Whether it is time, after `done` of `steps`."""
+        """Whether to validate after `done` of `steps`."""
         return done == steps or done % self.every == 0
 
 
 class LayoutConfig(Section):
-    """How one model is spread: tensor × pipeline × data parallel Workhorses."""
+    """The parallel layout of one model: tensor × pipeline × data parallel Workhorses."""
 
     num_workhorses: Annotated[int, Field(ge=1, le=1024)] = 1
     """Workhorses (one device each) of the whole model: tensor_parallel × pipeline_parallel × data-parallel ranks."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """Split each layer's matrices over so many Workhorses (DeepSpeed AutoTP, or Megatron's layers)."""
+    """Number of Workhorses that share each layer's matrices (DeepSpeed AutoTP, or Megatron's layers)."""
     pipeline_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """Deal the layers to so many stages, of models built like Llama."""
+    """Number of pipeline stages that share the layers; for models built like Llama."""
 
     @model_validator(mode="after")
     def _whole_replicas(self) -> Self:
@@ -62,17 +62,17 @@ class LayoutConfig(Section):
 
     @property
     def data_parallel(self) -> int:
-        """Replicas, each with rows of its own."""
+        """Number of data-parallel replicas."""
         return self.num_workhorses // (self.tensor_parallel * self.pipeline_parallel)
 
 
 class FrozenConfig(LayoutConfig):
-    """How models are spread that only score, and in what they compute."""
+    """The layout and precision of models that only score."""
 
     zero_stage: Literal[0, 3] = 0
-    """3: every data-parallel Workhorse holds a share of the weights, and gathers a layer when it computes with it."""
+    """3: shard the weights over the data-parallel Workhorses, which gather each layer when they compute it."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """`bfloat16`: weights and passes, in half the memory."""
+    """`bfloat16` halves the memory of weights and activations."""
 
     @model_validator(mode="after")
     def _layout(self) -> Self:
@@ -84,31 +84,33 @@ class EngineConfig(LayoutConfig):
     """How one model is trained, with ZeRO over the data-parallel Workhorses."""
 
     library: Literal["deepspeed", "megatron"] = "deepspeed"
-    """`deepspeed`; `megatron`: Megatron-core's layers, for Llamas. On CPU it takes tensor and data parallelism;
-    pipeline_parallel and zero_stage 1 (its distributed optimizer) need CUDA."""
+    """`deepspeed`, or `megatron`: Megatron-core's layers, for Llama models. On CPU Megatron supports tensor and data
+    parallelism; pipeline_parallel and zero_stage 1 (its distributed optimizer) need CUDA."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
-    """ZeRO stage: 0 replicates, 1 shards optimizer states, 2 gradients too, 3 parameters too. None: the lowest that the
-    other fields allow."""
+    """ZeRO stage: 0 replicates, 1 shards optimizer states, 2 also gradients, 3 also parameters. None: the lowest stage
+    that the other fields allow."""
     micro_batch_tokens: Annotated[int, Field(ge=16)] = 4096
-    """Padded tokens in one forward pass. The result does not depend on it; memory does."""
+    """Padded tokens in one forward pass. It changes memory, not results."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """`bfloat16`: mixed precision. Passes run in bfloat16; gradients are summed, weights stepped, saved and sent to the
-    generator in float32. Takes a zero_stage of at least 1, also on one Workhorse."""
+    """`bfloat16`: mixed precision. Passes run in bfloat16; gradients are summed and weights updated, saved and sent to
+    the generator in float32. Needs zero_stage 1 or higher, even on one Workhorse."""
     activation_checkpointing: bool = False
-    """Keep only what enters each layer and compute the rest again in the backward pass: less memory, the same bits."""
+    """Keep only each layer's input and recompute the rest in the backward pass: less memory, bit-identical results."""
     offload: Literal["none", "cpu", "nvme"] = "none"
-    """`cpu`: optimizer states, and with zero_stage 3 weights, live in host memory (ZeRO-Offload); `nvme`: in files
-    under nvme_path (ZeRO-Infinity). Results differ in float rounding alone. `cpu` takes a zero_stage of at least 1,
-    `nvme` takes 3, and CUDA."""
+    """`cpu`: keep optimizer states, and with zero_stage 3 weights, in host memory (ZeRO-Offload); `nvme`: in files
+    under nvme_path (ZeRO-Infinity). Results differ only in float rounding. `cpu` needs zero_stage 1 or higher, `nvme`
+    needs 3 and CUDA."""
     nvme_path: Annotated[str, Field(min_length=1)] | None = None
-    """Directory on every node's own disk, with offload 'nvme'. What ended processes left in it is removed."""
+    """Directory on every node's local disk, for offload 'nvme'. Files of ended processes in it are removed."""
 
     @model_validator(mode="after")
     def _layout(self) -> Self:
         check_partitioned(self, self.zero, 2)
         if (self.offload == "nvme") != (self.nvme_path is not None):
             path = "null" if self.nvme_path is None else repr(self.nvme_path)
-            raise ValueError(f"nvme_path = {path} does not go with offload = {self.offload!r}: 'nvme' alone needs one")
+            raise ValueError(
+                f"nvme_path = {path} is not allowed with offload = {self.offload!r}: set it for 'nvme' only"
+            )
         if self.library == "megatron":
             self._check_megatron()
         return self
@@ -123,19 +125,19 @@ class EngineConfig(LayoutConfig):
 
     @property
     def least_zero_stage(self) -> int:
-        """The lowest ZeRO stage that has what is asked for: DeepSpeed's ZeRO 0 sums gradients in bfloat16, and only
-        ZeRO 3 reaches disks."""
+        """The lowest ZeRO stage that supports the other fields: DeepSpeed's ZeRO 0 sums gradients in bfloat16, and only
+        ZeRO 3 offloads to disk."""
         if self.offload == "nvme":
             return 3
         return int(self.offload != "none" or self.precision != "float32")
 
     @property
     def zero(self) -> int:
-        """The ZeRO stage: `zero_stage`, or the lowest one where that is None."""
+        """`zero_stage`, or the lowest possible stage if that is None."""
         return self.least_zero_stage if self.zero_stage is None else self.zero_stage
 
     def check_zero_stage(self) -> None:
-        """Raises ValueError where `zero_stage` is too low for the other fields."""
+        """Raises ValueError if `zero_stage` is too low for the other fields."""
         if self.zero < self.least_zero_stage:
             field = "precision" if self.offload == "none" else "offload"
             raise ValueError(
@@ -145,7 +147,7 @@ class EngineConfig(LayoutConfig):
 
     @property
     def cuda_only(self) -> str | None:
-        """What this layout asks for and Megatron-core cannot do on CPU, as `field: value`."""
+        """The setting that Megatron-core does not support on CPU, as `field: value`; None if there is none."""
         if self.library == "megatron" and self.pipeline_parallel > 1:
             return f"pipeline_parallel: {self.pipeline_parallel}"
         if self.library == "megatron" and self.zero:
@@ -154,25 +156,25 @@ class EngineConfig(LayoutConfig):
 
 
 def check_partitioned(layout: LayoutConfig, zero_stage: int, most: int) -> None:
-    """Raises ValueError where ZeRO-3 is to partition models that are cut, which allow `most`."""
+    """Raises ValueError if ZeRO-3 would partition a model that is already split, for which `most` is the limit."""
     if zero_stage == 3 and layout.tensor_parallel * layout.pipeline_parallel > 1:
         raise ValueError(f"zero_stage = 3 must be at most {most} with tensor_parallel or pipeline_parallel above 1")
 
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The linear layers of a Llama, its output layer apart."""
+"""The linear layers of a Llama, without its output layer."""
 
 
 class LoRAConfig(Section):
-    """Low-rank adapters (Hu et al. 2021): of a matrix W only B·A in W + alpha / rank · B·A is trained. No dropout:
-    log-probabilities at rollout and at update must be of the same function."""
+    """Low-rank adapters (Hu et al. 2021): W + alpha / rank · B·A, where only A and B are trained. There is no dropout,
+    because rollout and update must compute log-probabilities with the same function."""
 
     rank: Annotated[int, Field(ge=1, le=1024)] = 16
     """Rows of A and columns of B."""
     alpha: Positive = 32.0
-    """Over `rank`, what B·A is scaled by."""
+    """Scale of B·A, divided by `rank`."""
     target_modules: Annotated[list[str], Field(min_length=1)] | None = None
-    """Names of the linear layers that get adapters, as `[q_proj, v_proj]`; None: all but the output layer."""
+    """Names of the linear layers with adapters, such as `[q_proj, v_proj]`; None: all but the output layer."""
 
 
 class TrainingConfig(Section):
@@ -193,15 +195,15 @@ class TrainingConfig(Section):
     grad_clip: Positive = 1.0
     """Largest global gradient norm."""
     trainable_layers: Count | None = None
-    """Train only this many top layers (None: all), of models built like Llama. Policy, reference, critic and reward
-    models trained so too then share one frozen trunk, its states computed once a rollout; of a dataset's rows once,
-    and kept beside them."""
+    """Train only this many top layers (None: all) of models built like Llama. Policy, reference, critic and reward
+    models then share one frozen trunk, whose states are computed once per rollout; for a dataset they are computed once
+    and kept beside it."""
     lora: LoRAConfig | None = None
-    """Train low-rank adapters alone (and the scalar head); None: all weights. What is published is merged: a whole
-    model. A PPO stage's own critic follows the stage."""
+    """Train only low-rank adapters (and the scalar head); None: all weights. The published checkpoint contains the
+    merged weights. A separate critic uses the same setting."""
     max_skipped_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps of the stage that may be left out because the loss or the gradient is NaN or infinite; one more
-    fails the stage. Weights and optimizer states have then not moved."""
+    """Number of optimizer steps that the stage may skip because the loss or the gradient is NaN or infinite; one more
+    fails the stage. A skipped step changes no weights and no optimizer states."""
     engine: EngineConfig = EngineConfig()
 
     @model_validator(mode="after")
@@ -213,18 +215,18 @@ class TrainingConfig(Section):
 
 
 def check_whole_layers(lora: LoRAConfig | None, engine: EngineConfig, name: str) -> None:
-    """Raises ValueError where `engine`, the field `name`, cannot train adapters."""
+    """Raises ValueError if `engine`, the field `name`, cannot train adapters."""
     if lora is not None and engine.library == "megatron":
         raise ValueError(f"lora must be null with {name}.library = 'megatron'")
     if lora is not None and engine.tensor_parallel * engine.pipeline_parallel > 1:
         raise ValueError(
             f"lora must be null with {name}.tensor_parallel = {engine.tensor_parallel} and {name}.pipeline_parallel = "
-            f"{engine.pipeline_parallel}: adapters go with ZeRO alone"
+            f"{engine.pipeline_parallel}: adapters support ZeRO only"
         )
 
 
 def check_one_row_each(engine: LayoutConfig, field: str, rows: int, section: str = "engine") -> None:
-    """Raises ValueError where `rows`, the value of `field`, are fewer than the data-parallel ranks of `engine`."""
+    """Raises ValueError if `rows`, the value of `field`, is less than the number of data-parallel ranks of `engine`."""
     replicas = engine.data_parallel
     if rows < replicas:
         name = "num_workhorses" if replicas == engine.num_workhorses else "data_parallel"
@@ -232,13 +234,13 @@ def check_one_row_each(engine: LayoutConfig, field: str, rows: int, section: str
 
 
 class GeneratorConfig(Section):
-    """The engine that samples replies. Libraries and splits round differently, so all of it is in the key of every
-    stage that samples."""
+    """The engine that samples replies. Libraries and layouts round differently, so all fields are part of the key of
+    every stage that samples."""
 
     engine: Literal["vllm", "deepspeed", "transformers"] = "vllm"
     """`vllm`; `deepspeed`: DeepSpeed Inference; `transformers`: `generate`."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-    """Split the model over so many Workhorses (vllm and deepspeed); must divide the model's attention heads."""
+    """Number of Workhorses that share the model (vllm and deepspeed); must divide the model's attention heads."""
 
     @model_validator(mode="after")
     def _splittable(self) -> Self:

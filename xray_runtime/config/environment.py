@@ -1,4 +1,4 @@
-"""Episodes of many turns: where the policy's replies go, and what answers them."""
+"""Environments for multi-turn episodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xray_runtime.config.engines import Count, Positive, Section
 
 
 def _importable(path: str) -> str:
-    """`path`. Raises ValueError where a process of its own could not import it."""
+    """`path`. Raises ValueError if a separate process could not import it."""
     if path.startswith("__main__:") or "<" in path:
         raise ValueError(
             f"{path!r} is not allowed: environments run in processes that import them: must be a class or a "
@@ -21,28 +21,28 @@ def _importable(path: str) -> str:
 
 
 class EnvironmentConfig(Section):
-    """An environment that answers the policy turn by turn; `max_new_tokens` is then the limit of one turn."""
+    """An environment that answers the policy turn by turn; `max_new_tokens` then limits one turn."""
 
     path: Annotated[str, Field(pattern=r"^[^:]+:[^:]+$"), AfterValidator(_importable)]
-    """`module:name` of a class, or a function without arguments, that makes one environment an episode; in a module
-    that XRAY_ALLOWED_IMPORTS names."""
+    """`module:name` of a class, or of a function without arguments, that makes the environment of one episode. Its
+    module must be in XRAY_ALLOWED_IMPORTS."""
     max_turns: Count = 8
-    """Replies of the policy in one episode; it is cut after them."""
+    """Maximum number of the policy's replies in an episode, which is then truncated."""
     max_tokens: Annotated[int, Field(ge=2)] = 512
-    """Tokens after the prompt, of all turns and of what was observed between them. An episode that has no room left
-    for another whole turn is cut."""
+    """Maximum number of tokens after the prompt, over all turns and observations. An episode is truncated when another
+    full turn would not fit."""
     cohorts: Count = 2
-    """Groups of episodes that take their turns independently: while the environments of one are at work, the generator
-    samples for another. Within one, a turn begins when the environments of all have answered."""
+    """Number of independent groups of episodes: while the environments of one group run, the generator samples for
+    another. Within a group, a turn begins when all environments have answered."""
     num_workers: Count = 4
-    """Processes in which environments work."""
+    """Number of processes that run environments."""
     timeout_s: Positive = 30.0
-    """A reset or step that takes longer costs its episode."""
+    """An episode fails if a reset or step takes longer."""
     memory_mb: Annotated[int, Field(ge=64)] = 4096
     """Address space of each process."""
 
     def check_turns(self, max_new_tokens: int, stop: Sequence[str]) -> None:
-        """Raises ValueError where turns of `max_new_tokens` that `stop` texts may end are not allowed in an episode."""
+        """Raises ValueError if `max_new_tokens` per turn or `stop` texts do not fit an episode."""
         if self.max_tokens < max_new_tokens:
             raise ValueError(
                 f"environment.max_tokens = {self.max_tokens} must be at least max_new_tokens = {max_new_tokens}, the "

@@ -1,4 +1,4 @@
-"""Evaluation and the gates that read it."""
+"""Evaluation and promotion gates."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from xray_runtime.config.sampling import SamplingConfig
 
 
 class EvaluateConfig(SamplingConfig):
-    """The tuned policy against the SFT model on held-out prompts."""
+    """The trained policy compared with the SFT model on held-out prompts."""
 
     num_prompts: Annotated[int, Field(ge=8)] = 256
     bootstrap_samples: Annotated[int, Field(ge=100)] = 2000
-    """Resamples behind the 95% intervals."""
+    """Bootstrap resamples for the 95% intervals."""
     num_samples_shown: Annotated[int, Field(ge=1, le=200)] = 24
-    """Sample pairs in the report's table."""
+    """Number of sample pairs in the report's table."""
     environment: EnvironmentConfig | None = None
-    """The environment that answers the policies turn by turn; its rewards are shown but do not judge."""
+    """The environment that answers the policies turn by turn; its rewards are reported but decide no wins."""
 
     @property
     def max_response_tokens(self) -> int:
-        """Tokens that may follow a prompt."""
+        """Maximum number of tokens after a prompt."""
         return self.max_new_tokens if self.environment is None else self.environment.max_tokens
 
     @model_validator(mode="after")
@@ -43,16 +43,16 @@ class EvaluateConfig(SamplingConfig):
 
 
 class EvaluateSection(EvaluateConfig):
-    """The evaluation of a lifecycle, with who judges."""
+    """The evaluation of a lifecycle, with its judges."""
 
     judges: list[ExternalReward] = Field(default_factory=list)
-    """Sources that judge beside `gold`, each by itself: functions, verifiers, services, models behind an address. None
-    may be among `rewards`."""
+    """Judges besides `gold`, each independent: functions, verifiers, services, models at an address. None of them may
+    also be in `rewards`."""
     heldout_reward_model: Fraction | None = None
-    """Share of the preference pairs that `reward` and `dpo` never see: a reward model that is trained on them judges.
-    None: there is none."""
+    """Share of the preference pairs that `reward` and `dpo` never see. A reward model trained on them acts as a judge.
+    None: no such judge."""
     verdicts: Annotated[str, Field(min_length=1)] | None = None
-    """Human verdicts on replies of the policy and of the model before: a REF of a dataset that `xray preferences`
+    """Human verdicts on replies of the policy and of the SFT model: a REF of a dataset that `xray preferences`
     published."""
 
 
@@ -63,15 +63,15 @@ PEOPLE = "people"
 
 
 class EvaluationConfig(EvaluateConfig, JudgingConfig):
-    """All that the stage kinds `evaluate` and `compare` read. `rewards` are shown, and never decide a win."""
+    """All fields of the stage kinds `evaluate` and `compare`. `rewards` are reported but decide no wins."""
 
     judges: list[RewardTerm] = Field(default_factory=list)
-    """Sources that judge beside `gold`, each by itself. What the policy was trained against cannot be one. A weight's
-    sign says which way is better; 0: it is shown and does not judge."""
+    """Judges besides `gold`, each independent. A source that the policy was trained against cannot be a judge. The sign
+    of the weight says which direction is better; with weight 0 the source is reported but decides no wins."""
 
     @property
     def judging(self) -> list[str]:
-        """Who decides wins, by name."""
+        """Names of the judges."""
         named = zip(source_names(self.judges), self.judges, strict=True)
         return ([GOLD] if self.gold is not None else []) + [name for name, term in named if term.weight]
 
@@ -86,22 +86,21 @@ class EvaluationConfig(EvaluateConfig, JudgingConfig):
 
 
 class PromotionConfig(Section):
-    """The gates between `candidate` and `champion`; None turns one off. No stage reads them, so no result changes.
+    """The gates between `candidate` and `champion`; None turns one off. They change no stage's results.
 
-    Wins and scores are those of independent judges alone, and of each of them."""
+    Every independent judge must pass each gate on wins and scores."""
 
     min_win_rate: UnitInterval | None = 0.5
-    """The lower end of the 95% interval of the win rate over the SFT model must be above it (Wilson's, over the prompts
-    that are not tied). Where all are tied nothing has improved, and the gate does not hold."""
+    """The lower end of the 95% Wilson interval of the win rate over the SFT model, over prompts without ties, must be
+    above this. If all prompts tie, the gate fails."""
     max_kl: Positive | None = 20.0
-    """Nats a reply, to the SFT model."""
+    """Maximum KL to the SFT model, in nats per reply."""
     max_length_ratio: Annotated[float, Field(ge=1.0)] | None = 2.0
-    """Length of replies after to before, and before to after."""
+    """Maximum ratio of mean reply lengths, in either direction."""
     max_judge_drop: NonNegative | None = 0.0
-    """While the reward rises that the policy was trained against, the mean score of no judge may fall by more: it is a
-    sign of reward hacking."""
+    """If the training reward rises, no judge's mean score may fall by more than this: that indicates reward hacking."""
     max_regression: Annotated[float, Field(ge=0.0, le=0.5)] | None = 0.1
-    """The lower end of the 95% interval of the win rate over the present champion, ties by half, on the same held-out
-    prompts with the same seeds, must be less than this below one half."""
+    """The lower end of the 95% interval of the win rate over the current champion (ties count half, same held-out
+    prompts and seeds) may be at most this far below one half."""
     allowed_licenses: list[Annotated[str, Field(min_length=1)]] | None = None
-    """Everything that the candidate, or what rewarded it, was made from has one of these licences; None: not asked."""
+    """Allowed licences of every source of the candidate and of its reward models; None: not checked."""

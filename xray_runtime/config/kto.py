@@ -1,4 +1,4 @@
-"""Learning from replies that are desirable or not, each by itself: KTO."""
+"""KTO: learning from single replies that are labelled desirable or undesirable."""
 
 from __future__ import annotations
 
@@ -17,32 +17,34 @@ from xray_runtime.config.engines import (
 
 
 class KTOValidation(ValidationSchedule):
-    """The loss on replies that are left out of training, while the policy is trained; the lowest is the best."""
+    """The loss on replies kept out of training, measured during training; the lowest is the best."""
 
     num_replies: Annotated[int, Field(ge=2)] = 128
-    """Replies that are left out, about: those to a prompt are left out together, drawn by the seed."""
+    """Approximate number of replies to keep out of training. All replies to a prompt are kept out together; `seed`
+    draws the prompts."""
 
 
 class KTOConfig(TrainingConfig):
     """Kahneman-Tversky optimization (Ethayarajh et al. 2024)."""
 
     beta: Positive = 0.1
-    """Factor of the log-ratios: the larger it is, the nearer the policy stays to the reference."""
+    """Factor of the log-ratios. Larger values keep the policy closer to the reference."""
     desirable_weight: NonNegative = 1.0
-    """λ of desirable replies. Where there are fewer of one sort, its weight times its number should be from 1 to 4/3 of
-    the other's."""
+    """λ of desirable replies. If one label is rarer, its weight times its count should be 1 to 4/3 of the other's."""
     undesirable_weight: NonNegative = 1.0
-    """λ of the others."""
+    """λ of undesirable replies."""
     lr: Positive = 2e-4
     epochs: Count = 1
     batch_size: Annotated[int, Field(ge=2)] = 64
-    """Replies in one optimizer step, over all Workhorses."""
+    """Replies per optimizer step, over all Workhorses."""
     validation: KTOValidation | None = None
-    """None: all replies are trained on, and the stage ends with the last version."""
+    """None: train on all replies and publish the last version."""
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:
         if not self.desirable_weight and not self.undesirable_weight:
-            raise ValueError("undesirable_weight = 0.0 must be above 0 with desirable_weight = 0.0: nothing is learned")
+            raise ValueError(
+                "undesirable_weight = 0.0 must be above 0 with desirable_weight = 0.0: the policy would not learn"
+            )
         check_one_row_each(self.engine, "batch_size", self.batch_size)
         return self

@@ -65,8 +65,8 @@ def _trains(field: str, engine: EngineConfig, base: BaseModelConfig) -> None:
         )
 
 
-def _cut(field: str, layout: LayoutConfig, base: BaseModelConfig) -> None:
-    # What is known of the base without reading it; engines look at the model itself.
+def _check_split(field: str, layout: LayoutConfig, base: BaseModelConfig) -> None:
+    # Only a fresh base states its shape; engines check other models when they load them.
     if not isinstance(base, FreshBase):
         return
     tensor, stages = layout.tensor_parallel, layout.pipeline_parallel
@@ -98,43 +98,43 @@ class LifecycleConfig(Section):
     project: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")] = "xray"
     """Name of the MLflow experiment; the policy is registered as `<project>-policy`."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Every random choice derives from it."""
+    """The seed of every random choice."""
     gold: Gold | None = "vader"
     """Gold score of replies, never seen by the reward model or PPO: `vader`, `module:function` (your own
     `f(prompts, replies) -> scores`, in a module that XRAY_ALLOWED_IMPORTS names), or None."""
     data: DataConfig = DataConfig()
     base: BaseConfig = FreshBase()
     sft: SFTConfig | None = SFTConfig()
-    """None: the base model is the start, an instruct model for example."""
+    """None: start from the base model, for example an instruct model."""
     preferences: (
         Annotated[GoldPreferences | RatingPreferences | DatasetPreferences, Field(discriminator="source")] | None
     ) = GoldPreferences()
-    """None where neither a reward model nor DPO learns from them."""
+    """None if neither a reward model nor DPO is trained."""
     reward: RewardConfig | None = RewardConfig()
-    """The reward model to train; None: none is."""
+    """The reward model to train; None: train none."""
     reward_ref: Annotated[str, Field(min_length=1)] | None = None
-    """A reward model that exists already: a REF as `base.ref` takes it."""
+    """An existing reward model: a REF, as for `base.ref`."""
     reward_base: RewardBase | None = None
-    """A reward model of the hub, or in a directory."""
+    """A reward model from the hub or a directory."""
     rewards: list[ExternalReward] = Field(default_factory=list)
-    """Sources whose weighted scores are added to the reward model's."""
+    """Sources whose weighted scores are added to the reward model's score."""
     max_failed: UnitInterval = 0.1
-    """Share of the replies scored at a time that may be left without a score; beyond it the stage fails."""
+    """Maximum share of the replies in a batch that may have no score; beyond it the stage fails."""
     ppo: PPOSection | None = PPOSection()
-    """None: the policy learns by `dpo`."""
+    """None: train the policy with `dpo`."""
     dpo: DPOConfig | None = None
-    """Learning from `preferences` themselves; a reward model, of the same pairs, is then only shown."""
+    """Train the policy on `preferences` directly; a reward model from the same pairs is then only reported."""
     evaluate: EvaluateSection = EvaluateSection()
     benchmarks: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")], BenchmarkConfig] = Field(
         default_factory=dict
     )
-    """Name → what every policy is measured by: the model that training starts from, and what comes of each stage."""
+    """Name → benchmark of the model that training starts from and of the policy after each stage."""
     generator: GeneratorConfig = GeneratorConfig()
     frozen: FrozenConfig = FrozenConfig()
-    """How models are spread that only score, in PPO and evaluation: the reference and the reward model."""
+    """The layout of models that only score, in PPO and evaluation: the reference and the reward model."""
     promotion: PromotionConfig = PromotionConfig()
     terms: dict[str, SourceTerms] = Field(default_factory=dict)
-    """Licence, origin and personal data of what the config reads, by the name that stands there."""
+    """Licence, origin and personal data of each source, by the source's name in the config."""
     runtime: RuntimeConfig = RuntimeConfig()
 
     @property
@@ -144,14 +144,14 @@ class LifecycleConfig(Section):
 
     @property
     def trained(self) -> dict[str, TrainingConfig]:
-        """Path of each section that trains → the section."""
+        """Path of each section with training fields → the section."""
         stages = {f"ppo.stages.{number}": stage for number, stage in enumerate(self.ppo_stages)}
         sections = {"sft": self.sft, "reward": self.reward, "dpo": self.dpo, **stages}
         return {name: section for name, section in sections.items() if isinstance(section, TrainingConfig)}
 
     @property
     def engines(self) -> dict[str, EngineConfig]:
-        """Path of each engine that is written out → the engine."""
+        """Path of each engine that the config sets → the engine."""
         engines = {f"{name}.engine": section.engine for name, section in self.trained.items()}
         for number, stage in enumerate(self.ppo_stages):
             if stage.critic_engine is not None:
@@ -160,13 +160,13 @@ class LifecycleConfig(Section):
 
     @model_validator(mode="after")
     def _layouts(self) -> Self:
-        _cut("frozen", self.frozen, self.base)
+        _check_split("frozen", self.frozen, self.base)
         for number, stage in enumerate(self.ppo_stages):
             field = f"ppo.stages.{number}.prompts_per_iteration × samples_per_prompt"
             check_one_row_each(self.frozen, field, stage.rollout_size, "frozen")
         check_one_row_each(self.frozen, "evaluate.num_prompts", self.evaluate.num_prompts, "frozen")
         for name, engine in self.engines.items():
-            _cut(name, engine, self.base)
+            _check_split(name, engine, self.base)
             _trains(name, engine, self.base)
             if self.runtime.parallel == "as_written":
                 try:
@@ -180,7 +180,7 @@ class LifecycleConfig(Section):
 
     @property
     def reads(self) -> list[str]:
-        """Names of data and models outside of the store."""
+        """Names of data and models from outside the store."""
         named = [part.source for part in self.data.sources] or [self.data.source]
         named += [
             model.model for model in (self.base, self.reward_base) if isinstance(model, PretrainedBase | RewardBase)
@@ -192,7 +192,7 @@ class LifecycleConfig(Section):
         unknown = sorted(set(self.terms) - set(self.reads))
         if unknown:
             raise ValueError(
-                f"terms: {unknown[0]!r} is not a source the config reads; those are {', '.join(self.reads)}"
+                f"terms: {unknown[0]!r} is not a source in the config: must be one of {', '.join(self.reads)}"
             )
         return self
 
@@ -258,7 +258,7 @@ class LifecycleConfig(Section):
                 new_tokens.append(self.sft.max_response_tokens)
             if isinstance(self.preferences, GoldPreferences):
                 new_tokens.append(self.preferences.max_new_tokens)
-            # Left to the stages, prompts are as long as a reply leaves room for.
+            # Without a limit in the config, stages limit prompts to the context that a reply leaves.
             needed = (self.data.max_prompt_tokens or 1) + max(new_tokens)
             if needed > limit:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""A task, or a group of them, of the lm-evaluation-harness that lies on disk."""
+"""Tasks and groups of the lm-evaluation-harness from a directory."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from xray_runtime.config.sources import Source
 
 
 class LMEvalConfig(Section):
-    """One task, or one group, with its data, in a directory."""
+    """One task or group, with its data, in a directory."""
 
     task: Source
-    """A directory with the .yaml of a task, or of a group and of all tasks in it, what they include, and the files that
-    their `data_files` name. Nothing is fetched, and no code of a task's runs: `!function` is refused."""
+    """A directory with the .yaml of a task, or of a group and all its tasks, with the files that they include or list
+    in `data_files`. Nothing is downloaded, and no code of a task is run: `!function` is refused."""
     limit: Count | None = None
-    """Only so many documents of each task; None: all."""
+    """Maximum number of documents per task; None: all."""
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
-    """None: as the task says."""
+    """Number of few-shot examples; None: the task's own."""
     chat: bool = False
-    """Whether prompts are written as the model's chat template has them."""
+    """Whether to apply the model's chat template to prompts."""
     max_new_tokens: Count = 256
-    """Longest reply, where the task samples and does not say."""
+    """Longest reply of tasks that sample without a limit of their own."""
     max_length: Count = 2048
-    """Prompt and continuation together; longer prompts lose their beginning."""
+    """Maximum length of prompt and continuation together; longer prompts are truncated at the beginning."""
     frozen: FrozenConfig = FrozenConfig()
     generator: GeneratorConfig = GeneratorConfig()

@@ -1,4 +1,4 @@
-"""Config from files and overrides: every mistake is one line that names the field, the value and what is allowed."""
+"""Load configs from files and overrides."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from xray_runtime.config.validation import ConfigError, validate_as
 
 MAX_FILE_BYTES = 16 * 2**20
 PIPES = (Path("/dev"), Path("/dev/fd"))
-"""Where a shell puts what it reads for a command; what no one writes to elsewhere would be waited for."""
+"""Where shells put pipes for `<(COMMAND)`. Reading a pipe elsewhere could wait forever for a writer."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: 1e-4 is a number, only true and false are booleans, no key twice, no aliases."""
+    """A strict YAML loader: 1e-4 is a number, only true and false are booleans; repeated keys and aliases are
+    errors."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.events.AliasEvent):
@@ -66,7 +67,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Lifec
     """The config in `path` (None: the defaults) with `key.path=value` overrides applied.
 
     Raises:
-        ConfigError: anything is wrong with the file, an override or a value.
+        ConfigError: the file, an override or a value is not allowed.
     """
     data = read_mapping(Path(path)) if path is not None else {}
     for field, value in parse_overrides(overrides).items():
@@ -80,7 +81,7 @@ def validate(data: Any) -> LifecycleConfig:
 
 
 def check_storage(runtime: RuntimeConfig) -> None:
-    """Write to and read from the shared store, where `runtime` names one. Raises ConfigError with the reason."""
+    """Write to and read from the shared store of `runtime`, if any. Raises ConfigError if that fails."""
     from xray_runtime.store.shared import SharedStore, StorageError
 
     if runtime.storage is not None:
@@ -126,7 +127,7 @@ def _parse(text: str, where: str) -> Any:
         place = f"{where}:{mark.line + 1}" if mark is not None else where
         reason = " ".join(str(getattr(error, "problem", None) or error).split())
         raise ConfigError(f"{place}: not valid YAML: {reason}") from None
-    # What its constructors raise for a value that is not what its tag says (!!bool, !!timestamp).
+    # Its constructors raise these for a value that does not match its tag (!!bool, !!timestamp).
     except (RecursionError, ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{where}: not valid YAML: {reason or type(error).__name__}") from None
@@ -145,7 +146,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _default(keys: list[str]) -> Any:
-    """What the config has at `keys` by default: a list there can then be addressed by index."""
+    """The default value at `keys`, so that `--set` can address items of a default list by index."""
     node: Any = LifecycleConfig().model_dump(mode="json")
     for key in keys:
         node = node.get(key) if isinstance(node, dict) else None

@@ -1,8 +1,8 @@
-"""Published methods as settings of a PPO stage: what `method` sets where the config says nothing else.
+"""Published methods as defaults of a PPO stage: the fields that `method` sets unless the config sets them.
 
-What is ours in all of them: the loss is weighted by the mismatch of generator and trainer (`importance_*`), scores are
-scaled by the reward model's moments, equal scores of a group give 0 (before whitening), and a reply that is cut off
-gets no more than the worst that came to its end.
+All methods deviate from their papers in this: importance weights correct the mismatch of generator and trainer
+(`importance_*`), scores are scaled by the reward model's moments, a group with equal scores has advantages of 0 (before
+whitening), and a truncated reply scores at most as much as the worst complete one.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _GROUPS: dict[str, Any] = {
 METHODS: Mapping[str, dict[str, Any]] = {
     # Schulman et al. 2017 with a critic and a KL penalty in the reward, as Ziegler et al. 2019 and trlX have it.
     "ppo": {},
-    # Shao et al. 2024, DeepSeekMath: scores of a group in its deviations, means by reply, KL in the loss. Ours: the KL
-    # term carries ρ, without which k3 has the gradient of the reverse KL.
+    # Shao et al. 2024, DeepSeekMath: scores standardized within a group, loss averaged per reply, KL in the loss.
+    # Deviation: the KL term is multiplied by ρ; without it, k3 would have the gradient of the reverse KL.
     "grpo": _GROUPS
     | {"loss_mean": "replies", "kl": {"controller": "fixed", "coef": 0.04, "place": "loss", "estimator": "k3"}},
-    # Liu et al. 2025, "Understanding R1-Zero-like training": neither deviation nor length divides.
+    # Liu et al. 2025, "Understanding R1-Zero-like training": no division by deviation or length.
     "dr_grpo": _GROUPS | {"advantages": "dr_grpo", "loss_mean": "fixed", "kl": _NO_KL},
-    # Yu et al. 2025: clip-higher, means over tokens, soft punishment of overlong replies, no KL, other prompts in place
-    # of groups that teach nothing. Ours: after two rounds what still ties stays, and counts nothing.
+    # Yu et al. 2025: clip-higher, token-level mean, soft punishment of overlong replies, no KL, dynamic sampling.
+    # Deviation: groups that still tie after two rounds stay and contribute nothing.
     "dapo": _GROUPS | {"clip_range_high": 0.28, "resample_rounds": 2, "kl": _NO_KL},
-    # Zheng et al. 2025: the ratio of a whole reply, of which the clip range is some thousandths.
+    # Zheng et al. 2025: the ratio of a whole reply, with a clip range of a few thousandths.
     "gspo": _GROUPS
     | {
         "loss": "gspo",
@@ -43,13 +43,13 @@ METHODS: Mapping[str, dict[str, Any]] = {
         "importance_level": "reply",
         "kl": _NO_KL,
     },
-    # MiniMax 2025 (M1): the weight is clipped, not the gradient.
+    # MiniMax 2025 (M1): clips the importance weight, so every token keeps its gradient.
     "cispo": _GROUPS | {"loss": "cispo", "clip_range_high": 4.0, "kl": _NO_KL},
-    # Ahmadian et al. 2024, "Back to basics": the others' mean as baseline, KL of the whole reply in the reward. A reply
-    # is one action, so its tokens count by their sum (here over max_new_tokens), not by their mean.
+    # Ahmadian et al. 2024, "Back to basics": leave-one-out baseline, KL of the whole reply in the reward. A reply is
+    # one action, so its token losses are summed (here divided by max_new_tokens), not averaged.
     "rloo": _GROUPS
     | {"advantages": "rloo", "samples_per_prompt": 4, "loss_mean": "fixed", "kl": {"controller": "fixed"}},
-    # Hu 2025: no critic and no groups; a token's advantage is what is still to come, whitened over the rollout.
+    # Hu 2025: no critic and no groups; a token's advantage is its return, whitened over the rollout.
     "reinforce++": _GROUPS
     | {
         "advantages": "reinforce++",
@@ -57,7 +57,7 @@ METHODS: Mapping[str, dict[str, Any]] = {
         "whiten_advantages": True,
         "kl": {"controller": "fixed", "coef": 0.01},
     },
-    # Hu 2025: the group's mean subtracted first, KL (k2) in the loss.
+    # Hu 2025: subtracts the group's mean first; KL (k2) in the loss.
     "reinforce++_baseline": _GROUPS
     | {
         "advantages": "dr_grpo",
@@ -68,11 +68,11 @@ METHODS: Mapping[str, dict[str, Any]] = {
 
 
 OVERLONG_SHARE: Mapping[str, float] = {"dapo": 0.2}
-"""Method → the share of `max_new_tokens` that its `overlong_buffer` is: in the paper 4,096 of 20,480 tokens."""
+"""Method → `overlong_buffer` as a share of `max_new_tokens`: in the paper 4,096 of 20,480 tokens."""
 
 
 def with_method(given: Mapping[str, Any], max_new_tokens: int) -> dict[str, Any]:
-    """The fields `given` on top of those that its `method` sets; `max_new_tokens` where it is not given."""
+    """`given` merged over the defaults of its `method`; `max_new_tokens` is used if `given` lacks it."""
     name = str(given.get("method", "ppo"))
     defaults = dict(METHODS.get(name, {}))
     limit = given.get("max_new_tokens", max_new_tokens)

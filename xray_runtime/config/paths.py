@@ -10,7 +10,7 @@ from xray_runtime.config.validation import ConfigError
 
 
 def section(data: Any, path: str) -> Any:
-    """What stands at a dotted path; the data itself at an empty one."""
+    """The value at a dotted path; the data itself for an empty path."""
     keys = path.split(".") if path else []
     return reduce(lambda node, key: node[int(key) if isinstance(node, list) else key], keys, data)
 
@@ -21,10 +21,10 @@ def put(
     """Set the field at a dotted `path` of a config's data.
 
     Args:
-        default: what stands at the keys of a path where the data has nothing.
+        default: returns the value at a path's keys if the data has none.
 
     Raises:
-        ConfigError: there is no such place; the line begins with `what`.
+        ConfigError: there is no such field; the line begins with `what`.
     """
     keys = path.strip().split(".")
     node: Any = data
@@ -50,6 +50,6 @@ def put(
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, for error messages."""
+    """The type of a value, for error messages."""
     names = {dict: "a mapping", list: "a list", str: "a text", bool: "a boolean", int: "a number", float: "a number"}
     return names.get(type(value), "nothing" if value is None else type(value).__name__)

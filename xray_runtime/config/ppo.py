@@ -1,4 +1,4 @@
-"""PPO and its penalty."""
+"""PPO stages."""
 
 from __future__ import annotations
 
@@ -35,36 +35,36 @@ AdvantagesName = Annotated[str, BuiltInOrFunction(("gae", "grpo", "dr_grpo", "rl
 
 
 class JudgingConfig(Section):
-    """Fields shared by stages that sample and score replies."""
+    """Fields of stages that sample and score replies."""
 
     rewards: list[RewardTerm] = Field(default_factory=list)
-    """Sources of the reward; their weighted sum counts."""
+    """Sources of the reward, which is their weighted sum."""
     max_failed: UnitInterval = 0.1
-    """Share of the replies scored at a time that may be left without a score; beyond it the stage fails."""
+    """Maximum share of the replies in a batch that may have no score; beyond it the stage fails."""
     gold: GivenGold | None = None
-    """The true worth of replies, for the evaluation alone: it is logged and never trained on."""
+    """Gold score of replies: logged, never trained on."""
     generator: GeneratorConfig = GeneratorConfig()
     frozen: FrozenConfig = FrozenConfig()
-    """How models are spread that only score."""
+    """The layout of models that only score."""
 
 
 class KLConfig(Section):
-    """The penalty that keeps the policy near the reference."""
+    """The KL penalty, which keeps the policy close to the reference."""
 
     controller: Literal["fixed", "adaptive"] = "adaptive"
-    """`fixed` keeps `coef`; `adaptive` steers it towards `target` (Ziegler et al. 2019)."""
+    """`fixed` keeps `coef`; `adaptive` adjusts it so that the KL approaches `target` (Ziegler et al. 2019)."""
     coef: NonNegative = 0.05
     """(Initial) weight of the per-token penalty in the reward."""
     target: Positive = 4.0
-    """Wanted KL of a whole reply (sum over its tokens), in nats; adaptive only."""
+    """Target KL of a whole reply (sum over its tokens), in nats; adaptive only."""
     horizon: Positive = 2000.0
-    """Replies over which the adaptive controller may change the weight e-fold or so."""
+    """Number of replies over which the adaptive controller may change the weight by a factor of about e."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """Per-token estimator in the penalty: k1 = logp − ref, k2 = ½(logp − ref)²,
     k3 = e^(ref−logp) − 1 + (logp − ref)."""
     place: Literal["reward", "loss"] = "reward"
-    """`reward`: subtracted from the reward, token by token, or as a whole where a group's replies are compared; `loss`:
-    a term of the policy's loss, whose expected gradient is the KL's for each estimator."""
+    """`reward`: subtract the penalty from the reward, per token, or per reply if replies are compared in groups;
+    `loss`: add a term to the policy's loss, whose expected gradient is the KL's for each estimator."""
 
 
 def _kept(value: Any) -> Any:
@@ -74,136 +74,136 @@ def _kept(value: Any) -> Any:
 
 
 class LedgerConfig(Section):
-    """The rollouts a checkpoint keeps of those it learned from."""
+    """The training rollouts that a checkpoint keeps."""
 
     keep: Annotated[Literal["all", "none"] | int, BeforeValidator(_kept)] = "all"
-    """The rollouts of `all` iterations, of `none`, or of so many last ones."""
+    """Keep the rollouts of `all` iterations, of `none`, or of this many last iterations."""
     tokens: Literal["kept", "hashed"] = "kept"
-    """`hashed`: of prompts, replies and all numbers of single tokens only salted digests, for private chats."""
+    """`hashed`: store only salted digests of prompts, replies and per-token numbers, for private chats."""
 
 
 class ValidationConfig(ValidationSchedule):
-    """The policy's replies to the prompts of `data.validation_fraction`, while it is trained; the highest mean score is
-    the best."""
+    """The policy's replies to the prompts of `data.validation_fraction`, sampled during training; the highest mean
+    score is the best."""
 
     every: Count = 10
-    """Iterations from one look to the next; the first is before the first update, the last after the last."""
+    """Iterations between validations; the first precedes the first update, the last follows the last."""
     num_prompts: Annotated[int, Field(ge=2)] = 128
 
 
 class PPOStageConfig(TrainingConfig):
-    """One stage of policy gradients; each starts from the checkpoint of the one before."""
+    """One stage of policy-gradient training; each starts from the previous stage's checkpoint."""
 
     method: Method = "ppo"
     """A published method: defaults for the fields below. `ppo`, `grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`,
     `reinforce++`, `reinforce++_baseline`; `docs/methods.md` has their papers and settings."""
     lr: Positive = 3e-4
     iterations: Count = 20
-    """Rollout-and-update rounds."""
+    """Number of iterations, each a rollout and its updates."""
     prompts_per_iteration: Annotated[int, Field(ge=2)] = 64
-    """Prompts of one iteration."""
+    """Prompts per iteration."""
     samples_per_prompt: Count = 1
-    """Replies to each of them: the group that `advantages` compares."""
+    """Replies per prompt: the group that `advantages` compares."""
     resample_rounds: Annotated[int, Field(ge=0, le=16)] = 0
-    """How often an iteration samples other prompts in place of those whose replies all have one reward, and so teach
-    nothing (DAPO's dynamic sampling)."""
+    """How many times an iteration may replace prompts whose replies all have the same reward, and so give no gradient
+    (DAPO's dynamic sampling)."""
     max_new_tokens: Annotated[int, Field(ge=2)] = 16
     temperature: Positive = 1.0
-    """Sampling temperature; training log-probabilities are taken at the same temperature."""
+    """Sampling temperature; training log-probabilities use the same temperature."""
     stop: Stop = Field(default_factory=list)
-    """Texts that end a reply, beside the tokens that end a turn; they stay in it."""
+    """Texts that end a reply, in addition to the tokens that end a turn; the reply includes them."""
     environment: EnvironmentConfig | None = None
-    """The environment that answers the replies, so that rollouts have many turns; its rewards count too. None: a single
-    turn."""
+    """The environment that answers replies in multi-turn rollouts; its rewards are added. None: a single turn."""
     lag: Literal[0, 1] = 0
-    """`1`: the next rollout is sampled by the weights of before this iteration's update, while that is at work. Replies
-    are then one update old when they are trained on, which importance weights correct; the first ones are not."""
+    """`1`: sample the next rollout with the current weights while the update runs. From the second iteration on,
+    replies are then one update old when the policy trains on them; importance weights correct this."""
     epochs: Count = 4
-    """Passes over one rollout."""
+    """Passes over each rollout."""
     minibatch_size: Count = 32
-    """Replies in one optimizer step, over all Workhorses."""
+    """Replies per optimizer step, over all Workhorses."""
     clip_range: Fraction = 0.2
-    """Policy ratio is clipped to 1 ± this."""
+    """The policy ratio is clipped to 1 ± this."""
     clip_range_high: Positive | None = None
-    """Another bound upwards, 1 + this (clip-higher); None: `clip_range`."""
+    """A different upper bound, 1 + this (clip-higher); None: `clip_range`."""
     loss: PolicyLossName = "ppo"
     """`ppo`: the clipped ratio of each token; `gspo`: of the whole reply (geometric mean); `cispo`: each token's
-    gradient, weighted by its ratio cut at 1 + `clip_range_high`. Or a function of your own, of `PolicyLossInputs`."""
+    gradient, weighted by its ratio capped at 1 + `clip_range_high`. Or your own function of `PolicyLossInputs`."""
     loss_mean: Literal["tokens", "replies", "fixed"] = "tokens"
-    """How the policy's loss, entropy bonus and KL term are averaged: over all tokens of a minibatch; over its replies,
-    of each of which the mean over tokens is taken; or replies × `max_new_tokens` (with an environment its
-    `max_tokens`), which knows no lengths."""
+    """How the policy's loss, entropy bonus and KL term are averaged: over all tokens of a minibatch; over tokens within
+    each reply, then over replies; or as a sum divided by replies × `max_new_tokens` (with an environment its
+    `max_tokens`), which does not depend on lengths."""
     advantages: AdvantagesName = "gae"
-    """`gae`: by a critic. The others need none: `grpo`, `dr_grpo` and `rloo` compare the replies to one prompt,
-    `reinforce++` takes the rewards still to come. Or a function of your own, of `AdvantageInputs`, which has no critic
-    unless `critic` is set."""
+    """`gae` uses a critic. The others need none: `grpo`, `dr_grpo` and `rloo` compare the replies to one prompt,
+    `reinforce++` sums the future rewards. Or your own function of `AdvantageInputs`, without a critic unless `critic`
+    is set."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = 3.0
     """Bound on the loss where the advantage is negative (Ye et al. 2020); None: off."""
     value_clip_range: Positive = 0.2
-    """Values may move this far from the rollout's before their loss is clipped."""
+    """How far values may move from the rollout's before their loss is clipped."""
     value_coef: NonNegative = 0.5
-    """Weight of the value loss when policy and critic share a trunk."""
+    """Weight of the value loss if policy and critic share a trunk."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
     gamma: UnitInterval = 1.0
     gae_lambda: UnitInterval = 0.95
-    """With an environment 1, unless it is set: what pays comes many tokens after what earned it, and below 1 whitening
-    makes those first tokens bad ones until the critic knows better."""
+    """Default with an environment: 1. Its rewards come many tokens after the actions that earn them; below 1,
+    whitening would give those actions negative advantages until the critic has learned."""
     whiten_advantages: bool = True
-    """Scale advantages to mean 0 and deviation 1 over the valid tokens of the whole rollout."""
+    """Scale advantages to mean 0 and standard deviation 1 over the valid tokens of the rollout."""
     kl: KLConfig = KLConfig()
     stop_kl: Positive | None = 0.5
-    """End an iteration's updates early when the approximate KL to the rollout policy (k3, mean per token) exceeds
-    this; None: never."""
+    """Stop an iteration's updates when the approximate KL to the rollout policy (k3, mean per token) exceeds this;
+    None: never."""
     truncated: Literal["lowest", "penalize", "bootstrap"] = "lowest"
-    """The reward of a reply cut off at max_new_tokens. `lowest`: its score as if it had ended, but at most the lowest
-    of the rollout's replies that did end, so that going on never beats a bad ending. `penalize`: that score minus
-    `truncation_penalty`. `bootstrap`: no score, since a cut is no terminal state, but the critic's value of where it
-    was cut."""
+    """The reward of a reply truncated at max_new_tokens. `lowest`: its score as if it were complete, but at most the
+    lowest score of the rollout's complete replies, so that truncation never pays. `penalize`: its score minus
+    `truncation_penalty`. `bootstrap`: the critic's value of the last state instead of a score."""
     truncation_penalty: NonNegative = 1.0
     overlong_buffer: Count | None = None
-    """A reply's last so many of `max_new_tokens` tokens cost up to 1, linearly (DAPO's soft overlong punishment)."""
+    """Length of the zone before `max_new_tokens` in which a penalty rises linearly to 1 (DAPO's soft overlong
+    punishment)."""
     reward_scaling: Literal["reward_model", "running", "none"] = "reward_model"
-    """`reward_model`: by the mean and deviation stored with the reward model; `running`: by this stage's own running
-    moments; `none`: as scored."""
+    """`reward_model`: scale by the mean and deviation stored with the reward model; `running`: by this stage's running
+    moments; `none`: do not scale."""
     reward_clip: Positive | None = 5.0
     """Bound on the absolute scaled reward; None: off."""
     critic: Literal["shared", "separate"] | None = None
-    """`shared`: a value head on the policy's trunk (trlX's way); `separate`: a model of its own, from the SFT model.
-    None: `shared` with `advantages: gae`, no critic with others."""
+    """`shared`: a value head on the policy's trunk (as in trlX); `separate`: a second model, initialized from the SFT
+    model. None: `shared` with `advantages: gae`, else no critic."""
     critic_lr: Positive = 1e-3
     """Peak learning rate of a separate critic."""
     critic_engine: EngineConfig | None = None
-    """How a separate critic is trained; None: like the policy."""
+    """Training engine of a separate critic; None: like the policy's."""
     importance_correction: Literal["truncate", "mask", "none"] = "truncate"
-    """Weights for the difference between the generator's and the trainer's log-probabilities, with `lag` also of one
-    update: `truncate` caps them at `importance_cap`, `mask` drops tokens beyond it, `none` ignores the difference."""
+    """Importance weights for the difference between the generator's and the trainer's log-probabilities, with `lag`
+    also for one update: `truncate` caps them at `importance_cap`, `mask` drops tokens beyond it, `none` ignores the
+    difference."""
     importance_cap: Annotated[float, Field(gt=1.0)] = 2.0
     importance_level: Literal["token", "reply"] = "token"
-    """`reply`: one weight for all tokens of a reply, the geometric mean of theirs."""
+    """`reply`: one weight for all tokens of a reply, the geometric mean of the token weights."""
     max_mismatch: Positive = 0.1
-    """Largest mean |log-probability difference| between generator and trainer at one policy version, over a fresh
-    rollout, with `lag` over a few tokens after each sync; beyond it the generator does not hold the policy's weights,
-    and the stage fails."""
+    """Maximum mean |log-probability difference| between generator and trainer at one policy version, over a fresh
+    rollout, or with `lag` over a few tokens after each sync. A larger difference means that the generator has other
+    weights, and fails the stage."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     watch: WatchConfig = WatchConfig()
     ledger: LedgerConfig = LedgerConfig()
     validation: ValidationConfig | None = None
-    """None: the stage ends with its last version."""
+    """None: publish the last version."""
 
     @property
     def rollout_size(self) -> int:
-        """Replies of one iteration."""
+        """Replies per iteration."""
         return self.prompts_per_iteration * self.samples_per_prompt
 
     @property
     def max_response_tokens(self) -> int:
-        """Tokens that may follow a prompt."""
+        """Maximum number of tokens after a prompt."""
         return self.max_new_tokens if self.environment is None else self.environment.max_tokens
 
     @property
     def critic_in_use(self) -> Literal["shared", "separate", "none"]:
-        """Where values come from."""
+        """The critic, with defaults resolved."""
         return self.critic or ("shared" if self.advantages == "gae" else "none")
 
     @model_validator(mode="before")
@@ -241,7 +241,7 @@ class PPOStageConfig(TrainingConfig):
         if self.critic_in_use == "none" and self.truncated == "bootstrap":
             raise ValueError(
                 f"truncated = 'bootstrap' must be 'lowest' or 'penalize' with advantages = {self.advantages!r}: there "
-                "is no critic to value a reply that was cut off"
+                "is no critic to estimate the value of a truncated reply"
             )
         if self.overlong_buffer is not None and self.overlong_buffer > self.max_new_tokens:
             raise ValueError(
@@ -254,8 +254,8 @@ class PPOStageConfig(TrainingConfig):
             )
         if self.resample_rounds and self.lag:
             raise ValueError(
-                f"resample_rounds = {self.resample_rounds} must be 0 with lag = {self.lag}: the generator is at work "
-                "on the next rollout already"
+                f"resample_rounds = {self.resample_rounds} must be 0 with lag = {self.lag}: the generator already "
+                "samples the next rollout"
             )
         if self.lag and self.importance_correction == "none":
             raise ValueError(
@@ -277,33 +277,33 @@ class PPOStageConfig(TrainingConfig):
             return
         environment.check_turns(self.max_new_tokens, self.stop)
         needed: dict[str, tuple[object, str]] = {
-            "overlong_buffer": (None, "it is about the length of one reply"),
-            "reward_scaling": ("none", "rewards of single turns count as they are"),
-            "reward_clip": (None, "rewards of single turns count as they are"),
+            "overlong_buffer": (None, "it limits the length of a single reply"),
+            "reward_scaling": ("none", "rewards of single turns are not scaled"),
+            "reward_clip": (None, "rewards of single turns are not clipped"),
         }
         for field, (allowed, why) in needed.items():
             if getattr(self, field) != allowed:
                 raise ValueError(f"{field} = {getattr(self, field)!r} must be {allowed!r} with an environment: {why}")
 
     def check_runtime(self, runtime: RuntimeConfig) -> None:
-        """Raises ValueError where `lag` or the engine does not go with `runtime`."""
+        """Raises ValueError if `lag` or the engine conflicts with `runtime`."""
         cut = self.engine.data_parallel < self.engine.num_workhorses
         if cut and runtime.weight_transfer != "plasma":
             raise ValueError(
                 f"engine: tensor_parallel or pipeline_parallel above 1 is not allowed with runtime.weight_transfer = "
-                f"{runtime.weight_transfer!r}: only 'plasma' sends the weights of a model that is cut"
+                f"{runtime.weight_transfer!r}: only 'plasma' sends the weights of a split model"
             )
         for field in ("generator_sleeps", "trainer_sleeps"):
             if self.lag and getattr(runtime, field):
                 raise ValueError(
                     f"lag = {self.lag} must be 0 with runtime.{field} = True: generator and trainer work at the same "
-                    "time, not in turn on one GPU"
+                    "time and cannot take turns on one GPU"
                 )
 
 
 class PPOConfig(PPOStageConfig, JudgingConfig):
-    """All that the stage kind `ppo` reads."""
+    """All fields of the stage kind `ppo`."""
 
     judges: list[RewardTerm] = Field(default_factory=list)
-    """Sources that score in `validation` in place of the rewards, so that a version that only pleases the rewards is
-    not chosen."""
+    """Sources that replace the rewards in `validation`, so that a version that only exploits the rewards is not
+    chosen."""

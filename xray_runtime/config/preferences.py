@@ -1,4 +1,4 @@
-"""Where preference pairs come from."""
+"""Sources of preference pairs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from xray_runtime.config.sources import GivenGold, Source
 
 
 class GoldPreferences(SamplingConfig):
-    """Two sampled replies to one prompt, labelled by a gold score through a Bradley–Terry draw."""
+    """Two sampled replies per prompt, labelled by a Bradley–Terry draw from their gold scores."""
 
     source: Literal["gold"] = "gold"
     num_pairs: Annotated[int, Field(ge=8)] = 2000
     """Pairs to sample, training and held-out together."""
     sharpness: Positive = 4.0
-    """P(first preferred) = sigmoid(sharpness × (gold(first) − gold(second))): labels are noisy, as people's are."""
+    """P(first preferred) = sigmoid(sharpness × (gold(first) − gold(second))): labels are noisy, like human labels."""
     heldout_fraction: Fraction = 0.1
-    """Share of prompts whose pairs only measure the reward model."""
+    """Share of prompts whose pairs are held out to measure the reward model."""
 
 
 class RatingPreferences(Section):
@@ -35,11 +35,11 @@ class RatingPreferences(Section):
     source: Literal["ratings"] = "ratings"
     num_pairs: Annotated[int, Field(ge=8)] = 2000
     rating: Literal["witty", "interesting", "upbeat"] = "upbeat"
-    """Which of the human ratings (1 to 10) orders a pair."""
+    """The human rating (1 to 10) that orders a pair."""
     min_gap: Annotated[int, Field(ge=1, le=9)] = 3
-    """Smallest difference of ratings in a pair."""
+    """Minimum difference of ratings in a pair."""
     max_length_ratio: Annotated[float, Field(ge=1.0)] = 1.25
-    """Longest reply over shortest reply of a pair, in words: length is controlled, since ratings mostly follow it."""
+    """Maximum ratio of the reply lengths in a pair, in words. Length is controlled because it drives most ratings."""
     heldout_fraction: Fraction = 0.1
 
 
@@ -48,8 +48,8 @@ class DatasetPreferences(Section):
 
     source: Literal["dataset"] = "dataset"
     path: Source
-    """A .jsonl or .parquet file, a `datasets` name or directory, or what people judged: a checkpoint that
-    `xray preferences` published, which becomes part of the lineage."""
+    """A .jsonl or .parquet file, a `datasets` name or directory, or a checkpoint that `xray preferences` published,
+    which becomes part of the lineage."""
     split: Annotated[str, Field(min_length=1)] = "train"
     max_pairs: Annotated[int, Field(ge=8)] | None = None
     heldout_fraction: Fraction = 0.1
@@ -67,7 +67,7 @@ class JudgedPreferences(Section):
 
 
 class SampledPreferences(GoldPreferences):
-    """`GoldPreferences` with what samples and what labels."""
+    """`GoldPreferences` with the generator and the gold score."""
 
     gold: GivenGold
     generator: GeneratorConfig = GeneratorConfig()
@@ -79,20 +79,20 @@ class _Rewards(Section):
 
 
 class RewardedPreferences(GroupsConfig, _Rewards):
-    """The best and the worst of several sampled replies to each prompt, by the stage's `rewards`: pairs of the policy's
-    own, for online DPO."""
+    """The best and the worst of several sampled replies per prompt, by the stage's `rewards`: pairs of the policy's own
+    replies, for online DPO."""
 
 
 PreferencesStageConfig = Annotated[
     SampledPreferences | RatingPreferences | DatasetPreferences | JudgedPreferences | RewardedPreferences,
     Field(discriminator="source"),
 ]
-"""All that the stage kind `preferences` reads."""
+"""All fields of the stage kind `preferences`."""
 
 
 class SplitPreferencesConfig(Section):
-    """One of two parts of preference pairs that share no prompt."""
+    """A split of preference pairs in two parts that share no prompt."""
 
     part: Literal["training", "heldout"]
     heldout: Fraction = 0.5
-    """Share of the prompts whose pairs are `heldout`, for a reward model that judges."""
+    """Share of the prompts whose pairs go to `heldout`, for a reward model that acts as a judge."""

@@ -1,4 +1,4 @@
-"""Where conversations come from."""
+"""Sources of conversations."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from xray_runtime.config.sources import Source
 
 DEFAULT_SOURCE = "chitchat"
 PROMPT_TOKENS = 1024
-"""The longest prompt where no field says so, of models whose context has room for it."""
+"""The default limit of prompts, for models with enough context."""
 
 
 class MixedSource(Section):
     """One of several sources of conversations."""
 
     source: Source
-    """As `data.source`."""
+    """See `data.source`."""
     split: Annotated[str, Field(min_length=1)] = "train"
     weight: Positive = 1.0
-    """Its share of what is read, relative to the others'. The first source to be read to its end ends the mixture."""
+    """Its share of the mixture, relative to the others'. The mixture ends when one source is exhausted."""
     limit: Count | None = None
-    """Conversations (records of a file) to read from it at most; then the others go on by their weights."""
+    """Maximum number of conversations (records of a file) to read from it; the other sources then continue by
+    weight."""
 
 
 class DataConfig(Section):
-    """Where conversations come from and how they become prompt/reply pairs."""
+    """The sources of conversations, and how they are split into prompt/reply pairs."""
 
     source: Source = DEFAULT_SOURCE
     """`chitchat` (7,168 human conversations from the chitchat-dataset package), a .jsonl, .json or .parquet file, or a
@@ -41,27 +42,26 @@ class DataConfig(Section):
     split: Annotated[str, Field(min_length=1)] = "train"
     """Split to read when `source` is a `datasets` name."""
     columns: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=32)] = Field(default_factory=list)
-    """Further columns to carry along: ground truth for rewards, such as `answer`."""
+    """Further columns to keep: ground truth for rewards, such as `answer`."""
     sources: list[MixedSource] = Field(default_factory=list)
-    """Several sources by weight, in place of `source`."""
+    """Several sources by weight, instead of `source`."""
     curriculum: Annotated[str, Field(min_length=1)] | None = None
-    """A column of numbers, by which training conversations are ordered, least first; SFT then reads them in that order.
-    Without it each epoch has an order of its own."""
+    """A column of numbers. SFT reads the training conversations in ascending order of it. Without it each epoch is
+    shuffled."""
     context_messages: Annotated[int, Field(ge=1, le=64)] | None = None
-    """How many messages before a reply become its prompt (null: all). Replies whose prompts begin alike make one row of
-    SFT: with null each conversation is one."""
+    """Number of messages before a reply that form its prompt (null: all). SFT joins replies whose prompts share a
+    prefix into one row; with null each conversation is one row."""
     min_chars: Annotated[int, Field(ge=1)] = 1
-    """Prompts and replies shorter than this are dropped, and counted."""
+    """Prompts and replies shorter than this are dropped and counted."""
     max_chars: Annotated[int, Field(ge=2)] | None = None
-    """Prompts and replies longer than this are dropped, and counted; null: none are."""
+    """Prompts and replies longer than this are dropped and counted; null: no limit."""
     max_prompt_tokens: Annotated[int, Field(ge=4)] | None = None
-    """Prompts with more tokens than this, chat template included, are dropped, and counted; null: 1,024, or what the
-    model's context leaves beside a reply where that is less."""
+    """Prompts with more tokens than this, chat template included, are dropped and counted; null: 1,024, or less if the
+    model's context leaves less beside a reply."""
     heldout_fraction: Fraction = 0.05
-    """Share of conversations kept out of all training."""
+    """Share of conversations held out of all training, for reported results."""
     validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Share of the others that is kept out of training too, to choose checkpoints by; what is reported is on those that
-    `heldout_fraction` holds out."""
+    """Share of the other conversations that is also kept out of training, to choose checkpoints."""
     max_conversations: Count | None = None
     """Read at most this many conversations (None: all)."""
 

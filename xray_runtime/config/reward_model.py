@@ -1,4 +1,4 @@
-"""The reward model: trained here, or one that exists already."""
+"""The reward model: trained here, or an existing one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from xray_runtime.config.sources import Source
 
 
 class RewardConfig(TrainingConfig):
-    """A pairwise Bradley–Terry reward model on the SFT model."""
+    """A pairwise Bradley–Terry reward model, initialized from the SFT model."""
 
     lr: Positive = 1e-3
     epochs: Count = 2
     batch_size: Count = 64
-    """Pairs in one optimizer step, over all Workhorses."""
+    """Pairs per optimizer step, over all Workhorses."""
     weight_decay: NonNegative = 0.01
 
     @model_validator(mode="after")
@@ -39,11 +39,11 @@ class RewardBase(Section):
     model: Source
     """A hub name or a directory, `Skywork/Skywork-Reward-V2-Qwen3-0.6B` for example."""
     num_replies: Annotated[int, Field(ge=8)] = 256
-    """Held-out replies of people whose scores give the mean and deviation that its rewards are scaled by."""
+    """Number of held-out human replies whose scores give the mean and deviation for reward scaling."""
 
 
 class RewardBaseConfig(RewardBase):
-    """All that the stage kind `reward_base` reads."""
+    """All fields of the stage kind `reward_base`."""
 
     frozen: FrozenConfig = FrozenConfig()
-    """How it is spread while it scores those replies."""
+    """Its layout while it scores those replies."""

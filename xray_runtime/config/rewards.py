@@ -1,4 +1,4 @@
-"""Where rewards come from: models, functions, verifiers, services, judges, and to which rows each applies."""
+"""Sources of reward: models, functions, verifiers, services, judges, and the rows that each applies to."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from xray_runtime.config.engines import Count, NonNegative, Positive, Section
 from xray_runtime.config.sources import Function, without_login
 
 SOURCES = ("model", "models", "function", "verifier", "service", "judge")
-"""Fields of which a term of the reward sets one."""
+"""Fields that choose the source of a reward term; exactly one is set."""
 Column = Annotated[str, Field(min_length=1)]
-"""A column of the dataset, which `data.columns` carries along."""
+"""A column of the dataset, listed in `data.columns`."""
 Role = Annotated[str, Field(pattern=r"^(rewards|judges)\.\d+$")]
-"""An input: `rewards.0` is the first reward model, `judges.0` the first one that judges an evaluation."""
+"""An input: `rewards.0` is the first reward model, `judges.0` the first one that acts as a judge."""
 Address = Annotated[str, Field(pattern=r"^https?://[^\s?#]+$"), AfterValidator(without_login)]
 
 
@@ -29,19 +29,19 @@ def _compiles(pattern: str) -> str:
 
 
 class Route(Section):
-    """The rows a source applies to."""
+    """The rows that a source applies to."""
 
     column: Column
     equals: str
-    """Value that the column must have, as text."""
+    """The value that the column must have, as text."""
 
     def applies(self, value: Any) -> bool:
-        """Whether the source applies to a row that has `value` in the column."""
+        """Whether the source applies to a row with `value` in the column."""
         return str(value) == self.equals
 
 
 class MathVerifier(Section):
-    """1 where the reply's final answer equals the column's, as mathematics (math-verify)."""
+    """1 if the reply's final answer is mathematically equal to the column's (math-verify)."""
 
     kind: Literal["math"] = "math"
     column: Column
@@ -50,8 +50,8 @@ class MathVerifier(Section):
 
 
 class RegexVerifier(Section):
-    """1 where the pattern is found in the reply; with `column` where its last match, or the first group of it, is what
-    the column holds."""
+    """1 if the pattern is found in the reply. With `column`: if its last match, or that match's first group, equals the
+    column's value."""
 
     kind: Literal["regex"] = "regex"
     pattern: Annotated[str, Field(min_length=1), AfterValidator(_compiles)]
@@ -61,13 +61,13 @@ class RegexVerifier(Section):
 
 
 class JSONSchemaVerifier(Section):
-    """1 where the reply, or the last fenced block in it, is JSON that a JSON Schema allows."""
+    """1 if the reply, or its last fenced block, is JSON that is valid under a JSON Schema."""
 
     kind: Literal["json_schema"] = "json_schema"
     definition: dict[str, Any] | None = None
     """The schema."""
     column: Column | None = None
-    """Column that has each row's schema instead."""
+    """Column with each row's schema instead."""
     limit_s: Positive = 1.0
     """A reply that takes longer to check scores 0."""
 
@@ -79,59 +79,59 @@ class JSONSchemaVerifier(Section):
 
 
 class CodeVerifier(Section):
-    """1 where the reply's Python code, or the last fenced block in it, passes the column's tests, in a sandbox apart
-    from them."""
+    """1 if the reply's Python code, or its last fenced block, passes the column's tests. Code and tests run in separate
+    sandboxes."""
 
     kind: Literal["code"] = "code"
     column: Column
-    """Python statements, or a list of them, that call the code and raise where it is wrong; or, of programs, what they
-    read and should print: `{"inputs": [text, ...], "outputs": [text, ...]}`, as an object or its JSON."""
+    """Python statements, or a list of them, that call the code and raise if it is wrong; or, for programs, their input
+    and expected output: `{"inputs": [text, ...], "outputs": [text, ...]}`, as an object or its JSON."""
     limit_s: Positive = 5.0
-    """Code that takes longer, for all its tests or one program, scores 0."""
+    """Code scores 0 if all its tests, or one program, take longer."""
     memory_mb: Annotated[int, Field(ge=64)] = 512
-    """Code that needs more address space, beside Python's own, scores 0."""
+    """Code scores 0 if it needs more address space, in addition to Python's own."""
 
 
 Verifier = MathVerifier | RegexVerifier | JSONSchemaVerifier | CodeVerifier
 
 
 class RemoteConfig(Section):
-    """How another server is asked."""
+    """Limits and retries of requests to a server."""
 
     url: Address
     timeout_s: Positive = 60.0
-    """A request that takes longer has failed."""
+    """A request fails if it takes longer."""
     retries: Annotated[int, Field(ge=0)] = 6
-    """A failed request is made so many times more."""
+    """Number of times a failed request is repeated."""
     backoff_s: NonNegative = 1.0
-    """Pause before the first of them; each next pause is twice as long. The defaults outlast a server that is away for
-    a minute."""
+    """Pause before the first repetition; each further pause is twice as long. The defaults survive an outage of a
+    minute."""
     concurrency: Count = 8
-    """Requests at the same time."""
+    """Maximum number of concurrent requests."""
 
 
 class ServiceConfig(RemoteConfig):
     """POST {prompts, messages, replies, columns} → {scores: [number or null]}."""
 
     batch_size: Count = 32
-    """Replies in one request."""
+    """Replies per request."""
 
 
 class JudgeConfig(RemoteConfig):
-    """A model behind an OpenAI-compatible address scores each reply by a rubric, or compares replies."""
+    """A model at an OpenAI-compatible address scores each reply by a rubric, or compares replies."""
 
     url: Address
-    """Up to `/v1`: `http://localhost:8000/v1`."""
+    """Its address up to `/v1`: `http://localhost:8000/v1`."""
     model: Annotated[str, Field(min_length=1)]
     rubric: Annotated[str, Field(min_length=1)]
     """Description of a good reply."""
     scale: Annotated[tuple[float, float], Field(strict=False)] = (1.0, 10.0)
-    """The worst and the best score. What the judge says beyond is no score."""
+    """The worst and the best score. A score outside them is a failed score."""
     opponents: Count | None = None
-    """Compare each reply with at least so many others to the same prompt, in both orders, in place of scoring it by
-    itself: its score is the share it wins, from 0 to 1. Each prompt then needs several replies."""
+    """Compare each reply with at least this many others to the same prompt, in both orders, instead of scoring it by
+    itself: its score is its win rate, from 0 to 1. Each prompt then needs several replies."""
     column: Column | None = None
-    """Column with a reference answer that the judge is shown."""
+    """Column with a reference answer to show to the judge."""
     max_tokens: Count = 512
     temperature: NonNegative = 0.0
 
@@ -145,31 +145,31 @@ class JudgeConfig(RemoteConfig):
 
 
 class ExternalReward(Section):
-    """A source of reward that is no model of ours, and how much it counts."""
+    """A source of reward other than a reward model, and its weight."""
 
     weight: float = 1.0
-    """0: it is logged and does not count."""
+    """0: the source is logged and does not count."""
     when: Route | None = None
-    """The rows it applies to; where it does not, it contributes nothing."""
+    """The rows that it applies to; it contributes nothing to others."""
     function: Function | None = None
-    """`module:function`, `f(prompts, replies) -> scores`; it may take `messages`, `columns`, `metadata` and columns of
-    the dataset by name too, and be async. None for a reply: no score."""
+    """`module:function`, `f(prompts, replies) -> scores`. It may also take `messages`, `columns`, `metadata` and
+    columns of the dataset by name, and may be async. It returns None for a reply that it cannot score."""
     timeout_s: Positive = 300.0
-    """A call of `function` that takes longer has failed."""
+    """A call of `function` fails if it takes longer."""
     retries: Annotated[int, Field(ge=0)] = 2
-    """A failed call of `function` is made so many times more."""
+    """Number of times a failed call of `function` is repeated."""
     verifier: Annotated[Verifier, Field(discriminator="kind")] | None = None
     service: ServiceConfig | None = None
     judge: JudgeConfig | None = None
 
     @property
     def compares(self) -> bool:
-        """Whether replies to one prompt are scored by comparing them."""
+        """Whether scores come from comparing the replies to one prompt."""
         return self.judge is not None and self.judge.opponents is not None
 
     @property
     def columns(self) -> dict[str, str]:
-        """Field → the column of the dataset it names."""
+        """Field → the column of the dataset that it names."""
         sections = {"when": self.when, "verifier": self.verifier, "judge": self.judge}
         named = {f"{name}.column": getattr(section, "column", None) for name, section in sections.items()}
         return {field: column for field, column in named.items() if column is not None}
@@ -191,20 +191,20 @@ class RewardTerm(ExternalReward):
     model: Role | None = None
     """The reward model that scores."""
     models: Annotated[list[Role], Field(min_length=2)] | None = None
-    """An ensemble: the mean of their scores, each in its own deviations, minus `uncertainty` × their variance (UWO,
-    Coste et al. 2023)."""
+    """An ensemble: the mean of the members' standardized scores minus `uncertainty` × their variance (UWO, Coste et al.
+    2023)."""
     uncertainty: NonNegative = 0.5
     function: str | None = None
-    """As above; or the name of one that was handed over."""
+    """As above, or the name of a function that a graph passed directly."""
 
     @property
     def roles(self) -> list[str]:
-        """The reward models that score."""
+        """The reward models of this term."""
         return self.models or ([self.model] if self.model is not None else [])
 
 
 def source_names(terms: Sequence[RewardTerm]) -> list[str]:
-    """What each source is called in metrics, results and errors; no two alike."""
+    """The unique name of each source in metrics, results and errors."""
     names: list[str] = []
     for term in terms:
         kinds = {"service": term.service, "judge": term.judge}

@@ -14,66 +14,65 @@ class RuntimeConfig(Section):
     """Where and how the work runs. `device` and `threads` are in every stage key; nothing else changes a result."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes CUDA where it is present."""
+    """`auto`: CUDA if it is present."""
     threads: Annotated[int, Field(ge=1, le=256)] = 2
     """CPU threads of a Workhorse whose model works alone. Models that work at the same time (all that score a rollout;
-    policy and separate critic) share them: each gets the whole part of `threads` over their number, at least one. With
-    a PPO stage's `lag: 1` the generator counts as one of them, and keeps all `threads` itself. The number of threads
-    changes float rounding."""
+    policy and separate critic) share them equally, rounded down, at least one each. With a PPO stage's `lag: 1` the
+    generator counts as one of these models but keeps all `threads`. The number of threads changes float rounding."""
     niceness: Annotated[int, Field(ge=0, le=19)] = 0
-    """How much the run's processes give way to other programs on a busy machine: at 0 they get as much of a core as
-    those, at 10 a tenth as much. A cluster of your own may ask for more (`RAY_worker_niceness` where its Ray was
-    started; Ray's default is 15)."""
+    """Niceness of the run's processes on a busy machine: 0 gives them the same share of a core as other programs, 10
+    about a tenth of it. A cluster of your own may use a higher value (`RAY_worker_niceness` when its Ray was started;
+    Ray's default is 15)."""
     cpus_per_workhorse: NonNegative = 0.2
-    """Ray CPUs one Workhorse reserves. Below 1 several share a core: right on a laptop, wrong on a cluster."""
+    """Ray CPUs that one Workhorse reserves. Below 1 several share a core, which suits a laptop but not a cluster."""
     gpus_per_workhorse: NonNegative = 1.0
-    """Ray GPUs one Workhorse reserves on CUDA."""
+    """Ray GPUs that one Workhorse reserves on CUDA."""
     generator_replicas: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Whole copies of the generator, prompts dealt out to the least loaded. On CPU the replies do not depend on it."""
+    """Number of copies of the generator; each prompt goes to the least loaded. On CPU replies do not depend on it."""
     generator_sleeps: bool = False
-    """CUDA and vLLM only: between rollouts the generator keeps its weights in host memory and gives its GPU memory to
-    the models it shares the GPU with."""
+    """CUDA and vLLM only: between rollouts, move the generator's weights to host memory and free its GPU memory for
+    models on the same GPU."""
     trainer_sleeps: bool = False
-    """CUDA only: while replies are sampled, what is trained keeps its weights and optimizer states in host memory and
-    gives its GPU memory to the generator."""
+    """CUDA only: while replies are sampled, move the weights and optimizer states of trained models to host memory and
+    free their GPU memory for the generator."""
     weight_transfer: Literal["auto", "plasma", "nccl", "ipc"] = "plasma"
-    """How weights go from the trainer to the generator. `plasma`: shared memory on one machine, else Ray's object
-    store; `ipc`: the same GPUs, shared; `nccl`: between GPUs (both vLLM only). `auto`: ipc, nccl or plasma, by where
-    both are."""
+    """How the trainer sends weights to the generator. `plasma`: shared memory on one machine, else Ray's object store;
+    `ipc`: CUDA IPC on the same GPUs; `nccl`: between GPUs (both vLLM only). `auto`: chosen by their placement."""
     parallel: Literal["as_written", "auto"] = "as_written"
-    """`auto`: every layout, and on CUDA the shares of a GPU, are chosen for the cluster by the planner's memory model
-    when a stage is called; its record has what was chosen."""
+    """`auto`: the planner's memory model chooses every layout, and on CUDA the shares of a GPU, for the cluster when a
+    stage is called; the stage's record shows them."""
     storage: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\s?#]+$")] | None = None
-    """URL of a store that several machines share (`s3://BUCKET/PREFIX`, `file:///PATH`, whatever fsspec knows):
-    checkpoints, snapshots, records and results lie there too, and what is there is fetched, never computed again."""
+    """URL of a store that several machines share (`s3://BUCKET/PREFIX`, `file:///PATH`, or any other fsspec URL).
+    Checkpoints, snapshots, records and results are also written there, and fetched from there instead of computed
+    again."""
     wait_timeout_s: Positive = 600.0
-    """How long a stage waits for devices that others than its own run hold; stages of one run wait for each other as
-    long as it takes. More than the cluster has is refused at once."""
+    """How long a stage waits for devices that other runs use; stages of one run wait for each other without a limit. A
+    request that exceeds the cluster fails at once."""
     hang_timeout_s: Annotated[float, Field(ge=5.0)] = 120.0
-    """A Workhorse that gives no sign of life for so long is given up, and its stage goes on from its snapshot. This
-    limit, and those below, grow with the load where more programs want to run than there are cores."""
+    """A Workhorse without a heartbeat for this long is replaced, and its stage continues from its snapshot. This limit
+    and those below grow with the load if more programs run than there are cores."""
     collective_timeout_s: Annotated[float, Field(ge=5.0)] = 600.0
-    """A rank that waits for its peers in one collective for longer is given up, and its stage goes on from a snapshot.
-    At least as long as one rank may be at work alone; NCCL has a limit of its own, ten minutes."""
+    """A rank that waits longer for its peers in a collective is replaced, and its stage continues from a snapshot.
+    Allow as much as one rank may need to work alone. NCCL has its own limit of ten minutes."""
     generator_memory_gib: Annotated[float, Field(ge=0.25)] = 1.0
     """Memory for vLLM's KV cache on CPU."""
     gpu_memory_fraction: Fraction = 0.4
-    """Share of a GPU vLLM may take on CUDA."""
+    """Share of a GPU that vLLM may use on CUDA."""
     snapshot_every: Count = 10
-    """Steps (SFT, reward model) or iterations (PPO) between snapshots, from which an interrupted stage goes on. Fewer
-    are made where they would take more than 4% of a stage's time."""
+    """Steps (SFT, reward model) or iterations (PPO) between snapshots, from which an interrupted stage continues. There
+    are fewer if they would take more than 4% of a stage's time."""
     on_out_of_memory: Literal["halve", "fail"] = "halve"
-    """`halve`: a stage that ran out of memory goes on with micro-batches half as large, the same global batch, and
-    results that differ in float rounding alone; `fail`: it fails."""
+    """`halve`: a stage that runs out of memory continues with micro-batches of half the size and the same global batch;
+    results differ only in float rounding. `fail`: the stage fails."""
     micro_batch_divisor: Annotated[int, Field(ge=1, le=64)] = 1
     """Divides every engine's micro_batch_tokens; `halve` doubles it."""
     retries: Annotated[int, Field(ge=0, le=20)] = 1
-    """New attempts after a stage fails with an ordinary error."""
+    """Retries after a stage fails with an ordinary error."""
     retry_delay_s: NonNegative = 2.0
     restarts: Annotated[int, Field(ge=0, le=100)] = 3
-    """New attempts at the whole run after its driver or Ray was lost, each going on from what is there."""
+    """Restarts of the whole run after its driver or Ray was lost; each continues from finished stages and snapshots."""
     stall_timeout_s: Annotated[float, Field(ge=10.0)] = 1800.0
-    """A run that shows no progress for so long hangs: it is ended and started again."""
+    """A run without progress for this long is killed and restarted."""
 
     @model_validator(mode="after")
     def _chosen_once(self) -> Self:

@@ -1,4 +1,4 @@
-"""What a config names outside of itself: files, hub names, functions."""
+"""Config fields that name files, hub repositories and functions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from xray_runtime.credentials import has_login, strip_credentials
 
 BUILT_IN_GOLD = "vader"
 FUNCTION_NAME = re.compile(r"[^:]+:[^:]+")
-"""An import path `module:function`, or the name of a function that was handed over."""
+"""An import path `module:function`, or the name of a function that a graph passed directly."""
 
 
 def without_login(source: str) -> str:
-    """`source`. Raises ValueError where a login stands in it."""
+    """`source`. Raises ValueError if it contains a login."""
     if has_login(source):
         raise ValueError(f"a login in {strip_credentials(source)!r} is not allowed: the config is recorded and shown")
     return source
@@ -43,8 +43,8 @@ Gold = Annotated[str, Field(pattern=r"^(vader|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"), 
 
 @dataclass(frozen=True)
 class BuiltInOrFunction:
-    """The annotation of a field that takes one of `names`, an import path `module:function`, or the name of a function
-    that was handed over."""
+    """The annotation of a field that allows one of `names`, an import path `module:function`, or the name of a function
+    that a graph passed directly."""
 
     names: tuple[str, ...]
 
@@ -67,15 +67,15 @@ def is_function(value: str) -> bool:
 
 
 GivenGold = Annotated[str, Field(pattern=r"^(vader|[^:]+:[^:]+)$")]
-"""A `Gold`, or the name of a function that was handed over."""
+"""A `Gold`, or the name of a function that a graph passed directly."""
 
 
 class SourceTerms(Section):
-    """Under what terms a source may be used. It is recorded and changes no result."""
+    """The terms of use of a source; recorded, without effect on results."""
 
     license: Annotated[str, Field(min_length=1)] | None = None
-    """By its SPDX name: `Apache-2.0`. Of what a package carries, the package's own where none is given."""
+    """Its SPDX name, such as `Apache-2.0`. Data in a package has the package's licence by default."""
     origin: Annotated[str, Field(min_length=1)] | None = None
-    """Its author, and what it was made from."""
+    """Its author and its own sources."""
     personal_data: Annotated[str, Field(min_length=1)] | None = None
     """Personal data in it and the legal ground: `none`, or a sentence."""

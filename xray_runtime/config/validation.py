@@ -1,4 +1,4 @@
-"""Every mistake in a config is one line that names the field, the value and what is allowed."""
+"""Config errors: one line that names the field, the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used; the message is one line."""
+    """A config is not allowed; the message is one line."""
 
 
 class CombinationError(ConfigError):
-    """Each value is allowed by itself, but they do not go together."""
+    """Each value is allowed by itself, but their combination is not."""
 
 
 def validate_as(model: type[Model], data: Any, where: str = "") -> Model:
@@ -60,7 +60,7 @@ def _describe(error: ErrorDetails, data: Any, model: type[BaseModel], where: str
 
 
 def _requirement(error: ErrorDetails) -> str:
-    """What the value must be or have, continuing "must …"."""
+    """The requirement on the value, continuing "must …"."""
     kind, context = error["type"], error.get("ctx", {})
     plain = {
         "model_type": "be a mapping of fields",
@@ -81,11 +81,11 @@ def _requirement(error: ErrorDetails) -> str:
 
 
 def _user_path(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[list[int | str], Any]:
-    """`loc` without the tags pydantic inserts where a union was taken, and the model that owns its last part."""
+    """`loc` without the tags that pydantic inserts for unions, and the model that owns its last part."""
     path: list[int | str] = []
     owner: Any = model
     for part in loc:
-        if isinstance(owner, tuple):  # a union: this part names the member taken
+        if isinstance(owner, tuple):  # a union: this part names the chosen member
             owner = next((m for m in owner if part in _tag_values(m)), owner[0])
             continue
         path.append(part)
@@ -97,7 +97,7 @@ def _user_path(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[list
 
 
 def _places(root: type[BaseModel], name: str) -> list[str]:
-    """Paths of all fields called `name` below `root`, those nearest to it first; N is the number of a list's item."""
+    """Paths of all fields called `name` below `root`, nearest first; N is the number of a list's item."""
     found: dict[str, None] = {}
     pending: list[tuple[str, type[BaseModel], tuple[Any, ...]]] = [("", root, ())]
     for prefix, model, above in pending:
@@ -126,7 +126,7 @@ def _member(owner: Any, name: str) -> Any:
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The models that an annotation names, within unions, containers and `Annotated` too."""
+    """The models in an annotation, including those in unions, containers and `Annotated`."""
     if _is_model(annotation):
         return [annotation]
     return [model for argument in get_args(annotation) for model in _models(argument)]

@@ -1,4 +1,4 @@
-"""Rows into batches: a resumable order over epochs, and micro-batches of like length."""
+"""Batches of rows: a resumable order over epochs, and micro-batches of similar length."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from xray_runtime.seeding import derive_seed
 def micro_batches(lengths: Sequence[int], max_tokens: int, *, packed: bool = False) -> list[list[int]]:
     """Group row indices, longest rows first, so that a group's tokens are no more than `max_tokens`.
 
-    Its tokens are those of its rows if they are `packed`, else rows × longest: like lengths need little padding. A row
-    longer than `max_tokens` gets a micro-batch of its own. Deterministic; every index exactly once.
+    A group's tokens are those of its rows if they are `packed`, else rows × longest: similar lengths need little
+    padding. A row longer than `max_tokens` forms its own micro-batch. Deterministic; every index exactly once.
     """
     batches: list[list[int]] = []
     room = 0
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        # A padded row is as wide as the first of its batch, which is the longest.
+        # Rows are padded to the first row of the batch, which is the longest.
         tokens = lengths[i] if packed or not batches else lengths[batches[-1][0]]
         if batches and tokens <= room:
             batches[-1].append(i)
@@ -34,8 +34,8 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, *, packed: bool = Fal
 
 @dataclass
 class Cursor:
-    """An endless walk over `num_rows` rows, in a new seeded order each epoch, or always in theirs. The fields are all
-    that it remembers."""
+    """An endless iteration over `num_rows` rows, in a new seeded order each epoch or always in row order. The fields
+    are its whole state."""
 
     num_rows: int
     seed: int
@@ -50,33 +50,33 @@ class Cursor:
             raise ValueError(f"there is no position {self.position} of epoch {self.epoch} in {self.num_rows} rows")
 
     def take(self, n: int) -> list[int]:
-        """The next `n` row indices, running on into the next epoch where this one ends."""
-        taken: list[int] = []
-        while len(taken) < n:
-            end = min(self.position + n - len(taken), self.num_rows)
+        """The next `n` row indices; they continue into the next epoch if this one ends."""
+        indices: list[int] = []
+        while len(indices) < n:
+            end = min(self.position + n - len(indices), self.num_rows)
             places = np.arange(self.position, end)
             if self.shuffled:
                 places = permuted(places, self.num_rows, derive_seed(self.seed, "epoch", self.epoch))
-            taken += places.tolist()
+            indices += places.tolist()
             self.epoch, self.position = (self.epoch + 1, 0) if end == self.num_rows else (self.epoch, end)
-        return taken
+        return indices
 
     def ahead(self, n: int) -> np.ndarray:
-        """The different rows among the next `n`, in ascending order."""
+        """The distinct rows among the next `n`, in ascending order."""
         if n >= 2 * self.num_rows:
             return np.arange(self.num_rows)
         return np.unique(replace(self).take(n))
 
     def state(self) -> dict[str, int]:
-        """The whole state, for JSON: `from_state` of it continues as if nothing had happened."""
+        """The whole state, for JSON; `from_state` continues from it exactly."""
         return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], num_rows: int) -> Self:
-        """The cursor that `state()` described, over `num_rows` rows.
+        """The cursor with the state of `state()`, over `num_rows` rows.
 
         Raises:
-            ValueError: the state belongs to another number of rows, so its position would mean other rows.
+            ValueError: the state belongs to another number of rows.
         """
         if state["num_rows"] != num_rows:
             raise ValueError(f"the saved cursor is for {state['num_rows']} rows, but the data now has {num_rows}")

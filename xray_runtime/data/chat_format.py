@@ -1,12 +1,13 @@
-"""How a tokenizer's chat template writes conversations: every token that the template wrote, every text as it stands.
+"""Conversations in tokens under a tokenizer's chat template, where a message cannot forge control tokens.
 
-A template is rendered twice: with what was said, and with an unguessable word in place of each message. The second
-rendering tells what the template itself writes: the control tokens, and where each message stands. Put back into it,
-the messages must give the first one, outer whitespace apart (Llama 3 and Gemma trim), or the template is refused. So
-ids are those of transformers' `apply_chat_template`, except that a message that spells a control token stays text.
+A template is rendered twice: with the messages, and with an unguessable word in place of each message. The second
+rendering shows the template's own output: the control tokens, and the position of each message. With the messages
+inserted it must equal the first rendering, apart from outer whitespace (Llama 3 and Gemma trim), or the template is
+refused. So ids are those of transformers' `apply_chat_template`, except that a message that spells a control token
+stays text.
 
-What an assistant said is marked by the template's own `{% generation %}` blocks where it has them, else by where its
-words stand, else (calls of tools) by what the conversation before it renders to. It includes the end of its turn.
+An assistant's reply is located by the template's `{% generation %}` blocks if it has them, else by the position of its
+text, else (tool calls) by rendering the conversation before it. The reply includes the end of its turn.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from xray_runtime.data.control_tokens import ControlTokens, Encoded, unguessable
 from xray_runtime.data.pairs import Messages
 
 TODAY = datetime(2024, 7, 26, tzinfo=UTC)
-"""What templates that write the date are told: at midnight the same data would become other tokens."""
-ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+"""A fixed date for templates that write one; otherwise the same data would have other tokens the next day."""
+USER_TURN, ASSISTANT_TURN = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 PARAMETERS = {"type": "object", "properties": {"c": {"type": "string", "description": "d"}}, "required": ["c"]}
 TOOL = {"type": "function", "function": {"name": "call", "description": "e", "parameters": PARAMETERS}}
 CALL = {"type": "function", "function": {"name": "call", "arguments": {"c": "f"}}}
 HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-"""How Hermes and Qwen write a call: as a JSON object with name and arguments."""
+"""The form of tool calls of Hermes and Qwen: a JSON object with name and arguments."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -40,7 +41,7 @@ class Turns(NamedTuple):
 
     ids: list[int]
     spans: list[tuple[int, int]]
-    """Of each reply asked for: its first token, and one past the end of its turn."""
+    """For each requested reply: its first token, and one past the end of its turn."""
 
 
 class Rendered(NamedTuple):
@@ -50,13 +51,13 @@ class Rendered(NamedTuple):
     spans: list[tuple[int, int]]
 
     def named(self, control: ControlTokens) -> Rendered:
-        """With every control token under its name."""
+        """Text in which control tokens have their names."""
         spans = [(len(control.named(self.text[:a])), len(control.named(self.text[:b]))) for a, b in self.spans]
         return Rendered(control.named(self.text), spans)
 
 
 def chat_format(tokenizer: Any) -> ChatFormat:
-    """The format of a tokenizer's present template. Raises ValueError as `ControlTokens`."""
+    """The format of a tokenizer's current template. Raises ValueError as `ControlTokens`."""
     template = tokenizer.chat_template
     return _chat_format(tokenizer, template if isinstance(template, str) else json.dumps(template))
 
@@ -67,8 +68,8 @@ def _chat_format(tokenizer: Any, template: str) -> ChatFormat:
 
 
 class ChatFormat:
-    """The chat template and the tokens of `tokenizer`. Every method raises ValueError, in one line, where the template
-    refuses a conversation, changes what a message says, or leaves out a message, a tool or a call."""
+    """The chat template and the tokens of `tokenizer`. Every method raises a one-line ValueError if the template
+    refuses a conversation, changes a message's text, or omits a message, a tool or a call."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)
@@ -83,20 +84,20 @@ class ChatFormat:
 
     @cached_property
     def end_of_turn(self) -> int:
-        """The token with which the template ends what an assistant says.
+        """The token with which the template ends an assistant's turn.
 
         Raises:
-            ValueError: it ends it with none, so nothing would stop a reply.
+            ValueError: there is none, so nothing would stop a reply.
         """
-        rendered = self._render([ASKED, SAID], False, (1,))
+        rendered = self._render([USER_TURN, ASSISTANT_TURN], False, (1,))
         return self.control.find(rendered.text[slice(*rendered.spans[0])])[-1][2]
 
     @cached_property
     def _lead(self) -> tuple[str, int]:
-        """(what stands before a reply, from the last control token on; its characters that belong to the prompt)."""
-        prompt, whole = self._render([ASKED], True).text, self._render([ASKED, SAID], False, (1,))
+        """(text before a reply, from the last control token on; the number of its characters in the prompt)."""
+        prompt, rendering = self._render([USER_TURN], True).text, self._render([USER_TURN, ASSISTANT_TURN], False, (1,))
         begin = max((start for start, _, _ in self.control.find(prompt)), default=0)
-        between = whole.text[len(prompt) : whole.spans[0][0]] if whole.text.startswith(prompt) else ""
+        between = rendering.text[len(prompt) : rendering.spans[0][0]] if rendering.text.startswith(prompt) else ""
         return prompt[begin:] + between, len(prompt) - begin
 
     @cached_property
@@ -104,65 +105,65 @@ class ChatFormat:
         """Whether the template shows tools, and writes calls as `HERMES`."""
         reply = {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}
         try:
-            said = self._tokenizer.decode(self.calling_reply([ASKED | {"tools": [TOOL]}], reply))
-            return [json.loads(call) for call in HERMES.findall(said)] == [CALL["function"]] * 2
+            text = self._tokenizer.decode(self.calling_reply([USER_TURN | {"tools": [TOOL]}], reply))
+            return [json.loads(call) for call in HERMES.findall(text)] == [CALL["function"]] * 2
         except ValueError:
             return False
 
     def prompts(self, prompts: Sequence[Messages], **variables: Any) -> list[list[int]]:
-        """Ids up to where the assistant's reply begins; `variables` are the template's."""
+        """Ids up to the start of the assistant's reply; `variables` are the template's."""
         texts = [self._render(messages, True, (), variables).text for messages in prompts]
         return [encoded.ids for encoded in self.control.encode(texts)]
 
     def replies(self, replies: Sequence[str]) -> list[list[int]]:
-        """Ids of replies behind a prompt, each closed by the end of its turn."""
+        """Ids of replies after a prompt, each with the end of its turn."""
         lead, own = self._lead
         [of_prompt] = self.control.encode([lead[:own]])
         found = []
         for reply, encoded in zip(replies, self.control.encode([lead + reply for reply in replies]), strict=True):
             ids, known = encoded.ids, len(of_prompt.ids)
             if ids[:known] != of_prompt.ids:
-                # The reply's first characters join the prompt's last, whose tokens are given: it stands alone.
+                # A token would span prompt and reply, but the prompt's tokens are fixed: encode the reply alone.
                 [encoded] = self.control.encode([self.control.name_of(self.end_of_turn) + lead[own:] + reply])
                 ids, known = encoded.ids, 1
             found.append([*ids[known:], self.end_of_turn])
         return found
 
     def calling_reply(self, prompt: Messages, reply: dict[str, Any]) -> list[int]:
-        """Ids of a reply that calls tools, behind its prompt, with the end of its turn."""
+        """Ids of a reply with tool calls, after its prompt, with the end of its turn."""
         before = self._render(prompt, True).text
-        whole = self._render([*prompt, reply], False, (len(prompt),))
-        start, end = whole.spans[0]
-        text = whole.text[:end]
+        rendering = self._render([*prompt, reply], False, (len(prompt),))
+        start, end = rendering.spans[0]
+        text = rendering.text[:end]
         start = len(before) if text.startswith(before) else start
         of_prompt, encoded = self.control.encode([text[:start], text])
         known = len(of_prompt.ids)
         if encoded.ids[:known] != of_prompt.ids:
-            # As in `replies`: it stands alone.
+            # As in `replies`: encode the reply alone.
             [encoded] = self.control.encode([self.control.name_of(self.end_of_turn) + text[start:]])
             known = 1
         return encoded.ids[known:]
 
     def observations(self, messages: Messages, last: int) -> list[int]:
-        """Ids of what is read between two replies, up to where the next one begins.
+        """Ids of the messages between two replies, up to the start of the next reply.
 
         Args:
-            last: token of the reply before; where it does not end the turn, as templates do, they begin with what does.
+            last: last token of the previous reply; if it does not end the turn, the ids begin with the end of turn.
 
         Raises:
-            ValueError: see the class; among others where the template changes what was said in turns before, so that
-                tokens which were sampled would be others when they are read again.
+            ValueError: see the class; also if the template changes earlier turns, so that sampled tokens would differ
+            when they are encoded again.
         """
-        whole = self._render([ASKED, SAID, *messages], True, (1,))
-        _, end = whole.spans[0]
-        before = self._render([ASKED, SAID], False, (1,))
-        if before.text[: before.spans[0][1]] != whole.text[:end]:
+        rendering = self._render([USER_TURN, ASSISTANT_TURN, *messages], True, (1,))
+        _, end = rendering.spans[0]
+        before = self._render([USER_TURN, ASSISTANT_TURN], False, (1,))
+        if before.text[: before.spans[0][1]] != rendering.text[:end]:
             raise ValueError("the chat template writes a turn differently once another follows it")
-        [encoded] = self.control.encode([self.control.name_of(self.end_of_turn) + whole.text[end:]])
+        [encoded] = self.control.encode([self.control.name_of(self.end_of_turn) + rendering.text[end:]])
         return encoded.ids[1:] if last == self.end_of_turn else encoded.ids
 
     def turns(self, conversations: Sequence[tuple[Messages, Collection[int]]]) -> list[Turns]:
-        """Ids of whole conversations, and where in them stand the replies that are asked for, by their indices."""
+        """Ids of whole conversations, and the positions of the replies with the given indices."""
         rendered = [self._render(messages, False, replies) for messages, replies in conversations]
         encoded = self.control.encode([r.text for r in rendered])
         return [Turns(e.ids, [_tokens_of(e, span) for span in r.spans]) for e, r in zip(encoded, rendered, strict=True)]
@@ -175,10 +176,10 @@ class ChatFormat:
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> Rendered:
         tools = messages[0].get("tools")
-        said = [{k: v for k, v in message.items() if k != "tools"} for message in messages]
-        plain = self._apply(said, tools, prompt, variables).text
+        texts = [{k: v for k, v in message.items() if k != "tools"} for message in messages]
+        plain = self._apply(texts, tools, prompt, variables).text
         tools = self._guard(tools)
-        marked = [self._guard(m) | ({"content": self._slot(n)} if m["content"] else {}) for n, m in enumerate(said)]
+        marked = [self._guard(m) | ({"content": self._slot(n)} if m["content"] else {}) for n, m in enumerate(texts)]
         skeleton = self._apply(marked, tools, prompt, variables, marks=bool(replies))
         self._check_nothing_is_left_out(messages, skeleton.text)
         forms = self._forms(messages, plain, skeleton.text)
@@ -200,7 +201,7 @@ class ChatFormat:
         variables: Mapping[str, Any] = MappingProxyType({}),
         marks: bool = False,
     ) -> Rendered:
-        """The rendering, and with `marks` the spans of its `{% generation %}` blocks."""
+        """The rendering and, with `marks`, the spans of its `{% generation %}` blocks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self._tokenizer.get_chat_template(tools=tools)
@@ -214,13 +215,13 @@ class ChatFormat:
                 **{**self._tokenizer.special_tokens_map, "strftime_now": TODAY.strftime, **variables},
             )
         except Exception as error:
-            # A template refuses in its own words, and with errors of the template engine or of Python.
+            # Templates raise their own errors, the engine's, or Python's.
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"the chat template refuses a conversation ({reason})") from error
         return Rendered(texts[0], found[0] if found else [])
 
     def _guard(self, value: Any) -> Any:
-        """What is rendered beside the messages' texts, each control token that it spells replaced by a word."""
+        """The template's variables other than the messages' texts, with control tokens in them replaced by words."""
         if isinstance(value, str):
             return self.control.named(value, self._spares)
         if isinstance(value, list):
@@ -235,7 +236,7 @@ class ChatFormat:
         return self._slots.sub(lambda _: next(given), self._as_spelled(skeleton))
 
     def _forms(self, messages: Messages, plain: str, skeleton: str) -> list[str]:
-        """What stands in each slot of `skeleton`, which with it must be the rendering `plain`."""
+        """The text of each slot of `skeleton`; with these texts it equals the rendering `plain`."""
         first, *pieces = self._slots.split(self._as_spelled(skeleton))
         forms, at = [], len(first)
         for number, written in zip(map(int, pieces[::2]), pieces[1::2], strict=True):
@@ -250,9 +251,9 @@ class ChatFormat:
         return forms
 
     def _check_nothing_is_left_out(self, messages: Messages, skeleton: str) -> None:
-        standing = set(map(int, self._slots.findall(skeleton)))
+        present = set(map(int, self._slots.findall(skeleton)))
         for number, message in enumerate(messages):
-            if message["content"] and number not in standing:
+            if message["content"] and number not in present:
                 _refuse(messages, number, "leaves out or changes what {} says")
             for key in ("tools", "tool_calls"):
                 names = [self._guard((of.get("function") or of).get("name", "")) for of in message.get(key) or ()]
@@ -260,7 +261,7 @@ class ChatFormat:
                     _refuse(messages, number, f"leaves out {key} of {{}}")
 
     def _span(self, marked: Messages, tools: Any, rendered: Rendered, number: int) -> tuple[int, int]:
-        """Where reply `number` stands in a rendering by slots and names, with the end of its turn."""
+        """The span of reply `number` in a rendering of slots and names, with the end of its turn."""
         text, slot = rendered.text, self._slot(number)
         start = text.find(slot) if marked[number]["content"] else -1
         mark = _mark_of(marked, rendered.spans, number, start)
@@ -279,18 +280,18 @@ class ChatFormat:
         return start, end + turn_end[0][1]
 
     def _span_by_prefix(self, marked: Messages, tools: Any, text: str, number: int, start: int) -> tuple[int, int]:
-        """The span of a reply that calls tools, by what the conversation renders to before it, and with it."""
+        """The span of a reply with tool calls, from renderings of the conversation without it and with it."""
         before = self._apply(marked[:number], tools, True).named(self.control).text
-        whole = self._apply(marked[: number + 1], tools, False).named(self.control).text
-        whole = whole[: max((end for _, end, _ in self.control.find(whole)), default=0)]
+        rendering = self._apply(marked[: number + 1], tools, False).named(self.control).text
+        rendering = rendering[: max((end for _, end, _ in self.control.find(rendering)), default=0)]
         start = len(before) if start < 0 else start
-        if not whole.startswith(before) or not text.startswith(whole) or len(whole) <= start:
+        if not rendering.startswith(before) or not text.startswith(rendering) or len(rendering) <= start:
             _refuse(marked, number, "does not show where the calls of {} begin and end: give it generation marks")
-        return start, len(whole)
+        return start, len(rendering)
 
 
 def _mark_of(messages: Messages, marks: list[tuple[int, int]], number: int, slot: int) -> tuple[int, int] | None:
-    """The `{% generation %}` block that holds reply `number`, whose words stand at `slot` (-1: it has none)."""
+    """The `{% generation %}` block of reply `number`, whose text is at `slot` (-1: no text)."""
     if slot >= 0:
         return next(((start, end) for start, end in marks if start <= slot < end), None)
     assistants = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
@@ -298,7 +299,7 @@ def _mark_of(messages: Messages, marks: list[tuple[int, int]], number: int, slot
 
 
 def _possible_forms(content: str) -> Iterator[str]:
-    """As it stands; without outer whitespace; as JSON, which some templates make of what tools answer."""
+    """The forms of a text in renderings: unchanged, without outer whitespace, as JSON (for tools' answers)."""
     yield content
     yield from (content.strip(), content.lstrip(), content.rstrip(), json.dumps(content, ensure_ascii=False)[1:-1])
 
@@ -308,6 +309,6 @@ def _refuse(messages: Messages, number: int, what: str) -> NoReturn:
 
 
 def _tokens_of(encoded: Encoded, span: tuple[int, int]) -> tuple[int, int]:
-    """The tokens that hold characters of a span: the first may begin before it, where a tokenizer joins the two."""
+    """The tokens that cover a span. The first may begin before it if the tokenizer joins text across the boundary."""
     first = int(np.searchsorted(encoded.ends, span[0], side="right"))
     return first, int(np.searchsorted(encoded.starts, span[1], side="left"))

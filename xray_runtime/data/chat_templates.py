@@ -9,7 +9,7 @@ CALLS = (
     "{{ '<tool_call>\n{\"name\": ' + call.function.name | tojson + ', \"arguments\": ' + "
     "call.function.arguments | tojson + '}\n</tool_call>' }}{% endfor %}"
 )
-"""The calls of a message as Hermes and Qwen write them, which environments and `xray serve` read."""
+"""The calls of a message in the form of Hermes and Qwen, which environments and `xray serve` read."""
 CHATML = (
     "{% if bos_token and bos_token != eos_token %}{{ bos_token }}{% endif %}"
     "{% if tools %}{{ '<|im_start|>tools\n' + tools | tojson + eos_token + '\n' }}{% endif %}"
@@ -20,12 +20,12 @@ CHATML = (
     "{% else %}{{ message['content'] + eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""ChatML's headers, every turn closed by the model's own end-of-sequence token: nothing is added to the vocabulary. The
-headers are words to a base model, which anybody can write; the token before them is one that nobody can."""
+"""ChatML's headers, with every turn closed by the model's end-of-sequence token, so that the vocabulary stays the same.
+A message can contain a header's text, but not the token before it."""
 
 NAMED = {"chatml": CHATML}
 
 
 def named_template(value: str) -> str:
-    """The template of this name, or in this file. Raises OSError or UnicodeDecodeError where it cannot be read."""
+    """The template with this name, or in this file. Raises OSError or UnicodeDecodeError if it cannot be read."""
     return NAMED[value] if value in NAMED else Path(value).read_text(encoding="utf-8")

@@ -2,13 +2,13 @@
 optimizer step.
 
     B  rows         P  tokens of a prompt     R  tokens of a reply     T  tokens of a row, P and R together
-    H  numbers of a hidden state
+    H  size of a hidden state
 
-A column of shape [B] is an array. In all others rows have lengths of their own: a column is a `Ragged`, never padded.
-An objective sees the tokens of a micro-batch as one flat axis: [B, R] as [R of all rows].
+A column of shape [B] is an array. All others are `Ragged`: their rows have different lengths and are never padded. An
+objective receives the tokens of a micro-batch as one flat axis: [B, R] as [R of all rows].
 
-Code uses the names as they are; nothing that computes imports this module, so what it says of a column recomputes
-nothing. A test holds it to the code, and to what a small loop really makes.
+Code uses the names as literals and no computation imports this module, so its edits recompute nothing. A test compares
+it with the code and with the columns of a small loop.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Column:
     name: str
     shape: str
     dtype: str
-    """Of numpy; of a ledger, of Arrow."""
+    """A numpy type; in a ledger an Arrow type."""
     writer: str
-    """Module of xray_runtime that makes it."""
+    """Module of xray_runtime that writes it."""
     readers: str
     meaning: str
 
@@ -35,10 +35,10 @@ _POLICY, _CRITIC = "models.ppo_objectives", "models.ppo_objectives, critic"
 _OBJECTIVES = "models.objectives"
 
 TEXT = (
-    Column("input_ids", "[B, T]", "int64", _BATCHES, "every model", "prompt and reply; of a pair the chosen one"),
+    Column("input_ids", "[B, T]", "int64", _BATCHES, "every model", "prompt and reply; for pairs the chosen one"),
     Column("prompt_lengths", "[B]", "int64", _BATCHES, _OBJECTIVES, "tokens of the prompt"),
     Column("rejected_ids", "[B, T]", "int64", "data.tokens", _OBJECTIVES, "the same prompt with the rejected reply"),
-    Column("lengths", "[B]", "int64", "workers.learner", _OBJECTIVES, "tokens of a row, where rows are flat"),
+    Column("lengths", "[B]", "int64", "workers.learner", _OBJECTIVES, "tokens per row, if rows are flat"),
     Column("rejected_lengths", "[B]", "int64", "workers.learner", _OBJECTIVES, "of `rejected_ids`"),
     Column("id", "[B]", "int64", "rl.scoring", "workers.learner, rl.ledger_writer", "a row's own number"),
     Column("response_mask", "[B, R]", "bool", "rl.episode, data.conversations", _OBJECTIVES, "tokens that count"),
@@ -46,24 +46,24 @@ TEXT = (
     Column("trunk", "[B, T, H]", "float32 or uint16", "workers.learner", _OBJECTIVES, "output of the frozen layers"),
     Column("rejected_trunk", "[B, T, H]", "float32 or uint16", "training.trunk_states", _OBJECTIVES, "of the rejected"),
 )
-"""Into a model. Of bfloat16 the bits travel, as uint16."""
+"""Inputs of a model. bfloat16 is sent as its bits, in uint16."""
 
 ROLLOUT = (
-    Column("seed", "[B]", "int64", _LOOP, "engines.generation", "what a reply or an environment draws with"),
+    Column("seed", "[B]", "int64", _LOOP, "engines.generation", "seed of a reply or an environment"),
     Column("response_ids", "[B, R]", "int64", "engines.generation", "rl.scoring", "the reply"),
     Column("rollout_logprobs", "[B, R]", "float32", "engines.generation", "rl.experience", "by the generator"),
     Column("ended", "[B]", "bool", "engines.generation", "rl.experience", "False: cut off"),
-    Column("version", "[B]", "int64", _LOOP, "rl.metrics, rl.ledger_writer", "updates before the policy that sampled"),
-    Column("prompt", "[B]", "int64", _LOOP, "rl.scoring, rl.ledger_writer", "which prompt of the stage"),
-    Column("prompt_ids", "[B, P]", "int64", "rl.episode", "rl.scoring", "what an environment began with"),
-    Column("turn_rewards", "[B, R]", "float32", "rl.episode", "rl.experience", "of a turn, on its last token"),
-    Column("turns", "[B]", "int32", "rl.episode", "rl.metrics", "turns of the policy"),
-    Column("episode_reward", "[B]", "float64", "rl.episode", "rl.reward_sources", "their sum; NaN: it failed"),
-    Column("failure", "[B]", "str", "rl.episode", "rl.reward_sources", "why it failed, or empty"),
-    Column("info", "[B]", "str", "rl.episode", "rl.metrics", "JSON: other numbers of the environment"),
-    Column("answers", "[B]", "str", "rl.episode", "lineage.replay", "JSON: what the environment answered"),
+    Column("version", "[B]", "int64", _LOOP, "rl.metrics, rl.ledger_writer", "updates of the sampling policy"),
+    Column("prompt", "[B]", "int64", _LOOP, "rl.scoring, rl.ledger_writer", "index of the stage's prompt"),
+    Column("prompt_ids", "[B, P]", "int64", "rl.episode", "rl.scoring", "the environment's first prompt"),
+    Column("turn_rewards", "[B, R]", "float32", "rl.episode", "rl.experience", "reward of a turn, on its last token"),
+    Column("turns", "[B]", "int32", "rl.episode", "rl.metrics", "number of the policy's turns"),
+    Column("episode_reward", "[B]", "float64", "rl.episode", "rl.reward_sources", "sum of rewards; NaN: failed"),
+    Column("failure", "[B]", "str", "rl.episode", "rl.reward_sources", "reason of the failure, or empty"),
+    Column("info", "[B]", "str", "rl.episode", "rl.metrics", "JSON: other values of the environment"),
+    Column("answers", "[B]", "str", "rl.episode", "lineage.replay", "JSON: the environment's answers"),
 )
-"""`rl.types.Rollout`; from `prompt_ids` on of episodes alone, as is `response_mask`."""
+"""`rl.types.Rollout`. The columns from `prompt_ids` on, and `response_mask`, exist only for episodes."""
 
 SCORES = (
     Column("logprobs", "[B, R]", "float32", _POLICY, "rl.experience", "by the policy before the update"),
@@ -71,19 +71,19 @@ SCORES = (
     Column("values", "[B, R]", "float32", _CRITIC, "rl.experience", "of the state before each token"),
     Column("final_values", "[B]", "float32", _CRITIC, "rl.experience", "of the state after the last token"),
     Column("scores", "[B]", "float32", "models.reward_objective", "rl.reward_sources", "of a reward model"),
-    Column("nll", "[B]", "float32", _OBJECTIVES, "training.sft", "−log-probability of what counts"),
+    Column("nll", "[B]", "float32", _OBJECTIVES, "training.sft", "−log-probability of the counted tokens"),
     Column("loglikelihood", "[B]", "float32", "models.likelihood_objective", "evaluation", "of the whole reply"),
     Column("greedy", "[B]", "float32", "models.likelihood_objective", "evaluation", "1: every token is the likeliest"),
 )
-"""Out of a model. A reward model that is a branch of the policy scores in a column named by its role."""
+"""Outputs of a model. A reward model that is a branch of the policy writes a column named after its role."""
 
 EXPERIENCE = (
     Column("old_logprobs", "[B, R]", "float32", "rl.experience", _POLICY, "where the clipped ratio is 1"),
     Column("advantages", "[B, R]", "float32", "rl.experience", _POLICY, "0 at tokens that do not count"),
-    Column("weights", "[B, R]", "float32", "rl.experience", _POLICY, "policy before the update over the generator"),
-    Column("returns", "[B, R]", "float32", "rl.experience", _CRITIC, "what values shall become"),
+    Column("weights", "[B, R]", "float32", "rl.experience", _POLICY, "old policy over generator"),
+    Column("returns", "[B, R]", "float32", "rl.experience", _CRITIC, "targets of the values"),
 )
-"""`rl.types.UpdateRows`: beside these the text, `values`, `ref_logprobs` and `response_mask`."""
+"""`rl.types.UpdateRows`: these, and the text, `values`, `ref_logprobs` and `response_mask`."""
 
 LABELLED = (
     Column("logprobs", "[B]", "float32", "models.preference_objectives", "training.dpo, training.kto", "of a reply"),
@@ -92,14 +92,14 @@ LABELLED = (
     Column("ref_logprobs", "[B]", "float32", "training.kto", "models.preference_objectives", "by the reference"),
     Column("desirable", "[B]", "bool", "training.kto", "models.preference_objectives", "the label"),
 )
-"""Whole replies of DPO and KTO."""
+"""Whole replies, for DPO and KTO."""
 
 _WRITER, _PAGES = "rl.ledger_writer", "data.ledger"
 LEDGER = (
     Column("iteration", "[B]", "int32", _WRITER, _PAGES, "from 0"),
     Column("row", "[B]", "int32", _WRITER, _PAGES, "`id` above"),
     Column("round", "[B]", "int32", _WRITER, _PAGES, "0: the first rollout; r: round r of `resample_rounds`"),
-    Column("prompt", "[B]", "int64", _WRITER, _PAGES, "row of the training pairs where the prompt stands first"),
+    Column("prompt", "[B]", "int64", _WRITER, _PAGES, "first row of the training pairs with this prompt"),
     Column("version", "[B]", "int32", _WRITER, _PAGES, "as above"),
     Column("seed", "[B]", "int64", _WRITER, _PAGES, "as above"),
     Column("ended", "[B]", "bool", _WRITER, _PAGES, "as above"),
@@ -110,20 +110,20 @@ LEDGER = (
     Column("ref_logprobs", "[B, R]", "float", _WRITER, _PAGES, "as above"),
     Column("turns", "[B]", "int32", _WRITER, _PAGES, "of episodes"),
     Column("info", "[B]", "string", _WRITER, _PAGES, "of episodes"),
-    Column("answers", "[B]", "string", _WRITER, "lineage.replay", "of episodes; not kept where tokens are hashed"),
+    Column("answers", "[B]", "string", _WRITER, "lineage.replay", "of episodes; absent if tokens are hashed"),
     Column("response_mask", "[B, R]", "bool", _WRITER, _PAGES, "of episodes"),
     Column("turn_rewards", "[B, R]", "float", _WRITER, _PAGES, "of episodes"),
-    Column("score/SOURCE", "[B]", "float", _WRITER, _PAGES, "NaN: it failed; null: it does not apply"),
-    Column("failure/SOURCE", "[B]", "string", _WRITER, _PAGES, "why it failed; not kept where tokens are hashed"),
-    Column("gold", "[B]", "float", _WRITER, _PAGES, "gold score; null where others took the row's place"),
-    Column("reward", "[B]", "float", _WRITER, _PAGES, "weighted sum of the scores; null: it has none"),
-    Column("scaled_reward", "[B]", "float", _WRITER, _PAGES, "what was made of it"),
-    Column("advantages", "[B, R]", "float", _WRITER, _PAGES, "as above; empty: the reply was left out"),
+    Column("score/SOURCE", "[B]", "float", _WRITER, _PAGES, "NaN: failed; null: does not apply"),
+    Column("failure/SOURCE", "[B]", "string", _WRITER, _PAGES, "reason of a failure; absent if tokens are hashed"),
+    Column("gold", "[B]", "float", _WRITER, _PAGES, "gold score; null if the row was replaced"),
+    Column("reward", "[B]", "float", _WRITER, _PAGES, "weighted sum of the scores; null: no reward"),
+    Column("scaled_reward", "[B]", "float", _WRITER, _PAGES, "the reward after scaling"),
+    Column("advantages", "[B, R]", "float", _WRITER, _PAGES, "as above; empty: the reply was dropped"),
     Column("weights", "[B, R]", "float", _WRITER, _PAGES, "as above; 0: the token is masked"),
-    Column("times_trained", "[B]", "int32", _WRITER, _PAGES, "optimizer steps that the reply was in"),
+    Column("times_trained", "[B]", "int32", _WRITER, _PAGES, "number of optimizer steps with the reply"),
 )
-"""One Parquet shard an iteration; rows that others took the place of come last. Where tokens are hashed, `C_hash`, a
-salted digest, takes the place of each column C of lists, and `C_mean` is the mean of one of numbers."""
+"""One Parquet shard per iteration; replaced rows come last. If tokens are hashed, `C_hash`, a salted digest, replaces
+each list column C, and `C_mean` is the mean of a column of numbers."""
 
 TOTALS = (
     Column("tokens", "number", "float", "training, rl.update", _OBJECTIVES, "response tokens that count"),
@@ -132,11 +132,11 @@ TOTALS = (
     Column("kl_coef", "number", "float", "rl.update", _POLICY, "weight of a KL in the loss"),
     Column("baseline", "number", "float", "training.kto", "models.preference_objectives", "KTO's z"),
 )
-"""`training.steps.StepTotals`: into a step, of all its rows."""
+"""`training.steps.StepTotals`: inputs of a step, over all its rows."""
 
 STATISTICS = (
     Column("grad_norm", "number", "float", "engines.training", "training, rl.metrics", "before clipping"),
-    Column("refused_by", "number", "int", "workers.whole_model", "training.finite", "rank whose loss is not finite"),
+    Column("refused_by", "number", "int", "workers.whole_model", "training.finite", "rank with a non-finite loss"),
     Column("nll", "number", "float", _OBJECTIVES, "training.sft", "sum over tokens"),
     Column("loss", "number", "float", "models", "training", "sum over rows or pairs"),
     Column("correct", "number", "float", "models", "training", "pairs in the right order; ties half"),
@@ -148,12 +148,12 @@ STATISTICS = (
     Column("policy_loss", "number", "float", _POLICY, "rl.metrics", "sum over tokens"),
     Column("entropy_sum", "number", "float", _POLICY, "rl.metrics", "sum over tokens"),
     Column("clip_count", "number", "float", _POLICY, "rl.metrics", "tokens whose ratio was clipped"),
-    Column("dual_clip_count", "number", "float", _POLICY, "rl.metrics", "tokens that `dual_clip` held back"),
+    Column("dual_clip_count", "number", "float", _POLICY, "rl.metrics", "tokens that `dual_clip` clipped"),
     Column("approx_kl_sum", "number", "float", _POLICY, "rl.update", "KL to the policy before the update, by k3"),
     Column("value_loss", "number", "float", _CRITIC, "rl.metrics", "sum over tokens"),
     Column("value_clip_count", "number", "float", _CRITIC, "rl.metrics", "tokens whose value was clipped"),
 )
-"""`training.steps.StepStatistics`: out of a step, over all its rows."""
+"""`training.steps.StepStatistics`: outputs of a step, over all its rows."""
 
 GROUPS = {
     "Text": TEXT,
@@ -165,4 +165,4 @@ GROUPS = {
     "Totals of a step": TOTALS,
     "Statistics of a step": STATISTICS,
 }
-"""Where a column stands → the columns that stand there."""
+"""Group → its columns."""

@@ -1,9 +1,8 @@
-"""The tokens that only a chat template may write, and an encoder that finds them nowhere else.
+"""Control tokens, which only a chat template may write, and an encoder that ignores them in messages.
 
-A tokenizer makes the token out of every text that spells it: whoever writes `<|im_end|>` in a message has ended the
-turn. Here each such token gets a name that nobody can guess. What the template wrote is given by those names; whatever
-a person or a model spells is text like any other. All the rest of the tokenizer stays as it is, and so do the ids of
-a text that spells none of them.
+A tokenizer encodes any text that spells a control token as that token: `<|im_end|>` in a message would end the turn.
+Here each control token gets an unguessable name. The template's tokens are written by these names; the same spelling
+in a message is encoded as text. The rest of the tokenizer does not change, nor do the ids of other texts.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ LETTERS = str.maketrans("0123456789", "ghijklmnop")
 
 
 def unguessable() -> str:
-    """128 random bits in lower-case letters, which no normalizer changes. Nothing depends on which."""
+    """128 random bits in lower-case letters, which no normalizer changes. No result depends on the value."""
     return secrets.token_hex(16).translate(LETTERS)
 
 
 class Encoded(NamedTuple):
-    """The tokens of a text, and where in it each begins and ends, in characters [T]."""
+    """The tokens of a text, and the start and end of each, in characters [T]."""
 
     ids: list[int]
     starts: np.ndarray
@@ -33,11 +32,11 @@ class Encoded(NamedTuple):
 
 
 class ControlTokens:
-    """The special tokens of `tokenizer`, and others that were added to it (`<think>`); not those of whitespace alone,
-    which are how some tokenizers write indentation, and can forge nothing.
+    """The special and added tokens of `tokenizer` (such as `<think>`), except tokens of whitespace only, with which
+    some tokenizers write indentation and which can forge nothing.
 
     Raises:
-        ValueError: it is no fast tokenizer, or one of its tokens cannot be told from text.
+        ValueError: it is not a fast tokenizer, or one of its added tokens cannot be distinguished from text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -50,7 +49,7 @@ class ControlTokens:
         }
         """Token → id."""
         secret = unguessable()
-        # Between two signs: a token that must stand alone still finds no letter beside it.
+        # Between two symbols, since a token that matches whole words must have no letter next to it.
         self.names = {token: f"<{secret}{_letters(n)}>" for n, token in enumerate(sorted(self.ids))}
         """Token → its name."""
         self._id_of_name = {self.names[token]: number for token, number in self.ids.items()}
@@ -60,10 +59,10 @@ class ControlTokens:
         self._backend = _renamed(tokenizer, self.names)
         for name, number in self._id_of_name.items():
             if self._backend.token_to_id(name) != number:
-                raise ValueError("the tokenizer's added tokens cannot be told from its other ones")
+                raise ValueError("the tokenizer's added tokens cannot be distinguished from its other tokens")
 
     def named(self, text: str, spare: dict[str, str] | None = None) -> str:
-        """`text` with every token that it spells under its name, or under that in `spare`."""
+        """`text` with every spelled token replaced by its name, or by its name in `spare`."""
         names = self.names if spare is None else spare
         return self._spelled.sub(lambda found: names[found.group()], text)
 
@@ -76,7 +75,7 @@ class ControlTokens:
         return [(found.start(), found.end(), self._id_of_name[found.group()]) for found in self._named.finditer(text)]
 
     def encode(self, texts: list[str]) -> list[Encoded]:
-        """Tokens of texts in which names, and nothing else, are these tokens."""
+        """Encodes texts in which only names become control tokens."""
         found = self._backend.encode_batch(texts, add_special_tokens=False)
         offsets = [np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) for encoding in found]
         return [Encoded(e.ids, at[:, 0], at[:, 1]) for e, at in zip(found, offsets, strict=True)]
@@ -87,8 +86,8 @@ def _letters(number: int) -> str:
 
 
 def _renamed(tokenizer: Any, names: dict[str, str]) -> Tokenizer:
-    """The tokenizer's backend with the tokens under other names, also in the vocabulary: some models would find a
-    special token's piece there by themselves."""
+    """The tokenizer's backend with renamed tokens, also in the vocabulary, where some tokenizer models would otherwise
+    find a special token's piece."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state["truncation"] = state["padding"] = None
     for token in state["added_tokens"]:

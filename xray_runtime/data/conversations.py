@@ -1,8 +1,8 @@
-"""Conversations as rows of SFT: one row each, with a mask of what the assistant said in it.
+"""Conversations as rows for SFT: one row each, with a mask of the assistant's tokens.
 
-A dataset holds a pair for each reply. Pairs of one conversation whose prompts begin with what an earlier pair ends with
-are one conversation again: with `context_messages: null` all of it, else what the context leaves together. A reply that
-was dropped is still read, and not learned.
+A dataset has one pair per reply. Pairs of one conversation are joined if a prompt continues an earlier pair: with
+`context_messages: null` the whole conversation, else the parts within the context. A dropped reply stays in the context
+but is not trained on.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from xray_runtime.data.tokens import IDS, SHARD_ROWS, Report, Shard, in_shards, 
 from xray_runtime.store.seal import Seal
 
 PROMPT, REPLY = "prompt_too_long", "reply_too_long"
-"""Why a reply is not learned: what stands before it, or itself."""
+"""Reasons to skip a reply: its prompt, or the reply itself, is too long."""
 OPEN = 8
-"""Beginnings of one conversation that a pair may go on from."""
+"""Maximum number of open prefixes of one conversation that a pair may continue."""
 SCHEMA = pa.schema([pa.field("input_ids", IDS, nullable=False), pa.field("spans", IDS, nullable=False)])
-"""Of a row: its tokens, and the first and one past the last token of each reply, with the end of its turn."""
+"""A row's tokens, and (first, one past the last) token of each reply, with the end of its turn."""
 
 
 @dataclass
 class Conversation:
-    """Messages, and which of them are replies to learn."""
+    """Messages, and the indices of the replies to train on."""
 
     messages: Messages
     replies: list[int]
     ids: list[str]
-    """Of the pairs that the replies are of."""
+    """Row of each reply's pair in the dataset."""
 
 
 def conversations(examples: Iterable[Example]) -> Iterator[Conversation]:
-    """The pairs as conversations, in order of their first pairs. Pairs of one conversation follow one another."""
+    """The pairs as conversations, in order of their first pairs. Pairs of one conversation are adjacent."""
     open_ones: list[Conversation] = []
     name = None
     for example in examples:
@@ -64,18 +64,17 @@ def conversations(examples: Iterable[Example]) -> Iterator[Conversation]:
 
 
 class ConversationTokens:
-    """Rows of tokens, one a conversation of a dataset's file: whole columns on disk, taken rows in memory.
+    """Rows of tokens, one per conversation of a dataset's file: columns stay on disk, selected rows are read.
 
     Args:
         pairs: the dataset's file of `Example`s.
-        max_prompt: tokens before a reply; where there are more it is not learned.
-        max_reply: tokens of a reply, the end of its turn included; where there are more, or fewer than 2, it is not
-            learned.
-        seal: of the run, whose tokens are read.
-        report: told of progress where the tokens have to be made.
+        max_prompt: maximum number of tokens before a reply to train on.
+        max_reply: maximum number of tokens of a reply to train on, with the end of its turn; the minimum is 2.
+        seal: the run's key; only tokens with its seal are read.
+        report: called with the progress of tokenizing.
 
     Raises:
-        ValueError: the file holds no such pairs, or is damaged, or the chat template refuses a conversation.
+        ValueError: the file is not such a dataset or is damaged, or the chat template refuses a conversation.
     """
 
     def __init__(
@@ -98,16 +97,16 @@ class ConversationTokens:
         self._pairs, self._limits = pairs, (max_prompt, max_reply)
         fit = self._fit(starts, lengths)
         self.num_replies = int(fit.sum())
-        """Replies that are learned."""
+        """Number of replies to train on."""
         self._too_long = {PROMPT: starts > max_prompt}
         self._too_long[REPLY] = ~fit & ~self._too_long[PROMPT]
         self.num_dropped = {reason: int(rows.sum()) for reason, rows in self._too_long.items()}
-        """Why a reply is not learned → how many are not."""
+        """Reason → number of skipped replies."""
         row_of = np.repeat(np.arange(len(counts)), counts)
         self._rows = np.unique(row_of[fit])
 
     def list_dropped(self, rows: DroppedRows) -> None:
-        """Add what is not learned, by the ids of the dataset's pairs."""
+        """Report skipped replies, by the ids of the dataset's pairs."""
         left = np.flatnonzero(self._too_long[PROMPT] | self._too_long[REPLY])
         ids = (name for one in conversations(Pairs(self._pairs, Example)) for name in one.ids)
         at = 0
@@ -117,22 +116,22 @@ class ConversationTokens:
             rows.add(PROMPT if self._too_long[PROMPT][row] else REPLY, {"id": name})
 
     def __len__(self) -> int:
-        """Conversations with something to learn."""
+        """Number of conversations with a reply to train on."""
         return len(self._rows)
 
     def take(self, rows: Sequence[int] | np.ndarray) -> Rows:
-        """These conversations, each up to the last reply that is learned: `input_ids` ragged, `prompt_lengths` [B]
-        (what stands before the first such reply) and, ragged over the tokens from there on, `response_mask` (bool)."""
+        """These conversations, each up to its last trained reply: ragged `input_ids`, `prompt_lengths` [B] (tokens
+        before the first trained reply) and ragged `response_mask` (bool) over the tokens after them."""
         ids, prompt_lengths, masks = [], [], []
         for row in self._rows[np.asarray(rows, dtype=np.int64)].tolist():
-            number, place = divmod(row, SHARD_ROWS)
-            spans = self._spans[number].row(place).reshape(-1, 2)
+            number, position = divmod(row, SHARD_ROWS)
+            spans = self._spans[number].row(position).reshape(-1, 2)
             spans = spans[self._fit(spans[:, 0], spans[:, 1] - spans[:, 0])]
             begin, end = int(spans[0, 0]), int(spans[-1, 1])
             mask = np.zeros(end - begin, dtype=bool)
             for start, stop in spans - begin:
                 mask[start:stop] = True
-            ids.append(self._ids[number].row(place)[:end])
+            ids.append(self._ids[number].row(position)[:end])
             prompt_lengths.append(begin)
             masks.append(mask)
         return {
@@ -152,7 +151,7 @@ def _encoded(pairs: Pairs[Example], tokenizer: Any, report: Report) -> Iterator[
     for part in in_shards(conversations(pairs)):
         report(done, len(pairs))
         turns = form.turns([(one.messages, one.replies) for one in part])
-        spans = [[place for span in one.spans for place in span] for one in turns]
+        spans = [[position for span in one.spans for position in span] for one in turns]
         columns = [pa.array([one.ids for one in turns], IDS), pa.array(spans, IDS)]
         yield pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
         done += sum(len(one.replies) for one in part)

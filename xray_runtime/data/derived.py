@@ -1,10 +1,10 @@
-"""Files made from a dataset, kept beside it: found by a key of all that decides them, read as they were sealed.
+"""Files derived from a dataset and stored beside it: found by a key of all their inputs, and verified by a seal.
 
     checkpoints/prepare-ab12….tokens-/KEY.ENDING
     checkpoints/prepare-ab12….tokens-/KEY.ENDING.seal
 
-KEY says what they are made of. What is damaged, half written, planted or sealed with another key is made again. The
-whole directory may be deleted at any time.
+KEY digests the inputs. A file that is damaged, incomplete, foreign or sealed with another key is made again. The whole
+directory may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SUFFIX = ".tokens-"
-"""Of the directory beside a dataset's."""
+"""Suffix of the directory beside a dataset."""
 
 
 class Derived:
-    """The files kept beside one dataset.
+    """The derived files of one dataset.
 
     Args:
         dataset: its directory.
-        seal: whose files are read.
+        seal: the run's key; only files with its seal are read.
     """
 
     def __init__(self, dataset: Path, seal: Seal) -> None:
@@ -44,41 +44,41 @@ class Derived:
         self._folder.mkdir(exist_ok=True)
 
     def find(self, name: str) -> Path | None:
-        """The file of this name, every byte of it verified; None where there is none that is as it was sealed."""
+        """The file with this name, fully verified; None if there is none with a valid seal."""
         path = self._folder / name
         if not os.path.lexists(path) or self._seal.is_sealed(path):
             return path if path.exists() else None
-        log.warning("%s is not as this run's key sealed it: it is made again", path)
+        log.warning("%s has no valid seal of this run's key: it is made again", path)
         return None
 
     def make(self, name: str, write: Callable[[Path], None]) -> Path:
-        """The file of this name; where there is none, what `write` writes to the path it is given."""
-        place, building = self._folder / name, self._folder / f"{name}.building"
-        # Trials of a search come here at the same time: one makes it, the others wait.
+        """The file with this name; if there is none, `write` makes it at the path that it gets."""
+        target, building = self._folder / name, self._folder / f"{name}.building"
+        # Concurrent trials of a search need the same file: one makes it, the others wait.
         with FileLock(self._folder / f"{name}.lock"):
             found = self.find(name)
             if found is not None:
                 return found
-            # The lock is ours: what lies here was left by a process that is gone.
+            # We hold the lock, so a file here was left by an ended process.
             _remove(building)
             building.mkdir()
             path = building / name
             write(path)
             sync(path)
-            # First the seal: a file that lies in its place is sealed, or was put there by somebody else.
-            self._seal.seal_file(place, path)
-            _remove(place)
-            os.replace(path, place)
+            # Write the seal first, so that a file without one is always foreign.
+            self._seal.seal_file(target, path)
+            _remove(target)
+            os.replace(path, target)
             sync(self._folder)
             building.rmdir()
-            return place
+            return target
 
 
 def computed_key(stage: Stage[Any, Any], layout: Set[str], **content: Any) -> str:
-    """The key of what a stage's model computes: of `content`, and of all else that shows in the last bits.
+    """The key of a model's outputs: a digest of `content` and of everything else that changes their last bits.
 
     Args:
-        layout: the fields of the stage's config that say how the model is spread.
+        layout: the layout fields of the stage's config.
     """
     config = stage.config.model_dump(mode="json", include=layout)
     runtime = [stage.runtime.device, stage.runtime.threads]
@@ -86,7 +86,7 @@ def computed_key(stage: Stage[Any, Any], layout: Set[str], **content: Any) -> st
 
 
 def _remove(path: Path) -> None:
-    """Whatever lies there: a directory, a link, a file."""
+    """Remove a directory, a link or a file."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,4 +1,4 @@
-"""What a stage left out of its data: counted by reason, and written beside what it made, by row of the source."""
+"""Data that a stage dropped: counted by reason, and written beside its output, by row of the source."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Self
 
 FILE = "dropped.jsonl"
 MOST = 1000
-"""Rows listed of each reason; the others are counted in the file's last lines."""
+"""Maximum number of rows listed per reason; the file's last lines count the others."""
 
 
 class DroppedRows:
-    """Writes `FILE`: a JSON object a row, with the reason and where the row stands. To be used in a `with` block."""
+    """Writes `FILE`: one JSON object per row, with the reason and the row's position. Use it in a `with` block."""
 
     def __init__(self, directory: Path) -> None:
         self.counts: Counter[str] = Counter()
         self._file = (directory / FILE).open("w", encoding="utf-8")
 
-    def add(self, reason: str, place: Mapping[str, int | str]) -> None:
-        """One more, by its place in the source."""
+    def add(self, reason: str, position: Mapping[str, int | str]) -> None:
+        """Add a row by its position in the source."""
         self.counts[reason] += 1
         if self.counts[reason] <= MOST:
-            self._file.write(json.dumps({"reason": reason, **place}) + "\n")
+            self._file.write(json.dumps({"reason": reason, **position}) + "\n")
 
     def __enter__(self) -> Self:
         return self

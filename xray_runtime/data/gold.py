@@ -1,4 +1,4 @@
-"""Gold scores: what replies are really worth, as far as an evaluation can know. Never shown to the reward model."""
+"""Gold scores: the best available measure of a reply's quality. The reward model never sees them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from xray_runtime.config.sources import BUILT_IN_GOLD
 from xray_runtime.data.score_list import score_list
 
 GoldScore = Callable[[Sequence[str], Sequence[str]], list[float]]
-"""(prompt texts, replies) → one score a reply; higher is better."""
+"""(prompt texts, replies) → one score per reply; higher is better."""
 
 USES: tuple[str, ...] = ()
-"""Of the modules imported by name here: a key digests the code of a user's own function by itself."""
+"""Modules that are imported by name here. A key digests the code of user functions separately."""
 
 
 def vader(prompts: Sequence[str], replies: Sequence[str]) -> list[float]:
@@ -27,13 +27,13 @@ def vader(prompts: Sequence[str], replies: Sequence[str]) -> list[float]:
 
 
 def load_gold(name: str, functions: Mapping[str, Callable[..., Any]]) -> GoldScore:
-    """`vader`, or your own function, its answers checked.
+    """`vader` or a user's function, with checked results.
 
     Args:
-        name: of one of `functions`, those that were handed over, or an import path `module:function`.
+        name: a name in `functions` (passed by a graph), or an import path `module:function`.
 
     Raises:
-        ValueError: as `import_function`; later, a call that does not return one finite number a reply.
+        ValueError: as `import_function`; later, if a call does not return one finite number per reply.
     """
     if name == BUILT_IN_GOLD:
         return vader
@@ -47,7 +47,7 @@ def load_gold(name: str, functions: Mapping[str, Callable[..., Any]]) -> GoldSco
             raise ValueError(f"gold: {name!r} {error}") from error
         if not all(map(math.isfinite, scores)):
             raise ValueError(
-                f"gold: {name!r} must return one finite number a reply; of {len(replies)} numbers "
+                f"gold: {name!r} must return one finite number per reply; of {len(replies)} numbers "
                 f"{sum(map(math.isfinite, scores))} are finite"
             )
         return scores
@@ -59,7 +59,7 @@ def import_function(name: str, field: str) -> Callable[..., Any]:
     """The function `module:function`.
 
     Args:
-        field: of the config, for errors.
+        field: the config field, for errors.
 
     Raises:
         ValueError: XRAY_ALLOWED_IMPORTS does not name its module, or it cannot be imported or called.
@@ -74,13 +74,13 @@ def _imported(name: str, field: str) -> Any:
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ValueError(f"{field}: {name!r} is not allowed; it must be 'vader' or 'module:function'")
-    # Asked here too: the name may come from a checkpoint somebody else made.
+    # Check here too: the name may come from a stranger's checkpoint.
     try:
         check_import(name)
     except ValueError as error:
         raise ValueError(f"{field}: {error}") from None
     try:
         return getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # a module of the user's may fail in any way while it loads
+    except Exception as error:  # a user's module may fail in any way while it loads
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{field}: {name!r} cannot be imported ({reason})") from error

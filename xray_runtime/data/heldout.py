@@ -1,4 +1,4 @@
-"""What is held out of training: a share of names or prompts, the same ones every time."""
+"""Hold a share of names or prompts out of training, the same ones every time."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from xray_runtime.data.text_set import TextSet
 
 
 def is_held_out(seed: int, purpose: str, name: str, fraction: float) -> bool:
-    """Whether `name` falls into the held-out share. Adding other names moves nothing."""
+    """Whether `name` is in the held-out share, independently of other names."""
     digest = xxhash.xxh3_64_intdigest(f"{seed}\x1f{purpose}\x1f{name}".encode("utf-8", "surrogatepass"))
     return digest < fraction * 2**64
 
 
 def draw_left_out(prompts: Iterable[str], count: int, wanted: int, seed: int, purpose: str, where: str) -> np.ndarray:
-    """Which of `count` rows of training data are not trained on, since a version is chosen by them [count].
+    """Which of `count` training rows are kept for validation, to choose a version [count].
 
     Args:
-        prompts: of each row; those of one prompt are left out together.
-        wanted: how many, about; 0: none.
-        where: the field that says so, for the message.
+        prompts: prompt of each row; all rows of a prompt are kept out together.
+        wanted: approximate number of rows; 0: none.
+        where: the config field, for errors.
 
     Raises:
-        ValueError: none is left to train on, or to choose by.
+        ValueError: no row remains for training, or for validation.
     """
     if not wanted:
         return np.zeros(count, bool)
@@ -35,14 +35,14 @@ def draw_left_out(prompts: Iterable[str], count: int, wanted: int, seed: int, pu
     left_out = np.fromiter(drawn, bool, count)
     if left_out.all() or not left_out.any():
         raise ValueError(
-            f"{where}: {wanted} of {count} for training leaves {left_out.sum()} to choose by and "
+            f"{where}: {wanted} of {count} for training leaves {left_out.sum()} for validation and "
             f"{(~left_out).sum()} to train on; both must be at least 1"
         )
     return left_out
 
 
 def held_out_prompts(dataset: Path) -> TextSet:
-    """The prompts of a dataset that nothing may be trained on."""
+    """The held-out prompts of a dataset."""
     there = [dataset / side for side in (HELDOUT, VALIDATION) if side == HELDOUT or (dataset / side).exists()]
     return TextSet(text for path in there for text in Pairs(path, Example).prompt_texts())
 
@@ -50,6 +50,6 @@ def held_out_prompts(dataset: Path) -> TextSet:
 def split_by_prompt(
     pairs: Iterable[PreferenceExample], fraction: float, seed: int
 ) -> Iterator[tuple[bool, PreferenceExample]]:
-    """(whether it is held out, pair) of each, no prompt on both sides."""
+    """(whether it is held out, pair) for each pair; no prompt is on both sides."""
     for pair in pairs:
         yield is_held_out(seed, "preferences", prompt_text(pair.prompt), fraction), pair

@@ -1,9 +1,8 @@
-"""The files of the rollout ledger: of every iteration one Parquet shard, in it one row a reply.
+"""The files of the rollout ledger: one Parquet shard per iteration, one row per reply.
 
-`data.columns` lists the columns. Rows that others took the place of come last. Where tokens are hashed, `answers` and
-each column of lists are gone: of C there are `C_hash`, a salted digest of the row, and, where C holds numbers,
-`C_mean`. Equal rollouts are equal bytes.
-"""
+`data.columns` lists the columns. Replaced rows come last. If tokens are hashed, `answers` is absent and each list
+column C is replaced by `C_hash`, a salted digest of the row, and, for numbers, `C_mean`. Equal rollouts give equal
+bytes."""
 
 from __future__ import annotations
 
@@ -23,15 +22,15 @@ from xray_runtime.data.tokenizing import decode_replies, own_text, transcript
 from xray_runtime.files import write_atomic
 
 LEDGER = "ledger"
-"""Directory of a checkpoint that holds them."""
+"""Directory in a checkpoint."""
 TOKENS = ("prompt_ids", "reply_ids")
 NUMBERS = ("rollout_logprobs", "logprobs", "ref_logprobs", "advantages", "weights")
-"""Columns of lists: of token ids, and of numbers of each token of the reply."""
+"""List columns: token ids, and numbers per token of the reply."""
 ANSWERS = "answers"
 OF_EPISODES = ("reply_ids", "response_mask")
 GOLD = "gold"
 SCORE, FAILURE = "score/", "failure/"
-"""Before the name of a source of reward."""
+"""Prefixes of column names; a source of reward follows."""
 DIGITS = 6
 TYPES = {np.dtype("int64"): pa.int64(), np.dtype("int32"): pa.int32(), np.dtype("float32"): pa.float32()}
 
@@ -42,38 +41,38 @@ class Shard:
 
     iteration: int
     policy: str | None
-    """Digest of the trained weights that the generator took over before it; None where none were sent (before the first
-    update the policy is its parent) or they went from GPU to GPU, unread."""
+    """Digest of the trained weights that the generator loaded before the rollout. None: none were sent (before the
+    first update the policy equals its parent), or they were sent from GPU to GPU without a digest."""
     table: pa.Table
 
     def to_bytes(self) -> bytes:
-        """The one file of this shard."""
+        """The shard's file as bytes."""
         about = {"iteration": str(self.iteration)} | ({"policy": self.policy} if self.policy else {})
         out = pa.BufferOutputStream()
-        # Hardly a number comes twice: a dictionary of them takes five times as long, and half as much space again.
+        # Numbers rarely repeat: dictionary encoding would take five times as long and half as much space again.
         table = self.table.replace_schema_metadata(about)
         parquet.write_table(table, out, compression="zstd", use_dictionary=False)
         return bytes(out.getvalue())
 
     def write(self, directory: Path) -> None:
-        """Put it into `directory`, whole or not at all."""
+        """Write it into `directory` atomically."""
         directory.mkdir(exist_ok=True)
         write_atomic(shard_path(directory, self.iteration), self.to_bytes())
 
 
 def shard_path(directory: Path, iteration: int) -> Path:
-    """Where the shard of an iteration lies in a ledger."""
+    """The path of an iteration's shard in a ledger."""
     return directory / f"{iteration:0{DIGITS}d}.parquet"
 
 
 def iterations(directory: Path) -> list[int]:
-    """The iterations that a ledger has, in order."""
+    """The iterations in a ledger, in order."""
     names = (re.fullmatch(rf"(\d{{{DIGITS},}})\.parquet", path.name) for path in directory.glob("*.parquet"))
     return sorted(int(name[1]) for name in names if name)
 
 
 def read_shard(path: Path) -> Shard:
-    """The shard that `Shard.write` wrote. Raises ValueError where it is none, or damaged."""
+    """Read a shard. Raises ValueError if the file is not a shard or is damaged."""
     try:
         table = parquet.read_table(path, partitioning=None)
         about = table.schema.metadata or {}
@@ -91,42 +90,42 @@ def lists(column: Ragged, type: pa.DataType) -> pa.Array:
 
 
 def sources_of(table: pa.Table) -> list[str]:
-    """The sources of reward that scored, in the config's order."""
+    """The sources of reward in the shard, in the config's order."""
     return [name.removeprefix(SCORE) for name in table.column_names if name.startswith(SCORE)]
 
 
 @dataclass(frozen=True)
 class Query:
-    """Which rows are wanted."""
+    """A selection of rows."""
 
     iterations: Sequence[int] = ()
-    """None named: all."""
+    """Empty: all."""
     source: str | None = None
-    """Rows that this source applies to; the fields below then are about its score, not about the reward."""
+    """Only rows that this source applies to; the fields below then refer to its score, not to the reward."""
     min_reward: float | None = None
     max_reward: float | None = None
     failed: bool = False
-    """Rows of which the source, or where none is named any, should have given a score and did not."""
+    """Only rows for which the source, or any source if none is named, failed."""
     unused: bool = False
-    """Rows that no update was made with."""
+    """Only rows that no update used."""
 
     def select(self, table: pa.Table) -> pa.Table:
-        """The wanted rows. Raises ValueError where the shard has no such source."""
+        """The selected rows. Raises ValueError if the shard has no such source."""
         sources = sources_of(table)
         if self.source is not None and self.source not in sources:
             raise ValueError(f"{self.source!r} is not allowed: must be one of {', '.join(map(repr, sources))}")
-        asked = [self.source] if self.source is not None else sources
+        selected = [self.source] if self.source is not None else sources
         wanted = np.ones(len(table), bool)
         if self.source is not None:
             wanted &= table[SCORE + self.source].is_valid().to_numpy()
-        # Where there is no reward it is neither high nor low: NaN compares false.
+        # A missing reward is NaN, which compares false with both bounds.
         value = _floats(table["reward" if self.source is None else SCORE + self.source])
         if self.min_reward is not None:
             wanted &= value >= self.min_reward
         if self.max_reward is not None:
             wanted &= value <= self.max_reward
         if self.failed:
-            wanted &= np.any([pc.is_nan(table[SCORE + s]).fill_null(False).to_numpy() for s in asked], axis=0)
+            wanted &= np.any([pc.is_nan(table[SCORE + s]).fill_null(False).to_numpy() for s in selected], axis=0)
         if self.unused:
             wanted &= table["times_trained"].to_numpy() == 0
         return table.filter(pa.array(wanted))
@@ -138,18 +137,18 @@ def _floats(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def readable(table: pa.Table, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """Rows as people read them: texts, scores, the mean advantage of the reply's tokens, what became of it.
+    """Readable rows: texts, scores, the mean advantage of the reply's tokens, and whether the row was used.
 
     Args:
         tokenizer: the policy's.
     """
     hashed = "reply_hash" in table.column_names
     texts: dict[str, list[str]] = {}
-    for said, ids in (("prompt", "prompt_ids"), ("reply", "reply_ids")):
+    for column, ids in (("prompt", "prompt_ids"), ("reply", "reply_ids")):
         if hashed:
-            texts[said] = [f"#{digest}" for digest in table[f"{said}_hash"].to_pylist()]
+            texts[column] = [f"#{digest}" for digest in table[f"{column}_hash"].to_pylist()]
         else:
-            texts[said] = decode_replies(tokenizer, table[ids].to_pylist())
+            texts[column] = decode_replies(tokenizer, table[ids].to_pylist())
     if not hashed and "response_mask" in table.column_names:
         rows = zip(*(table[name].to_pylist() for name in OF_EPISODES), strict=True)
         texts["reply"] = [transcript(tokenizer, np.array(ids), np.array(sampled)) for ids, sampled in rows]
@@ -177,7 +176,7 @@ def readable(table: pa.Table, tokenizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def reply_texts(table: pa.Table, tokenizer: Any) -> list[str]:
-    """What the policy itself said in each row, as the rewards were given it; tokens are not hashed."""
+    """The policy's own text in each row, as the rewards received it; tokens must not be hashed."""
     if "response_mask" not in table.column_names:
         return decode_replies(tokenizer, table["reply_ids"].to_pylist())
     rows = zip(*(table[name].to_pylist() for name in OF_EPISODES), strict=True)
@@ -189,27 +188,27 @@ def _used(row: Mapping[str, Any]) -> str:
         return "yes"
     if row["reward"] is None:
         return "no: no reward"
-    return "no: others took its place" if row["scaled_reward"] is None else "no: updates ended early"
+    return "no: it was replaced" if row["scaled_reward"] is None else "no: updates ended early"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where two shards of an iteration are not the same."""
+    """The first difference between two shards of an iteration."""
 
     iteration: int
     row: int | None
-    """None: the shards as a whole differ."""
+    """None: the difference is not in one row."""
     column: str
     recorded: str
     recomputed: str
 
     def __str__(self) -> str:
-        place = f"iteration {self.iteration}" + (f", row {self.row}" if self.row is not None else "")
-        return f"{place}, {self.column}: {self.recorded} in the ledger, {self.recomputed} computed again"
+        position = f"iteration {self.iteration}" + (f", row {self.row}" if self.row is not None else "")
+        return f"{position}, {self.column}: {self.recorded} in the ledger, {self.recomputed} computed again"
 
 
 def first_difference(recorded: Shard, recomputed: Shard) -> Difference | None:
-    """Where two shards of one iteration differ first: by row, then by column."""
+    """The first difference between two shards of one iteration, by row, then by column."""
     number, left, right = recomputed.iteration, recorded.table, recomputed.table
     if left.schema.remove_metadata() != right.schema.remove_metadata():
         names = (", ".join(f"{field.name} {field.type}" for field in table.schema) for table in (left, right))
@@ -218,7 +217,7 @@ def first_difference(recorded: Shard, recomputed: Shard) -> Difference | None:
         return Difference(number, None, "rows", str(len(left)), str(len(right)))
     for old, new in zip(left.to_pylist(), right.to_pylist(), strict=True):
         for name in left.column_names:
-            # As texts: NaN is itself, and 0.0 is not −0.0.
+            # Compare as text, so that NaN equals itself and 0.0 differs from −0.0.
             if repr(old[name]) != repr(new[name]):
                 return Difference(number, new["row"], *_where(name, old[name], new[name]))
     abouts = {"iteration": (recorded.iteration, recomputed.iteration), "policy": (recorded.policy, recomputed.policy)}

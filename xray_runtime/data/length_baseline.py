@@ -1,4 +1,4 @@
-"""What a reward model has to beat: a rule that only looks at lengths."""
+"""A baseline for reward models that only uses lengths."""
 
 from __future__ import annotations
 

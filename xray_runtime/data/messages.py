@@ -1,7 +1,7 @@
-"""One message as its writer left it, in the forms that people's files have, as X-ray keeps it.
+"""Messages from the forms of common files into X-ray's form.
 
-OpenAI's `{"role", "content"}`, its content a text or parts of text, its role `developer` read as `system`; ShareGPT's
-`{"from", "value"}`. An assistant's may have `tool_calls`. No character of a text is changed.
+Forms: OpenAI's `{"role", "content"}`, with text or text parts as content and the role `developer` read as `system`;
+ShareGPT's `{"from", "value"}`. Assistant messages may have `tool_calls`. Texts are never changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from xray_runtime.data.pairs import Messages
 
 ROLES = ("system", "user", "assistant", "tool")
 ASKING = ("user", "tool")
-"""Roles that an assistant answers."""
+"""Roles that precede an assistant's reply."""
 SAME_ROLE = {
     "developer": "system",
     "human": "user",
@@ -28,9 +28,9 @@ SAME_ROLE = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""Other names of the roles: OpenAI's newer one, and those that ShareGPT's files have."""
+"""Other names of the roles: OpenAI's newer one, and ShareGPT's."""
 CALLS = "function_call"
-"""ShareGPT's role of a message whose text is the JSON of a call."""
+"""ShareGPT's role for a message that is the JSON of a call."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 """OpenAI's types of content parts that are text."""
 
@@ -44,19 +44,19 @@ def read_messages(where: object, column: str, value: Any) -> Messages:
 
 
 def checked_text(where: object, column: str, value: str) -> str:
-    """`value` as it is. Raises ValueError where no text can hold it."""
+    """`value` unchanged. Raises ValueError if it is not valid Unicode text."""
     if value.isascii():
         return value
     try:
         value.encode()
     except UnicodeEncodeError as error:
         lone = ord(value[error.start])
-        raise ValueError(f"{where}: {column} has a lone surrogate (U+{lone:04X}), which no text can hold") from None
+        raise ValueError(f"{where}: {column} has a lone surrogate (U+{lone:04X}), which is not valid text") from None
     return value
 
 
 def read_tools(where: object, record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The column `tools` of a record: JSON schemas of what could be called."""
+    """The column `tools` of a record: JSON schemas of the available tools."""
     value = record.get("tools") or []
     if isinstance(value, str):
         try:
@@ -97,33 +97,33 @@ def _message(where: object, column: str, value: Any) -> dict[str, Any]:
 
 
 def _from_sharegpt(where: object, column: str, given: dict[str, Any]) -> dict[str, Any]:
-    role, said = given["from"], given.get("value")
+    role, text = given["from"], given.get("value")
     if role != CALLS:
-        return {"role": role, "content": said}
+        return {"role": role, "content": text}
     try:
-        calls = orjson.loads(said if isinstance(said, str) else "")
+        calls = orjson.loads(text if isinstance(text, str) else "")
     except orjson.JSONDecodeError as error:
         raise ValueError(f"{where}: {column} has a {CALLS} that is not JSON ({error})") from error
     return {"role": "assistant", "tool_calls": calls}
 
 
 def _joined(where: object, column: str, parts: list[Any]) -> str:
-    """The text of OpenAI's content parts, a line each, as vLLM's server joins them for templates that take texts."""
+    """The text of OpenAI's content parts, one line each, as vLLM's server joins them for templates of plain text."""
     found = []
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        said = part.get("text") if kind in TEXT_PARTS else None
-        if not isinstance(said, str):
+        text = part.get("text") if kind in TEXT_PARTS else None
+        if not isinstance(text, str):
             raise ValueError(
-                f"{where}: {column} has a content part of type {kind!r}, which is not read; allowed: text: leave such "
-                "rows out"
+                f"{where}: {column} has a content part of type {kind!r}, which is not supported; allowed: text; "
+                "remove such rows"
             )
-        found.append(said)
+        found.append(text)
     return "\n".join(found)
 
 
 def _tool_calls(where: object, column: str, calls: Any) -> list[dict[str, Any]]:
-    """The calls, their arguments as objects: templates write those as JSON."""
+    """The calls, with arguments as objects, which templates write as JSON."""
     found = []
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function", call) if isinstance(call, dict) else None
@@ -136,7 +136,7 @@ def _tool_calls(where: object, column: str, calls: Any) -> list[dict[str, Any]]:
             except orjson.JSONDecodeError as error:
                 raise ValueError(f"{where}: {column} has a tool call whose arguments are not JSON ({error})") from error
         if not isinstance(arguments, dict):
-            raise ValueError(f"{where}: {column} has a tool call whose arguments are no JSON object: {arguments!r}")
+            raise ValueError(f"{where}: {column} has a tool call whose arguments are not a JSON object: {arguments!r}")
         about = call if "function" in call else {}
         found.append(about | {"type": "function", "function": function | {"arguments": arguments}})
     checked_text(where, column, json.dumps(found, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""Sources drawn from by weight, the same way every time and at every length."""
+"""Weighted mixture of sources, deterministic and independent of its length."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ class Part(NamedTuple, Generic[T]):
     weight: float
     rows: Iterator[T]
     limit: int | None = None
-    """Rows that are drawn at most."""
+    """Maximum number of rows."""
 
 
 def mixed(parts: Sequence[Part[T]]) -> Iterator[tuple[int, T]]:
-    """(number of the source, row): each time of the source that is furthest behind its share, the first of equals.
+    """(index of the source, row): always from the source furthest behind its share, the first one at a tie.
 
-    Of n rows a source has its share, to within one for up to three sources. One that reached its limit leaves the rest
-    to the others, by their weights; one that has no more rows ends the mixture, so that what was read has the shares
-    that were asked for.
+    After n rows each source has its share, to within one row for up to three sources. A source at its limit leaves
+    further rows to the others, by weight. An exhausted source ends the mixture, so that the shares stay as configured.
     """
-    # Exact, so that no rounding decides; 0.1 is a tenth.
+    # Exact fractions: 0.1 is a tenth, without rounding.
     weights = [Fraction(str(part.weight)) for part in parts]
     behind, drawn = [Fraction(0)] * len(parts), [0] * len(parts)
     active = [n for n, part in enumerate(parts) if part.limit != 0]

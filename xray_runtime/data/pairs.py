@@ -1,12 +1,12 @@
-"""The two record types of X-ray's datasets and their files, which may be larger than memory.
+"""The two record types of X-ray's datasets, and their files, which may be larger than memory.
 
-A prompt is a list of messages, `{"role": "system" | "user" | "assistant" | "tool", "content": str}`, the last one the
-user's or a tool's. An assistant's may have `tool_calls`, a tool's `name` and `tool_call_id`; the first message of a
-prompt may carry `tools`, the JSON schemas of what could be called. Texts are as their writers left them.
+A prompt is a list of messages, `{"role": "system" | "user" | "assistant" | "tool", "content": str}`, and ends with one
+of the user or a tool. Assistant messages may have `tool_calls`, tool messages `name` and `tool_call_id`; the first
+message of a prompt may have `tools`, the JSON schemas of the available tools. Texts are never changed.
 
 A file is an uncompressed Arrow IPC file (Feather): `pandas.read_feather(path)` shows it, and so does
-`datasets.load_dataset("arrow", data_files=path)`. Its record batches hold `BATCH_ROWS` rows each, the last one what is
-left, so that row i is found without an index. Equal data are equal bytes.
+`datasets.load_dataset("arrow", data_files=path)`. Its record batches have `BATCH_ROWS` rows each, except the last,
+so that row i is found without an index. Equal data give equal bytes.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ Messages = list[dict[str, Any]]
 TRAIN, HELDOUT = "train.arrow", "heldout.arrow"
 """The two sides of a dataset."""
 VALIDATION = "validation.arrow"
-"""Beside them, where one was asked for: what checkpoints are chosen by. Nothing is trained or reported on it."""
+"""An optional third side, to choose checkpoints; no training or reported result uses it."""
 
 BATCH_ROWS = 256
 
 
 class Example(NamedTuple):
-    """A prompt and the reply a person gave."""
+    """A prompt and a human reply."""
 
     id: str
     conversation: str
     prompt: Messages
     response: str
     tool_calls: list[dict[str, Any]] | None = None
-    """What the reply calls, beside what it says."""
+    """Tool calls of the reply."""
     columns: str = "{}"
-    """Further columns of its record, as a JSON object: what rewards compare replies with."""
+    """Further columns of its record, as a JSON object, for rewards."""
 
 
 class PreferenceExample(NamedTuple):
@@ -51,24 +51,24 @@ class PreferenceExample(NamedTuple):
     chosen: str
     rejected: str
     chosen_tool_calls: list[dict[str, Any]] | None = None
-    """What the chosen reply calls, beside what it says."""
+    """Tool calls of the chosen reply."""
     rejected_tool_calls: list[dict[str, Any]] | None = None
 
     @property
     def texts(self) -> tuple[str, str]:
-        """What the chosen and the rejected reply say, and calls as JSON: what people are shown."""
+        """The chosen and the rejected reply for display, with calls as JSON."""
         return message_text(self.chosen, self.chosen_tool_calls), message_text(self.rejected, self.rejected_tool_calls)
 
 
 P = TypeVar("P", Example, PreferenceExample)
 
-# Offsets of 64 bits: no batch is too large, however long its texts.
+# 64-bit offsets, so that texts of any length fit a batch.
 TEXT = pa.large_string()
-SAID = ("role", "content")
-PARTS = (*SAID, "name", "tool_call_id", "tool_calls", "tools")
-MESSAGE = pa.struct([pa.field(part, TEXT, nullable=part not in SAID) for part in PARTS])
+REQUIRED = ("role", "content")
+PARTS = (*REQUIRED, "name", "tool_call_id", "tool_calls", "tools")
+MESSAGE = pa.struct([pa.field(part, TEXT, nullable=part not in REQUIRED) for part in PARTS])
 AS_JSON = ("tool_calls", "tools", "chosen_tool_calls", "rejected_tool_calls")
-"""Of any form, so their columns hold JSON."""
+"""Fields without a fixed schema, stored as JSON."""
 PROMPT = pa.large_list(pa.field("item", MESSAGE, nullable=False))
 SCHEMAS = {
     of: pa.schema(
@@ -79,7 +79,7 @@ SCHEMAS = {
 
 
 class PairsWriter(Generic[P]):
-    """Writes a file of pairs, holding at most a batch of them. To be used in a `with` block."""
+    """Writes a file of pairs with at most one batch in memory. Use it in a `with` block."""
 
     def __init__(self, path: Path, of: type[P]) -> None:
         self.count = 0
@@ -119,7 +119,7 @@ class PairsWriter(Generic[P]):
 
 
 def write_pairs(path: Path, of: type[P], pairs: Iterable[P]) -> int:
-    """Write a file of pairs; returns how many."""
+    """Write a file of pairs; returns their number."""
     with PairsWriter(path, of) as writer:
         for pair in pairs:
             writer.append(pair)
@@ -127,17 +127,17 @@ def write_pairs(path: Path, of: type[P], pairs: Iterable[P]) -> int:
 
 
 class Pairs(Sequence[P]):
-    """The pairs of a file, read when they are asked for: a batch of them is in memory at a time.
+    """The pairs of a file, read on demand with one batch in memory.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no file of such pairs, or damaged; also later, when what is damaged is reached.
+        ValueError: it is not a file of such pairs, or is damaged; also later, when reading reaches the damage.
     """
 
     def __init__(self, path: Path, of: type[P]) -> None:
         self._path = path
         self._of: type[P] = of
-        # Plain reads, not a map: a walk through the whole file does not fill the process with its pages.
+        # Plain reads instead of a memory map, so that the process's memory stays small.
         source = pa.OSFile(str(path))
         try:
             self._file = pa.ipc.open_file(source)
@@ -178,7 +178,7 @@ class Pairs(Sequence[P]):
     def _read(self, number: int) -> pa.RecordBatch:
         try:
             batch = self._file.get_batch(number)
-            # The file may be anybody's: offsets out of bounds would read beyond its end.
+            # The file is not trusted: offsets out of bounds would read beyond its end.
             batch.validate(full=True)
         except (pa.ArrowException, OSError, MemoryError) as error:
             raise self._damaged(str(error)) from error
@@ -194,7 +194,7 @@ class Pairs(Sequence[P]):
             raise self._damaged(str(error)) from error
 
     def _damaged(self, reason: str) -> ValueError:
-        return ValueError(f"{self._path}: no file of {self._of.__name__}s, or damaged ({' '.join(reason.split())})")
+        return ValueError(f"{self._path}: not a file of {self._of.__name__}s, or damaged ({' '.join(reason.split())})")
 
 
 def pairs_of(path: Path) -> Pairs[Example] | Pairs[PreferenceExample]:
@@ -212,19 +212,19 @@ def _written(name: str, values: list[Any]) -> list[Any]:
 
 
 def _read_back(found: dict[str, Any]) -> dict[str, Any]:
-    """A message or a row without what is not there."""
+    """A message or a row without its nulls."""
     return {
         name: orjson.loads(value) if name in AS_JSON else value for name, value in found.items() if value is not None
     }
 
 
 def message_text(content: str, tool_calls: list[dict[str, Any]] | None = None) -> str:
-    """What a message says, and calls as JSON."""
+    """A message's text, with calls as JSON."""
     if not tool_calls:
         return content
     return "\n".join([*([content] if content else []), orjson.dumps(tool_calls).decode()])
 
 
 def prompt_text(prompt: Messages) -> str:
-    """What a prompt says, without roles: the key by which equal prompts are recognized, and what people are shown."""
+    """A prompt's text without roles: for display, and as the key that identifies equal prompts."""
     return "\n".join(message_text(message["content"], message.get("tool_calls")) for message in prompt)

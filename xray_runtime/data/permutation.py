@@ -1,8 +1,8 @@
-"""A seeded order of N rows that is computed, not stored: where any place of it leads takes O(1) memory.
+"""A seeded permutation of N rows that is computed, not stored: looking up a position takes O(1) memory.
 
 A Feistel network (Luby & Rackoff 1988) over pairs (x, y) of Z_a × Z_b with a·b ≥ N permutes [0, a·b); halves are added
-modulo a and b, not xored, so that a·b is at most N + √N + 1. What falls outside [0, N) is permuted again until it falls
-inside ("cycle walking", Black & Rogaway 2002), which makes it a permutation of [0, N).
+modulo a and b, not xored, so that a·b is at most N + √N + 1. Values outside [0, N) are permuted again until they
+fall inside ("cycle walking", Black & Rogaway 2002), which gives a permutation of [0, N).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from xray_runtime.seeding import derive_seed
 
 ROUNDS = 12
-"""Four make a network of random functions look random; ours are simple, and the smallest N need more to be uniform."""
+"""Four rounds suffice for random functions; ours are simpler, and small N need more rounds to be uniform."""
 
 
 def permuted(places: np.ndarray, num_rows: int, seed: int) -> np.ndarray:

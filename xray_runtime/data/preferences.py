@@ -1,4 +1,4 @@
-"""Preference pairs: from a gold score's noisy judgement, from human ratings, from a dataset of one's own."""
+"""Preference pairs from noisy gold scores, from human ratings, or from a user's dataset."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def label_pairs(
         gold: gold scores of each, in the same order.
 
     Returns:
-        The pairs, and counts. Pairs of equal or empty replies say nothing and are dropped and counted; `label_noise`
-        is the share of kept pairs with different gold scores whose label contradicts them.
+        The pairs, and counts. Pairs of equal or empty replies are dropped and counted; `label_noise` is the share of
+        kept pairs with different gold scores whose label contradicts them.
     """
     draws = np.random.default_rng(seed).random(len(prompts))
     pairs, same, differing, contradicting = [], 0, 0, 0
@@ -44,7 +44,7 @@ def label_pairs(
         if a == b or not a or not b:
             same += 1
             continue
-        # σ(x) = (1 + tanh(x/2)) / 2, which no score of one's own can overflow.
+        # σ(x) = (1 + tanh(x/2)) / 2, which no user's score can overflow.
         first = bool(draws[i] < 0.5 * (1.0 + math.tanh(0.5 * sharpness * (gold_a - gold_b))))
         if gold_a != gold_b:
             differing += 1
@@ -63,17 +63,17 @@ def label_pairs(
 def from_ratings(
     examples: Sequence[Example], ratings: dict[str, float], config: RatingPreferences, seed: int
 ) -> tuple[list[PreferenceExample], dict[str, float]]:
-    """Pairs of real replies, ordered by how people rated the conversations they stand in.
+    """Pairs of human replies, ordered by the ratings of their conversations.
 
-    People rated whole conversations, not replies, so a label only says that the reply stood in a better-rated
-    conversation, and no two people answered the same prompt. A pair therefore carries the prompt of one of its two
-    replies, by the toss of a coin: which of them fits the prompt tells nothing about which is preferred. Replies of
-    a pair differ in words by at most `max_length_ratio`, since conversation ratings mostly follow length.
+    Ratings are of whole conversations, so a label only says that the reply comes from a better-rated conversation,
+    and no two replies have the same prompt. A pair therefore gets the prompt of one of its two replies, drawn at
+    random, so that the fit to the prompt is independent of the label. The word counts of a pair differ by at most
+    the factor `max_length_ratio`, since ratings mostly follow length.
 
     Args:
-        examples: replies to draw from; those of unrated conversations are passed over.
+        examples: replies to draw from; those of unrated conversations are skipped.
         ratings: conversation → rating.
-        seed: of the draws; no pair of replies is drawn twice.
+        seed: seed of the draws; no pair of replies is drawn twice.
 
     Raises:
         ValueError: fewer than two of the replies are rated.
@@ -81,30 +81,30 @@ def from_ratings(
     rated = [e for e in examples if e.conversation in ratings]
     if len(rated) < 2:
         raise ValueError(
-            f"preferences: {len(rated)} rated replies make no pairs; allow more conversations "
+            f"preferences: {len(rated)} rated replies form no pairs; allow more conversations "
             "(data.max_conversations) or longer replies (data.max_chars)"
         )
     generator = np.random.default_rng(seed)
-    words = np.array([len(e.response.split()) for e in rated])
-    by_length = np.argsort(words, kind="stable")
-    sorted_words = words[by_length]
+    num_words = np.array([len(e.response.split()) for e in rated])
+    by_length = np.argsort(num_words, kind="stable")
+    sorted_num_words = num_words[by_length]
     pairs: list[PreferenceExample] = []
     drawn: set[tuple[int, int]] = set()
     tried = 0
     while len(pairs) < config.num_pairs and tried < 50 * config.num_pairs:
         tried += 1
         i = int(generator.integers(len(rated)))
-        low = np.searchsorted(sorted_words, words[i] / config.max_length_ratio, side="left")
-        high = np.searchsorted(sorted_words, words[i] * config.max_length_ratio, side="right")
+        low = np.searchsorted(sorted_num_words, num_words[i] / config.max_length_ratio, side="left")
+        high = np.searchsorted(sorted_num_words, num_words[i] * config.max_length_ratio, side="right")
         j = int(by_length[generator.integers(low, high)])
-        asked = rated[i if generator.random() < 0.5 else j].prompt
+        prompt = rated[i if generator.random() < 0.5 else j].prompt
         gap = ratings[rated[i].conversation] - ratings[rated[j].conversation]
         key = (min(i, j), max(i, j))
         if not abs(gap) >= config.min_gap or rated[i].response == rated[j].response or key in drawn:
             continue
         drawn.add(key)
         better, worse = (rated[i], rated[j]) if gap > 0 else (rated[j], rated[i])
-        pairs.append(PreferenceExample(f"{better.id}-{worse.id}", asked, better.response, worse.response))
+        pairs.append(PreferenceExample(f"{better.id}-{worse.id}", prompt, better.response, worse.response))
     if len(pairs) < config.num_pairs:
         log.warning("%d pairs of rated replies found where %d were wanted", len(pairs), config.num_pairs)
     return pairs, {"pairs": len(pairs), "rated_replies": len(rated), "draws": tried}
@@ -113,10 +113,10 @@ def from_ratings(
 def split_ratings(
     examples: Sequence[Example], ratings: dict[str, float], config: RatingPreferences, seed: int
 ) -> tuple[list[PreferenceExample], list[PreferenceExample], dict[str, float]]:
-    """(train, held-out, counts) of pairs `from_ratings`, no conversation and no prompt on both sides.
+    """(train, held-out, counts) of pairs `from_ratings`; no conversation and no prompt is on both sides.
 
-    A split by prompt alone would leave the same conversations, with the same labels, on both sides: a reward model
-    that remembers what a conversation was about would look as if it knew what people rate highly.
+    A split by prompt would leave the same conversations, with the same labels, on both sides: a reward model that
+    memorizes conversations would appear accurate.
     """
     sides: dict[bool, list[Example]] = {False: [], True: []}
     for example in examples:
@@ -129,8 +129,8 @@ def split_ratings(
         sized = config.model_copy(update={"num_pairs": count})
         drawn[side], counts = from_ratings(sides[side], ratings, sized, derive_seed(seed, "ratings", name))
         stats |= {f"{name}_{key}": value for key, value in counts.items()}
-    asked = {prompt_text(pair.prompt) for pair in drawn[False]}
-    heldout = [pair for pair in drawn[True] if prompt_text(pair.prompt) not in asked]
+    train_prompts = {prompt_text(pair.prompt) for pair in drawn[False]}
+    heldout = [pair for pair in drawn[True] if prompt_text(pair.prompt) not in train_prompts]
     stats["dropped_heldout_prompt_seen_in_training"] = len(drawn[True]) - len(heldout)
     stats["heldout_pairs"] = len(heldout)
     return drawn[False], heldout, stats
@@ -139,30 +139,30 @@ def split_ratings(
 def from_dataset(
     records: Iterable[tuple[Where, dict[str, Any]]], max_pairs: int | None, dropped: DroppedRows
 ) -> Iterator[tuple[int, PreferenceExample]]:
-    """Your own pairs, each with its row in the source.
+    """A user's pairs, each with its row in the source.
 
     Args:
-        records: as `read_records` gives them.
-        max_pairs: to take at most.
-        dropped: told of what is left out.
+        records: records from `read_records`.
+        max_pairs: maximum number of pairs.
+        dropped: records dropped rows.
 
     Raises:
-        ValueError: a row is of the wrong form.
+        ValueError: a row has the wrong form.
     """
-    taken = 0
+    num_pairs = 0
     for where, record in records:
-        if taken == max_pairs:
+        if num_pairs == max_pairs:
             break
         found = preference(where, record)
         if found is None:
             dropped.add("unmatched_transcripts", {"row": where.number})
             continue
         prompt, chosen, rejected = found
-        said = [message_text(m["content"], m.get("tool_calls")).strip() for m in (chosen, rejected)]
-        if said[0] == said[1] or not all(said) or not prompt[-1]["content"].strip():
+        texts = [message_text(m["content"], m.get("tool_calls")).strip() for m in (chosen, rejected)]
+        if texts[0] == texts[1] or not all(texts) or not prompt[-1]["content"].strip():
             dropped.add("same_or_empty", {"row": where.number})
             continue
-        taken += 1
+        num_pairs += 1
         calls = [m.get("tool_calls") for m in (chosen, rejected)]
         yield (
             where.number,

@@ -1,10 +1,10 @@
-"""What a record of people's data says: prompts and the assistant's replies to them, by the columns that it has.
+"""Prompts and replies from records of users' data, whose columns determine their form.
 
-`FORMS` is the one place that tells a form by its columns. Forms of other projects are read as the usual ones: TRL's
-`messages`, `prompt` + `completion`, `prompt` + `chosen` + `rejected` (each a string or a list of messages), and
-transcripts of HH-RLHF in `chosen` + `rejected`. `tools`, a list of JSON schemas or its JSON text, is what could be
-called. A column `conversation_id`, where there is one, says which rows belong to one conversation; without it, rows
-with the same messages (or the same prompt) are one.
+`FORMS` maps columns to forms. Other projects' forms are converted to the standard ones: TRL's `messages`, `prompt` +
+`completion`, `prompt` + `chosen` + `rejected` (each a string or a list of messages), and transcripts of HH-RLHF in
+`chosen` + `rejected`. `tools` is a list of JSON schemas of the available tools, or its JSON text. A column
+`conversation_id` identifies the conversation of a row; without it, rows with the same messages (or the same prompt)
+form one conversation.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ TURN = re.compile(r"\n\n(Human|Assistant): ?")
 
 
 class Form(NamedTuple):
-    """How a file says things."""
+    """A form of records."""
 
     columns: tuple[str, ...]
-    """Those that a record must have."""
+    """Columns that a record must have."""
     name: str = ""
-    """Who writes so, where the columns do not say it."""
+    """The origin of the form, if its columns do not name it."""
     usual: Callable[[object, Record], Record] = lambda where, record: record
-    """The record as one of the usual forms."""
+    """Converts a record to a standard form."""
 
     def __str__(self) -> str:
         return " + ".join(self.columns) + (f" ({self.name})" if self.name else "")
 
 
-def _alpaca_asked(where: object, record: Record) -> list[Record]:
-    """What comes before the output."""
+def _alpaca_prompt(where: object, record: Record) -> list[Record]:
+    """The messages before the output."""
     history = record.get("history") or []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise ValueError(f"{where}: history must be a list of [instruction, output] pairs")
     found = [{"role": "system", "content": record["system"]}] if record.get("system") else []
-    for asked_before, said in history:
-        found += [{"role": "user", "content": asked_before}, {"role": "assistant", "content": said}]
+    for prompt, output in history:
+        found += [{"role": "user", "content": prompt}, {"role": "assistant", "content": output}]
     given = [record["instruction"], *([record["input"]] if record.get("input") else [])]
     if not all(isinstance(part, str) for part in given):
         raise ValueError(f"{where}: instruction and input must be strings")
@@ -51,19 +51,19 @@ def _alpaca_asked(where: object, record: Record) -> list[Record]:
 
 
 def _from_alpaca(where: object, record: Record) -> Record:
-    said = {"role": "assistant", "content": record["output"]}
-    return record | {"messages": [*_alpaca_asked(where, record), said]}
+    reply = {"role": "assistant", "content": record["output"]}
+    return record | {"messages": [*_alpaca_prompt(where, record), reply]}
 
 
 def _from_alpaca_preference(where: object, record: Record) -> Record:
-    return record | {"prompt": _alpaca_asked(where, record)}
+    return record | {"prompt": _alpaca_prompt(where, record)}
 
 
 def _from_sharegpt(where: object, record: Record) -> Record:
-    said = record["conversations"]
-    if record.get("system") and isinstance(said, list):
-        said = [{"role": "system", "content": record["system"]}, *said]
-    return record | {"messages": said}
+    conversation = record["conversations"]
+    if record.get("system") and isinstance(conversation, list):
+        conversation = [{"role": "system", "content": record["system"]}, *conversation]
+    return record | {"messages": conversation}
 
 
 def _from_sharegpt_preference(where: object, record: Record) -> Record:
@@ -79,7 +79,7 @@ PREFERENCES = (
     Form(("instruction", "chosen", "rejected"), "Alpaca", _from_alpaca_preference),
     Form(("chosen", "rejected"), "HH-RLHF, or messages that begin alike"),
 )
-"""Of two replies, the first that fits."""
+"""Forms with two replies; the first that fits is used."""
 FORMS = (
     Form(("messages",)),
     *PREFERENCES[1:3],
@@ -89,48 +89,46 @@ FORMS = (
     PREFERENCES[0],
     PREFERENCES[3],
 )
-"""Of conversations, the first that fits; of two replies the chosen one is read."""
+"""Forms of conversations; the first that fits is used. From two replies the chosen one is read."""
 
 
 def usual(where: object, record: Record, forms: tuple[Form, ...] = FORMS) -> Record:
-    """`record` in one of the usual forms. Raises ValueError where its columns are of none."""
+    """`record` in a standard form. Raises ValueError if its columns match no form."""
     for form in forms:
         if all(column in record for column in form.columns):
             return form.usual(where, record)
     raise ValueError(
-        f"{where}: the columns {', '.join(map(repr, sorted(record))) or '(none)'} are of no form that is read: "
+        f"{where}: the columns {', '.join(map(repr, sorted(record))) or '(none)'} match no supported form: "
         f"{'; '.join(map(str, forms))}"
     )
 
 
 def conversation_id(record: Record) -> str:
-    """Which conversation a record in a usual form belongs to: its `conversation_id`, or a digest of its messages or
-    prompt.
+    """The conversation of a record in a standard form: its `conversation_id`, or a digest of its messages or prompt.
 
-    Not its row number: adding rows must not move others between training and held-out data.
+    A row number would move other rows between training and held-out data when rows are added.
     """
     if "conversation_id" in record:
         return str(record["conversation_id"])
-    said: Any = record.get("messages", record.get("prompt", record.get("chosen")))
+    content: Any = record.get("messages", record.get("prompt", record.get("chosen")))
     try:
-        # Whatever else a message has does not make another conversation.
-        words = "\x1e".join([f"{message['role']}\x1f{message['content']}" for message in said])
+        # Other fields of a message do not distinguish conversations.
+        text = "\x1e".join([f"{message['role']}\x1f{message['content']}" for message in content])
     except (TypeError, KeyError):
-        words = str(said)
-    return xxhash.xxh3_64_hexdigest(words.encode("utf-8", "surrogatepass"))
+        text = str(content)
+    return xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass"))
 
 
 def prompt_and_replies(where: object, record: Record, context: int | None) -> Iterator[tuple[Messages, Record]]:
-    """(prompt, reply) pairs of a record in a usual form, a reply being the assistant's message; of two the chosen one.
+    """(prompt, reply) pairs of a record in a standard form. A reply is an assistant's message; of two, the chosen one.
 
-    Of `messages`, each assistant message that answers a user or a tool is a reply, unless it has OpenAI's `weight` 0;
-    its prompt is the system message, where there is one, and the up to `context` messages before it (None: all), from
-    a user's on: where they begin within a tool's use, what led to it is taken too. A prompt that stands in a column of
-    its own, or in an HH-RLHF transcript, is kept whole. A `completion` may be several messages, with the use of tools
-    in between.
+    In `messages`, each assistant message that answers a user or a tool is a reply, unless it has OpenAI's `weight` 0.
+    Its prompt is the system message, if any, and up to `context` messages before it (None: all), extended backwards to
+    the nearest user message. A prompt in a separate column, or in an HH-RLHF transcript, is kept whole. A `completion`
+    may be several messages with tool use.
 
     Raises:
-        ValueError: a column is of the wrong form.
+        ValueError: a column has the wrong form.
     """
     tools = read_tools(where, record)
     if record.get("messages") == []:
@@ -148,10 +146,10 @@ def prompt_and_replies(where: object, record: Record, context: int | None) -> It
                 yield _with_tools(system + messages[start:i], tools), message
     elif "prompt" in record and "completion" in record:
         prompt = _prompt(where, record["prompt"])
-        said = _with_tools(prompt, tools) + _completion(where, "completion", record["completion"], prompt)
-        for i in range(len(prompt), len(said)):
-            if said[i]["role"] == "assistant" and said[i - 1]["role"] in ASKING:
-                yield said[:i], said[i]
+        messages = _with_tools(prompt, tools) + _completion(where, "completion", record["completion"], prompt)
+        for i in range(len(prompt), len(messages)):
+            if messages[i]["role"] == "assistant" and messages[i - 1]["role"] in ASKING:
+                yield messages[:i], messages[i]
     elif "prompt" in record and "chosen" in record:
         prompt = _prompt(where, record["prompt"])
         yield _with_tools(prompt, tools), _reply(where, "chosen", record["chosen"], prompt)
@@ -162,13 +160,13 @@ def prompt_and_replies(where: object, record: Record, context: int | None) -> It
 
 
 def preference(where: object, record: Record) -> tuple[Messages, Record, Record] | None:
-    """(prompt, chosen, rejected) of one preference record, the replies as the assistant's messages.
+    """(prompt, chosen, rejected) of one preference record, with replies as assistant messages.
 
     None: the two transcripts do not answer the same prompt, or one does not end with an answer. Collected dialogues
-    hold such rows now and then; they are for the caller to count.
+    contain a few such rows; the caller counts them.
 
     Raises:
-        ValueError: its columns are of no form of two replies, or one is of the wrong form.
+        ValueError: its columns match no form with two replies, or one has the wrong form.
     """
     record = usual(where, record, PREFERENCES)
     if "prompt" in record:
@@ -181,11 +179,11 @@ def preference(where: object, record: Record) -> tuple[Messages, Record, Record]
     return _with_tools(better[:-1], read_tools(where, record)), better[-1], worse[-1]
 
 
-def asked(where: object, record: Record) -> Messages:
-    """The prompt of one record, whatever else it has.
+def prompt_of(where: object, record: Record) -> Messages:
+    """The prompt of one record; other columns are ignored.
 
     Raises:
-        ValueError: there is no column `prompt`, or it is of the wrong form.
+        ValueError: there is no column `prompt`, or it has the wrong form.
     """
     if "prompt" not in record:
         raise ValueError(f"{where}: column 'prompt' is missing (columns: {sorted(record)})")
@@ -213,25 +211,25 @@ def _weight(where: object, message: Record) -> bool:
 
 
 def _reply(where: object, column: str, value: Any, prompt: Messages) -> Record:
-    said = _completion(where, column, value, prompt)
-    if len(said) > 1:
-        roles = ", ".join(message["role"] for message in said)
+    replies = _completion(where, column, value, prompt)
+    if len(replies) > 1:
+        roles = ", ".join(message["role"] for message in replies)
         raise ValueError(f"{where}: {column} must be one message of the assistant's; its roles are {roles}")
-    return said[0]
+    return replies[0]
 
 
 def _completion(where: object, column: str, value: Any, prompt: Messages) -> Messages:
     if isinstance(value, str):
         return [{"role": "assistant", "content": checked_text(where, column, value)}]
     messages = read_messages(where, column, value)
-    # Some published sets repeat the prompt before each reply.
-    said = messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
-    if not said or {said[0]["role"], said[-1]["role"]} != {"assistant"}:
+    # Some published datasets repeat the prompt before each reply.
+    completion = messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
+    if not completion or {completion[0]["role"], completion[-1]["role"]} != {"assistant"}:
         raise ValueError(
-            f"{where}: {column} must be a string, or messages that begin and end with the assistant's, with the "
-            f"prompt's before them or not; its roles are {', '.join(m['role'] for m in messages)}"
+            f"{where}: {column} must be a string, or messages that begin and end with the assistant's, optionally "
+            f"after the prompt's; its roles are {', '.join(m['role'] for m in messages)}"
         )
-    return said
+    return completion
 
 
 def _transcript(where: object, column: str, value: Any) -> Messages:

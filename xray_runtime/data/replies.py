@@ -1,4 +1,4 @@
-"""Replies, each a row of its own, out of preference pairs and out of verdicts."""
+"""Single replies, one per row, from preference pairs and from verdicts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from xray_runtime.data.tokenizing import encode_prompts, encode_replies
 SIDES = ("input_ids", "rejected_ids")
 """The column of each side of a pair, the chosen one first."""
 DESIRABLE = {"a": (True, False), "b": (False, True), "tie": (True, True), "bad": (False, False)}
-"""Verdict → whether the replies `a` and `b` are desirable: a tie is of two that will do, since `bad` can be said."""
+"""Verdict → whether the replies `a` and `b` are desirable. A tie means two good replies: `bad` is for two bad ones."""
 
 
 class PairRows(Protocol):
-    """Rows of pairs, `Tokens` for one: `input_ids`, `rejected_ids` and `prompt_lengths`."""
+    """Rows of pairs, such as `Tokens`: `input_ids`, `rejected_ids` and `prompt_lengths`."""
 
     def __len__(self) -> int: ...
 
@@ -30,27 +30,27 @@ class PairRows(Protocol):
 
 @dataclass(frozen=True)
 class Replies:
-    """Replies that can be taken by their numbers."""
+    """Replies that are selected by index."""
 
     size: int
     take: Callable[[np.ndarray], Rows]
-    """Numbers [B] → rows `input_ids`, `prompt_lengths`."""
+    """Indices [B] → rows `input_ids`, `prompt_lengths`."""
 
 
 def both_sides(pairs: PairRows, size: int | None = None) -> Replies:
-    """Of pair i, reply 2i is the chosen one and 2i + 1 the rejected one; of the first `size` pairs."""
+    """Replies of the first `size` pairs: reply 2i is the chosen one of pair i, reply 2i + 1 the rejected one."""
 
     def read(numbers: np.ndarray) -> Rows:
         pair, side = np.divmod(np.asarray(numbers, dtype=np.int64), 2)
-        taken, n = pairs.take(pair), len(pair)
-        sides = [{"input_ids": taken[name], "prompt_lengths": taken["prompt_lengths"]} for name in SIDES]
+        rows, n = pairs.take(pair), len(pair)
+        sides = [{"input_ids": rows[name], "prompt_lengths": rows["prompt_lengths"]} for name in SIDES]
         return take(join(sides, [range(n), range(n, 2 * n)]), np.arange(n) + n * side)
 
     return Replies(2 * (len(pairs) if size is None else min(size, len(pairs))), read)
 
 
 class LabelledReply(NamedTuple):
-    """A reply that is desirable or not."""
+    """A reply with its label."""
 
     prompt: Messages
     reply: str
@@ -60,11 +60,11 @@ class LabelledReply(NamedTuple):
 def from_verdicts(
     records: Iterable[Mapping[str, Any]], held_out: TextSet
 ) -> tuple[list[LabelledReply], dict[str, float]]:
-    """The two replies of each verdict but a skip, and counts.
+    """The two replies of each verdict except skips, and counts.
 
     Args:
         records: lines of judgements.jsonl.
-        held_out: texts of prompts that an evaluation will ask: what was said of them is left out.
+        held_out: texts of held-out prompts; verdicts on them are dropped.
     """
     found: list[LabelledReply] = []
     counts = {"skipped": 0.0, "dropped_prompt_held_out": 0.0, "dropped_same": 0.0}
@@ -82,7 +82,7 @@ def from_verdicts(
 
 
 def encoded(labelled: Sequence[LabelledReply], tokenizer: Any) -> Replies:
-    """The tokens of these replies, in memory: people's verdicts are few."""
+    """The tokens of these replies, in memory, since human verdicts are few."""
     prompts = encode_prompts(tokenizer, [one.prompt for one in labelled])
     replies = encode_replies(tokenizer, [one.reply for one in labelled])
     rows = {
@@ -93,21 +93,21 @@ def encoded(labelled: Sequence[LabelledReply], tokenizer: Any) -> Replies:
 
 
 def joined(parts: Sequence[Replies]) -> Replies:
-    """The replies of all parts, one part after the other."""
+    """The concatenated replies of all parts."""
     bounds = np.cumsum([0, *(part.size for part in parts)])
 
     def read(numbers: np.ndarray) -> Rows:
         numbers = np.asarray(numbers, dtype=np.int64)
         owners = np.searchsorted(bounds, numbers, side="right") - 1
         places = {part: np.flatnonzero(owners == part).tolist() for part in sorted(set(owners.tolist()))}
-        taken = [parts[part].take(numbers[at] - bounds[part]) for part, at in places.items()]
-        return join(taken, list(places.values()))
+        rows = [parts[part].take(numbers[at] - bounds[part]) for part, at in places.items()]
+        return join(rows, list(places.values()))
 
     return Replies(int(bounds[-1]), read)
 
 
 def mismatched(replies: Replies, seed: int) -> Replies:
-    """Each prompt with the reply that follows its own in a seeded order of all, the first after the last."""
+    """Each prompt with the reply after its own in a seeded cyclic order."""
     order = permuted(np.arange(replies.size), replies.size, seed)
     following = np.empty_like(order)
     following[order] = np.roll(order, -1)

@@ -1,6 +1,6 @@
-"""Batches between actors: a dict of columns with one entry a row each.
+"""Batches between actors: a dict of columns with one entry per row.
 
-Rows of text have different lengths, and no column is padded: token ids and what belongs to single tokens are `Ragged`.
+Rows of text have different lengths, and no column is padded: token ids and per-token values are `Ragged`.
 
 Numpy, not torch: Ray maps numpy arrays from its object store without a copy, and a proxy need not import torch.
 """
@@ -18,13 +18,13 @@ from numpy.typing import ArrayLike, DTypeLike
 Rows = dict[str, Any]
 """Column name → array [B, …] or `Ragged` of B rows; every column has the same B."""
 OFFSETS = ".offsets"
-"""In files, of a ragged column; `TEXTS` of one of texts."""
+"""Suffixes of names in files: for ragged columns, and for columns of text (`TEXTS`)."""
 TEXTS = ".texts"
 
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Rows of different lengths, one after the other.
+    """Concatenated rows of different lengths.
 
     Rows [5, 6] and [7] are the values [5, 6, 7] and the offsets [0, 2, 3].
     """
@@ -67,12 +67,12 @@ class Ragged:
         return Ragged(self.values[places], offsets)
 
     def mask(self) -> np.ndarray:
-        """Which places of rows of the greatest length T there are [B, T]."""
+        """Which positions of the padded rows [B, T] hold values, T being the maximum length."""
         places: np.ndarray = np.arange(self.lengths.max(initial=0)) < self.lengths[:, None]
         return places
 
     def dense(self) -> np.ndarray:
-        """The rows [B, T], 0 where there is nothing."""
+        """The rows [B, T], padded with 0."""
         mask = self.mask()
         out = np.zeros(mask.shape, dtype=self.values.dtype)
         out[mask] = self.values
@@ -89,19 +89,19 @@ def take(rows: Rows, index: Sequence[int] | np.ndarray) -> Rows:
 
 
 def row_keys(rows: Rows) -> list[bytes]:
-    """The tokens of each row, prompt and reply apart, as a key."""
+    """The tokens of each row, prompt and reply separate, as a key."""
     both = zip(rows["input_ids"], rows["prompt_lengths"], strict=True)
     return [np.append(ids, length).astype(np.int64).tobytes() for ids, length in both]
 
 
 def first_alike(keys: Iterable[Hashable]) -> np.ndarray:
-    """Of each row the first that has its key [B] int64."""
+    """For each row, the first row with the same key [B] int64."""
     first: dict[Hashable, int] = {}
     return np.array([first.setdefault(key, row) for row, key in enumerate(keys)], np.int64)
 
 
 def num_response_tokens(rows: Rows) -> int:
-    """Tokens that follow the prompts of `input_ids`; where there is a `response_mask`, those that it counts."""
+    """The number of response tokens; with a `response_mask`, of those where it is True."""
     if "response_mask" in rows:
         return int(rows["response_mask"].values.sum())
     return int(len(rows["input_ids"].values) - rows["prompt_lengths"].sum())
@@ -133,17 +133,17 @@ def merge(shards: Sequence[Rows]) -> Rows:
 
 
 def join(parts: Sequence[Rows], places: Sequence[Sequence[int] | range]) -> Rows:
-    """Rows out of parts of them, `places` telling where each part's rows belong."""
+    """Rows from parts; `places` are the row indices of each part."""
     return {name: join_column([part[name] for part in parts], places) for name in parts[0]}
 
 
 def join_column(parts: Sequence[Any], places: Sequence[Sequence[int] | range]) -> Any:
-    """One column out of parts of it, as `join`."""
+    """One column from parts, as `join`."""
     return _concatenate(parts)[np.argsort(np.concatenate(places), kind="stable")]
 
 
 def non_finite(rows: Rows) -> str | None:
-    """The first column with a number that is NaN or infinite, as "`values` of 2 of 64 rows (the first: row 5)"."""
+    """The first column with NaN or infinite numbers, as "`values` of 2 of 64 rows (the first: row 5)"."""
     for name, column in rows.items():
         values = column.values if isinstance(column, Ragged) else np.asarray(column)
         wrong = ~np.isfinite(values)
@@ -157,7 +157,7 @@ def non_finite(rows: Rows) -> str | None:
 
 
 def save_rows(path: Path, rows: Rows) -> None:
-    """Write `rows` to a file from which `load_rows` reads the same bytes; a column of texts as their bytes."""
+    """Write `rows` to a file for `load_rows`, which restores the same bytes; texts are stored as UTF-8."""
     from safetensors.numpy import save_file
 
     arrays: dict[str, np.ndarray] = {}
@@ -173,7 +173,7 @@ def save_rows(path: Path, rows: Rows) -> None:
 
 
 def load_rows(path: Path) -> Rows:
-    """The rows that `save_rows` wrote."""
+    """Read the file of `save_rows`."""
     from safetensors.numpy import load_file
 
     arrays = load_file(path)

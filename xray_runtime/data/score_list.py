@@ -1,4 +1,4 @@
-"""What a user's function returns as scores, taken apart before anything counts as a number."""
+"""Checks of the scores that a user's function returns."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 
 
 class FormError(ValueError):
-    """An answer that is none of scores."""
+    """A function's result is not a list of scores."""
 
 
 def score_list(answer: Any, num_replies: int) -> list[Any]:
-    """The scores in an answer: a list, a tuple, another sequence, a generator, or an array of one dimension.
+    """The scores in a result: a list, a tuple, another sequence, a generator, or a one-dimensional array.
 
     Raises:
-        FormError: it is something else, has another number of entries, or one that cannot be a number.
+        FormError: it has another type or number of entries, or an entry that cannot be a number.
     """
     if isinstance(answer, str | bytes | Mapping | Set) or not isinstance(answer, Iterable):
-        raise FormError(f"must return a list of numbers, one a reply, not {_shown(answer)}")
+        raise FormError(f"must return a list of numbers, one per reply, not {_shown(answer)}")
     dimensions = getattr(answer, "ndim", 1)
     if dimensions != 1:
-        raise FormError(f"must return a list of numbers, one a reply, not an array of {dimensions} dimensions")
+        raise FormError(f"must return a list of numbers, one per reply, not an array of {dimensions} dimensions")
     # A generator may never end.
     scores = list(islice(answer, num_replies + 1))
     if len(scores) != num_replies:
         found = f"more than {num_replies}" if len(scores) > num_replies else len(scores)
-        raise FormError(f"must return one number a reply; for {num_replies} replies it returned {found}")
+        raise FormError(f"must return one number per reply; for {num_replies} replies it returned {found}")
     for score in scores:
         if isinstance(score, str | bytes) or (isinstance(score, Iterable) and getattr(score, "ndim", 1) != 0):
             raise FormError(f"must return a list of numbers; {_shown(score)} is in it")

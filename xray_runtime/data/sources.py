@@ -1,4 +1,4 @@
-"""Where records come from: the chitchat corpus, files, and `datasets` names and directories."""
+"""Sources of records: the chitchat corpus, files, and `datasets` names and directories."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import orjson
 from xray_runtime.data.pairs import Messages
 
 OTHER_FILES = (".csv", ".tsv", ".txt", ".arrow", ".gz", ".zst", ".yaml")
-"""Endings by which people's files are told from names on a hub."""
+"""File endings, which distinguish files from names on a hub."""
 
 CHITCHAT = "chitchat"
 """The source that the chitchat-dataset package carries."""
@@ -24,7 +24,7 @@ READ_ROWS = 1000
 
 
 class Where(NamedTuple):
-    """The place of a record, for people: its source, and its line or row there, counted from 1."""
+    """The position of a record for messages: its source, and its line or row from 1."""
 
     source: str
     unit: str
@@ -36,7 +36,7 @@ class Where(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation as alternating turns, with its rating by a participant where there is one."""
+    """A conversation as alternating turns, with a participant's rating if there is one."""
 
     id: str
     turns: list[str]
@@ -46,7 +46,7 @@ class Conversation:
 
 @lru_cache(maxsize=1)
 def chitchat_conversations() -> list[Conversation]:
-    """The 7,168 conversations of the chitchat-dataset package, messages sent in a row by one person merged."""
+    """The 7,168 conversations of the chitchat-dataset package, consecutive messages of one person merged."""
     spec = importlib.util.find_spec("chitchat_dataset")
     if spec is None or not spec.submodule_search_locations:
         raise ValueError("data.source: 'chitchat' needs the package chitchat-dataset")
@@ -57,7 +57,7 @@ def chitchat_conversations() -> list[Conversation]:
         sender = None
         for group in conversation["messages"]:
             for message in group:
-                # The corpus was typed into a web form: its line ends mean nothing.
+                # The corpus was typed into a web form, so its line ends have no meaning.
                 text = " ".join(message["text"].split())
                 if not text:
                     continue
@@ -75,8 +75,8 @@ def chitchat_conversations() -> list[Conversation]:
 def read_records(field_name: str, source: str, split: str) -> tuple[int, Iterator[tuple[Where, dict[str, Any]]]]:
     """(number of records, the records) of a .jsonl, .json or .parquet file, or of a `datasets` name or directory.
 
-    A record comes as (where, columns); columns that are null in a row are left out. One record at a time is in memory,
-    of a `datasets` set `READ_ROWS`, of the array in a .json file all.
+    A record is (position, columns) without null columns. One record is in memory at a time; of a `datasets` set
+    `READ_ROWS`, of a .json array all.
 
     Raises:
         ValueError: the source does not exist or cannot be read; one line that names `field_name`. A damaged line of a
@@ -90,10 +90,10 @@ def read_records(field_name: str, source: str, split: str) -> tuple[int, Iterato
         return _num_lines(field_name, path), _jsonl_records(field_name, path)
     like_a_path = path.is_absolute() or source.startswith(".") or path.suffix in OTHER_FILES
     if like_a_path and path.suffix != ".parquet" and not path.is_dir():
-        # Asking the hub for what is plainly a path would only take its retries' time.
+        # Requests to the hub for a path would only spend the time of their retries.
         raise ValueError(
-            f"{field_name}: {source!r} is no .jsonl, .json or .parquet file that exists, no directory, and no name of "
-            "a `datasets` set"
+            f"{field_name}: {source!r} does not exist: must be a .jsonl, .json or .parquet file, a directory, or the "
+            "name of a `datasets` set"
         )
     import datasets
 
@@ -108,7 +108,7 @@ def read_records(field_name: str, source: str, split: str) -> tuple[int, Iterato
             data = _split_of(datasets.load_from_disk(source), split)
         else:
             data = datasets.load_dataset(source, split=split)
-    except Exception as error:  # every reader under `datasets` has exceptions of its own
+    except Exception as error:  # each reader of `datasets` has its own exceptions
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{field_name}: {source!r} cannot be read ({reason})") from error
     rows = (row for part in data.with_format("arrow").iter(READ_ROWS) for row in part.to_pylist())
@@ -125,7 +125,7 @@ def _begins_an_array(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             return file.read(1024).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-    except OSError:  # said by whoever reads it
+    except OSError:  # the reader reports it
         return False
 
 
@@ -142,7 +142,7 @@ def _array(field_name: str, path: Path) -> list[dict[str, Any]]:
 
 
 def _num_lines(field_name: str, path: Path) -> int:
-    """Lines that are not blank."""
+    """The number of non-blank lines."""
     if not path.is_file():
         raise ValueError(f"{field_name}: {str(path)!r} is not a file")
     try:
@@ -167,7 +167,7 @@ def _parsed(where: str, line: bytes) -> dict[str, Any]:
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:
-        # Stricter than Python's, which takes lone surrogates and whole numbers of any size.
+        # Stricter than Python's parser, which accepts lone surrogates and integers of any size.
         try:
             record = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
@@ -184,7 +184,7 @@ def _without_nulls(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _there(value: Any) -> Any:
-    """Without nulls however deep: in Arrow all structs of a column have each other's fields."""
+    """`value` without nulls at any depth: in Arrow all structs of a column have the same fields."""
     if isinstance(value, dict):
         return {k: _there(v) for k, v in value.items() if v is not None}
     return [_there(v) for v in value] if isinstance(value, list) else value
@@ -194,7 +194,7 @@ def chat_pairs(conversation: Conversation, context: int | None) -> Iterator[tupl
     """Every turn but the first as a reply to the up to `context` turns before it (None: all)."""
     for i in range(1, len(conversation.turns)):
         before = conversation.turns[0 if context is None else max(0, i - context) : i]
-        # The turn right before the reply is the user's; roles alternate backwards from it.
+        # Roles alternate backwards from the user's turn before the reply.
         roles = ["user" if (len(before) - 1 - j) % 2 == 0 else "assistant" for j in range(len(before))]
         if roles[0] == "assistant":
             before, roles = before[1:], roles[1:]

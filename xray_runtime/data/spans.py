@@ -1,7 +1,7 @@
-"""Overlap of texts beyond equality: spans of 13 words, case and punctuation aside.
+"""Overlap of texts by spans of 13 words, ignoring case and punctuation.
 
-13 words is the length at which GPT-3's authors looked for their benchmarks in its training data (Brown et al. 2020,
-appendix C). A shorter text counts only as a whole.
+GPT-3's authors searched for benchmarks in its training data with 13 words (Brown et al. 2020, appendix C). A shorter
+text only matches as a whole.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ BATCH = 256
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 
 Hashes = np.ndarray
-"""Of spans and whole texts, uint64, sorted, each once. Of a billion looked for among 10⁵, one in 10⁵ runs has a false
-one."""
+"""Distinct sorted hashes of spans and whole texts, uint64. A search for a billion spans among 10⁵ has a false match
+in one of 10⁵ runs."""
 
 
 def words_of(text: str) -> list[str]:
-    """What two texts are compared by."""
+    """The words by which texts are compared."""
     return WORD.findall(text.casefold())
 
 
 class SpanSet:
-    """The spans of some texts, to be found in others.
+    """The spans of some texts, to search for in others.
 
     Args:
-        texts: those that should not stand in others; all their spans are in memory.
+        texts: texts that others should not contain; all their spans are in memory.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -41,30 +41,30 @@ class SpanSet:
         self._all: Hashes = np.unique(np.concatenate(found)) if found else np.zeros(0, np.uint64)
 
     def hashes(self, text: str) -> Hashes:
-        """Of each span of `text`; of one that is shorter its hash as a whole, of one without words none."""
+        """Hashes of the spans of `text`; of a shorter text one hash of the whole, of a text without words none."""
         words = words_of(text)
         ids = np.fromiter((self._id(word) for word in words), np.uint64, len(words))
         if not words:
             return ids
-        return np.unique(_windows(ids)) if len(words) >= SPAN_WORDS else np.array([_whole(ids)])
+        return np.unique(_windows(ids)) if len(words) >= SPAN_WORDS else np.array([_hash_whole(ids)])
 
     def found_in(self, texts: Iterable[str], wholes: Iterable[str] = ()) -> Hashes:
-        """Which of the spans stand anywhere in `texts`, and which of the short texts are one of `wholes`; streamed."""
+        """Which spans occur in `texts`, and which short texts equal one of `wholes`; both are streamed."""
         found = [np.zeros(0, np.uint64)]
         found += [self._of_ours(_windows(ids)) for ids in self._batches(texts)]
         short = (ids for ids in map(self._known, wholes) if 0 < len(ids) < SPAN_WORDS and ids.all())
-        found.append(self._of_ours(np.fromiter(map(_whole, short), np.uint64)))
+        found.append(self._of_ours(np.fromiter(map(_hash_whole, short), np.uint64)))
         return np.unique(np.concatenate(found))
 
     def _batches(self, texts: Iterable[str]) -> Iterator[Hashes]:
         remaining = iter(texts)
         while batch := list(islice(remaining, BATCH)):
-            # 0, which is no word's id, parts two texts.
+            # 0 is no word's id; it separates texts.
             parts = chain.from_iterable((self._known(text), np.zeros(1, np.uint64)) for text in batch)
             yield np.concatenate(list(parts))
 
     def _known(self, text: str) -> Hashes:
-        """Ids of a text's words; 0 for one that none of our texts has."""
+        """Ids of a text's words; 0 for unknown words."""
         words, ids = words_of(text), self._ids
         return np.fromiter((ids.get(word, 0) for word in words), np.uint64, len(words))
 
@@ -76,12 +76,12 @@ class SpanSet:
     def _of_ours(self, hashes: Hashes) -> Hashes:
         if not len(self._all):
             return hashes[:0]
-        place = np.minimum(np.searchsorted(self._all, hashes), len(self._all) - 1)
-        return hashes[self._all[place] == hashes]
+        position = np.minimum(np.searchsorted(self._all, hashes), len(self._all) - 1)
+        return hashes[self._all[position] == hashes]
 
 
 def _windows(ids: Hashes) -> Hashes:
-    """Polynomial hashes of all runs of 13 ids among which no 0 is."""
+    """Polynomial hashes of all runs of 13 ids without a 0."""
     count = len(ids) - SPAN_WORDS + 1
     if count <= 0:
         return ids[:0]
@@ -93,5 +93,5 @@ def _windows(ids: Hashes) -> Hashes:
     return hashes[whole]
 
 
-def _whole(ids: Hashes) -> int:
+def _hash_whole(ids: Hashes) -> int:
     return xxhash.xxh3_64_intdigest(ids.tobytes(), seed=len(ids))

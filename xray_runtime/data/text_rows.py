@@ -1,4 +1,4 @@
-"""Rows of text: a prompt and a reply, in tokens."""
+"""Rows of tokens, each a prompt and a reply."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def text_rows(prompts: Sequence[Sequence[int] | np.ndarray], replies: Iterable[S
 
 
 def with_end_of_turn(reply: Sequence[int] | np.ndarray, stops: Sequence[int]) -> list[int]:
-    """A reply that ends with one of the stop tokens, else with the first, which ends a turn: the reward model has seen
-    no other."""
+    """`reply`, with the first stop token (the end of turn) added if it ends with none, as in the reward model's
+    data."""
     ids = list(reply)
     return ids if ids and ids[-1] in stops else [*ids, stops[0]]

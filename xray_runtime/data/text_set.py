@@ -1,4 +1,4 @@
-"""Which texts were seen, in 16 bytes a text however long they are."""
+"""A set of texts in 16 bytes per text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DIGEST = np.dtype("S16")
 
 
 class TextSet:
-    """A set of texts that can be added to and asked, not listed."""
+    """A set of texts that supports adding and lookup, not iteration."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
         self._added = bytearray()
@@ -25,7 +25,7 @@ class TextSet:
         self._sorted = None
 
     def __len__(self) -> int:
-        """How many different ones there are."""
+        """The number of distinct texts."""
         return len(self._digests())
 
     def __contains__(self, text: str) -> bool:

@@ -1,6 +1,6 @@
-"""Text to tokens and back: a tokenizer trained on the corpus, and one way to encode prompts and replies with any.
+"""Text to tokens and back: a tokenizer trained on the corpus, and the encoding of prompts and replies.
 
-A control token that a text spells is text like any other, on both sides of a turn (`chat_format`).
+A control token spelled in a text is encoded as text (`chat_format`).
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
 
 
 def encode_prompts(tokenizer: Any, prompts: Sequence[Messages]) -> list[list[int]]:
-    """Token ids of each prompt under the chat template, up to where the assistant's reply begins."""
+    """Token ids of each prompt under the chat template, up to the start of the assistant's reply."""
     return chat_format(tokenizer).prompts(prompts)
 
 
 def encode_replies(tokenizer: Any, replies: Sequence[str]) -> list[list[int]]:
-    """Token ids of each reply behind a prompt, closed by the token that ends a turn."""
+    """Token ids of each reply after a prompt, with the end of its turn."""
     return chat_format(tokenizer).replies(replies) if replies else []
 
 
-def encode_replies_to(tokenizer: Any, said: Sequence[tuple[Messages, str, Any]]) -> list[list[int]]:
-    """As `encode_replies`, of (prompt, text, calls of tools or None) each."""
-    texts = iter(encode_replies(tokenizer, [text for _, text, calls in said if not calls]))
+def encode_replies_to(tokenizer: Any, replies: Sequence[tuple[Messages, str, Any]]) -> list[list[int]]:
+    """`encode_replies` for (prompt, text, tool calls or None)."""
+    texts = iter(encode_replies(tokenizer, [text for _, text, calls in replies if not calls]))
     found = []
-    for prompt, text, calls in said:
+    for prompt, text, calls in replies:
         reply = {"role": "assistant", "content": text, "tool_calls": calls}
-        # How a template writes calls may depend on the tools that the prompt offers.
+        # A template's form of calls may depend on the prompt's tools.
         found.append(chat_format(tokenizer).calling_reply(prompt, reply) if calls else next(texts))
     return found
 
@@ -82,17 +82,17 @@ def encode_conversations(tokenizer: Any, prompts: Sequence[Messages], replies: S
 def decode_replies(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
     """The text of each reply, without special tokens."""
     if not ids:
-        return []  # transformers would answer one empty text
+        return []  # transformers would return one empty text
     texts: list[str] = tokenizer.batch_decode([[int(i) for i in row] for row in ids], skip_special_tokens=True)
     return texts
 
 
 def turns(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> list[tuple[bool, str]]:
-    """An episode of many turns as texts: (whether the policy said it, or read it, what).
+    """A multi-turn episode as (whether the policy sampled it, text).
 
     Args:
-        ids: its tokens [T].
-        sampled: which of them the policy chose [T].
+        ids: tokens [T].
+        sampled: which tokens the policy sampled [T].
     """
     chosen = sampled.astype(bool)
     places = np.flatnonzero(chosen[1:] != chosen[:-1]) + 1
@@ -101,10 +101,10 @@ def turns(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> list[tuple[bo
 
 
 def own_text(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> str:
-    """What the policy said in it, each turn on a line of its own."""
-    return "\n".join(text for said, text in turns(tokenizer, ids, sampled) if said)
+    """The policy's turns of an episode, one per line."""
+    return "\n".join(text for is_reply, text in turns(tokenizer, ids, sampled) if is_reply)
 
 
 def transcript(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> str:
-    """The same for people: what was read stands in brackets."""
-    return " ".join(text if said else f"[{text}]" for said, text in turns(tokenizer, ids, sampled))
+    """The whole episode for display, with observations in brackets."""
+    return " ".join(text if is_reply else f"[{text}]" for is_reply, text in turns(tokenizer, ids, sampled))

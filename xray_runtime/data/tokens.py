@@ -1,7 +1,6 @@
-"""The tokens of a dataset: made once for each tokenizer, kept beside the dataset, mapped into memory.
+"""The tokens of a dataset: made once per tokenizer, stored beside the dataset, mapped into memory.
 
-Their key (`derived`) is a digest of all that decides them: the bytes of the pairs, the tokenizer, the code that
-encodes, its libraries.
+Their key (`derived`) digests all inputs: the bytes of the pairs, the tokenizer, the encoding code and its libraries.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from xray_runtime.store.seal import Seal
 
 ENDING = ".arrow"
 SHARD_ROWS = 8192
-"""Rows of a record batch; the last one has what is left. As many are tokenized at a time."""
+"""Rows per record batch except the last, and rows per call of the tokenizer."""
 ENCODING = ("chat_format", "control_tokens", "conversations", "tokenizing", "tokens")
 CODE = tuple(str(Path(__file__).with_name(f"{module}.py")) for module in ENCODING)
 LIBRARIES = ("jinja2", "tokenizers", "transformers")
 
 IDS = pa.large_list(pa.field("item", pa.int32(), nullable=False))
 Reply = tuple[str, str]
-"""Fields of a pair that hold what a reply says, and what it calls."""
+"""Fields of a pair with a reply's text, and with its tool calls."""
 REPLIES: dict[type[Any], dict[str, Reply]] = {
     Example: {"input_ids": ("response", "tool_calls")},
     PreferenceExample: {
@@ -42,25 +41,25 @@ REPLIES: dict[type[Any], dict[str, Reply]] = {
         "rejected_ids": ("rejected", "rejected_tool_calls"),
     },
 }
-"""Type of a pair → column of token ids → the reply in it, behind the prompt."""
+"""Type of a pair → column of token ids → the reply in it, after the prompt."""
 
 Report = Callable[[int, int], None]
-"""(pairs tokenized, of how many)."""
+"""(tokenized pairs, all pairs)."""
 
 
 class Tokens:
-    """Rows of tokens, one a pair of a dataset's file: the whole columns on disk, taken rows in memory.
+    """Rows of tokens, one per pair of a dataset's file: columns stay on disk, selected rows are read.
 
-    Columns are `input_ids`, of preferences `rejected_ids` too, and `prompt_lengths` [B].
+    Columns are `input_ids`, `prompt_lengths` [B] and, for preferences, `rejected_ids`.
 
     Args:
         pairs: the dataset's file.
         of: the type of its pairs.
-        seal: of the run, whose tokens are read.
-        report: told of progress where the tokens have to be made.
+        seal: the run's key; only tokens with its seal are read.
+        report: called with the progress of tokenizing.
 
     Raises:
-        ValueError: the file holds no such pairs, or is damaged.
+        ValueError: it is not a file of such pairs, or is damaged.
     """
 
     def __init__(
@@ -89,20 +88,21 @@ class Tokens:
     def take(self, rows: Sequence[int] | np.ndarray) -> Rows:
         """These rows, in that order; token ids as int64."""
         index = np.asarray(rows, dtype=np.int64)
-        places = list(zip(*(part.tolist() for part in np.divmod(index, SHARD_ROWS)), strict=True))
+        positions = list(zip(*(part.tolist() for part in np.divmod(index, SHARD_ROWS)), strict=True))
         found: Rows = {
-            name: Ragged.of(shards[number].row(place) for number, place in places) for name, shards in self._ids.items()
+            name: Ragged.of(shards[number].row(position) for number, position in positions)
+            for name, shards in self._ids.items()
         }
         return found | {"prompt_lengths": self.prompt_lengths[index]}
 
     def prompt(self, row: int) -> list[int]:
         """The token ids of a row's prompt."""
-        number, place = divmod(row, SHARD_ROWS)
-        ids: list[int] = self._ids["input_ids"][number].row(place)[: self.prompt_lengths[row]].tolist()
+        number, position = divmod(row, SHARD_ROWS)
+        ids: list[int] = self._ids["input_ids"][number].row(position)[: self.prompt_lengths[row]].tolist()
         return ids
 
     def different_prompts(self, max_prompt: int) -> np.ndarray:
-        """The first row of each different prompt of at most `max_prompt` tokens."""
+        """The first row of each distinct prompt with at most `max_prompt` tokens."""
         rows = np.flatnonzero(self.prompt_lengths <= max_prompt)
         digests = joined([np.frombuffer(d.buffers()[1], DIGEST, len(d)) for d in self._digests], DIGEST)[rows]
         return rows[np.sort(np.unique(digests, return_index=True)[1])]
@@ -114,8 +114,8 @@ class Shard:
     def __init__(self, column: pa.Array) -> None:
         self.offsets, self.values = column.offsets.to_numpy(), column.values.to_numpy()
 
-    def row(self, place: int) -> np.ndarray:
-        found: np.ndarray = self.values[self.offsets[place] : self.offsets[place + 1]]
+    def row(self, position: int) -> np.ndarray:
+        found: np.ndarray = self.values[self.offsets[position] : self.offsets[position + 1]]
         return found
 
 
@@ -130,11 +130,11 @@ def stored(
     make: Callable[[], Iterator[pa.RecordBatch]],
     seal: Seal,
 ) -> list[pa.RecordBatch]:
-    """The record batches that were made of a dataset's file for a tokenizer, mapped; made first where they are not.
+    """The mapped record batches of a dataset's file for a tokenizer; they are made if missing.
 
     Args:
-        form: names what `make` gives; the code of `CODE` decides the rest.
-        make: at least one batch.
+        form: name of the form that `make` yields; the digest of `CODE` covers the rest.
+        make: yields at least one batch.
     """
 
     def write(path: Path) -> None:
@@ -150,9 +150,9 @@ def stored(
 
 
 def _key(pairs: Path, form: str, tokenizer: Any) -> str:
-    """What decides the tokens, as a digest."""
+    """A digest of all inputs of the tokens."""
     with tempfile.TemporaryDirectory() as directory:
-        # Written by itself, so that it does not matter which checkpoint it was read from.
+        # Saved again, so that the digest does not depend on the checkpoint that it was read from.
         tokenizer.save_pretrained(directory)
         files = {path.name: file_sha256(path) for path in sorted(Path(directory).rglob("*")) if path.is_file()}
     code = [file_sha256(Path(file)) for file in CODE]
@@ -172,8 +172,8 @@ def _encoded(pairs: Pairs[Any], replies: dict[str, Reply], tokenizer: Any, repor
         prompts = encode_prompts(tokenizer, [pair.prompt for pair in part])
         columns = []
         for text, calls in replies.values():
-            said = [(pair.prompt, getattr(pair, text), getattr(pair, calls)) for pair in part]
-            encoded = encode_replies_to(tokenizer, said)
+            replies = [(pair.prompt, getattr(pair, text), getattr(pair, calls)) for pair in part]
+            encoded = encode_replies_to(tokenizer, replies)
             ids = [prompt + reply for prompt, reply in zip(prompts, encoded, strict=True)]
             columns.append(pa.array(ids, IDS))
         columns.append(pa.array(list(map(len, prompts)), pa.int32()))
@@ -188,7 +188,7 @@ T = TypeVar("T")
 
 
 def in_shards(rows: Iterable[T]) -> Iterator[list[T]]:
-    """`SHARD_ROWS` rows at a time, the last time what is left; once an empty list where there are none."""
+    """Lists of `SHARD_ROWS` rows, the last one shorter; one empty list if there are no rows."""
     walk = iter(rows)
     part = list(islice(walk, SHARD_ROWS))
     yield part

@@ -1,16 +1,16 @@
-"""What a person's verdict on two replies, `a` and `b`, counts for."""
+"""Statistics of human verdicts on two replies, `a` and `b`."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
 SHARES = {"a": 1.0, "b": 0.0, "tie": 0.5, "bad": 0.5}
-"""Verdict → share of a win that it is for `a`; a skip is none."""
+"""Verdict → score of `a`; a skip has none."""
 
 
 def mean_share(shares: Collection[Sequence[float]]) -> tuple[float, tuple[float, float]]:
-    """Mean over prompts of what their judges said in the mean, one or more each; its 95% interval (Wilson 1927)."""
-    # torch, which commands that only read judgements need not wait for.
+    """The mean over prompts of their judges' mean score, and its 95% interval (Wilson 1927)."""
+    # Imports torch, which commands that only read judgements do not need.
     from xray_runtime.algorithms.statistics import wilson_interval
 
     rate = sum(sum(values) / len(values) for values in shares) / len(shares)
@@ -18,7 +18,7 @@ def mean_share(shares: Collection[Sequence[float]]) -> tuple[float, tuple[float,
 
 
 def outcomes(shares: Iterable[float]) -> dict[str, int]:
-    """How many prompts were won, lost and tied: more, less and just one half."""
+    """Number of prompts won, lost and tied: mean score above, below and exactly one half."""
     found = list(shares)
     won, lost = sum(share > 0.5 for share in found), sum(share < 0.5 for share in found)
     return {"won": won, "lost": lost, "tied": len(found) - won - lost}

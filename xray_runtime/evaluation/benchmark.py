@@ -1,7 +1,7 @@
-"""Stage `benchmark`: one suite on one policy. What is measured is absolute; who wins over whom is `evaluate`'s.
+"""Stage `benchmark`: one suite on one policy. Its numbers are absolute; `evaluate` compares models.
 
-Every suite leaves benchmark.json (`suite`, `samples`, its numbers), prompts.json (all prompts, for whoever checks that
-none was trained on) and samples.json.
+Every suite writes benchmark.json (`suite`, `samples`, its numbers), prompts.json (all prompts, for the check that none
+was trained on) and samples.json.
 """
 
 from __future__ import annotations
@@ -52,30 +52,30 @@ if TYPE_CHECKING:
 SIDES = {"heldout": HELDOUT, "validation": VALIDATION}
 NUM_ROWS_SHOWN = 24
 BATCH = 512
-"""Rows that are scored at a time."""
+"""Rows per scoring call."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a suite comes to."""
+class SuiteResult:
+    """The result of a suite."""
 
     numbers: dict[str, float | list[float]]
-    asked: list[str]
-    """The different prompts."""
+    prompts: list[str]
+    """The distinct prompts."""
     samples: list[dict[str, Any]]
-    """A few rows for people; each has its `prompt`."""
+    """A few readable rows; each has its `prompt`."""
 
 
 def run(stage: Stage[Any, BenchmarkInputs], out: Path, recorder: Recorder) -> int:
-    """See above.
+    """Writes the files above.
 
     Raises:
         ValueError: the dataset has no such side, or no row of it fits.
     """
     found = SUITES[stage.config.suite](stage, recorder)
-    content = {"suite": stage.config.suite, "samples": len(found.asked), **found.numbers}
+    content = {"suite": stage.config.suite, "samples": len(found.prompts), **found.numbers}
     (out / "benchmark.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-    (out / "prompts.json").write_text(json.dumps(found.asked, indent=1, ensure_ascii=False) + "\n")
+    (out / "prompts.json").write_text(json.dumps(found.prompts, indent=1, ensure_ascii=False) + "\n")
     (out / "samples.json").write_text(json.dumps(found.samples, indent=2, ensure_ascii=False) + "\n")
     numbers = {name: float(value) for name, value in content.items() if isinstance(value, int | float)}
     recorder.metrics({f"benchmark/{name}": value for name, value in numbers.items()}, step=0)
@@ -83,11 +83,11 @@ def run(stage: Stage[Any, BenchmarkInputs], out: Path, recorder: Recorder) -> in
         recorder.table("samples", list(found.samples[0]), [list(sample.values()) for sample in found.samples])
     shown = {name: value for name, value in numbers.items() if name != "samples"}
     note = ", ".join(f"{name} {value:.3g}" for name, value in shown.items())
-    recorder.progress(len(found.asked), len(found.asked), "prompts", note)
+    recorder.progress(len(found.prompts), len(found.prompts), "prompts", note)
     return 0
 
 
-def _perplexity(stage: Stage[PerplexitySuite, BenchmarkInputs], recorder: Recorder) -> Found:
+def _perplexity(stage: Stage[PerplexitySuite, BenchmarkInputs], recorder: Recorder) -> SuiteResult:
     config, (dataset, side) = stage.config, _side(stage)
     tokenizer = load_tokenizer(stage.inputs.policy.path)
     tokens, pairs = Tokens(side, Example, tokenizer, stage.seal, tokenizing(recorder)), Pairs(side, Example)
@@ -109,16 +109,16 @@ def _perplexity(stage: Stage[PerplexitySuite, BenchmarkInputs], recorder: Record
     numbers: dict[str, Any] = {"perplexity": math.exp(mean), "perplexity_ci95": [math.exp(low), math.exp(high)]}
     numbers |= {"nll": mean, "rows": len(rows), "tokens": int(lengths.sum())}
     numbers |= {"left_out_too_long": int((~fits).sum())}
-    asked = [prompt_text(pairs[row].prompt) for row in rows.tolist()]
+    prompt_texts = [prompt_text(pairs[row].prompt) for row in rows.tolist()]
     per_token = (sums / lengths).tolist()
     shown = [
-        {"prompt": asked[i], "reply": pairs[int(rows[i])].response, "nll": per_token[i]}
+        {"prompt": prompt_texts[i], "reply": pairs[int(rows[i])].response, "nll": per_token[i]}
         for i in range(min(NUM_ROWS_SHOWN, len(rows)))
     ]
-    return Found(numbers, list(dict.fromkeys(asked)), shown)
+    return SuiteResult(numbers, list(dict.fromkeys(prompt_texts)), shown)
 
 
-def _pass_at_k(stage: Stage[PassAtKSuite, BenchmarkInputs], recorder: Recorder) -> Found:
+def _pass_at_k(stage: Stage[PassAtKSuite, BenchmarkInputs], recorder: Recorder) -> SuiteResult:
     config = stage.config
     prompts, columns, replies = _sampled(stage, recorder, config.samples)
     column = config.verifier.column
@@ -133,7 +133,7 @@ def _pass_at_k(stage: Stage[PassAtKSuite, BenchmarkInputs], recorder: Recorder) 
     passed = torch.tensor([score.value for score in scores], dtype=torch.float64).view(-1, config.samples)
     checked = ~passed.isnan().any(1)
     if not checked.any():
-        raise RuntimeError(f"{stage.name}: nothing could be checked; {next(s.why for s in scores if s.why)}")
+        raise RuntimeError(f"{stage.name}: no reply could be checked; {next(s.why for s in scores if s.why)}")
     right = passed[checked].sum(1)
     numbers: dict[str, Any] = {"prompts_checked": int(checked.sum()), "replies": len(replies)}
     for k in sorted(set(config.k)):
@@ -141,32 +141,36 @@ def _pass_at_k(stage: Stage[PassAtKSuite, BenchmarkInputs], recorder: Recorder) 
             pass_at_k(config.samples, right, k), config.bootstrap_samples, _resamples(stage)
         )
         numbers |= {f"pass_at_{k}": rate, f"pass_at_{k}_ci95": [low, high]}
-    asked = [prompt_text(messages) for messages in prompts]
+    prompt_texts = [prompt_text(messages) for messages in prompts]
     shown = [
-        {"prompt": asked[i], "reply": replies[i * config.samples], "passed": float(passed[i].nan_to_num(0.0).mean())}
-        for i in range(min(config.num_samples_shown, len(asked)))
+        {
+            "prompt": prompt_texts[i],
+            "reply": replies[i * config.samples],
+            "passed": float(passed[i].nan_to_num(0.0).mean()),
+        }
+        for i in range(min(config.num_samples_shown, len(prompt_texts)))
     ]
-    return Found(numbers, asked, shown)
+    return SuiteResult(numbers, prompt_texts, shown)
 
 
-def _words(stage: Stage[WordsSuite, BenchmarkInputs], recorder: Recorder) -> Found:
+def _word_shares(stage: Stage[WordsSuite, BenchmarkInputs], recorder: Recorder) -> SuiteResult:
     config = stage.config
     patterns = {name: _pattern(f"{stage.name}.lists.{name}", words) for name, words in config.lists.items()}
     prompts, _, replies = _sampled(stage, recorder, 1)
     numbers: dict[str, Any] = {"replies": len(replies)}
     for name, pattern in sorted(patterns.items()):
         share = sum(bool(pattern.search(reply)) for reply in replies) / len(replies)
-        # Rare things are what it looks for: of none in 256 it says how many there may still be.
+        # Wilson's interval gives an upper bound even if no reply of 256 contains a word.
         numbers |= {name: share, f"{name}_ci95": list(wilson_interval(share, len(replies)))}
-    asked = [prompt_text(messages) for messages in prompts]
+    prompt_texts = [prompt_text(messages) for messages in prompts]
     marked = [[name for name, pattern in patterns.items() if pattern.search(reply)] for reply in replies]
-    # Those with a word first.
+    # Replies with a word come first.
     order = sorted(range(len(replies)), key=lambda row: not marked[row])[: config.num_samples_shown]
-    shown = [{"prompt": asked[i], "reply": replies[i], "lists": ", ".join(marked[i])} for i in order]
-    return Found(numbers, asked, shown)
+    shown = [{"prompt": prompt_texts[i], "reply": replies[i], "lists": ", ".join(marked[i])} for i in order]
+    return SuiteResult(numbers, prompt_texts, shown)
 
 
-def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Recorder) -> Found:
+def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Recorder) -> SuiteResult:
     config, policy, (dataset, side) = stage.config, stage.inputs.policy.path, _side(stage)
     tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.environment.max_tokens)
     found = UniquePrompts(tokenizer, side, limit, stage.seal)
@@ -184,33 +188,35 @@ def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Reco
         played = episodes.sample_all(prompts, columns, group_size=config.samples, done=done)
     assert played.episodes is not None
     rewards = torch.from_numpy(played.episodes.episode_reward).view(-1, config.samples)
-    there = ~rewards.isnan()
-    if not there.any():
+    scored = ~rewards.isnan()
+    if not scored.any():
         raise RuntimeError(f"{stage.name}: every episode failed; {played.episodes.failure[0]}")
-    numbers: dict[str, Any] = {"episodes": len(rows), "failed": float((~there).double().mean())}
-    by_prompt = there.any(1)
+    numbers: dict[str, Any] = {"episodes": len(rows), "failed": float((~scored).double().mean())}
+    by_prompt = scored.any(1)
     for name, values in {"success": (rewards >= config.success).double(), "reward": rewards}.items():
-        means = torch.where(there, values, torch.nan).nanmean(1)[by_prompt]
+        means = torch.where(scored, values, torch.nan).nanmean(1)[by_prompt]
         mean, low, high = bootstrap_interval(means, config.bootstrap_samples, _resamples(stage))
         numbers |= {name: mean, f"{name}_ci95": [low, high]}
-    numbers |= {"ended": float(played.ended[there.view(-1).numpy()].mean())} | episode_means(played.episodes)
-    asked = [prompt_text(messages) for messages, _ in prompts[:: config.samples]]
-    told = zip(played.response_ids, played.episodes.response_mask, rewards.view(-1).tolist(), strict=True)
+    numbers |= {"ended": float(played.ended[scored.view(-1).numpy()].mean())} | episode_means(played.episodes)
+    prompt_texts = [prompt_text(messages) for messages, _ in prompts[:: config.samples]]
+    episodes = zip(played.response_ids, played.episodes.response_mask, rewards.view(-1).tolist(), strict=True)
     shown = [
         {
             "prompt": prompt,
             "episode": transcript(tokenizer, ids, sampled),
             "reward": None if math.isnan(reward) else reward,
         }
-        for prompt, (ids, sampled, reward) in zip(asked, islice(told, None, None, config.samples), strict=True)
+        for prompt, (ids, sampled, reward) in zip(
+            prompt_texts, islice(episodes, None, None, config.samples), strict=True
+        )
     ]
-    return Found(numbers, asked, shown[: config.num_samples_shown])
+    return SuiteResult(numbers, prompt_texts, shown[: config.num_samples_shown])
 
 
-SUITES: Mapping[str, Callable[[Stage[Any, BenchmarkInputs], Recorder], Found]] = {
+SUITES: Mapping[str, Callable[[Stage[Any, BenchmarkInputs], Recorder], SuiteResult]] = {
     "perplexity": _perplexity,
     "pass_at_k": _pass_at_k,
-    "words": _words,
+    "words": _word_shares,
     "environment": _environment,
 }
 
@@ -219,12 +225,12 @@ def _pattern(field: str, words: list[str] | str) -> re.Pattern[str]:
     lines = Path(words).read_text(encoding="utf-8").splitlines() if isinstance(words, str) else words
     found = [re.escape(word.strip()) for word in lines if word.strip()]
     if not found:
-        raise ValueError(f"{field}: there is no word in it")
+        raise ValueError(f"{field}: contains no words")
     return re.compile(rf"(?<!\w)(?:{'|'.join(found)})(?!\w)", re.IGNORECASE)
 
 
 def _side(stage: Stage[Any, BenchmarkInputs]) -> tuple[Path, Path]:
-    """(the dataset, the file of the rows that are asked)."""
+    """(the dataset, the file of its rows)."""
     config: SideConfig = stage.config
     dataset = stage.inputs.prompts.path
     if not (dataset / SIDES[config.split]).exists():
@@ -247,14 +253,14 @@ def _resamples(stage: Stage[Any, Any]) -> int:
 def _sampled(
     stage: Stage[Any, BenchmarkInputs], recorder: Recorder, samples: int
 ) -> tuple[list[Messages], dict[str, list[Any]], list[str]]:
-    """(prompts, columns that the dataset carries for them, `samples` replies to each, those to one prompt in a row)."""
+    """(prompts, columns that the dataset carries for them, `samples` replies to each, grouped by prompt)."""
     config: SampledSuite = stage.config
     policy, (dataset, side) = stage.inputs.policy.path, _side(stage)
     tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.max_new_tokens)
     found = UniquePrompts(tokenizer, side, limit, stage.seal)
     chosen = _chosen(stage, np.arange(len(found)), config.num_prompts).tolist()
-    asked = [found[i] for i in chosen]
-    ids = [tokens for _, tokens in asked for _ in range(samples)]
+    prompt_texts = [found[i] for i in chosen]
+    ids = [tokens for _, tokens in prompt_texts for _ in range(samples)]
     sampling = sampling_of(config, policy, tokenizer)
     spec = GeneratorSpec(policy, limit + config.max_new_tokens, config.generator)
 
@@ -264,4 +270,4 @@ def _sampled(
     with stage.open_models({"generator": spec}) as models:
         sampled = sample_replies(models["generator"], stage, sampling, ids, done=done)
     replies = decode_replies(tokenizer, sampled)
-    return [messages for messages, _ in asked], found.columns(chosen), replies
+    return [messages for messages, _ in prompt_texts], found.columns(chosen), replies

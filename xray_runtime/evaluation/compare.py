@@ -1,7 +1,7 @@
-"""Stage `compare`: a candidate against the present champion, on held-out prompts that neither was trained on.
+"""Stage `compare`: a candidate against the current champion, on held-out prompts that neither was trained on.
 
-Each answers in its own tokenizer with the same seeds; what is judged is text, so that the two may have different
-vocabularies and shapes.
+Each uses its own tokenizer and the same seeds. Judges score text, so that the two may have different vocabularies and
+shapes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from xray_runtime.config.evaluate import PEOPLE
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Messages, pairs_of, prompt_text
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.data.tokenizing import encode_prompts
-from xray_runtime.evaluation.human_verdicts import judged_by_people
+from xray_runtime.evaluation.human_verdicts import human_judge
 from xray_runtime.evaluation.judging import Panel, Scoring, judge, record_replies
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rl.policy_replies import PolicyReplies, ask_policy
@@ -37,17 +37,17 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
     """Writes comparison.json, samples.json and prompts.json, as the evaluation does.
 
     Raises:
-        ValueError: too few held-out prompts are left that the champion has not seen.
+        ValueError: too few held-out prompts remain on which the champion was not trained.
     """
     config, inputs = stage.config, stage.inputs
     paths = {"candidate": inputs.policy.path, "champion": inputs.champion.path}
     tokenizers = {side: load_tokenizer(path) for side, path in paths.items()}
-    seen = seen_by_champion(inputs)
-    prompts, columns = asked_prompts(stage, tokenizers, seen)
-    people = {}
+    excluded = champion_prompts(inputs)
+    prompts, columns = select_prompts(stage, tokenizers, excluded)
+    human_judges = {}
     if inputs.verdicts is not None:
-        people[PEOPLE] = judged_by_people(inputs.verdicts.path, paths, inputs.prompts.path, seen)
-    asked = [prompt_text(messages) for messages in prompts]
+        human_judges[PEOPLE] = human_judge(inputs.verdicts.path, paths, inputs.prompts.path, excluded)
+    prompt_texts = [prompt_text(messages) for messages in prompts]
     limit = _max_prompt(stage)
     replies: dict[str, PolicyReplies] = {}
     for number, side in enumerate(SIDES, start=1):
@@ -58,22 +58,22 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
             replies[side] = ask_policy(
                 stage, models["generator"], path, tokenizer, begun, columns, limit, recorder.log_dir
             )
-        recorder.progress(number, 3, "steps", f"asked the {side}")
-    panel = _judged(stage, prompts, asked, replies, columns)
-    comparison: dict[str, Any] = {"samples": len(asked)}
-    comparison |= judge(config, stage.seed, stage.name, "candidate", "champion", panel, people)
+        recorder.progress(number, 3, "steps", f"sampled the {side}")
+    panel = _judged(stage, prompts, prompt_texts, replies, columns)
+    comparison: dict[str, Any] = {"samples": len(prompt_texts)}
+    comparison |= judge(config, stage.seed, stage.name, "candidate", "champion", panel, human_judges)
     for side in SIDES:
         comparison[f"length_{side}"] = float(np.mean([len(ids) for ids in replies[side].own]))
         comparison |= {f"{name}_{side}": mean for name, mean in replies[side].means.items()}
     shown = {side: replies[side].shown for side in SIDES}
-    record_replies(out, recorder, "comparison", "compare", comparison, asked, shown, panel, config)
+    record_replies(out, recorder, "comparison", "compare", comparison, prompt_texts, shown, panel, config)
     rate = comparison["win_rate"]
-    recorder.progress(3, 3, "steps", "nothing judges" if rate is None else f"win rate over the champion {rate:.2f}")
+    recorder.progress(3, 3, "steps", "no judge" if rate is None else f"win rate over the champion {rate:.2f}")
     return 0
 
 
-def seen_by_champion(inputs: CompareInputs) -> TextSet:
-    """The prompts that the champion was trained on, and the candidate was not."""
+def champion_prompts(inputs: CompareInputs) -> TextSet:
+    """Prompts of the champion's training data that are not in the candidate's."""
     return TextSet(text for dataset in inputs.seen for text in pairs_of(dataset.path / TRAIN).prompt_texts())
 
 
@@ -82,8 +82,8 @@ def _max_prompt(stage: Stage[EvaluationConfig, CompareInputs]) -> int:
     return min(max_prompt_tokens(inputs.prompts.path, one.path, reply) for one in (inputs.policy, inputs.champion))
 
 
-def asked_prompts(
-    stage: Stage[EvaluationConfig, CompareInputs], tokenizers: dict[str, Any], seen: TextSet
+def select_prompts(
+    stage: Stage[EvaluationConfig, CompareInputs], tokenizers: dict[str, Any], excluded: TextSet
 ) -> tuple[list[Messages], dict[str, list[Any]]]:
     """Held-out prompts in random order that fit both and that the champion has not `seen` in training; and what columns
     the dataset carries for them."""
@@ -92,11 +92,11 @@ def asked_prompts(
     heldout = UniquePrompts(tokenizers["candidate"], dataset / HELDOUT, limit, stage.seal)
     found = [messages for messages, _ in heldout]
     sizes = [len(ids) for ids in encode_prompts(tokenizers["champion"], found)]
-    fit = [i for i, size in enumerate(sizes) if size <= limit and prompt_text(found[i]) not in seen]
+    fit = [i for i, size in enumerate(sizes) if size <= limit and prompt_text(found[i]) not in excluded]
     if len(fit) < MIN_PROMPTS:
         raise ValueError(
-            f"{len(fit)} held-out prompts are left that the champion was not trained on, and {MIN_PROMPTS} are needed: "
-            "evaluate both on a dataset neither has seen, or set promotion.max_regression=null"
+            f"{len(fit)} held-out prompts remain on which the champion was not trained, but {MIN_PROMPTS} are needed: "
+            "evaluate both on a dataset neither was trained on, or set promotion.max_regression=null"
         )
     order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(fit))
     chosen = [fit[i] for i in order[: stage.config.num_prompts]]
@@ -106,14 +106,14 @@ def asked_prompts(
 def _judged(
     stage: Stage[EvaluationConfig, CompareInputs],
     prompts: list[Messages],
-    asked: list[str],
+    prompt_texts: list[str],
     replies: dict[str, PolicyReplies],
     columns: dict[str, list[Any]],
 ) -> Panel:
-    """What is said of each reply, texts encoded as each model reads them."""
+    """The judgement of each reply, with texts encoded for each model."""
     scoring = Scoring(stage)
     with stage.open_models(scoring.specs()) as models:
         for side in SIDES:
-            said = replies[side]
-            scoring.score(side, models, prompts, asked, said.texts, columns, episodes=said.scores)
+            answers = replies[side]
+            scoring.score(side, models, prompts, prompt_texts, answers.texts, columns, episodes=answers.scores)
     return scoring.panel

@@ -14,7 +14,7 @@ from xray_runtime.algorithms.statistics import distinct_n
 from xray_runtime.config.evaluate import PEOPLE
 from xray_runtime.data.pairs import HELDOUT, prompt_text
 from xray_runtime.data.text_rows import text_rows, with_end_of_turn
-from xray_runtime.evaluation.human_verdicts import judged_by_people
+from xray_runtime.evaluation.human_verdicts import human_judge
 from xray_runtime.evaluation.judging import Scoring, judge, record_replies
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.objectives import ReferenceObjective
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from xray_runtime.graph.kind import Recorder, Stage
 
 SIDES = ("before", "after")
-"""The model it is held against, and the policy."""
+"""The baseline and the policy."""
 
 
 def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Recorder) -> int:
-    """Writes evaluation.json (the `evaluation` of lifecycle.json), samples.json (pairs a person can read) and
-    prompts.json (all prompts it was done on, for whoever checks that none was trained on)."""
+    """Writes evaluation.json (the `evaluation` of lifecycle.json), samples.json (readable pairs) and
+    prompts.json (all prompts, for the check that none was trained on)."""
     config, inputs = stage.config, stage.inputs
     before, policy, dataset = inputs.against.path, inputs.policy.path, inputs.prompts.path
     tokenizer = load_tokenizer(before)
@@ -50,10 +50,10 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
     order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(found))
     chosen = order[: config.num_prompts].tolist()
     prompts, columns = [found[i] for i in chosen], found.columns(chosen)
-    asked = [prompt_text(messages) for messages, _ in prompts]
-    people = {}
+    prompt_texts = [prompt_text(messages) for messages, _ in prompts]
+    human_judges = {}
     if inputs.verdicts is not None:
-        people[PEOPLE] = judged_by_people(inputs.verdicts.path, {"after": policy, "before": before}, dataset)
+        human_judges[PEOPLE] = human_judge(inputs.verdicts.path, {"after": policy, "before": before}, dataset)
     scoring = Scoring(stage, tokenizer)
     specs: dict[str, ModelSpec | GeneratorSpec] = {
         **scoring.specs(),
@@ -73,28 +73,28 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
             recorder.progress(version + 1, 3, "steps", f"sampled {side}")
         kl = _kl(models, replies["after"])
         for side in SIDES:
-            said = replies[side]
-            tokens = text_rows(said.begun, [with_end_of_turn(reply, stops) for reply in said.ids])
+            answers = replies[side]
+            tokens = text_rows(answers.begun, [with_end_of_turn(reply, stops) for reply in answers.ids])
             messages = [messages for messages, _ in prompts]
-            scoring.score(side, models, messages, asked, said.texts, columns, tokens, said.scores)
+            scoring.score(side, models, messages, prompt_texts, answers.texts, columns, tokens, answers.scores)
 
     evaluation: dict[str, Any] = {"samples": len(prompts), "kl": kl}
-    evaluation |= judge(config, stage.seed, stage.name, "after", "before", scoring.panel, people)
+    evaluation |= judge(config, stage.seed, stage.name, "after", "before", scoring.panel, human_judges)
     for side in SIDES:
         evaluation[f"length_{side}"] = float(np.mean([len(reply) for reply in replies[side].own]))
         evaluation[f"distinct_2_{side}"] = distinct_n(replies[side].own, 2)
         evaluation |= {f"{name}_{side}": mean for name, mean in replies[side].means.items()}
     shown = {side: replies[side].shown for side in SIDES}
-    record_replies(out, recorder, "evaluation", "evaluate", evaluation, asked, shown, scoring.panel, config)
+    record_replies(out, recorder, "evaluation", "evaluate", evaluation, prompt_texts, shown, scoring.panel, config)
     rate = evaluation["win_rate"]
-    recorder.progress(3, 3, "steps", "nothing judges" if rate is None else f"win rate {rate:.2f}")
+    recorder.progress(3, 3, "steps", "no judge" if rate is None else f"win rate {rate:.2f}")
     return 0
 
 
 def _kl(models: dict[str, ModelHandle], replies: PolicyReplies) -> float:
     """KL(policy ‖ before) of a whole reply in nats: k1 over the policy's own samples."""
     rows = text_rows(replies.begun, replies.ids)
-    # Both work at the same time, and share their threads.
+    # Both work at the same time and share threads.
     after, before = get_all([models[side].score.remote(rows, 2) for side in ("after", "before")])
     logprobs, ref_logprobs = after["ref_logprobs"], before["ref_logprobs"]
     chosen = logprobs.mask() if replies.mask is None else replies.mask.dense()

@@ -1,4 +1,4 @@
-"""Tasks of the lm-evaluation-harness on disk: what a directory holds, read without running any of it."""
+"""Tasks of the lm-evaluation-harness on disk: reads a directory without running its code."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from typing import Any
 import yaml
 
 FORMATS = ("json", "csv", "parquet", "arrow", "text")
-"""Of `dataset_path`: what reads files; anything else would be a name of the hub."""
+"""Values of `dataset_path` that read files; all others are names on the hub."""
 CODE = ("custom_dataset", "unsafe_code", "class")
 GROUP_FIELDS = {"group", "group_alias", "task", "aggregate_metric_list", "metadata"}
 
 
 @dataclass(frozen=True)
 class HarnessTasks:
-    """One task, or a group and all that is in it; data files have their whole paths."""
+    """One task, or a group and its members; data files have absolute paths."""
 
     name: str
-    """Of the task, or of the group that has all others."""
+    """Name of the task, or of the group with all others."""
     tasks: Mapping[str, dict[str, Any]]
     groups: Mapping[str, dict[str, Any]]
 
     @property
     def samples_replies(self) -> bool:
-        """Whether a task asks for replies."""
+        """Whether a task samples replies."""
         return "generate_until" in self._outputs
 
     @property
     def scores(self) -> bool:
-        """Whether a task asks for likelihoods."""
+        """Whether a task scores likelihoods."""
         return bool(self._outputs - {"generate_until"})
 
     @property
@@ -40,7 +40,7 @@ class HarnessTasks:
         return {task.get("output_type", "generate_until") for task in self.tasks.values()}
 
     def write(self, directory: Path, cache: Path) -> None:
-        """A file for each, for the harness; it keeps what it makes of the data in `cache`."""
+        """Write one file per task for the harness, which stores processed data in `cache`."""
         kept = {"cache_dir": str(cache)}
         tasks = [task | {"dataset_kwargs": task["dataset_kwargs"] | kept} for task in self.tasks.values()]
         for number, content in enumerate([*tasks, *self.groups.values()]):
@@ -48,13 +48,13 @@ class HarnessTasks:
 
 
 def read_tasks(directory: Path, field: str) -> HarnessTasks:
-    """What the .yaml files in `directory` say, with what they include.
+    """The .yaml files in `directory`, with their includes.
 
     Args:
-        field: of the config, for errors.
+        field: the config field, for errors.
 
     Raises:
-        ValueError: it is no single task or group, calls code, or its data are not files in the directory.
+        ValueError: it is not a single task or group, calls code, or its data are not files in the directory.
     """
     try:
         return _read(directory)
@@ -84,7 +84,7 @@ def _read(directory: Path) -> HarnessTasks:
             raise ValueError(f"{path.name} has the same name as another: {name!r}")
         named[name] = content
     for name, group in groups.items():
-        # A list also where there is one: the harness leaves out what stands alone.
+        # Always a list: the harness ignores a single value.
         group["task"] = list(_members(name, group, tasks, groups))
     for task in tasks.values():
         # Groups name its members now; the harness drops a group that has a tag's name.
@@ -93,11 +93,11 @@ def _read(directory: Path) -> HarnessTasks:
 
 
 def _content(path: Path, directory: Path, included: set[Path], within: Sequence[Path]) -> dict[str, Any]:
-    """What a file says, over what it includes."""
+    """A file's content, merged over its includes."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        # Also where it has the tag `!function`.
+        # This includes the tag `!function`.
         raise ValueError(f"{path.name} cannot be read ({' '.join(str(error).split())})") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} must name its `task`")
@@ -152,7 +152,7 @@ def _check_group(group: Mapping[str, Any], name: str) -> None:
 
 
 def _whole(tasks: Mapping[str, Any], groups: Mapping[str, dict[str, Any]]) -> str:
-    """The one of which all others are parts."""
+    """The task or group that contains all others."""
     parts = {name: group["task"] for name, group in groups.items()}
     try:
         TopologicalSorter(parts).prepare()
@@ -186,7 +186,7 @@ def _members(
 
 
 def _listed(value: Any) -> list[Any]:
-    """A list of what may stand alone, or not at all."""
+    """A value, a list of values or nothing, as a list."""
     if value is None:
         return []
     return value if isinstance(value, list) else [value]

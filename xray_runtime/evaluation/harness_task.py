@@ -1,7 +1,7 @@
-"""Stage `lm_eval`: a task, or a group, of EleutherAI's lm-evaluation-harness that lies on disk, asked of WholeModels.
+"""Stage `lm_eval`: a task, or a group, of EleutherAI's lm-evaluation-harness from a directory.
 
-The harness makes prompts and metrics; here is its model, whose answers come from the policy's own engines. Greedy
-replies are the generator's with `top_k` 1.
+The harness makes prompts and metrics; this module is its model, which uses the policy's engines. Greedy replies are
+sampled with `top_k` 1.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ if TYPE_CHECKING:
 BATCH = 512
 NUM_SAMPLES_SHOWN = 24
 Z = 1.959964
-"""Of a 95% interval."""
+"""Standard errors in half a 95% interval."""
 
 
 def run(stage: Stage[LMEvalConfig, LMEvalInputs], out: Path, recorder: Recorder) -> int:
     """Writes benchmark.json, prompts.json and samples.json, as `benchmark` does.
 
     Raises:
-        ValueError: what is asked does not lie whole in its directory.
+        ValueError: the task's files are not complete in its directory.
     """
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     config, policy = stage.config, stage.inputs.policy.path
     tokenizer = load_tokenizer(policy)
-    asked = read_tasks(Path(config.task), f"{stage.name}.task")
+    tasks = read_tasks(Path(config.task), f"{stage.name}.task")
     specs: dict[str, ModelSpec | GeneratorSpec] = {}
-    if asked.samples_replies:
+    if tasks.samples_replies:
         specs["generator"] = GeneratorSpec(policy, config.max_length, config.generator)
-    if asked.scores:
+    if tasks.scores:
         specs["policy"] = ModelSpec(policy, LikelihoodObjective(), frozen=config.frozen)
     with stage.open_models(specs) as models, tempfile.TemporaryDirectory() as files:
-        asked.write(Path(files), Path(files) / "cache")
+        tasks.write(Path(files), Path(files) / "cache")
         seed = derive_seed(stage.seed, stage.name)
         found = simple_evaluate(
             _harness_model(_Model(stage, models, recorder, tokenizer, stops_of(policy, tokenizer))),
-            tasks=[asked.name],
+            tasks=[tasks.name],
             task_manager=TaskManager(include_path=files, include_defaults=False),
             num_fewshot=config.num_fewshot,
             limit=config.limit,
@@ -70,7 +70,7 @@ def run(stage: Stage[LMEvalConfig, LMEvalInputs], out: Path, recorder: Recorder)
             torch_random_seed=seed,
             fewshot_random_seed=seed,
         )
-    content, prompts, shown = results_of(found, asked)
+    content, prompts, shown = results_of(found, tasks)
     (out / "benchmark.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     (out / "prompts.json").write_text(json.dumps(prompts, indent=1, ensure_ascii=False) + "\n")
     (out / "samples.json").write_text(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
@@ -79,27 +79,27 @@ def run(stage: Stage[LMEvalConfig, LMEvalInputs], out: Path, recorder: Recorder)
         numbers |= _values(of_part, f"lm_eval/{name}")
     recorder.metrics(numbers, step=0)
     recorder.table("samples", ["prompt", "answer", "target"], [list(row.values()) for row in shown])
-    recorder.progress(content["samples"], content["samples"], "documents", asked.name)
+    recorder.progress(content["samples"], content["samples"], "documents", tasks.name)
     return 0
 
 
-def results_of(found: Mapping[str, Any], asked: HarnessTasks) -> tuple[dict[str, Any], list[str], list[dict[str, Any]]]:
-    """(what benchmark.json holds, different prompts, documents for people) of what the harness found.
+def results_of(found: Mapping[str, Any], tasks: HarnessTasks) -> tuple[dict[str, Any], list[str], list[dict[str, Any]]]:
+    """(content of benchmark.json, distinct prompts, readable documents) from the harness's results.
 
-    A group's numbers are what its `aggregate_metric_list` comes to; `parts` has those of all that is in it.
+    A group's numbers come from its `aggregate_metric_list`; `parts` has the numbers of its members.
     """
     each = {name: _documents(found["samples"][name]) for name in sorted(found["samples"])}
     content: dict[str, Any] = {
         "suite": "lm_eval",
-        "task": asked.name,
+        "task": tasks.name,
         "samples": sum(len({row["doc_id"] for row in rows}) for rows in found["samples"].values()),
-        **numbers_of(found["results"][asked.name]),
+        **numbers_of(found["results"][tasks.name]),
     }
-    if asked.groups:
+    if tasks.groups:
         content["parts"] = {
-            name: numbers_of(results) for name, results in sorted(found["results"].items()) if name != asked.name
+            name: numbers_of(results) for name, results in sorted(found["results"].items()) if name != tasks.name
         }
-    prompts = list(dict.fromkeys(prompt for asked_of, _ in each.values() for prompt in asked_of))
+    prompts = list(dict.fromkeys(prompt for task_prompts, _ in each.values() for prompt in task_prompts))
     of_each = max(NUM_SAMPLES_SHOWN // len(each), 1)
     return content, prompts, [row for _, rows in each.values() for row in rows[:of_each]][:NUM_SAMPLES_SHOWN]
 
@@ -109,7 +109,7 @@ def _values(content: Mapping[str, Any], under: str) -> dict[str, float]:
 
 
 def numbers_of(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Metric → its value, with a 95% interval by the harness's standard error where it gives one.
+    """Metric → its value, with a 95% interval if the harness has a standard error.
 
     A metric is named after its filter too, but for the plain one: `exact_match_strict`.
     """
@@ -127,7 +127,7 @@ def numbers_of(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _documents(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
-    """(prompts, documents for people), in the task's order."""
+    """(prompts, readable documents), in the task's order."""
     ordered = sorted(rows, key=lambda row: row["doc_id"])
     prompts = [str(row["arguments"][0][0]) for row in ordered]
     shown = [
@@ -139,7 +139,7 @@ def _documents(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[dict[
 
 @dataclass(frozen=True)
 class _Model:
-    """What the harness asks, answered by the stage's WholeModels."""
+    """The harness's model, computed by the stage's models."""
 
     stage: Stage[LMEvalConfig, LMEvalInputs]
     models: Mapping[str, ModelHandle]
@@ -152,7 +152,7 @@ class _Model:
         return ids
 
     def score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Of contexts and continuations: (log-likelihood of the continuation, whether it is the likeliest)."""
+        """(log-likelihood of the continuation, whether it is the likeliest) for (context, continuation)."""
         fitting = [self._fitting(context, continuation) for context, continuation in pairs]
         answers: list[tuple[float, bool]] = []
         for start in range(0, len(fitting), BATCH):
@@ -169,18 +169,18 @@ class _Model:
         continuation = continuation[-(longest - 1) :]
         return context[-(longest - len(continuation)) :], continuation
 
-    def reply(self, asked: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """Replies to prompts, each under its own options; those that are asked alike are sampled together."""
+    def reply(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+        """Replies to prompts, each under its own options; requests with equal options are sampled together."""
         alike: dict[Sampling, list[int]] = {}
-        for number, (_, options) in enumerate(asked):
+        for number, (_, options) in enumerate(requests):
             alike.setdefault(self._sampling(options), []).append(number)
         replies: dict[int, str] = {}
         for sampling, numbers in alike.items():
             for start in range(0, len(numbers), BATCH):
                 batch = numbers[start : start + BATCH]
-                replies |= zip(batch, self._sample([asked[n][0] for n in batch], batch, sampling), strict=True)
-                self.recorder.progress(len(replies), len(asked), "replies", "sampled")
-        return [replies[number] for number in range(len(asked))]
+                replies |= zip(batch, self._sample([requests[n][0] for n in batch], batch, sampling), strict=True)
+                self.recorder.progress(len(replies), len(requests), "replies", "sampled")
+        return [replies[number] for number in range(len(requests))]
 
     def _sample(self, texts: Sequence[str], numbers: Sequence[int], sampling: Sampling) -> list[str]:
         longest = self.stage.config.max_length - sampling.max_new_tokens
@@ -188,7 +188,7 @@ class _Model:
         rows = {"input_ids": Ragged.of(self.encode(text)[-longest:] for text in texts), "seed": seeds}
         answer = get(self.models["generator"].generate.remote(rows, sampling, 0))
         replies = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in answer["response_ids"]]
-        # The harness takes what stands before the text that ends a reply.
+        # The harness expects the text before the stop text.
         return [min((text.split(stop)[0] for stop in sampling.stop if stop), key=len, default=text) for text in replies]
 
     def _sampling(self, options: Mapping[str, Any]) -> Sampling:
@@ -199,7 +199,7 @@ class _Model:
 
 
 def _harness_model(model: _Model) -> Any:
-    """`model` as the harness's own class asks for it."""
+    """`model` as a subclass of the harness's class."""
     from lm_eval.api.model import TemplateLM
 
     class HarnessModel(TemplateLM):
@@ -215,7 +215,7 @@ def _harness_model(model: _Model) -> Any:
 
         @property
         def tokenizer_name(self) -> str:
-            return ""  # it names a cache of prompts, which nobody keeps
+            return ""  # only used for a cache of prompts
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
             return model.encode(string)

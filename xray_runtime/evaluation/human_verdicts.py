@@ -1,7 +1,6 @@
-"""What people said of two models' replies, as one more judge of an evaluation or a comparison.
+"""Human verdicts on two models' replies as a judge of an evaluation or a comparison.
 
-No policy was trained on it: before there was a policy, nobody could judge its replies. Of the prompts only held-out
-ones count.
+It is independent: the verdicts are on replies of the finished policy. Only held-out prompts count.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from xray_runtime.graph.artifacts import VERDICTS
 from xray_runtime.store.checkpoints import read_manifest
 
 
-def judged_by_people(
+def human_judge(
     verdicts: Path, sides: Mapping[str, Path], prompts: Path, seen: TextSet | None = None
 ) -> dict[str, Any]:
-    """One of the `judges` of an evaluation or a comparison, with the numbers of the others: a reply's score is 1 where
-    it was preferred, 0 where the other was, and one half where neither was.
+    """One of the `judges` of an evaluation or a comparison, with the same numbers as other judges: a reply scores
+    1 if it was preferred, 0 if the other was, and one half otherwise.
 
     Args:
         verdicts: checkpoint of `xray preferences`.
-        sides: name → checkpoint, of the model whose wins are counted and then of the other.
+        sides: name → checkpoint, first of the model whose wins are counted.
         prompts: the dataset whose held-out prompts count.
-        seen: prompts that do not count, since one of the two was trained on them.
+        seen: prompts that one of the two was trained on; they do not count.
 
     Raises:
-        ValueError: no verdict is on replies of these two to such a prompt.
+        ValueError: there is no verdict on replies of these two to such prompts.
     """
     better, worse = sides.values()
     judged = (read_manifest(better)[1], read_manifest(worse)[1])

@@ -1,8 +1,7 @@
-"""Who may judge a policy: nobody that it was trained against, or that learnt from the same preference pairs.
+"""Independence of judges: a judge must not be a source that the policy was trained against, nor learn from its pairs.
 
-Asked as a graph is written, where a dependent judge is refused, and again of the store before a promotion
-(`lineage.leaky_judges`), which knows of checkpoints that came from elsewhere.
-"""
+A graph refuses a dependent judge when it is built. Promotion checks again from the store (`lineage.leaky_judges`),
+which also knows imported checkpoints."""
 
 from __future__ import annotations
 
@@ -19,30 +18,30 @@ if TYPE_CHECKING:
     from xray_runtime.graph.handles import Handle
 
 JUDGES = "judges"
-"""Role of reward models that only look on: nothing is trained against them."""
+"""Role of reward models that are only logged; no policy is trained against them."""
 LIMITS = {"limit_s", "memory_mb"}
-"""Of a verifier: they do not make another one of it."""
+"""Fields of a verifier that do not distinguish sources."""
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
-    """A checkpoint, there already or planned, and what it is made from."""
+class TrainedItem:
+    """An existing or planned checkpoint, with its parents."""
 
     id: str
     name: str
-    """For people."""
+    """Name for messages."""
     type: str
     config: Mapping[str, Any] = field(default_factory=dict)
-    """As JSON."""
-    parents: Mapping[str, Made] = field(default_factory=dict)
-    """By role."""
+    """Config as JSON."""
+    parents: Mapping[str, TrainedItem] = field(default_factory=dict)
+    """Role → parent."""
 
     def is_a(self, *types: builtins.type[Artifact]) -> bool:
         return is_a(self.type, *types)
 
-    def lineage(self) -> dict[str, Made]:
-        """Itself and all that its weights or rows came from, by id; what only looked on is not among them."""
-        found: dict[str, Made] = {}
+    def lineage(self) -> dict[str, TrainedItem]:
+        """Itself and its ancestors by id, without those that were only logged."""
+        found: dict[str, TrainedItem] = {}
         waiting = [self]
         while waiting:
             made = waiting.pop()
@@ -52,11 +51,13 @@ class Made:
         return found
 
 
-def dependent_judges(policy: Made, config: EvaluationConfig, models: Mapping[str, Made]) -> dict[str, str]:
+def dependent_judges(
+    policy: TrainedItem, config: EvaluationConfig, models: Mapping[str, TrainedItem]
+) -> dict[str, str]:
     """Judge that is not independent of `policy` → why. `gold` may be one of them.
 
     Args:
-        models: role → reward model, of those in `config.judges`.
+        models: role → reward model in `config.judges`.
     """
     opposed = list(_trained_against(policy))
     found = {}
@@ -72,18 +73,18 @@ def dependent_judges(policy: Made, config: EvaluationConfig, models: Mapping[str
 
 @dataclass(frozen=True)
 class Opposed:
-    """Something that a stage was trained against."""
+    """A source that a stage was trained against."""
 
-    stage: Made
+    stage: TrainedItem
     term: RewardTerm | None
-    """Its source, where it is no model."""
-    model: Made | None
+    """Its source, if it is not a model."""
+    model: TrainedItem | None
 
 
-def _trained_against(policy: Made) -> Iterator[Opposed]:
+def _trained_against(policy: TrainedItem) -> Iterator[Opposed]:
     for stage in policy.lineage().values():
         written = stage.config.get("rewards")
-        # A kind of somebody else's may have something else of this name.
+        # A user's kind may use this field name for something else.
         written = [term for term in written if isinstance(term, dict)] if isinstance(written, list) else []
         terms = [RewardTerm.model_construct(**term) for term in written]
         shown = {role for term in terms if not term.weight for role in term.roles}
@@ -97,12 +98,12 @@ def _trained_against(policy: Made) -> Iterator[Opposed]:
                 yield Opposed(stage, None, parent)
 
 
-def trained_against(policy: Made) -> dict[str, Made]:
+def trained_against(policy: TrainedItem) -> dict[str, TrainedItem]:
     """The reward models that a policy was trained against, by id."""
     return {one.model.id: one.model for one in _trained_against(policy) if one.model is not None}
 
 
-def learnt_from(made: Made, *types: type[Artifact]) -> list[tuple[Made, Made]]:
+def learnt_from(made: TrainedItem, *types: type[Artifact]) -> list[tuple[TrainedItem, TrainedItem]]:
     """(model, preference pairs or verdicts that it was trained on) of the models of `types` in a lineage."""
     return [
         (model, parent)
@@ -121,13 +122,13 @@ def _same(term: RewardTerm, opposed: list[Opposed]) -> str | None:
 
 
 def _source(term: RewardTerm) -> Any:
-    """What makes two sources one, as JSON has them."""
+    """A key by which equal sources compare equal, as JSON."""
     verifier, service, judge = (_json(getattr(term, name, None)) for name in ("verifier", "service", "judge"))
     if verifier is not None:
         return {name: value for name, value in verifier.items() if name not in LIMITS and value is not None}
     if service is not None:
         return service["url"]
-    # Another rubric makes no other judge of the same model.
+    # The same model with another rubric is the same judge.
     return (judge["url"], judge["model"]) if judge is not None else term.function
 
 
@@ -135,13 +136,13 @@ def _json(section: Any) -> dict[str, Any] | None:
     return section if section is None or isinstance(section, dict) else section.model_dump(mode="json")
 
 
-def _of_model(model: Made, policy: Made, opposed: list[Opposed]) -> str | None:
+def _of_model(model: TrainedItem, policy: TrainedItem, opposed: list[Opposed]) -> str | None:
     own = model.lineage()
     for other in opposed:
         if other.model is not None and other.model.id in own:
             source = "it" if other.model.id == model.id else f"{other.model.name}, which it comes from"
             return f"{other.stage.name} was trained against {source}"
-    # A part of what another part was taken from too has nothing of that part.
+    # Two parts of one split share no rows.
     for _, mine in learnt_from(model, RewardModel):
         for stage, pairs in learnt_from(policy, Model, RewardModel):
             if pairs.id in mine.lineage() or mine.id in pairs.lineage():
@@ -149,30 +150,30 @@ def _of_model(model: Made, policy: Made, opposed: list[Opposed]) -> str | None:
     return None
 
 
-def made_by(handle: Handle) -> Made:
-    """A stage of a graph; of a checkpoint that existed before nothing is known but its name."""
-    known: dict[int, Made] = {}
+def item_of(handle: Handle) -> TrainedItem:
+    """The item of a graph's handle; only the name of an existing checkpoint is known."""
+    known: dict[int, TrainedItem] = {}
 
-    def made(one: Handle) -> Made:
+    def made(one: Handle) -> TrainedItem:
         if id(one) not in known:
             call = one.call
             config = call.config_json() if call is not None else {}
             parents = {role: made(parent) for role, parent in call.parents.items()} if call is not None else {}
-            known[id(one)] = Made(one.name, one.name, one.output.__name__, config, parents)
+            known[id(one)] = TrainedItem(one.name, one.name, one.output.__name__, config, parents)
         return known[id(one)]
 
     return made(handle)
 
 
 def check_judges(config: EvaluationConfig, inputs: Mapping[str, Handle]) -> None:
-    """Raises ValueError where a judge is not independent of the policy, as far as the graph shows it."""
-    models = {role: made_by(handle) for role, handle in inputs.items() if role.startswith(f"{JUDGES}.")}
-    dependent = dependent_judges(made_by(inputs["policy"]), config, models)
+    """Raises ValueError if the graph shows that a judge is not independent of the policy."""
+    models = {role: item_of(handle) for role, handle in inputs.items() if role.startswith(f"{JUDGES}.")}
+    dependent = dependent_judges(item_of(inputs["policy"]), config, models)
     for number, name in enumerate(source_names(config.judges)):
         if name in dependent and config.judges[number].weight:
             raise ValueError(
-                f"judges.{number}: {name!r} is not allowed: {dependent[name]}; list it under rewards, which are shown "
-                "but do not judge"
+                f"judges.{number}: {name!r} is not allowed: {dependent[name]}; list it under rewards, which are "
+                "reported but decide no wins"
             )
     if "gold" in dependent:
         raise ValueError(f"gold: {config.gold!r} is not allowed: {dependent['gold']}; use another judge")

@@ -1,7 +1,6 @@
-"""Two models' replies held against each other, with intervals. For evaluate and compare.
+"""Comparison of two models' replies with intervals, for `evaluate` and `compare`.
 
-Judges decide who wins, each by itself; rewards, which a policy was trained against, are shown beside them and decide
-nothing.
+Each judge decides wins independently; rewards, which the policy was trained against, are only reported.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ if TYPE_CHECKING:
     from xray_runtime.workers.model_spec import ModelSpec
 
 Scores = Mapping[str, torch.Tensor]
-"""Side → score of each reply [n], float64; NaN where it has none: then the pair of replies is left out."""
+"""Side → score of each reply [n], float64; NaN without a score, and then the pair is dropped."""
 
 
 @dataclass
 class Panel:
-    """What judges, rewards and the gold score say of each side's replies."""
+    """Scores of each side's replies by judges, rewards and the gold score."""
 
     judges: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    """Judge, or source that is only shown beside them → `Scores`."""
+    """Judge, or source that is only reported → `Scores`."""
     rewards: dict[str, torch.Tensor] = field(default_factory=dict)
-    """`Scores` of the weighted sum; empty where nothing rewards."""
+    """`Scores` of the weighted sum; empty without rewards."""
 
     @property
     def gold(self) -> Scores | None:
@@ -49,10 +48,10 @@ class Panel:
 
 
 class Scoring:
-    """Asks all sources of an evaluation.
+    """Scores replies with all sources of an evaluation.
 
     Args:
-        tokenizer: of the policy, where replies come with its tokens.
+        tokenizer: the policy's, if replies have its tokens.
     """
 
     def __init__(self, stage: Stage[EvaluationConfig, Any], tokenizer: Any = None) -> None:
@@ -61,10 +60,10 @@ class Scoring:
         self._gold = load_gold(stage.config.gold, stage.functions) if stage.config.gold is not None else None
         self.panel = Panel()
         self._replies: dict[str, Sequence[str]] = {}
-        """Of sides scored before."""
+        """Replies of the sides scored so far."""
 
     def specs(self) -> dict[str, ModelSpec]:
-        """The models among them, to be opened."""
+        """Specs of the models among the sources."""
         return self._rewards.specs() | self._judges.specs()
 
     def score(
@@ -72,21 +71,21 @@ class Scoring:
         side: str,
         models: Mapping[str, ModelHandle],
         prompts: Sequence[Messages],
-        asked: Sequence[str],
+        prompt_texts: Sequence[str],
         replies: Sequence[str],
         columns: Mapping[str, Sequence[Any]],
         tokens: Rows | None = None,
         episodes: Sequence[Score] | None = None,
     ) -> None:
-        """Take a side's replies into the panel. Replies to a prompt that are equal score equally: they tie.
+        """Add a side's replies to the panel. Equal replies to a prompt get equal scores, so they tie.
 
         Args:
-            asked: the prompts as text.
+            prompt_texts: the prompts as text.
             tokens: as `RewardSources.requests` takes them.
-            episodes: what the environment gave, where there is one.
+            episodes: the environment's scores, if there is one.
         """
         if self._gold is not None:
-            self.panel.judges.setdefault(GOLD, {})[side] = torch.tensor(self._gold(asked, replies)).double()
+            self.panel.judges.setdefault(GOLD, {})[side] = torch.tensor(self._gold(prompt_texts, replies)).double()
         both = (self._rewards, self._judges)
         at_once = sum(len(sources.roles) for sources in both)
         calls = [sources.requests(models, prompts, replies, tokens, at_once or None) for sources in both]
@@ -94,20 +93,22 @@ class Scoring:
         of_rewards, of_judges = answers[: len(calls[0])], answers[len(calls[0]) :]
         if self._rewards.weights:
             scores = self._rewards.scores(
-                of_rewards, asked, replies, messages=prompts, columns=columns, episodes=episodes, tokens=tokens
+                of_rewards, prompt_texts, replies, messages=prompts, columns=columns, episodes=episodes, tokens=tokens
             )
             self.panel.rewards[side] = self._rewards.scaled(scores).double()
         if self._judges.weights:
-            scores = self._judges.scores(of_judges, asked, replies, messages=prompts, columns=columns, tokens=tokens)
+            scores = self._judges.scores(
+                of_judges, prompt_texts, replies, messages=prompts, columns=columns, tokens=tokens
+            )
             for name, of_judge in self._judges.each(scores).items():
                 self.panel.judges.setdefault(name, {})[side] = of_judge
         if episodes is None:
             self._tie_equal(side, replies)
 
     def _tie_equal(self, side: str, replies: Sequence[str]) -> None:
-        # Scored beside other rows the same reply differs in the last bits, and a judge may change its mind.
-        for other, said in self._replies.items():
-            equal = torch.tensor([a == b for a, b in zip(replies, said, strict=True)])
+        # In another batch the same reply's score differs in the last bits, and a judge may answer differently.
+        for other, other_replies in self._replies.items():
+            equal = torch.tensor([a == b for a, b in zip(replies, other_replies, strict=True)])
             for scores in (self.panel.rewards, *self.panel.judges.values()):
                 if side in scores:
                     scores[side] = torch.where(equal & ~scores[other].isnan(), scores[other], scores[side])
@@ -125,11 +126,11 @@ def judge(
 ) -> dict[str, Any]:
     """Win rate of side `better` over `worse`, and differences of scores, with 95% intervals.
 
-    `judges` has them by judge. `win_rate` is that of the strictest, whose interval begins lowest and whom `judge`
-    names; null where nothing judges. Ties count half in it, and are counted.
+    `judges` has them by judge. `win_rate` is that of the strictest judge, whose interval begins lowest; `judge` is
+    its name. It is null without judges. Ties count half, and their number is reported.
 
     Args:
-        others: judges that are none of the panel, and what they found.
+        others: judges outside the panel, with their results.
 
     Raises:
         RuntimeError: no pair of replies has both its scores.
@@ -173,11 +174,11 @@ def judge(
 
 
 def _both_scored(scores: Scores, stage: str, what: str) -> Scores:
-    """The rows where every side has a score."""
-    there = ~torch.stack(list(scores.values())).isnan().any(0)
-    if not there.any():
+    """The rows in which every side has a score."""
+    scored = ~torch.stack(list(scores.values())).isnan().any(0)
+    if not scored.any():
         raise RuntimeError(f"{stage}: no prompt has a {what} for both replies")
-    return {side: of_side[there] for side, of_side in scores.items()}
+    return {side: of_side[scored] for side, of_side in scores.items()}
 
 
 def record_replies(
@@ -186,7 +187,7 @@ def record_replies(
     name: str,
     prefix: str,
     summary: dict[str, Any],
-    asked: list[str],
+    prompt_texts: list[str],
     texts: Mapping[str, Sequence[str]],
     panel: Panel,
     config: EvaluationConfig,
@@ -198,13 +199,13 @@ def record_replies(
 
     shown = {"reward": panel.rewards or None, GOLD: panel.gold} | panel.judges
     samples: list[dict[str, Any]] = [
-        dict[str, Any]({"prompt": asked[i]})
+        dict[str, Any]({"prompt": prompt_texts[i]})
         | {side: texts[side][i] for side in texts}
         | {f"{kind}_{side}": score(scores, side, i) for kind, scores in shown.items() for side in texts}
-        for i in range(min(config.num_samples_shown, len(asked)))
+        for i in range(min(config.num_samples_shown, len(prompt_texts)))
     ]
     (out / f"{name}.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n")
-    (out / "prompts.json").write_text(json.dumps(asked, indent=1, ensure_ascii=False) + "\n")
+    (out / "prompts.json").write_text(json.dumps(prompt_texts, indent=1, ensure_ascii=False) + "\n")
     (out / "samples.json").write_text(json.dumps(samples, indent=2, ensure_ascii=False) + "\n")
     numbers = {key: value for key, value in summary.items() if isinstance(value, int | float)}
     recorder.metrics({f"{prefix}/{key}": float(value) for key, value in numbers.items()}, step=0)

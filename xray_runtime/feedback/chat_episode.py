@@ -45,13 +45,13 @@ def play(
             return
         if excess > 0:
             raise ValueError(f"too long for the model by {excess} tokens: shorten it")
-        said: list[int] = []
-        yield from model.reply(ids, derive_seed(seed, turn), said)
-        if pool is None or said[-1] not in limits.sampling.stop_token_ids:
+        reply: list[int] = []
+        yield from model.reply(ids, derive_seed(seed, turn), reply)
+        if pool is None or reply[-1] not in limits.sampling.stop_token_ids:
             return
-        [text] = decode_replies(limits.tokenizer, [said])
+        [text] = decode_replies(limits.tokenizer, [reply])
         step = pool.step(number, text).result()
         yield step
         if step.terminated or step.truncated or not step.messages:
             return
-        ids = [*ids, *said, *form.observations(step.messages, said[-1])]
+        ids = [*ids, *reply, *form.observations(step.messages, reply[-1])]

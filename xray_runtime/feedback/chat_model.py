@@ -112,14 +112,14 @@ class ChatModel:
         """The reply to a prompt that fits, in pieces as they come; appends its tokens to `tokens`."""
         from xray_runtime.engines.generation.transformers_generate import stream
 
-        said, text = "", ""
+        sent, text = "", ""
         for token in stream(self._lm, list(prompt), seed, self._limits.sampling):
             tokens.append(token)
             text = self._limits.tokenizer.decode(tokens, skip_special_tokens=True)
             if not text.endswith(TORN):
-                yield text[len(said) :]
-                said = text
-        yield text[len(said) :]
+                yield text[len(sent) :]
+                sent = text
+        yield text[len(sent) :]
 
 
 class BatchSampler:

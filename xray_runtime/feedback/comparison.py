@@ -12,7 +12,7 @@ import numpy as np
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example, Messages, Pairs, prompt_text
-from xray_runtime.data.records import asked
+from xray_runtime.data.records import prompt_of
 from xray_runtime.data.sources import read_records
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.feedback.chat_model import BatchSampler, PromptLimits, fitting
@@ -39,14 +39,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The settings of a comparison, fixed before anybody is asked."""
+    """The settings of a comparison, fixed before the first question."""
 
     models: tuple[Node, Node]
     """`a` and `b`."""
     limits: tuple[PromptLimits, PromptLimits]
     setup: Setup
     prompts: list[Messages]
-    """All prompts in the order in which they are asked; empty where they are typed."""
+    """All prompts in the order of the questions; empty if they are typed."""
     device: str
 
     def result(self, session: Session) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _of_file(path: Path) -> list[Messages]:
     """The distinct prompts of a .jsonl file, in its order. Raises ConfigError where a row has no prompt."""
     try:
         _, records = read_records("--prompts", str(path), "train")
-        found = [asked(where, record) for where, record in records]
+        found = [prompt_of(where, record) for where, record in records]
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return list({prompt_text(prompt): prompt for prompt in found}.values())

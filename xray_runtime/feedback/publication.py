@@ -115,8 +115,8 @@ def publish(lineage: LineageStore, project: str, by: str) -> Published:
 def _parents(store: LineageStore, sessions: list[Session]) -> dict[str, Node]:
     """Role → checkpoint of the judged models and of the datasets of the prompts."""
     models = sorted({sha for s in sessions for sha in (s.setup.a, s.setup.b)})
-    asked = [s.setup for s in sessions if s.setup.prompts in ("heldout", "train")]
-    datasets = sorted({setup.source for setup in asked if setup.source is not None})
+    from_dataset = [s.setup for s in sessions if s.setup.prompts in ("heldout", "train")]
+    datasets = sorted({setup.source for setup in from_dataset if setup.source is not None})
     roles = {f"policy-{number}": sha for number, sha in enumerate(models, start=1)}
     roles |= {"dataset" if len(datasets) == 1 else f"dataset-{n}": sha for n, sha in enumerate(datasets, start=1)}
     missing = [sha[:12] for sha in roles.values() if sha not in store.graph.nodes]

@@ -17,7 +17,7 @@ from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.rewards import source_names
 from xray_runtime.data.pairs import TRAIN, Pairs, PreferenceExample, prompt_text
 from xray_runtime.data.text_set import TextSet
-from xray_runtime.evaluation.judge_leakage import JUDGES, Made, dependent_judges, learnt_from, trained_against
+from xray_runtime.evaluation.judge_leakage import JUDGES, TrainedItem, dependent_judges, learnt_from, trained_against
 from xray_runtime.graph.artifacts import JUDGED_PAIRS, Model, Preferences, RewardModel
 from xray_runtime.lineage.graph import Graph, Node
 
@@ -45,7 +45,7 @@ def leaky_judges(graph: Graph, evaluation: Node) -> dict[str, str]:
         return dict.fromkeys(config.judging, found)
     # A judge whose model is not among the inputs does not count.
     gone = {role for term in config.judges for role in term.roles if role not in models}
-    models |= {role: Made(role, role, RewardModel.__name__) for role in gone}
+    models |= {role: TrainedItem(role, role, RewardModel.__name__) for role in gone}
     why = dependent_judges(policy, config, models)
     for name, term in zip(source_names(config.judges), config.judges, strict=True):
         if name in why or not term.weight:
@@ -57,27 +57,27 @@ def leaky_judges(graph: Graph, evaluation: Node) -> dict[str, str]:
     return why
 
 
-def made_of(graph: Graph, sha256: str) -> Made:
+def made_of(graph: Graph, sha256: str) -> TrainedItem:
     """A checkpoint of the store with its ancestors; a missing one has only its digest."""
-    known: dict[str, Made] = {}
+    known: dict[str, TrainedItem] = {}
     for sha in graph.ancestors([sha256]):  # each after what it came from
         node = graph.nodes.get(sha)
         if node is None:
-            known[sha] = Made(sha, sha[:12], "")
+            known[sha] = TrainedItem(sha, sha[:12], "")
             continue
         parents = {role: known[parent] for role, parent in graph.parents(sha) if parent in known}
-        known[sha] = Made(sha, node.name, node.manifest.type, node.manifest.config, parents)
+        known[sha] = TrainedItem(sha, node.name, node.manifest.type, node.manifest.config, parents)
     return known[sha256]
 
 
-def _absent(made: Made, graph: Graph) -> str | None:
+def _absent(made: TrainedItem, graph: Graph) -> str | None:
     for sha in made.lineage():
         if sha not in graph.nodes:
             return f"{sha[:12]}, which {made.name} came from, is not in the store"
     return None
 
 
-def _by_bytes(graph: Graph, policy: Made, judge: Made) -> str | None:
+def _by_bytes(graph: Graph, policy: TrainedItem, judge: TrainedItem) -> str | None:
     absent = _absent(judge, graph)
     if absent is not None:
         return absent
@@ -101,7 +101,7 @@ def _weights(node: Node) -> set[str]:
     return {f.sha256 for f in node.manifest.files if f.path.endswith(WEIGHTS)}
 
 
-def _texts(graph: Graph, pairs: Made) -> Iterator[str]:
+def _texts(graph: Graph, pairs: TrainedItem) -> Iterator[str]:
     """One text for each training pair, the same whichever reply was preferred."""
     directory: Path = graph.nodes[pairs.id].directory
     name = TRAIN if pairs.is_a(Preferences) else JUDGED_PAIRS

@@ -18,7 +18,7 @@ CHUNK = 1024
 
 @dataclass(frozen=True)
 class LikelihoodObjective:
-    """Of each row's response: `loglikelihood` [B], the sum of its tokens' log-probabilities in nats, and `greedy` [B]:
+    """For each row's response: `loglikelihood` [B], the sum of its tokens' log-probabilities in nats, and `greedy` [B]:
     1 where each of its tokens is the likeliest one, else 0."""
 
     def score(self, module: HeadedLM, rows: Tensors) -> Scores:

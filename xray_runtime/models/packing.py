@@ -31,11 +31,11 @@ class Bounds:
     offsets: Tensor
     """[B + 1] int32."""
     positions: Tensor
-    """Of each token in its sequence [N]."""
+    """Position of each token in its sequence [N]."""
 
     @classmethod
     def of(cls, lengths: Tensor) -> Bounds:
-        """Of sequences of `lengths` [B]."""
+        """The bounds of sequences of `lengths` [B]."""
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         begins = offsets[:-1].repeat_interleave(lengths)
         positions = torch.arange(len(begins), device=lengths.device) - begins

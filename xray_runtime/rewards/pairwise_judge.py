@@ -59,8 +59,8 @@ class PairwiseJudgeSource:
 
     def score(self, batch: Batch) -> list[Score]:
         pairs = [pair for group in _groups(batch) for pair in circle(group, self._opponents)]
-        asked = [(a, b) for a, b in pairs if batch.replies[a] != batch.replies[b]]
-        orders = [order for a, b in asked for order in ((a, b), (b, a))]
+        distinct = [(a, b) for a, b in pairs if batch.replies[a] != batch.replies[b]]
+        orders = [order for a, b in distinct for order in ((a, b), (b, a))]
         references = batch.column(self._config.column)
         requests = [
             request(self._config, PROMPT, batch.messages[a], references[a], a=batch.replies[a], b=batch.replies[b])
@@ -73,7 +73,7 @@ class PairwiseJudgeSource:
             if batch.replies[a] == batch.replies[b]:
                 won[a].append(0.5)
                 won[b].append(0.5)
-        for (a, b), first, second in zip(asked, answers[::2], answers[1::2], strict=True):
+        for (a, b), first, second in zip(distinct, answers[::2], answers[1::2], strict=True):
             if isinstance(first, BaseException) or isinstance(second, BaseException):
                 # One order alone would include the preference for a position.
                 why = described(first if isinstance(first, BaseException) else second)  # type: ignore[arg-type]

@@ -55,10 +55,9 @@ def test_columns_that_nobody_gives_are_named_before_the_chat(place: Path, monkey
     monkeypatch.setenv(VARIABLE, samples.__name__)
     done = chat(place, "1 and 2\n1 and 2\n", "--environment", f"{samples.__name__}:examined")
     assert done.exit_code == 0, done.output
-    before, after = done.stderr.split("fails\n")
+    before, after = done.stderr.split("reads one\n")
     assert before.endswith(
-        "\nanswer: its training data has such columns, messages here do not; where the environment reads one, "
-        "the episode "
+        "\nanswer: columns of its training data that chat messages lack; an episode fails if its environment "
     )
     # The first episode comes to its end, where the judge reads one; the chat goes on.
     assert after.startswith("[3]\nthe environment failed: episode 0: KeyError: 'answer'\n")

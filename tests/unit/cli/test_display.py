@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from xray.cli.display import where_mlflow_shows_it
+from xray.cli.display import mlflow_page_lines
 
 PAGE = "#/experiments/1/runs/ab?workflowType=machine_learning"
 
@@ -21,6 +21,6 @@ PAGE = "#/experiments/1/runs/ab?workflowType=machine_learning"
 )
 def test_where_mlflow_shows_a_run(address: str, page: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-    lines = where_mlflow_shows_it(page, Path("/runs/x"))
+    lines = mlflow_page_lines(page, Path("/runs/x"))
     assert lines[0] == f"in MLflow   {says}"
     assert lines[1:] == ([] if page.startswith("http") else [f"            and then http://127.0.0.1:5000/{PAGE}"])

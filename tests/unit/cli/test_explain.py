@@ -149,8 +149,8 @@ def test_what_was_computed_is_cached(files: Path, tmp_path: Path) -> None:
 
 def test_what_was_never_computed_is_said_so(files: Path, tmp_path: Path) -> None:
     assert explained(graph(files), tmp_path / "out") == [
-        ("prepare", "compute", "it was never computed here"),
-        ("base", "compute", "it was never computed here"),
+        ("prepare", "compute", "never computed in this directory"),
+        ("base", "compute", "never computed in this directory"),
         ("sft", "compute", "parent base is computed again"),
         ("evaluate", "compute", "parent sft is computed again"),
     ]
@@ -189,7 +189,7 @@ def test_a_damaged_checkpoint_is_computed_again(files: Path, tmp_path: Path) -> 
         ("evaluate", "compute", "parent sft is computed again"),
     ]
     (made["sft"].path / MANIFEST).write_text("no manifest")
-    assert explained(graph(files), tmp_path / "out")[2][2] == "it was never computed here"
+    assert explained(graph(files), tmp_path / "out")[2][2] == "never computed in this directory"
 
 
 def test_the_newest_checkpoint_is_what_is_compared(files: Path, tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_table_of_the_shipped_lifecycle(tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines[1:]] == [
         *("prepare", "base", "sft", "preferences", "reward", "ppo-1", "evaluate"),
     ]
-    assert lines[1].rstrip().split(maxsplit=2)[1:] == ["compute", "it was never computed here"]
+    assert lines[1].rstrip().split(maxsplit=2)[1:] == ["compute", "never computed in this directory"]
 
 
 FLOW = """
@@ -274,7 +274,7 @@ def test_a_flow_of_ones_own_is_explained_as_far_as_it_can_be_planned(flow: str, 
     job = {"flow": flow, "parameters": {"source": str(files / "chats.jsonl")}, "replace_output": False}
     lines = printed(job, tmp_path / "runs" / "mine").splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == ["prepare", "base", "sft"]
-    assert lines[-1] == "stages called after the flow reads sft's result cannot be known before it runs"
+    assert lines[-1] == "the flow reads the result of sft: stages that it calls afterwards are unknown until it runs"
 
 
 def test_the_output_of_the_command_line_replaces_the_flows(flow: str, files: Path, tmp_path: Path) -> None:

@@ -142,8 +142,8 @@ def test_people_see_a_table_and_reasons() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "CONFIG, --params: neither is given, must be one of them"),
-        (["configs/tiny.yaml", "--params", "1e9"], "CONFIG, --params: both are given, must be one of them"),
+        ([], "CONFIG, --params: neither is given; exactly one is required"),
+        (["configs/tiny.yaml", "--params", "1e9"], "CONFIG, --params: both are given; exactly one is required"),
         (["--params", "many"], '--params: "many" is not allowed: must be a number from 1e+06 to 1e+13'),
         (["--params", "-7e9"], "--params: -7e9 is not allowed: must be a number from 1e+06 to 1e+13"),
         (["--params", "inf"], "--params: inf is not allowed: must be a number from"),

@@ -166,15 +166,18 @@ REFUSED = [
         "reward: {engine: {zero_stage: 2, offload: nvme, nvme_path: /nvme}}",
         "reward.engine.zero_stage = 2 must be at least 3 with offload = 'nvme'",
     ),
-    ("sft: {engine: {zero_stage: 3, offload: nvme}}", "sft.engine: nvme_path = null does not go with offload = 'nvme'"),
-    ("sft: {engine: {nvme_path: /nvme}}", "sft.engine: nvme_path = '/nvme' does not go with offload = 'none'"),
+    (
+        "sft: {engine: {zero_stage: 3, offload: nvme}}",
+        "sft.engine: nvme_path = null is not allowed with offload = 'nvme'",
+    ),
+    ("sft: {engine: {nvme_path: /nvme}}", "sft.engine: nvme_path = '/nvme' is not allowed with offload = 'none'"),
     ("sft: {lora: {dropout: 0.1}}", "sft.lora.dropout: unknown field"),
     ("sft: {lora: {rank: 0}}", "sft.lora.rank: 0 is not allowed: must be greater than or equal to 1"),
     ("sft: {lora: {target_modules: []}}", "sft.lora.target_modules: [] is not allowed: must have at least 1 item"),
     ("reward: {lora: {target_modules: [lm_head]}}", "reward.lora.target_modules: 'lm_head' must be one of q_proj, k_p"),
     (
         "sft: {lora: {}, engine: {tensor_parallel: 2, num_workhorses: 2}}",
-        "sft: lora must be null with engine.tensor_parallel = 2 and engine.pipeline_parallel = 1: adapters go with",
+        "sft: lora must be null with engine.tensor_parallel = 2 and engine.pipeline_parallel = 1: adapters support",
     ),
     (
         "ppo: {stages: [{lora: {}, critic: separate, critic_engine: {pipeline_parallel: 2, num_workhorses: 2}}]}",

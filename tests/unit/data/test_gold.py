@@ -64,7 +64,7 @@ def test_what_cannot_be_loaded(module: str, name: str, message: str) -> None:
     ("function", "message"),
     [
         ("short", "for 2 replies it returned 1"),
-        ("nan", "must return one finite number a reply; of 2 numbers 0 are finite"),
+        ("nan", "must return one finite number per reply; of 2 numbers 0 are finite"),
         ("words", "must return a list of numbers"),
     ],
 )
@@ -120,8 +120,8 @@ def test_a_function_that_was_handed_over_needs_no_import() -> None:
     gold = load_gold("__main__:test.<locals>.shorter", {"__main__:test.<locals>.shorter": shorter})
     assert gold(["p", "p"], ["a", "abc"]) == [-1.0, -3.0]
     for answer, why in {
-        (1.0,): "must return one number a reply; for 2 replies it returned 1",
-        (1.0, math.nan): "must return one finite number a reply; of 2 numbers 1 are finite",
+        (1.0,): "must return one number per reply; for 2 replies it returned 1",
+        (1.0, math.nan): "must return one finite number per reply; of 2 numbers 1 are finite",
         "12": "must return a list of numbers, one a reply, not '12'",
     }.items():
         broken = load_gold("__main__:f", {"__main__:f": lambda prompts, replies, answer=answer: answer})

@@ -75,12 +75,14 @@ def test_what_is_no_file_of_pairs_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.arrow"
     pairs = [Example(str(i), "c", PROMPT, "reply") for i in range(600)]
     write_pairs(path, Example, pairs)
-    with pytest.raises(ValueError, match=r"a\.arrow: no file of PreferenceExamples, or damaged \(its columns are id, "):
+    with pytest.raises(
+        ValueError, match=r"a\.arrow: not a file of PreferenceExamples, or damaged \(its columns are id, "
+    ):
         Pairs(path, PreferenceExample)
     content = path.read_bytes()
     for damaged in (content[:-1], content[: len(content) // 2], b"", b"{}\n"):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"a\.arrow: no file of Examples, or damaged"):
+        with pytest.raises(ValueError, match=r"a\.arrow: not a file of Examples, or damaged"):
             Pairs(path, Example)
     # Batches of another size: rows would be looked for in the wrong ones.
     write_pairs(path, Example, pairs)

@@ -99,7 +99,7 @@ def test_rated_pairs_end_when_there_are_no_more() -> None:
     pairs, stats = from_ratings(examples, {"a": 9.0, "b": 1.0}, RatingPreferences(num_pairs=8), seed=0)
     assert [(p.chosen, p.rejected) for p in pairs] == [("x y", "u v")]
     assert stats["pairs"] == 1
-    with pytest.raises(ValueError, match="1 rated replies make no pairs"):
+    with pytest.raises(ValueError, match="1 rated replies form no pairs"):
         from_ratings(examples, {"a": 9.0}, RatingPreferences(), seed=0)
 
 

@@ -128,7 +128,7 @@ def test_rows_are_readable() -> None:
         {"judge": "failed", "length": 1.0},
     ]
     assert [row["advantage"] for row in rows] == [1.5, -1.0, None, None]
-    assert [row["used"] for row in rows] == ["yes", "yes", "no: no reward", "no: others took its place"]
+    assert [row["used"] for row in rows] == ["yes", "yes", "no: no reward", "no: it was replaced"]
 
 
 def different(**changes: Any) -> str:

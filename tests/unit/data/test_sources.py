@@ -201,7 +201,7 @@ def test_preference(record: dict[str, Any], expected: Any) -> None:
     [
         (
             {"text": "x", "id": 1},
-            r"file line 3: the columns 'id', 'text' are of no form that is read: messages; conversations \+ chosen \+",
+            r"file line 3: the columns 'id', 'text' match no supported form: messages; conversations \+ chosen \+",
         ),
         ({}, r"file line 3: the columns \(none\) are of no form"),
         (
@@ -225,11 +225,11 @@ def test_preference(record: dict[str, Any], expected: Any) -> None:
         ),
         (
             {"messages": [user("x") | {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "file line 3: messages has a content part of type 'image_url', which is not read; allowed: text",
+            "file line 3: messages has a content part of type 'image_url', which is not supported; allowed: text",
         ),
         (
             {"messages": [user("x") | {"content": ["x"]}]},
-            "file line 3: messages has a content part of type 'str', which is not read",
+            "file line 3: messages has a content part of type 'str', which is not supported",
         ),
         ({"messages": "x"}, "file line 3: messages must be a list of messages, not str"),
         ({"prompt": [], "completion": "x"}, "file line 3: prompt must be a list of messages, not an empty list"),
@@ -263,7 +263,7 @@ def test_preference(record: dict[str, Any], expected: Any) -> None:
         ),
         (
             {"messages": [user("x"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}]},
-            r"file line 3: messages has a tool call whose arguments are no JSON object: \[1\]",
+            r"file line 3: messages has a tool call whose arguments are not a JSON object: \[1\]",
         ),
         ({"prompt": "x", "completion": "y", "tools": "[{"}, "file line 3: tools is a text that is not JSON"),
         ({"prompt": "x", "completion": "y", "tools": ["f"]}, "file line 3: tools must be a list of JSON schemas"),
@@ -371,7 +371,7 @@ def test_structs_of_arrow_lose_what_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_preference_needs_both_replies() -> None:
-    with pytest.raises(ValueError, match="row 7: the columns 'chosen', 'prompt' are of no form that is read: prompt"):
+    with pytest.raises(ValueError, match="row 7: the columns 'chosen', 'prompt' match no supported form: prompt"):
         preference("row 7", {"prompt": "x", "chosen": "y"})
 
 

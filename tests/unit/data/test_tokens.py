@@ -141,7 +141,7 @@ def test_damaged_tokens_are_made_again(
     flipped[len(content) // 2] ^= 1
     path.write_bytes({"flip": bytes(flipped), "cut": content[:-9], "empty": b""}[damage])
     tokens = Tokens(dataset, Example, tokenizer, process_seal())
-    assert "is not as this run's key sealed it: it is made again" in caplog.text
+    assert "has no valid seal of this run's key: it is made again" in caplog.text
     assert path.read_bytes() == content
     assert len(tokens) == 23
 

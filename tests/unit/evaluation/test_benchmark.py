@@ -158,7 +158,7 @@ def test_words_are_whole_whatever_their_case(root: Path) -> None:
     )
     assert (found["insults"], found["worse"], found["replies"]) == (0.5, 0.25, 8)
     assert found["insults_ci95"][0] < 0.5 < found["insults_ci95"][1]
-    with pytest.raises(ValueError, match=r"^stage.lists.none: there is no word in it$"):
+    with pytest.raises(ValueError, match=r"^stage.lists.none: contains no words$"):
         attempt(root, suite="words", lists={"none": [" "]})
 
 

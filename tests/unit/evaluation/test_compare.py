@@ -15,7 +15,7 @@ from xray_runtime.config.rewards import RegexVerifier, RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, PreferenceExample, prompt_text, write_pairs
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.evaluation.compare import asked_prompts, seen_by_champion
+from xray_runtime.evaluation.compare import champion_prompts, select_prompts
 from xray_runtime.evaluation.judging import Panel, judge
 from xray_runtime.graph.artifacts import Artifact, Dataset, Model
 from xray_runtime.graph.inputs import CompareInputs
@@ -102,15 +102,15 @@ def test_nobody_is_asked_what_the_champion_has_seen(stage: Stage[EvaluationConfi
         "candidate": train_tokenizer(["question"] * 9, 300),
         "champion": train_tokenizer(["answers"] * 9, 300),
     }
-    seen = seen_by_champion(stage.inputs)
-    asked = [prompt_text(messages) for messages in asked_prompts(stage, tokenizers, seen)[0]]
+    seen = champion_prompts(stage.inputs)
+    asked = [prompt_text(messages) for messages in select_prompts(stage, tokenizers, seen)[0]]
     assert len(asked) == 8
     assert set(asked) <= {f"question {i}" for i in range(3, 12)}
-    assert asked == [prompt_text(messages) for messages in asked_prompts(stage, tokenizers, seen)[0]]
+    assert asked == [prompt_text(messages) for messages in select_prompts(stage, tokenizers, seen)[0]]
 
 
 def test_too_few_prompts_are_an_error(stage: Stage[EvaluationConfig, CompareInputs]) -> None:
     tokenizer = train_tokenizer(["question"] * 9, 300)
     limit_prompts(stage.inputs.prompts.path, 4)
-    with pytest.raises(ValueError, match="0 held-out prompts are left that the champion was not trained on, and 8 are"):
-        asked_prompts(stage, {"candidate": tokenizer, "champion": tokenizer}, seen_by_champion(stage.inputs))
+    with pytest.raises(ValueError, match="0 held-out prompts remain on which the champion was not trained, but 8 are"):
+        select_prompts(stage, {"candidate": tokenizer, "champion": tokenizer}, champion_prompts(stage.inputs))

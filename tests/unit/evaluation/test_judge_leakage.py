@@ -23,7 +23,7 @@ from xray_runtime.preparation import split_preferences
 
 MATHS: dict[str, Any] = {"verifier": {"kind": "regex", "pattern": "42"}}
 ORACLE = {"judge": {"url": "http://host/v1", "model": "m", "rubric": "Is it kind?"}}
-ASIDE = "list it under rewards, which are shown but do not judge"
+ASIDE = "list it under rewards, which are reported but decide no wins"
 
 
 def long(prompts: list[str], replies: list[str]) -> list[float]:

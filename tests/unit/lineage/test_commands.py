@@ -82,7 +82,7 @@ def test_an_audit_exits_by_what_it_found(fresh: Callable[[], Path]) -> None:
         (["promote", "--output", "{output}", "--name", "m", "--note", "n"], "REF: 'm@candidate' is not a registered"),
         (
             ["promote", "ppo-2", "--output", "{output}", "--name", "m"],
-            "--note: is required without a terminal, where no one can be asked",
+            "--note: is required without a terminal",
         ),
         (
             ["promote", "ppo-2", "--output", "{output}", "--name", "m", "--note", "n", "--set", "sft.lr=1"],

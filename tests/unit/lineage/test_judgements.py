@@ -16,7 +16,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample
 from xray_runtime.data.text_set import TextSet
-from xray_runtime.evaluation.human_verdicts import judged_by_people
+from xray_runtime.evaluation.human_verdicts import human_judge
 from xray_runtime.feedback.comparison import of_dataset
 from xray_runtime.feedback.judgements import Judgement, Question, Verdict
 from xray_runtime.feedback.publication import publish
@@ -233,7 +233,7 @@ def test_people_judge_an_evaluation(fresh: Callable[[], Path]) -> None:
     judge(output, "train")
     verdicts = published(output)
     nodes = {n.manifest.stage: n.directory for n in open_lineage_store(output, None).graph.nodes.values()}
-    found = judged_by_people(verdicts, {"after": nodes["ppo-2"], "before": nodes["sft"]}, nodes["prepare"])
+    found = human_judge(verdicts, {"after": nodes["ppo-2"], "before": nodes["sft"]}, nodes["prepare"])
     # b, the policy, wins one of five held-out prompts, and half of the tie and of "both bad"; one was skipped.
     assert (found["samples"], found["win_rate"], found["delta"]) == (5, pytest.approx(0.4), pytest.approx(-0.2))
     assert (found["score_before"], found["score_after"]) == (pytest.approx(0.6), pytest.approx(0.4))
@@ -242,15 +242,15 @@ def test_people_judge_an_evaluation(fresh: Callable[[], Path]) -> None:
     assert found["win_rate_ci95"] == pytest.approx([0.1176, 0.7693], abs=1e-4)
     assert found["delta_ci95"] == pytest.approx([2 * bound - 1 for bound in found["win_rate_ci95"]])
     sides = {"candidate": nodes["sft"], "champion": nodes["ppo-2"]}
-    other = judged_by_people(verdicts, sides, nodes["prepare"])
+    other = human_judge(verdicts, sides, nodes["prepare"])
     assert (other["win_rate"], other["score_candidate"]) == (pytest.approx(0.6), pytest.approx(0.6))
     # Without question 50, which the first won: one of four, and half of two.
-    fewer = judged_by_people(verdicts, sides, nodes["prepare"], TextSet(["question 50"]))
+    fewer = human_judge(verdicts, sides, nodes["prepare"], TextSet(["question 50"]))
     assert (fewer["samples"], fewer["win_rate"]) == (4, pytest.approx(0.5))
     with pytest.raises(
         ValueError, match=r"verdicts: judgements-\w+ has no verdict on replies of ppo-1-\w+ and sft-\w+ to held"
     ):
-        judged_by_people(verdicts, {"after": nodes["ppo-1"], "before": nodes["sft"]}, nodes["prepare"])
+        human_judge(verdicts, {"after": nodes["ppo-1"], "before": nodes["sft"]}, nodes["prepare"])
 
 
 def test_of_training_prompts_people_are_no_judge(fresh: Callable[[], Path]) -> None:
@@ -258,4 +258,4 @@ def test_of_training_prompts_people_are_no_judge(fresh: Callable[[], Path]) -> N
     judge(output, "train")
     nodes = {n.manifest.stage: n.directory for n in open_lineage_store(output, None).graph.nodes.values()}
     with pytest.raises(ValueError, match=r"to held-out prompts of prepare-\w+: make some with `xray compare`"):
-        judged_by_people(published(output), {"after": nodes["ppo-2"], "before": nodes["sft"]}, nodes["prepare"])
+        human_judge(published(output), {"after": nodes["ppo-2"], "before": nodes["sft"]}, nodes["prepare"])

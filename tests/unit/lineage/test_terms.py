@@ -133,7 +133,7 @@ def test_a_package_says_its_own_licence_unless_one_is_declared() -> None:
 def test_terms_are_of_what_the_config_reads() -> None:
     config = validate_as(LifecycleConfig, {"terms": {"chitchat": {"license": "MIT"}}})
     assert config.terms["chitchat"].license == "MIT"
-    with pytest.raises(ConfigError, match="terms: 'chitchta' is not a source the config reads; those are chitchat"):
+    with pytest.raises(ConfigError, match="terms: 'chitchta' is not a source in the config: must be one of chitchat"):
         validate_as(LifecycleConfig, {"terms": {"chitchta": {"license": "MIT"}}})
     with pytest.raises(ConfigError, match=r"terms.chitchat.licence: unknown field \(did you mean license\?\)"):
         validate_as(LifecycleConfig, {"terms": {"chitchat": {"licence": "MIT"}}})

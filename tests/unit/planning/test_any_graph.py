@@ -217,7 +217,7 @@ def test_every_graph_is_explained(name: str, tmp_path: Path) -> None:
     graph = subject(name, tmp_path).recorded()
     lines = explained(graph, tmp_path)
     assert [stage for stage, _, _ in lines] == list(graph.calls)
-    assert lines[0][1:] == ("compute", "it was never computed here")
+    assert lines[0][1:] == ("compute", "never computed in this directory")
     assert lines[-1][1] == "compute"
 
 
