@@ -228,8 +228,8 @@ def base(
     chat_template: str | None = None,
     name: str | None = None,
 ) -> Handle:
-    """A model by its name, in Hugging Face form with float32 weights. Writes config.json,
-    model.safetensors and the tokenizer's files.
+    """A pretrained model in Hugging Face form with float32 weights. Writes config.json, model.safetensors
+    and the tokenizer's files.
 
     Fields, by name:
       model: text, not empty; required
@@ -238,7 +238,7 @@ def base(
           How conversations are written where the model has no chat template, or in place of its own:
           `chatml`, or a .jinja file. It goes into the checkpoint.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Model.
     """
 
@@ -261,7 +261,7 @@ def benchmark(
     Inputs, in this order or by name:
       policy: Model
       prompts: Dataset
-          Whose rows are asked.
+          Supplies the prompts.
 
     Fields with suite='perplexity', by name:
       split: `heldout`, `validation`; default `"heldout"`
@@ -275,7 +275,7 @@ def benchmark(
           Rows with longer replies are left out, and counted; null: as `sft.max_response_tokens`.
       frozen: FrozenConfig; default its own defaults
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Benchmark.
     """
 
@@ -308,7 +308,7 @@ def benchmark(
     Inputs, in this order or by name:
       policy: Model
       prompts: Dataset
-          Whose rows are asked.
+          Supplies the prompts.
 
     Fields with suite='pass_at_k', by name:
       max_new_tokens: whole number, ≥ 2; default `16`
@@ -339,7 +339,7 @@ def benchmark(
           Replies to each prompt.
       k: list of whole number, ≥ 1, at least 1; default `[1]`
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Benchmark.
     """
 
@@ -370,7 +370,7 @@ def benchmark(
     Inputs, in this order or by name:
       policy: Model
       prompts: Dataset
-          Whose rows are asked.
+          Supplies the prompts.
 
     Fields with suite='words', by name:
       max_new_tokens: whole number, ≥ 2; default `16`
@@ -399,7 +399,7 @@ def benchmark(
       lists: mapping; required
           Name → words or phrases, or a text file with one a line.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Benchmark.
     """
 
@@ -432,7 +432,7 @@ def benchmark(
     Inputs, in this order or by name:
       policy: Model
       prompts: Dataset
-          Whose rows are asked.
+          Supplies the prompts.
 
     Fields with suite='environment', by name:
       max_new_tokens: whole number, ≥ 2; default `16`
@@ -464,7 +464,7 @@ def benchmark(
       success: number; default `1.0`
           An episode whose rewards come to at least this has succeeded.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Benchmark.
     """
 
@@ -491,8 +491,8 @@ def best_of_n(
     skip_tied: bool = False,
     name: str | None = None,
 ) -> Handle:
-    """People's replies replaced by the best of several samples, as data for SFT. Writes a dataset: of each
-    training prompt that is asked the best reply. Held-out pairs stay as they are.
+    """People's replies replaced by the best of several samples, as data for SFT. Writes a dataset with the
+    best sampled reply to each training prompt. Held-out pairs stay as they are.
 
     Inputs, in this order or by name:
       policy: Model
@@ -537,7 +537,7 @@ def best_of_n(
       skip_tied: true or false; default `false`
           Leave out prompts whose replies all have one reward: the best is then as good as any.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Dataset.
     """
 
@@ -577,8 +577,8 @@ def compare(
       rewards: any number of RewardModel
       judges: any number of RewardModel
       seen: any number of Artifact
-          Datasets and preferences behind the champion and not behind the candidate: what they train on
-          is not asked.
+          Datasets and preferences of the champion that the candidate does not have: prompts in their
+          training part are not used.
       verdicts: Judgements, optional
           What people said of replies of these two: one more judge.
 
@@ -619,7 +619,7 @@ def compare(
           Sources that judge beside `gold`, each by itself. What the policy was trained against cannot
           be one. A weight's sign says which way is better; 0: it is shown and does not judge.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Comparison.
     """
 
@@ -648,14 +648,14 @@ def dpo(
     validation: _DPOValidation | None = None,
     name: str | None = None,
 ) -> Handle:
-    """A policy that learns from preference pairs, without a reward model and without sampling. Writes the
-    policy in Hugging Face form; with `validation` the version that is kept, and validation.json.
+    """A policy that learns from preference pairs, without reward model or sampling. Writes the policy in
+    Hugging Face form; `validation` adds validation.json and may keep an earlier version.
 
     Inputs, in this order or by name:
       policy: Model
       preferences: Preferences
       reference: Model, optional
-          What the policy is held against, and kept near; the policy as it begins where absent.
+          Reference of the loss; the initial policy if absent.
 
     Fields, by name:
       lr: number, > 0.0; default `0.0002`
@@ -700,7 +700,7 @@ def dpo(
       validation: DPOValidation or null; default `null`
           None: all pairs are trained on, and the stage ends with the last version.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Model.
     """
 
@@ -738,9 +738,9 @@ def evaluate(
       against: Model
       prompts: Dataset
       rewards: any number of RewardModel
-          What the policy was trained against: shown, and no judge.
+          Reward models that the policy was trained on: shown in the report, but not used as judges.
       judges: any number of RewardModel
-          What it was not trained against.
+          Reward models that the policy was not trained on.
       verdicts: Judgements, optional
           What people said of replies of these two: one more judge.
 
@@ -781,7 +781,7 @@ def evaluate(
           Sources that judge beside `gold`, each by itself. What the policy was trained against cannot
           be one. A weight's sign says which way is better; 0: it is shown and does not judge.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Evaluation.
     """
 
@@ -816,7 +816,7 @@ def fresh_base(
       max_positions: whole number, ≥ 32; default `512`
           Longest sequence the model accepts, in tokens.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Model.
     """
 
@@ -846,17 +846,17 @@ def kto(
     validation: _KTOValidation | None = None,
     name: str | None = None,
 ) -> Handle:
-    """A policy that learns from replies of which each is desirable or not (Ethayarajh et al. 2024). Writes
-    the policy in Hugging Face form; with `validation` the version that is kept, and validation.json.
+    """A policy that learns from replies labelled desirable or undesirable (Ethayarajh et al. 2024). Writes
+    the policy in Hugging Face form; `validation` adds validation.json and may keep an earlier version.
 
     Inputs, in this order or by name:
       policy: Model
       preferences: Preferences, optional
           Chosen replies are desirable, rejected ones are not.
       verdicts: Judgements, optional
-          What people said of two replies: both may be desirable, or neither.
+          Human verdicts on two replies each: both may be desirable, or neither.
       data: Dataset, optional
-          What it holds out for evaluation is left out of the verdicts.
+          Prompts that it holds out for evaluation are left out of the verdicts.
       reference: Model, optional
 
     Fields, by name:
@@ -898,7 +898,7 @@ def kto(
       validation: KTOValidation or null; default `null`
           None: all replies are trained on, and the stage ends with the last version.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Model.
     """
 
@@ -939,7 +939,7 @@ def lm_eval(
       frozen: FrozenConfig; default its own defaults
       generator: GeneratorConfig; default its own defaults
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Benchmark.
     """
 
@@ -1010,19 +1010,19 @@ def ppo(
     validation: _ValidationConfig | None = None,
     name: str | None = None,
 ) -> Handle:
-    """Policy gradients against the reward, near the reference: PPO, and what needs no critic (GRPO, RLOO,
-    …). Writes the policy in Hugging Face form, with the critic's head or, in critic/, the critic; with
-    `validation` the version that is kept, and validation.json; in watch.json why it ended early, or
-    went on in spite of a sign of a hacked reward.
+    """Policy gradients on the reward with a KL to the reference: PPO, and methods without a critic (GRPO,
+    …). Writes the policy in Hugging Face form, with the critic's head or, in critic/, the critic.
+    `validation` adds validation.json and may keep an earlier version; signs of a hacked reward add
+    watch.json.
 
     Inputs, in this order or by name:
       policy: Model
       prompts: Dataset
       reference: Model, optional
-          What the KL penalty is held against; the policy as it begins where absent.
+          Reference of the KL penalty; the initial policy if absent.
       rewards: any number of RewardModel
       judges: any number of RewardModel
-          What only looks on, in `validation`.
+          Judges for `validation` only; the policy is not trained on their scores.
 
     Fields, by name:
       rewards: list of RewardTerm; default empty
@@ -1165,7 +1165,7 @@ def ppo(
           Sources that score in `validation` in place of the rewards, so that a version that only
           pleases the rewards is not chosen.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Model.
     """
 
@@ -1192,18 +1192,18 @@ def preferences(
     name: str | None = None,
 ) -> Handle:
     """Pairs of replies to one prompt, one of them preferred. Writes train.arrow, heldout.arrow (no prompt
-    on both sides), stats.json and dropped.jsonl (which rows of your own pairs were left out, and why).
-    Gold scores are in none of them.
+    on both sides), stats.json and dropped.jsonl (rows of your own pairs that were left out, with
+    reasons). None of them contains gold scores.
 
     Inputs, in this order or by name:
       policy: Model, optional
-          Whose replies are labelled, with `source: gold` and `source: rewards`.
+          The model whose replies are labelled, with `source: gold` and `source: rewards`.
       data: Dataset, optional
-          Whose prompts are asked; prompts it holds out for evaluation are left out of other sources'
-          pairs.
+          Supplies the prompts. Prompts that it holds out for evaluation are left out of pairs from
+          other sources.
       judgements: Judgements, optional
       rewards: any number of RewardModel
-          What chooses, with `source: rewards`.
+          Choose the preferred reply, with `source: rewards`.
 
     Fields with source='gold', by name:
       max_new_tokens: whole number, ≥ 2; default `16`
@@ -1231,7 +1231,7 @@ def preferences(
       gold: text, matches `^(vader|[^:]+:[^:]+)$`; required
       generator: GeneratorConfig; default its own defaults
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Preferences.
     """
 
@@ -1251,18 +1251,18 @@ def preferences(
     name: str | None = None,
 ) -> Handle:
     """Pairs of replies to one prompt, one of them preferred. Writes train.arrow, heldout.arrow (no prompt
-    on both sides), stats.json and dropped.jsonl (which rows of your own pairs were left out, and why).
-    Gold scores are in none of them.
+    on both sides), stats.json and dropped.jsonl (rows of your own pairs that were left out, with
+    reasons). None of them contains gold scores.
 
     Inputs, in this order or by name:
       policy: Model, optional
-          Whose replies are labelled, with `source: gold` and `source: rewards`.
+          The model whose replies are labelled, with `source: gold` and `source: rewards`.
       data: Dataset, optional
-          Whose prompts are asked; prompts it holds out for evaluation are left out of other sources'
-          pairs.
+          Supplies the prompts. Prompts that it holds out for evaluation are left out of pairs from
+          other sources.
       judgements: Judgements, optional
       rewards: any number of RewardModel
-          What chooses, with `source: rewards`.
+          Choose the preferred reply, with `source: rewards`.
 
     Fields with source='ratings', by name:
       source: `ratings`; default `"ratings"`
@@ -1276,7 +1276,7 @@ def preferences(
           mostly follow it.
       heldout_fraction: number, > 0.0, < 1.0; default `0.1`
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Preferences.
     """
 
@@ -1295,18 +1295,18 @@ def preferences(
     name: str | None = None,
 ) -> Handle:
     """Pairs of replies to one prompt, one of them preferred. Writes train.arrow, heldout.arrow (no prompt
-    on both sides), stats.json and dropped.jsonl (which rows of your own pairs were left out, and why).
-    Gold scores are in none of them.
+    on both sides), stats.json and dropped.jsonl (rows of your own pairs that were left out, with
+    reasons). None of them contains gold scores.
 
     Inputs, in this order or by name:
       policy: Model, optional
-          Whose replies are labelled, with `source: gold` and `source: rewards`.
+          The model whose replies are labelled, with `source: gold` and `source: rewards`.
       data: Dataset, optional
-          Whose prompts are asked; prompts it holds out for evaluation are left out of other sources'
-          pairs.
+          Supplies the prompts. Prompts that it holds out for evaluation are left out of pairs from
+          other sources.
       judgements: Judgements, optional
       rewards: any number of RewardModel
-          What chooses, with `source: rewards`.
+          Choose the preferred reply, with `source: rewards`.
 
     Fields with source='dataset', by name:
       source: `dataset`; default `"dataset"`
@@ -1317,7 +1317,7 @@ def preferences(
       max_pairs: whole number, ≥ 8 or null; default `null`
       heldout_fraction: number, > 0.0, < 1.0; default `0.1`
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Preferences.
     """
 
@@ -1334,25 +1334,25 @@ def preferences(
     name: str | None = None,
 ) -> Handle:
     """Pairs of replies to one prompt, one of them preferred. Writes train.arrow, heldout.arrow (no prompt
-    on both sides), stats.json and dropped.jsonl (which rows of your own pairs were left out, and why).
-    Gold scores are in none of them.
+    on both sides), stats.json and dropped.jsonl (rows of your own pairs that were left out, with
+    reasons). None of them contains gold scores.
 
     Inputs, in this order or by name:
       policy: Model, optional
-          Whose replies are labelled, with `source: gold` and `source: rewards`.
+          The model whose replies are labelled, with `source: gold` and `source: rewards`.
       data: Dataset, optional
-          Whose prompts are asked; prompts it holds out for evaluation are left out of other sources'
-          pairs.
+          Supplies the prompts. Prompts that it holds out for evaluation are left out of pairs from
+          other sources.
       judgements: Judgements, optional
       rewards: any number of RewardModel
-          What chooses, with `source: rewards`.
+          Choose the preferred reply, with `source: rewards`.
 
     Fields with source='judgements', by name:
       source: `judgements`; default `"judgements"`
       max_pairs: whole number, ≥ 8 or null; default `null`
       heldout_fraction: number, > 0.0, < 1.0; default `0.1`
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Preferences.
     """
 
@@ -1382,18 +1382,18 @@ def preferences(
     name: str | None = None,
 ) -> Handle:
     """Pairs of replies to one prompt, one of them preferred. Writes train.arrow, heldout.arrow (no prompt
-    on both sides), stats.json and dropped.jsonl (which rows of your own pairs were left out, and why).
-    Gold scores are in none of them.
+    on both sides), stats.json and dropped.jsonl (rows of your own pairs that were left out, with
+    reasons). None of them contains gold scores.
 
     Inputs, in this order or by name:
       policy: Model, optional
-          Whose replies are labelled, with `source: gold` and `source: rewards`.
+          The model whose replies are labelled, with `source: gold` and `source: rewards`.
       data: Dataset, optional
-          Whose prompts are asked; prompts it holds out for evaluation are left out of other sources'
-          pairs.
+          Supplies the prompts. Prompts that it holds out for evaluation are left out of pairs from
+          other sources.
       judgements: Judgements, optional
       rewards: any number of RewardModel
-          What chooses, with `source: rewards`.
+          Choose the preferred reply, with `source: rewards`.
 
     Fields with source='rewards', by name:
       source: `rewards`; default `"rewards"`
@@ -1430,7 +1430,7 @@ def preferences(
           Whether replies cut off at `max_new_tokens` may be chosen: trained on, they would seem to end
           there.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Preferences.
     """
 
@@ -1450,9 +1450,9 @@ def prepare(
     max_conversations: int | None = None,
     name: str | None = None,
 ) -> Handle:
-    """Conversations → prompt/reply pairs, split by conversation into train and held-out. Writes
-    train.arrow, heldout.arrow, validation.arrow if asked for, stats.json (what was kept, and what was
-    dropped and why), dropped.jsonl (which rows of the source those are) and dataset.json.
+    """Prompt/reply pairs from conversations, split by conversation into train and held-out. Writes
+    train.arrow, heldout.arrow, validation.arrow if configured, stats.json (numbers of kept and dropped
+    pairs), dropped.jsonl (the dropped rows of the source) and dataset.json.
 
     Fields, by name:
       source: text, not empty; default `"chitchat"`
@@ -1487,7 +1487,7 @@ def prepare(
       max_conversations: whole number, ≥ 1 or null; default `null`
           Read at most this many conversations (None: all).
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Dataset.
     """
 
@@ -1499,13 +1499,13 @@ def reward_base(
     frozen: _FrozenConfig = ...,
     name: str | None = None,
 ) -> Handle:
-    """A reward model by its name, from Hugging Face's sequence-classification form. Writes the model, its
-    head, and reward.json: mean and deviation of its scores, and what it reads.
+    """An imported reward model in Hugging Face's sequence-classification form. Writes the model, its head,
+    and reward.json: mean and deviation of its scores, and its input format.
 
     Inputs, in this order or by name:
       data: Dataset, optional
-          Whose held-out replies it scores once, for the mean and deviation that its rewards are scaled
-          by; where absent, 0 and 1: its rewards count as they are.
+          The model scores its held-out replies once, to normalize rewards by their mean and deviation;
+          if absent, rewards are not normalized.
 
     Fields, by name:
       model: text, not empty; required
@@ -1516,7 +1516,7 @@ def reward_base(
       frozen: FrozenConfig; default its own defaults
           How it is spread while it scores those replies.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: RewardModel.
     """
 
@@ -1544,7 +1544,7 @@ def reward_model(
 
     Inputs, in this order or by name:
       policy: Model
-          What it starts from.
+          The model to start from.
       data: Preferences
 
     Fields, by name:
@@ -1577,7 +1577,7 @@ def reward_model(
       batch_size: whole number, ≥ 1; default `64`
           Pairs in one optimizer step, over all Workhorses.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: RewardModel.
     """
 
@@ -1602,9 +1602,9 @@ def sft(
     validation: _SFTValidation | None = None,
     name: str | None = None,
 ) -> Handle:
-    """Supervised fine-tuning of the base model on people's replies. Writes the tuned model in Hugging Face
-    form, and dropped.jsonl (which replies were too long to be learned); with `validation` the version
-    that is kept, and validation.json.
+    """Supervised fine-tuning of the base model on human replies. Writes the tuned model in Hugging Face
+    form, and dropped.jsonl, which lists replies that were too long. `validation` adds validation.json
+    and may keep an earlier version.
 
     Inputs, in this order or by name:
       base: Model
@@ -1647,7 +1647,7 @@ def sft(
       validation: SFTValidation or null; default `null`
           None: the stage ends with the last version.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Model.
     """
 
@@ -1659,7 +1659,7 @@ def split_preferences(
     name: str | None = None,
 ) -> Handle:
     """One of two parts of preference pairs, no prompt in both. Writes train.arrow and heldout.arrow, each
-    pair on the side where it was, and stats.json.
+    pair on its original side, and stats.json.
 
     Inputs, in this order or by name:
       preferences: Preferences
@@ -1669,7 +1669,7 @@ def split_preferences(
       heldout: number, > 0.0, < 1.0; default `0.5`
           Share of the prompts whose pairs are `heldout`, for a reward model that judges.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Preferences.
     """
 
@@ -1725,15 +1725,15 @@ def reward(
     judge: _JudgeConfig | None = None,
     uncertainty: float = 0.5,
 ) -> RewardSource:
-    """A source of reward.
+    """A reward source.
 
     Args:
-        source: a function `(prompts, replies) -> scores`, one score a reply, or its import path; a reward model; an
-            ensemble of them. None where `fields` say what it is: `verifier`, `service`, `judge`.
-        fields: of `RewardTerm`: `when`, `uncertainty`, …
+        source: a function `(prompts, replies) -> scores`, one score per reply, or its import path; a reward model; a
+            list of them as an ensemble. None if `fields` define the source: `verifier`, `service`, `judge`.
+        fields: fields of `RewardTerm`: `when`, `uncertainty`, …
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: `source` is none of these.
     """
 
 def stage_kind(
@@ -1823,22 +1823,21 @@ class Workspace(Graph):
         self,
         call: Any,
     ) -> Any:
-        """`call` as it will run, with the layouts that `parallel: auto` chooses. A graph that only plans leaves them
-        open.
+        """`call` with the layouts that `parallel: auto` chooses. A plan leaves them open.
 
         Raises:
-            ConfigError: a layout is written out that `auto` chooses, or none fits.
+            ConfigError: the call sets a layout that `auto` chooses, or no layout fits.
         """
     def directory_of(
         self,
         handle: Handle,
     ) -> Path:
-        """Where a checkpoint lies that exists already, as far as a plan knows."""
+        """Directory of an existing checkpoint."""
     def submit(
         self,
         call: Any,
     ) -> None:
-        """Called once for each stage, in order. A graph that only plans does nothing."""
+        """Called once for each stage, in order. Does nothing in a plan."""
     def register(
         self,
         policy: Handle,

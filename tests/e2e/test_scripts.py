@@ -68,7 +68,7 @@ def test_a_script_that_ends_early_goes_on_when_it_is_run_again(tmp_path: Path) -
         if number == signal.SIGTERM:
             assert process.returncode == 130
             assert "Traceback" not in printed
-            assert re.match(r"interrupted; run it again to go on from \w", printed.splitlines()[-1]), printed[-2000:]
+            assert re.match(r"interrupted; run it again to continue from \w", printed.splitlines()[-1]), printed[-2000:]
         deadline = time.monotonic() + LEFT_SECONDS
         while (left := _left(str(output))) and time.monotonic() < deadline:
             time.sleep(0.5)

@@ -43,7 +43,7 @@ def test_an_interrupted_one_says_where_it_goes_on(tmp_path: Path, number: signal
     assert done.returncode == 130
     assert done.stderr.splitlines() == [
         "stopping after the current step, with a snapshot; again to stop at once",
-        "interrupted; run it again to go on from sft step 20",
+        "interrupted; run it again to continue from sft step 20",
     ]
 
 
@@ -68,7 +68,7 @@ def test_a_stage_that_failed_is_its_cause_in_a_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "error", "shown"),
     [
-        ("signal.raise_signal(2); time.sleep(60)", "KeyboardInterrupt", "interrupted; run it again to go on from"),
+        ("signal.raise_signal(2); time.sleep(60)", "KeyboardInterrupt", "interrupted; run it again to continue from"),
         ("raise Stages.failure", "RuntimeError", "failed: RuntimeError: the disk is full"),
     ],
     ids=["interrupted", "failed"],
