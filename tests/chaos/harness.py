@@ -229,7 +229,7 @@ def _fill(process: subprocess.Popen[bytes], output: Path) -> tuple[bool, str]:
     while the run was active, what happened)."""
     if not os.path.ismount(output):
         return False, "skipped, since only root can mount a disk for the run"
-        active = process.poll() is None
+    active = process.poll() is None
     filler = output / "filler"
     try:
         with filler.open("wb", buffering=0) as file:
@@ -420,7 +420,7 @@ def run_cases(lifecycle: Lifecycle, output: Path, num_cases: int, done: int, see
         bad += bool(found)
         print(f"{hits}/{num_cases} faults hit, {time.monotonic() - begin:.0f} s: {found or 'nothing lost'}")
         print("\n".join(f"    {line}" for line in faults), flush=True)
-        print(f"{hits} of {done} faults hit; {bad} lifecycles lost something", flush=True)
+    print(f"{hits} of {done} faults hit; {bad} lifecycles lost something", flush=True)
     return hits, done, bad
 
 

@@ -224,7 +224,7 @@ class RewardSources:
         with ThreadPoolExecutor(max(len(self._external), 1)) as pool:
             rows = {source: applies[source].nonzero()[:, 0].tolist() for source in self._external}
             futures = {s: pool.submit(self._score, s, batch, rows[s], keys[s]) for s in self._external}
-            return {source: future.result() for source, future in futures.items()}
+        return {source: future.result() for source, future in futures.items()}
 
     def scaled(self, scores: SourceScores) -> torch.Tensor:
         """The weighted sum [B], reward models normalized by their held-out moments; NaN: no reward."""
@@ -237,7 +237,7 @@ class RewardSources:
             mean, deviation = self.moments.get(source, (0.0, 1.0))
             scaled = (self.weights[source] or 1.0) * (values.double() - mean) / deviation
             terms[source] = torch.where(scores.applies[source], scaled, torch.nan)
-            return terms
+        return terms
 
     def _applies(self, source: str, batch: Batch) -> torch.Tensor:
         term = self._terms[source]

@@ -66,7 +66,7 @@ class SkippedSteps:
         text = f"{stage.name}, optimizer step {step}: {role!r} skipped it, because {cause}"
         if self.count > allowed:
             raise NonFiniteError(f"{text} (skipped steps: {self.count}; max_skipped_steps = {allowed})")
-            log.warning("%s (skipped steps: %d; max_skipped_steps = %d)", text, self.count, allowed)
+        log.warning("%s (skipped steps: %d; max_skipped_steps = %d)", text, self.count, allowed)
         return False
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
