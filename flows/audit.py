@@ -1,4 +1,4 @@
-"""The audit as a flow that can be scheduled: it writes an artifact, and sends an event when it finds something."""
+"""The audit as a flow that can be scheduled: it writes an artifact, and sends an event if it finds something."""
 
 from __future__ import annotations
 

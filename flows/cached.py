@@ -41,7 +41,7 @@ def take_cached(
 ) -> dict[str, Any] | None:
     """The content of lifecycle.json of a run that computes nothing; None if a stage has to be computed.
 
-    Also None if the environment names a Prefect server, which must show the run, or a Ray, whose devices count.
+    Also None if the environment names a Prefect server, which must show the run, or a Ray cluster.
 
     Args:
         done: called with the name of each stage.

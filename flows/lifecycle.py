@@ -34,7 +34,7 @@ from xray_runtime.workers.placement import with_device
     persist_result=False,
 )
 def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle", until: str | None = None) -> dict[str, Any]:
-    """Run a whole lifecycle into the directory `output`; returns what `lifecycle.json` says.
+    """Run a whole lifecycle into the directory `output`; returns the content of lifecycle.json.
 
     Args:
         until: the last stage to compute; nothing is registered then.
@@ -42,7 +42,7 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle", until: st
     root = Path(output).absolute()
     root.mkdir(parents=True, exist_ok=True)
     prepare_deployment(root)
-    # Refuse what cannot work before anything is computed; `auto` lays stages out as they are called.
+    # Check the whole graph before anything is computed; `auto` chooses layouts as stages are called.
     check_run(recorded_graph(config), with_device(config.runtime).device, nodes())
     with open_workspace(config, root, until=until, checked=True) as workspace:
         ends = lifecycle_graph(config)
@@ -69,7 +69,7 @@ def prepare_deployment(root: Path) -> None:
     """In a process of a Prefect worker: log the output, and make a snapshot when the run is cancelled."""
     if deployment.id is None or threading.current_thread() is not threading.main_thread():
         return
-    # This process prints into a pipe, which ends with the worker.
+    # This process's output is a pipe that closes with the worker.
     redirect_output(root / "logs" / "lifecycle.log")
     # Ray installed a handler that aborts.
     signal.signal(signal.SIGTERM, terminate)

@@ -44,7 +44,7 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
     layers = None if isinstance(config.base, FreshBase) else config.base.trainable_layers
     trained = {"trainable_layers": layers} if layers is not None else {}
 
-    # First, so that a wrong reference is refused before anything is computed.
+    # Open references first, so that a wrong one fails before anything is computed.
     base_ref = None if isinstance(config.base, FreshBase | PretrainedBase) else config.base.ref
     refs = {"base.ref": base_ref, "reward_ref": config.reward_ref, "evaluate.verdicts": config.evaluate.verdicts}
     if isinstance(config.preferences, DatasetPreferences) and judgements_in(config.preferences.path):
@@ -65,10 +65,10 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
     judges: list[object] = [term.model_dump() for term in config.evaluate.judges]
     if pairs is not None and config.evaluate.heldout_reward_model is not None:
         share = {"heldout": config.evaluate.heldout_reward_model}
-        of_judge = SPLIT_PREFERENCES(pairs, name="judge-pairs", part="heldout", **share)
+        judge_pairs = SPLIT_PREFERENCES(pairs, name="judge-pairs", part="heldout", **share)
         pairs = SPLIT_PREFERENCES(pairs, name="training-pairs", part="training", **share)
         learning = _fields(config.reward or RewardConfig())
-        judges.insert(0, REWARD_MODEL(start, of_judge, name="judge", **learning | trained))
+        judges.insert(0, REWARD_MODEL(start, judge_pairs, name="judge", **learning | trained))
     rewards: list[object] = [term.model_dump() for term in config.rewards]
     if config.reward is not None:
         rewards.insert(0, REWARD_MODEL(start, pairs, name="reward", **_fields(config.reward) | trained))
@@ -91,7 +91,7 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
         policy = PPO(policy, data, reference=start, rewards=rewards, name=f"ppo-{number}", **fields)
         policies[f"ppo-{number}"] = policy
     _benchmarks(config, policies, data)
-    # A judge that compares replies needs several to one prompt; the evaluation has one.
+    # A judge that compares replies needs several per prompt; the evaluation samples one.
     shown = rewards[: len(rewards) - len(config.rewards)]
     shown += [term.model_dump() for term in config.rewards if not term.compares]
     fields = {name: getattr(config.evaluate, name) for name in EvaluateConfig.model_fields} | scoring
@@ -117,7 +117,7 @@ def _checkpoint(graph: Graph, field: str, ref: str) -> Handle:
 
 
 def _preferences(config: LifecycleConfig, start: Handle, data: Handle, judged: Handle | None) -> Handle:
-    """`judged`: the published verdicts of people, if the pairs come from them."""
+    """`judged`: the published human verdicts, if the pairs come from them."""
     source = config.preferences
     assert source is not None
     if isinstance(source, GoldPreferences):

@@ -39,5 +39,5 @@ def publish_lineage(place: LineageStore, node: Node, descendants: bool = False) 
         "",
         *(f"{fence}text", *(line.replace("`", "'") for line in lineage_text(place.graph, node, descendants)), fence),
     ]
-    create_markdown_artifact("\n".join(lines), key="lineage", description=f"where {node.name} came from")
+    create_markdown_artifact("\n".join(lines), key="lineage", description=f"lineage of {node.name}")
     return page

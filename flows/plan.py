@@ -1,4 +1,4 @@
-"""`xray plan` as a flow: where the models of a config would go on this machine, or on one that is described."""
+"""`xray plan` as a flow: the placement of a config's models on this or a described machine."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def plan(
     num_devices: Annotated[int, Field(ge=1, le=MAX_DEVICES)] | None = None,
     memory_gib: Annotated[float, Field(ge=1 / 16, le=65_536)] | None = None,
 ) -> dict[str, Any]:
-    """Plan the models of `config`, without reading a weight; returns what `xray plan --json` prints.
+    """Plan the models of `config` without reading weights; returns the output of `xray plan --json`.
 
     Args:
-        num_devices: of another machine than this one.
-        memory_gib: of one device of another machine.
+        num_devices: number of devices, to plan for another machine.
+        memory_gib: memory of one device, to plan for another machine.
     """
     machine = machine_of(config.runtime.device, num_devices, memory_gib, config.runtime.threads)
     graph = recorded_graph(config)

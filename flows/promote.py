@@ -1,4 +1,4 @@
-"""Promotion as a flow: audit, comparison with the champion, gates, a person's approval, a signed decision.
+"""Promotion as a flow: audit, comparison with the champion, gates, a person's approval, signed decision.
 
 `xray promote` asks at the terminal. A deployment suspends itself with a form on its page in Prefect, for days if need
 be. When it is resumed, it repeats everything but the comparison, so that it promotes what it has just audited, and asks
@@ -206,7 +206,7 @@ def compare(
 
 
 def _source(term: dict[str, Any], roles: dict[str, Handle]) -> RewardSource | dict[str, Any]:
-    """A recorded source of reward, with handles for its models."""
+    """A recorded reward source, with handles for its models."""
     models = [roles[role] for role in term["models"] or [term["model"]] if role is not None]
     fields = {name: value for name, value in term.items() if name not in ("model", "models")}
     return reward(models, **fields) if models else term
@@ -216,8 +216,8 @@ def review_markdown(seen: Review, place: LineageStore) -> str:
     """The review for the person who decides, as Markdown."""
     champion = f"version {seen.champion.version} `{seen.champion.checkpoint[:12]}`" if seen.champion else "none yet"
     lines = [
-        f"Shall version {seen.version} of `{seen.name}` (`{seen.candidate.sha256[:12]}`) become champion? "
-        f"The present champion: {champion}. The audit is sound and every gate holds:",
+        f"Promote version {seen.version} of `{seen.name}` (`{seen.candidate.sha256[:12]}`) to champion? "
+        f"The current champion: {champion}. The audit is sound and every gate passes:",
         "",
         *(f"- {gate.name}: {_escape(gate.reason)}" for gate in seen.gates),
         "",
@@ -264,4 +264,4 @@ def _escape(text: str) -> str:
 
 
 promote = promote_flow(_ask_on_page)
-"""As a deployment runs it: it suspends itself with a form on its page."""
+"""The flow for deployments, which suspends itself with a form on its page."""

@@ -1,6 +1,6 @@
-"""What `xray tune` searches: fields with their ranges, what is measured, what ends a trial early.
+"""The search of `xray tune`: fields with their ranges, the metric, and the rule that ends trials early.
 
-Everything about a search that can be wrong is found here, before anything is computed.
+A search is checked completely before anything is computed.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from xray_runtime.store.identity import digest
 Mode = Literal["max", "min"]
 Metric = Annotated[str, Field(pattern=r"^[a-z0-9_]+/[A-Za-z0-9_]+$")]
 GOLDEN = (1 + math.sqrt(5)) / 2
-"""Between any two numbers of a range it finds one that is not whole."""
+"""Divides a range at a point that is not a whole number."""
 MAX_DRAWS = 200
-"""Draws among which one must be a config that is allowed."""
+"""At least one of this many draws must be a valid config."""
 
 
 class FieldRange(Section):
-    """The values of one field that are tried: from `low` to `high`, or one of `choices`."""
+    """The values to try for one field: from `low` to `high`, or one of `choices`."""
 
     low: float | None = None
     high: float | None = None
-    """Both ends belong to the range; whole numbers where the field takes whole numbers."""
+    """Both ends are included; values are whole numbers if the field takes only whole numbers."""
     log: bool = False
-    """Equal ratios are equally likely, not equal differences: for learning rates and the like."""
+    """Draw uniformly on a logarithmic scale, as for learning rates."""
     choices: Annotated[list[Any], Field(min_length=2)] | None = None
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         if self.choices is not None:
             if self.low is not None or self.high is not None or self.log:
-                raise ValueError("choices must stand alone, without low, high and log")
+                raise ValueError("choices must be set alone, without low, high and log")
         elif self.low is None or self.high is None:
             raise ValueError("must have low and high, or choices")
         elif self.low >= self.high:
@@ -54,45 +54,45 @@ class FieldRange(Section):
 
 
 class PruneConfig(Section):
-    """A trial ends early when its best value so far is worse than the median, over the trials before it, of their means
-    up to the same step (Golovin et al. 2017, Google Vizier)."""
+    """A trial ends early if its best value so far is worse than the median of earlier trials' means up to the same step
+    (Golovin et al. 2017, Google Vizier)."""
 
     stage: Annotated[str, Field(min_length=1)] | None = None
-    """Stage whose progress is watched. Default: the search's `until`."""
+    """Stage whose metric is compared. Default: the search's `until`."""
     metric: Metric | None = None
-    """Metric that stage logs while it works. Default: the search's `metric`."""
+    """Metric that the stage logs while it runs. Default: the search's `metric`."""
     mode: Mode | None = None
     """Default: the search's `mode`."""
     after_steps: Count = 1
     """No trial ends before this many steps (PPO: iterations) of the stage."""
     min_trials: Count = 3
-    """Trials to compare with that must have come as far."""
+    """Number of trials that must have reached the same step."""
 
 
 class SearchConfig(Section):
-    """A search over any fields of a lifecycle's config, or over a flow's parameters and the fields of its stages."""
+    """A search over fields of a lifecycle's config, or over a flow's parameters and the fields of its stages."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")] = "search"
-    """Directory below searches/, and the tag `xray.search` of its runs in MLflow."""
+    """Name of its directory in searches/, and value of the MLflow tag `xray.search`."""
     fields: Annotated[dict[str, FieldRange], Field(min_length=1)]
-    """Dotted path of a field → the values that are tried: `ppo.stages.0.lr` in a config; of a flow a parameter
-    (`steps`) or the field of a stage (`ppo.lr`)."""
+    """Dotted path of a field → values to try: `ppo.stages.0.lr` in a config; for a flow a parameter (`steps`) or the
+    field of a stage (`ppo.lr`)."""
     until: Annotated[str, Field(min_length=1)] = "evaluate"
-    """Stage after which a trial ends; those after it are not run."""
+    """The last stage of a trial."""
     metric: Metric = "evaluate/win_rate"
-    """Metric of that stage (docs/metrics.md) whose last value counts."""
+    """Metric of that stage (docs/metrics.md); its last value is the trial's value."""
     mode: Mode = "max"
     trials: Annotated[int, Field(ge=1, le=10_000)] = 20
     concurrent: Count = 1
-    """Trials at work at the same time; each waits for the devices that its stages need."""
+    """Number of trials that run at the same time; each waits for the devices that its stages need."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Of the search alone: trials one after the other try the same values with the same seed."""
+    """Seed of the search: without concurrency, the same seed tries the same values."""
     prune: PruneConfig | None = None
-    """None: every trial runs to its end."""
+    """Rule that ends trials early; None: every trial runs to its end."""
 
     @property
-    def watched(self) -> tuple[str, str] | None:
-        """(stage, metric) by which trials are ended early."""
+    def pruned_by(self) -> tuple[str, str] | None:
+        """(stage, metric) to compare for ending trials early."""
         if self.prune is None:
             return None
         return self.prune.stage or self.until, self.prune.metric or self.metric
@@ -119,14 +119,14 @@ class Span:
 
 
 Space = dict[str, Span | list[Any]]
-"""Path of a field → numbers of a range, or the choices."""
+"""Path of a field → range or choices."""
 
 
 def load_search(path: Path, trials: int | None = None) -> SearchConfig:
-    """The search in a YAML or JSON file; its name is the file's where it has none.
+    """The search in a YAML or JSON file; its default name is the file's.
 
     Raises:
-        ConfigError: anything is wrong with it.
+        ConfigError: the file or the search is invalid.
     """
     data = read_mapping(path)
     if "name" not in data:
@@ -140,19 +140,19 @@ def load_search(path: Path, trials: int | None = None) -> SearchConfig:
 
 
 def trial_digest(subject: Subject, values: Mapping[str, Any], search: SearchConfig) -> str:
-    """What makes two trials the same: the subject with its values, and what of the search decides how one runs."""
+    """Identity of a trial: the subject with its values, and the search's fields that determine a trial's run."""
     how = search.model_dump(mode="json", include={"until", "metric", "mode", "prune"})
     return digest(subject.with_values(values).content() | how)
 
 
 def search_digest(subject: Subject, search: SearchConfig) -> str:
-    """What makes two searches the same: all but how many trials there are, and how many of them at a time."""
+    """Identity of a search: all but its name, number of trials and concurrency."""
     what = search.model_dump(mode="json", exclude={"name", "trials", "concurrent"})
     return digest(subject.content() | {"search": what})
 
 
 def calls_until(subject: Subject, stage: str) -> list[StageCall]:
-    """The stages of a graph that ends after `stage`. Raises ConfigError where it has none of that name."""
+    """The stages of a graph up to `stage`. Raises ConfigError if it has no stage of that name."""
     calls = subject.recorded().calls
     if stage not in calls:
         raise ConfigError(f"until: {stage!r} is not allowed: must be one of {', '.join(calls)}")
@@ -160,15 +160,15 @@ def calls_until(subject: Subject, stage: str) -> list[StageCall]:
 
 
 def search_space(subject: Subject, search: SearchConfig) -> Space:
-    """The space over which `subject` is searched.
+    """The search space of `subject`.
 
     Raises:
-        ConfigError: no such stage or field, a value that the field does not allow, a range for a field that is no
-            number, or a field that nothing measured depends on.
+        ConfigError: a stage or field does not exist, a field does not allow a value, a field with a range is not a
+            number, or no stage up to `until` reads a field.
     """
     names = [call.name for call in calls_until(subject, search.until)]
-    if search.watched is not None and search.watched[0] not in names:
-        raise ConfigError(f"prune.stage: {search.watched[0]!r} is not allowed: must be one of {', '.join(names)}")
+    if search.pruned_by is not None and search.pruned_by[0] not in names:
+        raise ConfigError(f"prune.stage: {search.pruned_by[0]!r} is not allowed: must be one of {', '.join(names)}")
     space = {path: _span(subject, path, field) for path, field in search.fields.items()}
     _check_draws(subject, search, space)
     return space
@@ -192,8 +192,8 @@ def _span(subject: Subject, path: str, field: FieldRange) -> Span | list[Any]:
 
 
 def _try(subject: Subject, path: str, value: Any) -> None:
-    """Raises ConfigError where the field at `path` does not take `value`, whatever the fields beside it say: they may
-    vary too."""
+    """Raise ConfigError if the field at `path` does not allow `value`; conflicts with other fields are ignored, since
+    these may vary too."""
     try:
         subject.with_values({path: value}).recorded()
     except CombinationError:
@@ -201,7 +201,7 @@ def _try(subject: Subject, path: str, value: Any) -> None:
 
 
 def _check_draws(subject: Subject, search: SearchConfig, space: Space) -> None:
-    """At least one draw must be allowed, and every field must be read by a stage that is run."""
+    """Check that at least one draw is valid, and that a stage up to `until` reads every field."""
     rng = random.Random(search.seed)
     refused: ConfigError | None = None
     for _ in range(MAX_DRAWS):
@@ -222,7 +222,7 @@ def _check_draws(subject: Subject, search: SearchConfig, space: Space) -> None:
 
 
 def _read(subject: Subject, until: str, path: str, value: Any) -> str | None:
-    """Digest of what the stages read with `value` at `path`; None where that is not allowed."""
+    """Digest of the stages' configs with `value` at `path`; None if they are not allowed."""
     try:
         calls = calls_until(subject.with_values({path: value}), until)
     except ConfigError:

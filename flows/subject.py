@@ -1,4 +1,4 @@
-"""What is run, planned, explained or searched: a lifecycle's config, or a flow `module:flow` with its parameters."""
+"""The subject of a command such as `xray run`: a lifecycle's config, or a flow `module:flow` with parameters."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Subject(BaseModel):
     flow: str | None = None
     """`module:flow`."""
     parameters: dict[str, Any] = {}
-    """Of the flow."""
+    """The flow's parameters."""
     fields: dict[str, Any] = {}
-    """`STAGE.FIELD` → value, in place of what the flow says."""
+    """`STAGE.FIELD` → value; overrides the flow."""
 
     @property
     def name(self) -> str:
@@ -42,17 +42,17 @@ class Subject(BaseModel):
 
     @property
     def runtime(self) -> RuntimeConfig:
-        """Of the config; a flow's workspace says its own."""
+        """The config's runtime; a flow sets its own in its workspace."""
         return self.config.runtime if self.config is not None else RuntimeConfig()
 
     def with_values(self, values: Mapping[str, Any], what: str = "fields.") -> Subject:
-        """The same with the values at dotted paths: of the config; of a flow its parameters, and stages' fields.
+        """The subject with values at dotted paths: fields of the config, or a flow's parameters and its stages' fields.
 
         Args:
-            what: where the paths stand, for error messages.
+            what: prefix of the paths in error messages.
 
         Raises:
-            ConfigError: a path or a value is not allowed in the config. A flow's are checked as its graph is recorded.
+            ConfigError: a path or a value is not allowed. A flow's values are only checked when its graph is recorded.
         """
         if self.config is not None:
             data = self.config.model_dump(mode="json")
@@ -69,23 +69,23 @@ class Subject(BaseModel):
                 fields[path] = value
             else:
                 raise ConfigError(
-                    f"{what}{path}: is not allowed: must be STAGE.FIELD, or a parameter of the flow, which has "
-                    f"{', '.join(known) or 'none'}"
+                    f"{what}{path}: is not allowed: must be STAGE.FIELD, or one of the flow's parameters: "
+                    f"{', '.join(known) or 'it has none'}"
                 )
         return self.model_copy(update={"parameters": parameters, "fields": fields})
 
     def content(self) -> dict[str, Any]:
-        """All of it, for digests and records."""
+        """All fields, for digests and records."""
         return self.model_dump(mode="json", exclude_defaults=self.config is None)
 
     def job(self) -> dict[str, Any]:
-        """The fields of a `Job` that say what is run."""
+        """The fields of a `Job` that define the subject."""
         return self.model_dump(
             mode="json", include={"config"} if self.config is not None else {"flow", "parameters", "fields"}
         )
 
     def recorded(self) -> Graph:
-        """The graph, as far as it can be known before it runs. Raises ConfigError as `recorded_graphs`."""
+        """The graph, as far as it is known before it runs. Raises ConfigError like `recorded_graphs`."""
         if self.config is not None:
             return recorded_graph(self.config)
         graphs, _ = self.recorded_graphs()
@@ -94,8 +94,8 @@ class Subject(BaseModel):
         return graphs[0][1]
 
     def recorded_graphs(self) -> tuple[list[tuple[Path, Graph]], str | None]:
-        """(the graph of each workspace that a flow opens with its output directory; the stage whose result it waits
-        for, where it does: what it calls after that is not known).
+        """(output directory and graph of each workspace that a flow opens, the stage whose result the flow waits for,
+        if it does; later calls are then unknown).
 
         Raises:
             ConfigError: the flow cannot be imported, or a parameter or a field of a stage is not allowed.
@@ -109,18 +109,18 @@ class Subject(BaseModel):
         stages = [name for _, graph in graphs for name in graph.calls]
         for path in self.fields if waits_for is None else ():
             if not any(path.startswith(f"{name}.") for name in stages):
-                raise ConfigError(f"{path}: is no field of a stage; the stages are {', '.join(stages) or 'none'}")
+                raise ConfigError(f"{path}: is not a field of a stage; the stages are {', '.join(stages) or 'none'}")
         return graphs, waits_for
 
     def run(self, build: Callable[[LifecycleConfig], None]) -> None:
-        """Run it: a flow, or with `build` a lifecycle. Raises ConfigError as `recorded_graphs`."""
+        """Run the flow, or the lifecycle with `build`. Raises ConfigError like `recorded_graphs`."""
         if self.config is not None:
             build(self.config)
         else:
             self._call()
 
     def _call(self) -> None:
-        """Call the function itself: in a flow of Prefect's that is at work, or in none."""
+        """Call the flow's function directly, inside the current Prefect flow or outside of any."""
         flow = load_flow(self.name)
         function = getattr(flow, "fn", flow)
         hints, parameters = _hints(function), dict(self.parameters)
@@ -138,10 +138,10 @@ class Subject(BaseModel):
 
 
 def read_subject(target: str, overrides: Sequence[str] = ()) -> Subject:
-    """What a command line names: `target`, a YAML file or `module:flow`, with `KEY.PATH=VALUE` overrides.
+    """The subject of a command line: `target` is a YAML file or `module:flow`, with `KEY.PATH=VALUE` overrides.
 
     Raises:
-        ConfigError: there is no such file or flow, or an override is not allowed.
+        ConfigError: the file or flow does not exist, or an override is not allowed.
     """
     if not is_flow(target):
         if not Path(target).suffix.startswith(".y") and not Path(target).exists():
@@ -151,12 +151,12 @@ def read_subject(target: str, overrides: Sequence[str] = ()) -> Subject:
 
 
 def output_name(target: str) -> str:
-    """The directory below runs/ where nothing says another."""
+    """Name of the default output directory in runs/."""
     return target.rpartition(":")[2] if is_flow(target) else Path(target).stem
 
 
 def is_flow(target: str) -> bool:
-    """Whether `target` names a flow and no file. Raises ConfigError if it names a Python file."""
+    """Whether `target` names a flow, not a file. Raises ConfigError if it names a Python file."""
     file, _, flow = target.partition(":")
     path = Path(file)
     if path.suffix == ".py":
@@ -165,7 +165,7 @@ def is_flow(target: str) -> bool:
         module = ".".join(path.with_suffix("").parts)
         raise ConfigError(
             f"{target!r} is not allowed: must be a YAML file or MODULE:FLOW, such as {module}:{flow or _flow_in(path)};"
-            f" a script that opens a workspace of its own runs as `python {file}`"
+            f" run a script that opens its own workspace with `python {file}`"
         )
     return ":" in target and not Path(target).exists()
 
@@ -184,14 +184,14 @@ def _hints(function: Any) -> dict[str, Any]:
     try:
         return get_type_hints(function, include_extras=True)
     except NameError:
-        # Of names that are imported for type checkers alone nothing can be checked.
+        # Types that are imported only for type checkers cannot be checked.
         return {}
 
 
 def add_working_directory() -> None:
-    """Find modules in the working directory too: users' flows, functions and environments."""
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    """Add the working directory to the module path, for users' flows, functions and environments."""
+    if (directory := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, directory)
 
 
 def load_flow(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""A trial at work, in a process of its own: the graph with the trial's values up to the stage that is measured."""
+"""One trial in its own process: the graph with the trial's values, up to the measured stage."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ from xray_runtime.tracking.mlflow_tracker import StageRun
 from xray_runtime.tracking.recorder import METRICS, records_directory, snapshots_directory
 
 VALUE = "search/value"
-"""Metric of a trial's run in MLflow, by which trials can be compared there."""
+"""MLflow metric with the trial's value, for comparing trials in MLflow."""
 
 Report = Callable[[tuple[int, float]], None]
-"""Takes the points that pruning watches."""
+"""Receives (steps done, value) points for pruning."""
 
 
 def surroundings() -> dict[str, Any]:
-    """What the process of a trial takes over from that of the search, also on a cluster that another started."""
+    """Settings and environment that a trial's process needs from the search's process."""
     return {
         "settings": serialize_context()["settings_context"],
         "tracking_uri": tracking_address(),
@@ -63,37 +63,37 @@ def surroundings() -> dict[str, Any]:
 
 
 class TrialProcess:
-    """A trial at work, in an actor of its own."""
+    """A trial in its own actor."""
 
-    def __init__(self, trial: Trial, here: dict[str, Any]) -> None:
-        self.trial, self._here = trial, here
+    def __init__(self, trial: Trial, surroundings: dict[str, Any]) -> None:
+        self.trial, self._surroundings = trial, surroundings
         self.points: Points = []
 
     def reported(self) -> Points:
-        """What pruning watches, so far."""
+        """The points for pruning so far."""
         return list(self.points)
 
     def measure(self) -> float:
         """Run the trial; returns its value."""
-        here, trial = self._here, self.trial
-        os.environ |= {name: value.get_secret_value() for name, value in here["variables"].items()}
-        sys.path += [path for path in here["path"] if path not in sys.path]
+        given, trial = self._surroundings, self.trial
+        os.environ |= {name: value.get_secret_value() for name, value in given["variables"].items()}
+        sys.path += [path for path in given["path"] if path not in sys.path]
         redirect_output(trial.place / "trial.log")
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        settings = hydrated_context({"settings_context": here["settings"]})
+        settings = hydrated_context({"settings_context": given["settings"]})
         with settings, prefect_tags("xray", f"search:{trial.search.name}"):
             subject = trial.subject.with_values(trial.values)
-            where = (str(trial.root), str(trial.place), here["tracking_uri"])
+            where = (str(trial.root), str(trial.place), given["tracking_uri"])
             run = trial_flow(self.points.append)
             state: Any = run(subject, trial.search, trial.values, *where, return_state=True)
             if state.is_cancelled():
-                raise RuntimeError("its run was stopped")
+                raise RuntimeError("the trial's run was stopped")
             value: float = state.result()
         return value
 
 
 def trial_flow(report: Report) -> Flow[..., Any]:
-    """The flow of one trial, which reports the points that pruning watches."""
+    """The flow of one trial, which reports points for pruning."""
 
     @flow(name="trial", flow_run_name="{search.name} {values}", task_runner=task_runner(), persist_result=False)
     def run_trial(
@@ -104,7 +104,7 @@ def trial_flow(report: Report) -> Flow[..., Any]:
         place: str,
         tracking_uri: str | None,
     ) -> Any:
-        """The graph of `subject` up to the stage `search.until`, without registration; its records lie in `place`.
+        """Run the graph of `subject` up to the stage `search.until`, without registration; its records are in `place`.
 
         Returns the trial's value.
         """
@@ -124,11 +124,11 @@ def _run_trial(
 ) -> Any:
     if subject.config is not None:
         write_atomic(Path(place) / CONFIG, resolved_yaml(subject.config))
-    watched = _Watched(search.watched, report)
+    follower = _Follower(search.pruned_by, report)
     command = Command(
         output=output,
         until=search.until,
-        on_open=watched.opened,
+        on_open=follower.opened,
         fields=subject.fields,
         place=Path(place),
         tags={"xray.search": search.name, "xray.trial": json.dumps(values)},
@@ -142,15 +142,15 @@ def _run_trial(
             raise
         record = read_record(Path(place) / RECORD)
         if record is not None and record.state == "pruned":
-            watched.drop_snapshots()
-        return Cancelled(message="The search ended it early.")
+            follower.drop_snapshots()
+        return Cancelled(message="The search ended this trial early.")
     finally:
-        watched.end()
-    workspace = watched.workspace
+        follower.end()
+    workspace = follower.workspace
     if workspace is None:
-        raise ConfigError(f"{subject.name}: the flow opened no workspace")
-    if search.watched is not None:
-        _value(workspace, "prune.metric", *search.watched)
+        raise ConfigError(f"{subject.name}: the flow must open a workspace")
+    if search.pruned_by is not None:
+        _value(workspace, "prune.metric", *search.pruned_by)
     value = _value(workspace, "metric", search.until, search.metric)
     if not math.isfinite(value):
         raise ValueError(f"{search.metric} is {value}")
@@ -165,33 +165,33 @@ def _lifecycle(config: LifecycleConfig) -> None:
         lifecycle_graph(config)
 
 
-class _Watched:
-    """The workspace that a trial opens; and what pruning watches of one of its stages, reported as it is logged."""
+class _Follower:
+    """Follows the workspace of a trial and reports one stage's metric for pruning as it is logged."""
 
-    def __init__(self, watched: tuple[str, str] | None, report: Report) -> None:
+    def __init__(self, target: tuple[str, str] | None, report: Report) -> None:
         self.workspace: Workspace | None = None
-        self._watched, self._report, self._key = watched, report, ""
+        self._target, self._report, self._key = target, report, ""
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def opened(self, workspace: Workspace) -> None:
         self.workspace = workspace
-        if self._watched is not None:
-            # With this thread's context: Prefect's settings are in it.
+        if self._target is not None:
+            # A copy of this thread's context, which holds Prefect's settings.
             follow = contextvars.copy_context().run
-            self._thread = threading.Thread(target=follow, args=(self._follow, workspace, *self._watched), daemon=True)
+            self._thread = threading.Thread(target=follow, args=(self._follow, workspace, *self._target), daemon=True)
             self._thread.start()
 
     def end(self) -> None:
-        """The run is over: take in the last points."""
+        """Report the last points after the run has ended."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
 
     def drop_snapshots(self) -> None:
-        """Of the stage that was watched."""
-        if self.workspace is not None and self._watched is not None and self._key:
-            directory = snapshots_directory(self.workspace.output, self._watched[0], self._key)
+        """Delete the snapshots of the followed stage."""
+        if self.workspace is not None and self._target is not None and self._key:
+            directory = snapshots_directory(self.workspace.output, self._target[0], self._key)
             Snapshots(directory, 1, process_seal(), open_shared(self.workspace.runtime.storage)).clear()
 
     def _follow(self, workspace: Workspace, stage: str, metric: str) -> None:
@@ -213,20 +213,20 @@ def _handle(workspace: Workspace, stage: str) -> Handle:
 
 
 def _key(workspace: Workspace, stage: str) -> str:
-    """Key of a stage; empty before it is called and what it takes from is done."""
+    """Key of a stage; empty until it is called and its parents are done."""
     call = workspace.calls.get(stage)
     if call is None or not all(h.call is None or workspace.has_ended(h.name) for h in call.parents.values()):
         return ""
     try:
         parents = {role: handle.result().sha256 for role, handle in call.parents.items()}
-    except Exception:  # a parent failed: the run says so
+    except Exception:  # a parent failed, which the run reports
         return ""
     memory = DigestMemory(workspace.output / DIGESTS)
     return identify(call.kind, stage, call.config, call.seed, call.runtime, parents, call.functions, memory)[0].key
 
 
 def _value(workspace: Workspace, field: str, stage: str, metric: str) -> float:
-    """The last value of a metric. Raises UnknownMetricError."""
+    """The last value of a metric. Raises UnknownMetricError if the stage does not log it."""
     metrics: dict[str, float] = _handle(workspace, stage).result().metrics
     if metric not in metrics:
         known = ", ".join(sorted(metrics))

@@ -1,6 +1,6 @@
-"""One trial of a search: a run of its own in the search's output directory, and how it came out.
+"""The trials of a search: each is a run in the search's output directory, with a record of its outcome.
 
-A trial lies under the digest of what is run and of what is measured, so the same trial is never run twice.
+A trial's directory is named after the digest of its subject and metric, so the same trial never runs twice.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ POLL_SECONDS = 0.5
 
 
 class UnknownMetricError(ConfigError):
-    """What the search measures is not logged: no trial can come out."""
+    """The search's metric is not logged, so no trial can finish."""
 
 
 class TrialRecord(BaseModel):
-    """How a trial came out."""
+    """The outcome of a trial."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     number: int
     search: str
-    """Digest of the search it was drawn in first."""
+    """Digest of the search that drew it first."""
     values: dict[str, Any]
     state: State
     value: float | None = None
     points: Points = []
-    """(steps done, value) of what pruning watches."""
+    """(steps done, value) of the metric for pruning."""
     error: str | None = None
     run_id: str | None = None
     """Its run in MLflow."""
@@ -56,7 +56,7 @@ class TrialRecord(BaseModel):
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial of `search` over `subject`, with `values` at the paths that are searched."""
+    """A trial of `search` over `subject`, with `values` at the search's paths."""
 
     root: Path
     subject: Subject
@@ -77,7 +77,7 @@ class Trial:
         write_atomic(self.place / RECORD, record.model_dump_json(indent=2))
 
     def run(self) -> dict[str, Any]:
-        """Its lifecycle.json; empty where it has not begun."""
+        """Content of its lifecycle.json; empty if the trial has not begun."""
         try:
             content: dict[str, Any] = json.loads((self.place / LIFECYCLE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -85,13 +85,13 @@ class Trial:
         return content
 
     def progress(self) -> Any:
-        """The progress actor of its run; None where it is not at work."""
+        """The progress actor of its run; None if it is not running."""
         run = self.run()
         return find_progress(run["run_id"]) if run.get("status") == "running" else None
 
 
 def stop_trials(trials: Iterable[Trial]) -> None:
-    """Have trials at work make a last snapshot, and wait for it."""
+    """Make running trials write a last snapshot, and wait for it."""
     working = [(trial, progress) for trial in trials if (progress := trial.progress()) is not None]
     for _, progress in working:
         ray.get(progress.stop.remote())
@@ -102,7 +102,7 @@ def stop_trials(trials: Iterable[Trial]) -> None:
 
 @dataclass(frozen=True)
 class Search:
-    """A search over `subject` in the output directory `root`, and what is known of its trials."""
+    """A search over `subject` in the output directory `root`, with the records of its trials."""
 
     root: Path
     subject: Subject
@@ -118,22 +118,22 @@ class Search:
         return search_digest(self.subject, self.wanted)
 
     def trial(self, drawn: Mapping[str, Any]) -> Trial:
-        """The trial of what the searcher drew: of choices it draws the index."""
+        """The trial of a draw; for choices, the draw is an index."""
         space = self.space.items()
         values = {path: found[drawn[path]] if isinstance(found, list) else drawn[path] for path, found in space}
         return Trial(self.root, self.subject, self.wanted, values)
 
     def drawn(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What the searcher would have drawn."""
+        """The inverse of `trial`: the draw that gives `values`."""
         space = self.space.items()
         return {path: found.index(values[path]) if isinstance(found, list) else values[path] for path, found in space}
 
     def records(self) -> list[tuple[Trial, TrialRecord]]:
-        """The trials that fit this search and are not at work, in their order; also those of it as it was before."""
+        """The ended trials whose values are in the search's space, in order, including those of earlier versions."""
         return [entry for entry in self.all_records() if entry[1].state != "running"]
 
     def all_records(self) -> list[tuple[Trial, TrialRecord]]:
-        """As `records`, with those at work or cut short."""
+        """`records` with running and interrupted trials."""
         found = []
         for path in (self.directory / "trials").glob(f"*/{RECORD}"):
             record = read_record(path)
@@ -150,13 +150,12 @@ class Search:
 
 
 def is_worse_than_median(search: SearchConfig, points: Points, others: Iterable[Points]) -> bool:
-    """Whether a trial's best value is worse than the median of the others' means up to the same step (Golovin et al.
-    2017, Google Vizier), as `search.prune` has it."""
+    """Whether a trial's best value is worse than the median of other trials' means up to its step (`PruneConfig`)."""
     prune = search.prune
     if prune is None or points[-1][0] < prune.after_steps:
         return False
     step = points[-1][0]
-    # From `after_steps` on, and only where a trial has come as far.
+    # Only values from `after_steps` on count, and only trials that have reached this step.
     counted = [
         [v for s, v in other if prune.after_steps <= s <= step] for other in others if other and other[-1][0] >= step
     ]
@@ -170,12 +169,12 @@ def is_worse_than_median(search: SearchConfig, points: Points, others: Iterable[
 
 
 def search_directory(root: Path, name: str) -> Path:
-    """Where the search `name` keeps its trials and results."""
+    """Directory of the trials and results of the search `name`."""
     return root / "searches" / name
 
 
 def read_record(path: Path) -> TrialRecord | None:
-    """None where there is none that can be read."""
+    """The record at `path`; None if it is missing or unreadable."""
     try:
         return TrialRecord.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):

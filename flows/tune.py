@@ -1,7 +1,7 @@
-"""The flows behind `xray tune`: Optuna draws values, a trial is a run in a process of its own, bad ones end early.
+"""The flows of `xray tune`: Optuna draws values, each trial runs in its own process, bad trials end early.
 
-Everything that is known of a search is in its trials' records. The next draw depends on the seed, its number and these
-records alone, so a search that was killed, edited or wants more trials goes on from them.
+The trials' records are the whole state of a search. The next draw depends only on the seed, its number and these
+records, so a search continues after it was killed, edited or extended.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Event = tuple[Trial, TrialRecord]
 
 @flow(name="tune", flow_run_name="{search.name} on {config.project}", task_runner=task_runner(), persist_result=False)
 def tune(config: LifecycleConfig, search: SearchConfig, output: str = "runs/lifecycle") -> dict[str, Any]:
-    """Search fields of `config` in the directory `output`; returns what `results.json` says.
+    """Search fields of `config` in the directory `output`; returns the content of results.json.
 
     Raises:
         ConfigError: the search does not fit the config, or its metric is never logged.
@@ -62,32 +62,32 @@ def tune(config: LifecycleConfig, search: SearchConfig, output: str = "runs/life
     return _tune(Subject(config=config), search, output, _log)
 
 
-def tune_flow(tell: Callable[[Event], None]) -> Flow[..., dict[str, Any]]:
-    """The flow `tune` over any subject, which calls `tell` when a trial begins and ends.
+def tune_flow(on_event: Callable[[Event], None]) -> Flow[..., dict[str, Any]]:
+    """The flow `tune` over any subject, which calls `on_event` when a trial begins and ends.
 
     It is never deployed, since it imports the module that a subject names.
     """
 
     @flow(name="tune", flow_run_name="{search.name} on {subject.name}", task_runner=task_runner(), persist_result=False)
     def tune_subject(subject: Subject, search: SearchConfig, output: str) -> dict[str, Any]:
-        """As `tune`, of a config or of a flow."""
-        return _tune(subject, search, output, tell)
+        """`tune` for a config or a flow."""
+        return _tune(subject, search, output, on_event)
 
     return tune_subject
 
 
-def _tune(subject: Subject, search: SearchConfig, output: str, tell: Callable[[Event], None]) -> dict[str, Any]:
+def _tune(subject: Subject, search: SearchConfig, output: str, on_event: Callable[[Event], None]) -> dict[str, Any]:
     root = Path(output).absolute()
-    at_hand = Search(root, subject, search, search_space(subject, search))
-    at_hand.directory.mkdir(parents=True, exist_ok=True)
+    current = Search(root, subject, search, search_space(subject, search))
+    current.directory.mkdir(parents=True, exist_ok=True)
     prepare_deployment(root)
     graph = subject.recorded()
     check_run(graph, with_device(graph.runtime).device, nodes())
-    before = at_hand.directory / "flow_run"
+    before = current.directory / "flow_run"
     crash_lost_flow_run(before.read_text() if before.is_file() else None, flow_run.id)
     write_atomic(before, str(flow_run.id))
-    trials = run_search(at_hand, tell=tell)
-    results = report(at_hand, trials)
+    trials = run_search(current, on_event=on_event)
+    results = report(current, trials)
     create_markdown_artifact(results_markdown(results, search), key="search", description=f"{search.name}: {root}")
     if results["best"] is None:
         raise RuntimeError(f"no trial of {search.name} finished; the first: {trials[0][1].error}")
@@ -99,39 +99,39 @@ def _log(event: Event) -> None:
 
 
 def run_search(
-    search: Search, process: type[TrialProcess] = TrialProcess, tell: Callable[[Event], None] = _log
+    search: Search, process: type[TrialProcess] = TrialProcess, on_event: Callable[[Event], None] = _log
 ) -> list[tuple[Trial, TrialRecord]]:
-    """Run what of the search has not been run, on Ray; returns all its trials in their order. Raises as `tune`.
+    """Run the missing trials of a search on Ray; returns all its trials in order. Raises like `tune`.
 
     Args:
-        process: what measures a trial, as an actor.
-        tell: called when a trial begins and ends.
+        process: the actor class that runs a trial.
+        on_event: called when a trial begins and ends.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    waiting, at_work = _next_trials(search), list[_Run]()
-    # On this node, whose disk the output is on; it answers while it measures.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(process).options(num_cpus=0, max_concurrency=2, scheduling_strategy=here)
+    waiting, active = _next_trials(search), list[_Run]()
+    # On this node, which has the output directory; two threads, to answer during a trial.
+    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(process).options(num_cpus=0, max_concurrency=2, scheduling_strategy=this_node)
     try:
         while True:
-            for trial in islice(waiting, search.wanted.concurrent - len(at_work)):
-                at_work.append(_Run(search, trial, actor.remote(trial, surroundings()), tell))
-            if not at_work:
+            for trial in islice(waiting, search.wanted.concurrent - len(active)):
+                active.append(_Run(search, trial, actor.remote(trial, surroundings()), on_event))
+            if not active:
                 return search.records()
-            ray.wait([run.outcome for run in at_work], timeout=POLL_SECONDS)
-            for run in list(at_work):
-                others = [other.points for other in at_work if other is not run]
+            ray.wait([run.outcome for run in active], timeout=POLL_SECONDS)
+            for run in list(active):
+                others = [other.points for other in active if other is not run]
                 if run.has_ended(others):
-                    at_work.remove(run)
+                    active.remove(run)
     except BaseException:
-        stop_trials(run.trial for run in at_work)
-        for run in at_work:
+        stop_trials(run.trial for run in active)
+        for run in active:
             ray.kill(run.process)
         raise
 
 
 def _next_trials(search: Search) -> Iterator[Trial]:
-    """The trials that were cut short or failed, then new ones, until there are as many as are wanted."""
+    """The interrupted and failed trials, then new ones, up to the search's number of trials."""
     own = [entry for entry in search.all_records() if entry[1].search == search.digest]
     unfinished = [trial for trial, record in own if record.state in ("running", "failed")]
     new = iter(lambda: _draw(search), None)
@@ -139,9 +139,9 @@ def _next_trials(search: Search) -> Iterator[Trial]:
 
 
 def _draw(search: Search) -> Trial | None:
-    """A trial that was not drawn before; None where MAX_DRAWS draws found none.
+    """A new trial; None if MAX_DRAWS draws found none.
 
-    What is drawn depends on the seed, the number of the trial, and the trials that have ended.
+    The draw depends on the seed, the number of the trial, and the ended trials.
     """
     study = study_of(search, [record for _, record in search.records() if record.state != "failed"])
     for attempt in range(MAX_DRAWS):
@@ -157,12 +157,12 @@ def _draw(search: Search) -> Trial | None:
 
 @dataclass
 class _Run:
-    """A trial at work in an actor, and its record."""
+    """A running trial with its actor and record."""
 
     search: Search
     trial: Trial
     process: Any
-    tell: Callable[[Event], None]
+    on_event: Callable[[Event], None]
     points: Points = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -172,7 +172,7 @@ class _Run:
         self.outcome = self.process.measure.remote()
 
     def has_ended(self, others: list[Points]) -> bool:
-        """Take in what it has reported; whether it came to an end, or is ended because it is worse than the others."""
+        """Record new points; returns whether the trial has ended, or ends it if it is worse than the others."""
         try:
             ended, _ = ray.wait([self.outcome], timeout=0)
             for point in ray.get(self.process.reported.remote())[len(self.points) :]:
@@ -181,7 +181,7 @@ class _Run:
                 if is_worse_than_median(self.search.wanted, self.points, [*known, *others]):
                     self._keep(self._record(state="pruned"))
                     stop_trials([self.trial])
-                    # It still drops its snapshots.
+                    # The trial still deletes its snapshots.
                     ray.wait([self.outcome], timeout=STOP_SECONDS)
                     return True
             if ended:
@@ -202,4 +202,4 @@ class _Run:
     def _keep(self, record: TrialRecord) -> None:
         self.record = record
         self.trial.keep(record)
-        self.tell((self.trial, record))
+        self.on_event((self.trial, record))

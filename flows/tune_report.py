@@ -1,4 +1,4 @@
-"""What a search leaves behind: results.json, best.yaml, search.png, and a table for whoever waits."""
+"""Results of a search: results.json, best.yaml, search.png, and tables for terminal and page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from xray_runtime.terminal import print_table
 
 RESULTS, BEST, FIGURE = "results.json", "best.yaml", "search.png"
 MIN_FOR_IMPORTANCE = 5
-"""Finished trials before it is said which field matters."""
+"""Number of finished trials needed to estimate importances."""
 STATES: dict[State, optuna.trial.TrialState] = {
     "finished": optuna.trial.TrialState.COMPLETE,
     "pruned": optuna.trial.TrialState.PRUNED,
@@ -31,7 +31,7 @@ STATES: dict[State, optuna.trial.TrialState] = {
 
 
 def report(search: Search, trials: Sequence[tuple[Trial, TrialRecord]]) -> dict[str, Any]:
-    """Write everything into the search's directory; returns what results.json says."""
+    """Write the results into the search's directory; returns the content of results.json."""
     wanted, directory = search.wanted, search.directory
     finished = [record for _, record in trials if record.state == "finished"]
     sign = 1 if wanted.mode == "max" else -1
@@ -54,12 +54,12 @@ def report(search: Search, trials: Sequence[tuple[Trial, TrialRecord]]) -> dict[
 
 
 def _best(subject: Subject) -> str:
-    """The config; of a flow its name, parameters and stages' fields."""
+    """The config, or a flow's name, parameters and stages' fields, as YAML."""
     return resolved_yaml(subject.config) if subject.config is not None else yaml.safe_dump(subject.content())
 
 
 def importance(search: Search, records: Sequence[TrialRecord]) -> dict[str, float]:
-    """Field → its share in what the values differ by (PED-ANOVA, Watanabe et al. 2023); nothing from few trials."""
+    """Field → importance (PED-ANOVA, Watanabe et al. 2023); empty with too few trials."""
     if len({record.value for record in records if record.state == "finished"}) < MIN_FOR_IMPORTANCE:
         return {}
     study = study_of(search, records)
@@ -67,7 +67,7 @@ def importance(search: Search, records: Sequence[TrialRecord]) -> dict[str, floa
 
 
 def study_of(search: Search, records: Sequence[TrialRecord]) -> optuna.Study:
-    """A study in memory that has been told how these trials came out."""
+    """A study in memory with these trials and their outcomes."""
     study = optuna.create_study(direction="maximize" if search.wanted.mode == "max" else "minimize")
     space = distributions(search.space)
     for record in records:
@@ -77,7 +77,7 @@ def study_of(search: Search, records: Sequence[TrialRecord]) -> optuna.Study:
 
 
 def distributions(space: Space) -> dict[str, optuna.distributions.BaseDistribution]:
-    """A space as Optuna takes it; of choices the index, since what may be chosen need not be something it compares."""
+    """A space as Optuna distributions; choices become indices, since Optuna cannot compare arbitrary values."""
     return {path: _distribution(values) for path, values in space.items()}
 
 
@@ -90,7 +90,7 @@ def _distribution(values: Span | list[Any]) -> optuna.distributions.BaseDistribu
 
 
 def figure(results: dict[str, Any], search: SearchConfig) -> bytes:
-    """A picture (PNG): trials in their order, then each field against the value, the most important first."""
+    """A figure (PNG): value by trial, then value by field, the most important first."""
     from matplotlib.figure import Figure
 
     trials = [trial for trial in results["trials"] if trial["state"] == "finished"]
@@ -126,7 +126,7 @@ def _shown(value: Any) -> Any:
 
 
 def results_markdown(results: dict[str, Any], search: SearchConfig) -> str:
-    """The trials for Prefect's page."""
+    """The trials as a Markdown table for Prefect's page."""
     lines = ["| trial | " + " | ".join(search.fields) + f" | {search.metric} | |"]
     lines.append("|---" * (len(search.fields) + 3) + "|")
     for trial in results["trials"]:
@@ -136,13 +136,13 @@ def results_markdown(results: dict[str, Any], search: SearchConfig) -> str:
 
 
 def print_results(console: Console, results: dict[str, Any], search: SearchConfig, directory: Path) -> None:
-    """Every trial, and where to look next."""
+    """Print all trials, importances and the paths of the results."""
     columns, best, rows = ("trial", *search.fields, search.metric), results["best"], []
     for trial in results["trials"]:
         values = [_cell(trial["values"][path]) for path in search.fields]
         note = trial["error"] or ("" if trial["state"] == "finished" else trial["state"])
         if best is not None and trial["number"] == best["number"]:
-            note = "the best"
+            note = "best"
         rows.append((str(trial["number"]), *values, _cell(trial["value"]), note))
     print_table(console, (*columns, ""), rows, right=columns)
     lines = [f"importance  {', '.join(f'{path} {100 * share:.0f}%' for path, share in results['importance'].items())}"]

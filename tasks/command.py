@@ -1,4 +1,4 @@
-"""What a command says of the workspaces that a flow opens while it runs: the flow itself passes nothing on."""
+"""Options that a command sets for the workspaces of a flow, which cannot pass them on itself."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Command:
-    """What holds for every workspace that is opened."""
+    """Options for every workspace that the flow opens."""
 
     output: str | None = None
     until: str | None = None
     shorten: bool = False
     on_open: Callable[[Workspace], None] | None = None
-    """Called with every workspace that opens: whoever shows progress."""
+    """Called with every workspace that opens, to show progress."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """`STAGE.FIELD` → value, in place of what the flow says."""
+    """`STAGE.FIELD` → value; overrides the flow."""
     place: Path | None = None
     tags: Mapping[str, str] | None = None
     tracking_uri: str | None = None
@@ -34,7 +34,7 @@ _COMMAND: contextvars.ContextVar[Command] = contextvars.ContextVar("command")
 
 @contextlib.contextmanager
 def commanded(command: Command) -> Iterator[None]:
-    """Workspaces that are opened in the block, by whatever flow runs there, follow the command."""
+    """Apply `command` to all workspaces that are opened in the block."""
     token = _COMMAND.set(command)
     try:
         yield
@@ -48,5 +48,5 @@ def is_commanded() -> bool:
 
 
 def current_command() -> Command:
-    """What the command says; nothing outside of one."""
+    """The current command; an empty one if there is none."""
     return _COMMAND.get(Command())

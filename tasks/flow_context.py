@@ -14,11 +14,11 @@ from pydantic import TypeAdapter
 from xray_runtime.credentials import strip_credentials
 
 PAGE = "prefect.flow_run"
-"""Tag with the address of the flow run's page, if the server shows pages."""
+"""Tag with the address of the flow run's page, if the server has a web interface."""
 
 
 def prefect_tags() -> dict[str, str]:
-    """Tags that link an MLflow run to this flow run: its id, and its page if the server shows pages."""
+    """Tags that link an MLflow run to this flow run: its id and, if the server has a web interface, its page."""
     settings = get_current_settings()
     if not flow_run.id:
         return {}

@@ -1,7 +1,7 @@
 """Close the records of lost runs, whose process was killed or lost its Ray.
 
 `python -m xray.tasks.lost_runs OUTPUT [FILE]` does so in the output directory OUTPUT, and in those that FILE lists, one
-a line.
+per line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def command_to_close(output: Path, *listed: Path) -> list[str]:
-    """The command above, for a process that outlives the run. `listed`: FILE."""
+    """The command line above, for a process that outlives the run. `listed`: FILE."""
     return [sys.executable, "-m", "xray.tasks.lost_runs", str(output), *map(str, listed)]
 
 

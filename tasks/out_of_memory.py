@@ -42,7 +42,7 @@ def run_in_memory(
                     f"{name}: out of memory ({reason}); lower engine.micro_batch_tokens, or raise "
                     f"runtime.micro_batch_divisor (now {runtime.micro_batch_divisor})"
                 ) from error
-            log.warning("%s: out of memory (%s); going on with micro-batches 1/%d as large", name, reason, divisor)
+            log.warning("%s: out of memory (%s); continuing with micro-batches 1/%d as large", name, reason, divisor)
             runtime = runtime.model_copy(update={"micro_batch_divisor": divisor})
             for left in built.iterdir():
                 shutil.rmtree(left) if left.is_dir() else left.unlink()

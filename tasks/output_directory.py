@@ -32,8 +32,8 @@ def interrupted_stages(output: Path) -> dict[str, int]:
     return {path.parent.name.rsplit("-", 1)[0]: int(path.name.removeprefix("step-")) for path in found}
 
 
-def goes_on_from(output: Path) -> str:
-    """Where an interrupted run in `output` will continue, for people."""
+def resume_point(output: Path) -> str:
+    """The point from which an interrupted run in `output` will continue, as text."""
     steps = [f"{stage} step {step}" for stage, step in interrupted_stages(output).items()]
     if steps:
         return " and ".join(steps)

@@ -1,4 +1,4 @@
-"""Check before a run computes: what it needs is available, and the parts of a cluster can reach each other."""
+"""Checks before a run computes: its resources exist, and the machines of a cluster can reach its servers."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ def check_run(graph: Graph, device: str, nodes: Sequence[Resources] | None) -> N
     """Check the whole graph of a run before it starts: its shared store, and each of its stages (`check_stages`).
 
     Raises:
-        ConfigError: one of them is not there, or asks for too much.
+        ConfigError: the store cannot be reached, or a stage fails its check.
     """
     check_storage(graph.runtime)
     check_stages(graph.calls.values(), device, nodes)
 
 
 def check_before_start(graph: Graph) -> None:
-    """`check_run` before the run has a Ray: of this machine, unless RAY_ADDRESS names a cluster. Raises ConfigError."""
+    """`check_run` before Ray starts: for this machine, unless RAY_ADDRESS names a cluster. Raises ConfigError."""
     machine = this_machine(graph.runtime.device)
     nodes = None if os.environ.get("RAY_ADDRESS") else [local_node(machine)]
     check_run(graph, machine.device, nodes)
 
 
 def check_stages(calls: Iterable[StageCall], device: str, nodes: Sequence[Resources] | None) -> None:
-    """Check that stages ask for no more than there is, and that what they name on hubs can be had.
+    """Check that the cluster has the stages' resources, and that hubs have the repositories that they name.
 
     Args:
-        nodes: what each node has. None: of a cluster that is not connected yet; it is asked once it is.
+        nodes: resources of each node. None: skip the check, because the cluster is not connected yet.
 
     Raises:
-        ConfigError: as `check_call` and `check_hub_names`.
+        ConfigError: like `check_call` and `check_hub_names`.
     """
     for call in calls:
         if nodes is not None:
@@ -56,7 +56,7 @@ def check_ray_address(environment: Mapping[str, str] = os.environ) -> None:
     if address.startswith("ray://"):
         raise ConfigError(
             f"RAY_ADDRESS: {address!r} is not allowed: must be HOST:PORT of a cluster this machine is a node of "
-            "(`ray start --address=HOST:PORT --num-cpus=0` joins it without giving it any CPU)"
+            "(`ray start --address=HOST:PORT --num-cpus=0` joins it without offering CPUs)"
         )
 
 
@@ -82,7 +82,7 @@ def check_servers(machines: set[str], environment: Mapping[str, str] = os.enviro
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address. Of names, only localhost is known to be such."""
+    """Whether only this machine can reach an address; the only such name is localhost."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Progress of a stage: at once at the terminal, from time to time in the log and on Prefect's page."""
+"""Progress of a stage: immediately at the terminal, at intervals in the log and on Prefect's page."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class StageProgress:
 
     def cached(self) -> None:
         """Log that the stage came from the store."""
-        log.info("%s: taken from the store, nothing was computed", self._stage)
+        log.info("%s: found in the store, nothing was computed", self._stage)
 
     def _show(self, title: str, text: str) -> None:
         try:

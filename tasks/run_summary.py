@@ -1,4 +1,4 @@
-"""lifecycle.json, the record of a run for programs, and the report for people."""
+"""lifecycle.json, the record of a run, and its report."""
 
 from __future__ import annotations
 

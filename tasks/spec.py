@@ -1,4 +1,4 @@
-"""Records that travel to a stage's task and back. They are small: weights never travel so."""
+"""Records that are sent to a stage's task and back. They are small and never contain weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StageSpec(BaseModel):
 
 
 class RunContext(BaseModel):
-    """A run, as its tasks know it."""
+    """The part of a run that its tasks need."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,7 +44,7 @@ class RunContext(BaseModel):
     """MLflow's parent run, also part of the names of the run's actors."""
     flow_run_id: str | None = None
     trigger: dict[str, str] = {}
-    """What and who started the flow."""
+    """Trigger of the flow, and the user."""
     gates: dict[str, Any] | None = None
     """Bounds for promoting a candidate of this run, for the signed record of its evaluation."""
     terms: dict[str, SourceTerms] = {}
@@ -60,7 +60,7 @@ class RunContext(BaseModel):
 
 
 class StageResult(BaseModel):
-    """The result of a stage for the flow; small, since it travels through Prefect."""
+    """The result of a stage for the flow; small, since Prefect stores it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

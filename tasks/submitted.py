@@ -1,4 +1,4 @@
-"""Tasks that were submitted to Ray: one thread follows them, and their results can be waited for here."""
+"""Tasks that were submitted to Ray; one thread follows them and records their results."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class SubmittedTasks:
     def cancel_waiting(self) -> None:
         """Cancel tasks that still wait for others."""
         for task in list(self._tasks.values()):
-            # A checkpoint that existed before the run is no task.
+            # A checkpoint that existed before the run is not a task.
             parents = [self._tasks[parent] for parent in task.parents if parent in self._tasks]
             if not all(parent.is_completed for parent in parents):
                 self._cancel(task)

@@ -27,7 +27,7 @@ def stage_markdown(kind: StageKind, result: StageResult, series: Series, page: s
     again = f" in {result.attempts} attempts" if result.attempts > 1 else ""
     lines = [f"**{result.name}** took {result.seconds:.1f} s{again}: `{result.checkpoint.sha256[:12]}`", ""]
     if page is not None:
-        lines += [f"[Its run in MLflow]({page}): parameters, curves, tables, what it came from.", ""]
+        lines += [f"[Its run in MLflow]({page}): parameters, curves, tables, lineage.", ""]
     lines += [f"- {role}: `{sha256[:12]}`" for role, sha256 in sorted(result.parents.items())]
     lines += [f"- files: `{result.checkpoint.path}`", ""]
     names = [name for _, panel in kind.panels for name in panel if series.get(name)]
@@ -76,7 +76,7 @@ def evaluation_rows(e: Mapping[str, Any]) -> list[tuple[str, str]]:
             low, high = e[f"{name}_delta_ci95"]
             change = f"{e[f'{name}_before']:+.3f} → {e[f'{name}_after']:+.3f}, difference {e[f'{name}_delta']:+.3f}"
             rows.append((title, f"{change} (95%: {low:+.3f} to {high:+.3f})"))
-    return [*rows, ("KL", f"{e['kl']:.2f} nats a reply to the model before")]
+    return [*rows, ("KL", f"{e['kl']:.2f} nats per reply to the model before")]
 
 
 def sparkline(values: Sequence[float]) -> str:

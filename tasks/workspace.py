@@ -76,7 +76,7 @@ class Workspace(Graph):
         place: directory of lifecycle.json and the report; by default `output`.
         tags: further tags of the MLflow run.
         tracking_uri: MLflow's address; by default MLFLOW_TRACKING_URI, or a database in `output`.
-        checked: its stages were checked already, as a whole (`check_run`).
+        checked: `check_run` has checked the whole graph already.
         on_open: called with this workspace once it is open, instead of the command's.
         defaults: values of fields for every stage that has them: `generator`, `frozen`, `gold`.
     """
@@ -164,7 +164,7 @@ class Workspace(Graph):
             check_servers(node_addresses())
         stack.enter_context(self.run_record)
         self.context = self.run_record.context(node)
-        # Its answers tell stages to stop. It lives as long as its handle.
+        # Stages learn from its answers that they must stop. It lives as long as its handle.
         self.progress = open_progress(self.context.run_id)
         stack.callback(ray.kill, open_worker_pool(self.context.run_id))
         stack.enter_context(self._tasks.following())
@@ -336,7 +336,7 @@ class Workspace(Graph):
         self._tasks.raise_failure()
 
     def _stop_stages(self) -> None:
-        """Have active stages make a last snapshot, and wait for it."""
+        """Make active stages write a last snapshot, and wait for it."""
         if not self._tasks.all_ended():
             self._tasks.cancel_waiting()
             ray.get(self.progress.stop.remote())

@@ -228,8 +228,8 @@ def base(
     chat_template: str | None = None,
     name: str | None = None,
 ) -> Handle:
-    """A model by its name, in Hugging Face form with float32 weights. Writes config.json,
-    model.safetensors and the tokenizer's files.
+    """A pretrained model in Hugging Face form with float32 weights. Writes config.json, model.safetensors
+    and the tokenizer's files.
 
     Fields, by name:
       model: text, not empty; required
@@ -238,7 +238,7 @@ def base(
           Chat template that replaces the model's own or fills in for a missing one: `chatml`, or a
           .jinja file. The checkpoint contains it.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Model.
     """
 
@@ -261,7 +261,7 @@ def benchmark(
     Inputs, in this order or by name:
       policy: Model
       prompts: Dataset
-          Whose rows are asked.
+          Supplies the prompts.
 
     Fields with suite='perplexity', by name:
       split: `heldout`, `validation`; default `"heldout"`
@@ -275,7 +275,7 @@ def benchmark(
           Rows with longer replies are dropped and counted; null: as `sft.max_response_tokens`.
       frozen: FrozenConfig; default its own defaults
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Benchmark.
     """
 
@@ -308,7 +308,7 @@ def benchmark(
     Inputs, in this order or by name:
       policy: Model
       prompts: Dataset
-          Whose rows are asked.
+          Supplies the prompts.
 
     Fields with suite='pass_at_k', by name:
       max_new_tokens: whole number, ≥ 2; default `16`
@@ -340,7 +340,7 @@ def benchmark(
           Replies per prompt.
       k: list of whole number, ≥ 1, at least 1; default `[1]`
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Benchmark.
     """
 
@@ -371,7 +371,7 @@ def benchmark(
     Inputs, in this order or by name:
       policy: Model
       prompts: Dataset
-          Whose rows are asked.
+          Supplies the prompts.
 
     Fields with suite='words', by name:
       max_new_tokens: whole number, ≥ 2; default `16`
@@ -401,7 +401,7 @@ def benchmark(
       lists: mapping; required
           Name → words or phrases, or a text file with one per line.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Benchmark.
     """
 
@@ -434,7 +434,7 @@ def benchmark(
     Inputs, in this order or by name:
       policy: Model
       prompts: Dataset
-          Whose rows are asked.
+          Supplies the prompts.
 
     Fields with suite='environment', by name:
       max_new_tokens: whole number, ≥ 2; default `16`
@@ -467,7 +467,7 @@ def benchmark(
       success: number; default `1.0`
           An episode succeeds if its rewards sum to at least this.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Benchmark.
     """
 
@@ -494,8 +494,8 @@ def best_of_n(
     skip_tied: bool = False,
     name: str | None = None,
 ) -> Handle:
-    """People's replies replaced by the best of several samples, as data for SFT. Writes a dataset: of each
-    training prompt that is asked the best reply. Held-out pairs stay as they are.
+    """People's replies replaced by the best of several samples, as data for SFT. Writes a dataset with the
+    best sampled reply to each training prompt. Held-out pairs stay as they are.
 
     Inputs, in this order or by name:
       policy: Model
@@ -540,7 +540,7 @@ def best_of_n(
       skip_tied: true or false; default `false`
           Drop prompts whose replies all have the same reward.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Dataset.
     """
 
@@ -580,8 +580,8 @@ def compare(
       rewards: any number of RewardModel
       judges: any number of RewardModel
       seen: any number of Artifact
-          Datasets and preferences behind the champion and not behind the candidate: what they train on
-          is not asked.
+          Datasets and preferences of the champion that the candidate does not have: prompts in their
+          training part are not used.
       verdicts: Judgements, optional
           What people said of replies of these two: one more judge.
 
@@ -623,7 +623,7 @@ def compare(
           be a judge. The sign of the weight says which direction is better; with weight 0 the source is
           reported but decides no wins.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Comparison.
     """
 
@@ -652,14 +652,14 @@ def dpo(
     validation: _DPOValidation | None = None,
     name: str | None = None,
 ) -> Handle:
-    """A policy that learns from preference pairs, without a reward model and without sampling. Writes the
-    policy in Hugging Face form; with `validation` the version that is kept, and validation.json.
+    """A policy that learns from preference pairs, without reward model or sampling. Writes the policy in
+    Hugging Face form; `validation` adds validation.json and may keep an earlier version.
 
     Inputs, in this order or by name:
       policy: Model
       preferences: Preferences
       reference: Model, optional
-          What the policy is held against, and kept near; the policy as it begins where absent.
+          Reference of the loss; the initial policy if absent.
 
     Fields, by name:
       lr: number, > 0.0; default `0.0002`
@@ -704,7 +704,7 @@ def dpo(
       validation: DPOValidation or null; default `null`
           None: train on all pairs and publish the last version.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Model.
     """
 
@@ -742,9 +742,9 @@ def evaluate(
       against: Model
       prompts: Dataset
       rewards: any number of RewardModel
-          What the policy was trained against: shown, and no judge.
+          Reward models that the policy was trained on: shown in the report, but not used as judges.
       judges: any number of RewardModel
-          What it was not trained against.
+          Reward models that the policy was not trained on.
       verdicts: Judgements, optional
           What people said of replies of these two: one more judge.
 
@@ -786,7 +786,7 @@ def evaluate(
           be a judge. The sign of the weight says which direction is better; with weight 0 the source is
           reported but decides no wins.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Evaluation.
     """
 
@@ -821,7 +821,7 @@ def fresh_base(
       max_positions: whole number, ≥ 32; default `512`
           Longest sequence the model accepts, in tokens.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Model.
     """
 
@@ -851,17 +851,17 @@ def kto(
     validation: _KTOValidation | None = None,
     name: str | None = None,
 ) -> Handle:
-    """A policy that learns from replies of which each is desirable or not (Ethayarajh et al. 2024). Writes
-    the policy in Hugging Face form; with `validation` the version that is kept, and validation.json.
+    """A policy that learns from replies labelled desirable or undesirable (Ethayarajh et al. 2024). Writes
+    the policy in Hugging Face form; `validation` adds validation.json and may keep an earlier version.
 
     Inputs, in this order or by name:
       policy: Model
       preferences: Preferences, optional
           Chosen replies are desirable, rejected ones are not.
       verdicts: Judgements, optional
-          What people said of two replies: both may be desirable, or neither.
+          Human verdicts on two replies each: both may be desirable, or neither.
       data: Dataset, optional
-          What it holds out for evaluation is left out of the verdicts.
+          Prompts that it holds out for evaluation are left out of the verdicts.
       reference: Model, optional
 
     Fields, by name:
@@ -903,7 +903,7 @@ def kto(
       validation: KTOValidation or null; default `null`
           None: train on all replies and publish the last version.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Model.
     """
 
@@ -945,7 +945,7 @@ def lm_eval(
       frozen: FrozenConfig; default its own defaults
       generator: GeneratorConfig; default its own defaults
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Benchmark.
     """
 
@@ -1016,19 +1016,19 @@ def ppo(
     validation: _ValidationConfig | None = None,
     name: str | None = None,
 ) -> Handle:
-    """Policy gradients against the reward, near the reference: PPO, and what needs no critic (GRPO, RLOO,
-    …). Writes the policy in Hugging Face form, with the critic's head or, in critic/, the critic; with
-    `validation` the version that is kept, and validation.json; in watch.json why it ended early, or
-    went on in spite of a sign of a hacked reward.
+    """Policy gradients on the reward with a KL to the reference: PPO, and methods without a critic (GRPO,
+    …). Writes the policy in Hugging Face form, with the critic's head or, in critic/, the critic.
+    `validation` adds validation.json and may keep an earlier version; signs of a hacked reward add
+    watch.json.
 
     Inputs, in this order or by name:
       policy: Model
       prompts: Dataset
       reference: Model, optional
-          What the KL penalty is held against; the policy as it begins where absent.
+          Reference of the KL penalty; the initial policy if absent.
       rewards: any number of RewardModel
       judges: any number of RewardModel
-          What only looks on, in `validation`.
+          Judges for `validation` only; the policy is not trained on their scores.
 
     Fields, by name:
       rewards: list of RewardTerm; default empty
@@ -1170,7 +1170,7 @@ def ppo(
           Sources that replace the rewards in `validation`, so that a version that only exploits the
           rewards is not chosen.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Model.
     """
 
@@ -1197,18 +1197,18 @@ def preferences(
     name: str | None = None,
 ) -> Handle:
     """Pairs of replies to one prompt, one of them preferred. Writes train.arrow, heldout.arrow (no prompt
-    on both sides), stats.json and dropped.jsonl (which rows of your own pairs were left out, and why).
-    Gold scores are in none of them.
+    on both sides), stats.json and dropped.jsonl (rows of your own pairs that were left out, with
+    reasons). None of them contains gold scores.
 
     Inputs, in this order or by name:
       policy: Model, optional
-          Whose replies are labelled, with `source: gold` and `source: rewards`.
+          The model whose replies are labelled, with `source: gold` and `source: rewards`.
       data: Dataset, optional
-          Whose prompts are asked; prompts it holds out for evaluation are left out of other sources'
-          pairs.
+          Supplies the prompts. Prompts that it holds out for evaluation are left out of pairs from
+          other sources.
       judgements: Judgements, optional
       rewards: any number of RewardModel
-          What chooses, with `source: rewards`.
+          Choose the preferred reply, with `source: rewards`.
 
     Fields with source='gold', by name:
       max_new_tokens: whole number, ≥ 2; default `16`
@@ -1237,7 +1237,7 @@ def preferences(
       gold: text, matches `^(vader|[^:]+:[^:]+)$`; required
       generator: GeneratorConfig; default its own defaults
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Preferences.
     """
 
@@ -1257,18 +1257,18 @@ def preferences(
     name: str | None = None,
 ) -> Handle:
     """Pairs of replies to one prompt, one of them preferred. Writes train.arrow, heldout.arrow (no prompt
-    on both sides), stats.json and dropped.jsonl (which rows of your own pairs were left out, and why).
-    Gold scores are in none of them.
+    on both sides), stats.json and dropped.jsonl (rows of your own pairs that were left out, with
+    reasons). None of them contains gold scores.
 
     Inputs, in this order or by name:
       policy: Model, optional
-          Whose replies are labelled, with `source: gold` and `source: rewards`.
+          The model whose replies are labelled, with `source: gold` and `source: rewards`.
       data: Dataset, optional
-          Whose prompts are asked; prompts it holds out for evaluation are left out of other sources'
-          pairs.
+          Supplies the prompts. Prompts that it holds out for evaluation are left out of pairs from
+          other sources.
       judgements: Judgements, optional
       rewards: any number of RewardModel
-          What chooses, with `source: rewards`.
+          Choose the preferred reply, with `source: rewards`.
 
     Fields with source='ratings', by name:
       source: `ratings`; default `"ratings"`
@@ -1282,7 +1282,7 @@ def preferences(
           most ratings.
       heldout_fraction: number, > 0.0, < 1.0; default `0.1`
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Preferences.
     """
 
@@ -1301,18 +1301,18 @@ def preferences(
     name: str | None = None,
 ) -> Handle:
     """Pairs of replies to one prompt, one of them preferred. Writes train.arrow, heldout.arrow (no prompt
-    on both sides), stats.json and dropped.jsonl (which rows of your own pairs were left out, and why).
-    Gold scores are in none of them.
+    on both sides), stats.json and dropped.jsonl (rows of your own pairs that were left out, with
+    reasons). None of them contains gold scores.
 
     Inputs, in this order or by name:
       policy: Model, optional
-          Whose replies are labelled, with `source: gold` and `source: rewards`.
+          The model whose replies are labelled, with `source: gold` and `source: rewards`.
       data: Dataset, optional
-          Whose prompts are asked; prompts it holds out for evaluation are left out of other sources'
-          pairs.
+          Supplies the prompts. Prompts that it holds out for evaluation are left out of pairs from
+          other sources.
       judgements: Judgements, optional
       rewards: any number of RewardModel
-          What chooses, with `source: rewards`.
+          Choose the preferred reply, with `source: rewards`.
 
     Fields with source='dataset', by name:
       source: `dataset`; default `"dataset"`
@@ -1323,7 +1323,7 @@ def preferences(
       max_pairs: whole number, ≥ 8 or null; default `null`
       heldout_fraction: number, > 0.0, < 1.0; default `0.1`
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Preferences.
     """
 
@@ -1340,25 +1340,25 @@ def preferences(
     name: str | None = None,
 ) -> Handle:
     """Pairs of replies to one prompt, one of them preferred. Writes train.arrow, heldout.arrow (no prompt
-    on both sides), stats.json and dropped.jsonl (which rows of your own pairs were left out, and why).
-    Gold scores are in none of them.
+    on both sides), stats.json and dropped.jsonl (rows of your own pairs that were left out, with
+    reasons). None of them contains gold scores.
 
     Inputs, in this order or by name:
       policy: Model, optional
-          Whose replies are labelled, with `source: gold` and `source: rewards`.
+          The model whose replies are labelled, with `source: gold` and `source: rewards`.
       data: Dataset, optional
-          Whose prompts are asked; prompts it holds out for evaluation are left out of other sources'
-          pairs.
+          Supplies the prompts. Prompts that it holds out for evaluation are left out of pairs from
+          other sources.
       judgements: Judgements, optional
       rewards: any number of RewardModel
-          What chooses, with `source: rewards`.
+          Choose the preferred reply, with `source: rewards`.
 
     Fields with source='judgements', by name:
       source: `judgements`; default `"judgements"`
       max_pairs: whole number, ≥ 8 or null; default `null`
       heldout_fraction: number, > 0.0, < 1.0; default `0.1`
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Preferences.
     """
 
@@ -1388,18 +1388,18 @@ def preferences(
     name: str | None = None,
 ) -> Handle:
     """Pairs of replies to one prompt, one of them preferred. Writes train.arrow, heldout.arrow (no prompt
-    on both sides), stats.json and dropped.jsonl (which rows of your own pairs were left out, and why).
-    Gold scores are in none of them.
+    on both sides), stats.json and dropped.jsonl (rows of your own pairs that were left out, with
+    reasons). None of them contains gold scores.
 
     Inputs, in this order or by name:
       policy: Model, optional
-          Whose replies are labelled, with `source: gold` and `source: rewards`.
+          The model whose replies are labelled, with `source: gold` and `source: rewards`.
       data: Dataset, optional
-          Whose prompts are asked; prompts it holds out for evaluation are left out of other sources'
-          pairs.
+          Supplies the prompts. Prompts that it holds out for evaluation are left out of pairs from
+          other sources.
       judgements: Judgements, optional
       rewards: any number of RewardModel
-          What chooses, with `source: rewards`.
+          Choose the preferred reply, with `source: rewards`.
 
     Fields with source='rewards', by name:
       source: `rewards`; default `"rewards"`
@@ -1436,7 +1436,7 @@ def preferences(
           Whether replies truncated at `max_new_tokens` may be chosen. A model trained on them learns to
           stop there.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Preferences.
     """
 
@@ -1456,9 +1456,9 @@ def prepare(
     max_conversations: int | None = None,
     name: str | None = None,
 ) -> Handle:
-    """Conversations → prompt/reply pairs, split by conversation into train and held-out. Writes
-    train.arrow, heldout.arrow, validation.arrow if asked for, stats.json (what was kept, and what was
-    dropped and why), dropped.jsonl (which rows of the source those are) and dataset.json.
+    """Prompt/reply pairs from conversations, split by conversation into train and held-out. Writes
+    train.arrow, heldout.arrow, validation.arrow if configured, stats.json (numbers of kept and dropped
+    pairs), dropped.jsonl (the dropped rows of the source) and dataset.json.
 
     Fields, by name:
       source: text, not empty; default `"chitchat"`
@@ -1492,7 +1492,7 @@ def prepare(
       max_conversations: whole number, ≥ 1 or null; default `null`
           Read at most this many conversations (None: all).
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Dataset.
     """
 
@@ -1504,13 +1504,13 @@ def reward_base(
     frozen: _FrozenConfig = ...,
     name: str | None = None,
 ) -> Handle:
-    """A reward model by its name, from Hugging Face's sequence-classification form. Writes the model, its
-    head, and reward.json: mean and deviation of its scores, and what it reads.
+    """An imported reward model in Hugging Face's sequence-classification form. Writes the model, its head,
+    and reward.json: mean and deviation of its scores, and its input format.
 
     Inputs, in this order or by name:
       data: Dataset, optional
-          Whose held-out replies it scores once, for the mean and deviation that its rewards are scaled
-          by; where absent, 0 and 1: its rewards count as they are.
+          The model scores its held-out replies once, to normalize rewards by their mean and deviation;
+          if absent, rewards are not normalized.
 
     Fields, by name:
       model: text, not empty; required
@@ -1520,7 +1520,7 @@ def reward_base(
       frozen: FrozenConfig; default its own defaults
           Its layout while it scores those replies.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: RewardModel.
     """
 
@@ -1548,7 +1548,7 @@ def reward_model(
 
     Inputs, in this order or by name:
       policy: Model
-          What it starts from.
+          The model to start from.
       data: Preferences
 
     Fields, by name:
@@ -1581,7 +1581,7 @@ def reward_model(
       batch_size: whole number, ≥ 1; default `64`
           Pairs per optimizer step, over all Workhorses.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: RewardModel.
     """
 
@@ -1606,9 +1606,9 @@ def sft(
     validation: _SFTValidation | None = None,
     name: str | None = None,
 ) -> Handle:
-    """Supervised fine-tuning of the base model on people's replies. Writes the tuned model in Hugging Face
-    form, and dropped.jsonl (which replies were too long to be learned); with `validation` the version
-    that is kept, and validation.json.
+    """Supervised fine-tuning of the base model on human replies. Writes the tuned model in Hugging Face
+    form, and dropped.jsonl, which lists replies that were too long. `validation` adds validation.json
+    and may keep an earlier version.
 
     Inputs, in this order or by name:
       base: Model
@@ -1651,7 +1651,7 @@ def sft(
       validation: SFTValidation or null; default `null`
           None: publish the last version.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Model.
     """
 
@@ -1663,7 +1663,7 @@ def split_preferences(
     name: str | None = None,
 ) -> Handle:
     """One of two parts of preference pairs, no prompt in both. Writes train.arrow and heldout.arrow, each
-    pair on the side where it was, and stats.json.
+    pair on its original side, and stats.json.
 
     Inputs, in this order or by name:
       preferences: Preferences
@@ -1673,7 +1673,7 @@ def split_preferences(
       heldout: number, > 0.0, < 1.0; default `0.5`
           Share of the prompts whose pairs go to `heldout`, for a reward model that acts as a judge.
 
-    name: of the stage; by default the kind's, with a number where it is taken.
+    name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Preferences.
     """
 
@@ -1729,15 +1729,15 @@ def reward(
     judge: _JudgeConfig | None = None,
     uncertainty: float = 0.5,
 ) -> RewardSource:
-    """A source of reward.
+    """A reward source.
 
     Args:
-        source: a function `(prompts, replies) -> scores`, one score a reply, or its import path; a reward model; an
-            ensemble of them. None where `fields` say what it is: `verifier`, `service`, `judge`.
-        fields: of `RewardTerm`: `when`, `uncertainty`, …
+        source: a function `(prompts, replies) -> scores`, one score per reply, or its import path; a reward model; a
+            list of them as an ensemble. None if `fields` define the source: `verifier`, `service`, `judge`.
+        fields: fields of `RewardTerm`: `when`, `uncertainty`, …
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: `source` is none of these.
     """
 
 def stage_kind(
@@ -1827,22 +1827,21 @@ class Workspace(Graph):
         self,
         call: Any,
     ) -> Any:
-        """`call` as it will run, with the layouts that `parallel: auto` chooses. A graph that only plans leaves them
-        open.
+        """`call` with the layouts that `parallel: auto` chooses. A plan leaves them open.
 
         Raises:
-            ConfigError: a layout is written out that `auto` chooses, or none fits.
+            ConfigError: the call sets a layout that `auto` chooses, or no layout fits.
         """
     def directory_of(
         self,
         handle: Handle,
     ) -> Path:
-        """Where a checkpoint lies that exists already, as far as a plan knows."""
+        """Directory of an existing checkpoint."""
     def submit(
         self,
         call: Any,
     ) -> None:
-        """Called once for each stage, in order. A graph that only plans does nothing."""
+        """Called once for each stage, in order. Does nothing in a plan."""
     def register(
         self,
         policy: Handle,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from xray.cli.job import INTERRUPTED
 from xray.deployments.patience import NotUpError
 from xray.tasks.lost_runs import command_to_close
-from xray.tasks.output_directory import goes_on_from
+from xray.tasks.output_directory import resume_point
 from xray_runtime.processes import TAG, start_reaper
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Script:
         for number in self._signals:
             signal.signal(number, DEFAULTS[number])
         if isinstance(error, KeyboardInterrupt):
-            line = f"interrupted; run it again to continue from {goes_on_from(self._output)}"
+            line = f"interrupted; run it again to continue from {resume_point(self._output)}"
             if _in_notebook() or _in_flow():
                 show_as(error, [line])
                 return

@@ -1,4 +1,4 @@
-"""The cores of this machine: how many this process may use, and how many others want them."""
+"""The cores of this machine: the number this process may use, and the load on them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def usable_cores() -> int:
-    """Cores this process may use: its affinity, and a container's quota where there is one."""
+    """Number of cores that this process may use: its affinity, and a container's quota if there is one."""
     cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -18,15 +18,15 @@ def usable_cores() -> int:
 
 
 def load() -> float:
-    """How many processes want each core, at least 1: on a busy machine everything takes so many times longer.
+    """Number of runnable processes per core, at least 1: how many times longer everything takes on a busy machine.
 
-    Limits for processes that may only be slow are multiplied by it.
+    Multiply time limits for slow processes by it.
     """
     return max(os.getloadavg()[0] / usable_cores(), 1.0)
 
 
 def give_way(niceness: int) -> None:
-    """Have this process yield to other programs, all of its threads; it cannot take that back."""
+    """Lower the priority of this process with all its threads; it cannot raise it again."""
     for thread in map(int, os.listdir("/proc/self/task")):
         with contextlib.suppress(ProcessLookupError):
             os.setpriority(os.PRIO_PROCESS, thread, max(niceness, os.getpriority(os.PRIO_PROCESS, thread)))

@@ -1,10 +1,10 @@
-"""Errors as people need them: the first true cause, and whether a retry could help."""
+"""Root causes of errors, and whether a retry could help."""
 
 from __future__ import annotations
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The exception behind Ray's and Prefect's wrappers: what happened first, in the process where it happened."""
+    """The first exception, without Ray's and Prefect's wrappers."""
     seen: set[int] = set()
     while id(error) not in seen:
         seen.add(id(error))
@@ -13,14 +13,14 @@ def root_cause(error: BaseException) -> BaseException:
         if isinstance(inner, BaseException):
             error = inner
             continue
-        # Our own errors are already the explanation; what they were raised from is detail.
+        # X-ray's own errors already explain the problem; their causes are details.
         if error.__cause__ is not None and not isinstance(error, ValueError | RuntimeError):
             error = error.__cause__
     return error
 
 
 def error_summary(error: BaseException) -> str:
-    """The root cause in one line, and where it happened if a note says so."""
+    """The root cause in one line, with the place if a note contains it."""
     cause = root_cause(error)
     notes = getattr(cause, "__notes__", [])
     place = f" {notes[0].splitlines()[0]}" if notes else ""
@@ -33,12 +33,12 @@ OUT_OF_MEMORY_WORDS = (
     "not enough memory",
     "low memory",
     "std::bad_alloc",
-    "status_alloc_failed",  # cuBLAS and cuDNN, which need room beside torch's
+    "status_alloc_failed",  # cuBLAS and cuDNN allocate outside torch
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on the device, in torch's CPU allocator, or by the judgement of Ray's memory monitor."""
+    """Whether memory ran out: on the device, in torch's CPU allocator, or according to Ray's memory monitor."""
     cause = root_cause(error)
     if isinstance(cause, MemoryError) or type(cause).__name__ in ("OutOfMemoryError", "StageOutOfMemoryError"):
         return True
@@ -47,28 +47,27 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class StageOutOfMemoryError(RuntimeError):
-    """A stage ran out of memory; the message names what to lower."""
+    """A stage ran out of memory; the message names the fields to lower."""
 
 
 class NonFiniteError(RuntimeError):
-    """A number that would be trained on or published is NaN or infinite; the message names where."""
+    """A number that would be trained on or published is NaN or infinite; the message names the place."""
 
 
 class StageInterruptedError(RuntimeError):
-    """The stage was asked to stop, and did, with a snapshot."""
+    """The stage stopped on request, after a snapshot."""
 
 
 class WorkerEndedError(RuntimeError):
-    """The process of a stage was asked to end (its node is drained, say); the stage did, with a snapshot. The run was
-    not, so the stage is tried again."""
+    """The process of a stage ended on request (its node is drained, say), after a snapshot. The run continues, so the
+    stage is retried."""
 
 
 def is_cancelled(error: BaseException) -> bool:
-    """Whether somebody asked for the end: by a signal, or through a stage that heeded the wish to stop."""
+    """Whether the run was cancelled: by a signal, or because a stage was asked to stop."""
     return not isinstance(error, Exception) or isinstance(root_cause(error), StageInterruptedError)
 
 
 def may_retry(error: BaseException) -> bool:
-    """Whether trying again could help: not where the input is to blame, nor where somebody asked to stop, nor where the
-    same computation would meet the same NaN."""
+    """Whether a retry could help: not after an invalid input, a request to stop, or a NaN, which would recur."""
     return not isinstance(root_cause(error), ValueError | StageInterruptedError | NonFiniteError)

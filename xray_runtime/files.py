@@ -1,4 +1,4 @@
-"""Files that are whole or not there, also after the power went."""
+"""Atomic writes, also across a power failure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Bring a file or a directory's entries to disk."""
+    """Flush a file or a directory's entries to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -17,7 +17,7 @@ def sync(path: Path) -> None:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write `path` beside its place, bring it to disk, and rename it: a reader finds the old file or the new one."""
+    """Write a temporary file, flush it to disk and rename it to `path`: readers find the old file or the new one."""
     temporary = path.with_name(f"{path.name}.writing-{uuid.uuid4().hex[:8]}")
     try:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)

@@ -1,8 +1,7 @@
-"""Processes and their output: where noise goes, and how nothing outlives the run that started it.
+"""Processes and their output: redirects output, and ends all processes of a run with it.
 
-`start_reaper()` starts a small process beside this one. Everything the run starts inherits a unique process tag in its
-environment; when the run ends, also by SIGKILL, the reaper ends every process that carries the tag. It never looks at
-names.
+`start_reaper()` starts a small process. All processes that the run starts inherit a unique process tag in their
+environment; when the run ends, also by SIGKILL, the reaper ends every process with the tag. It never uses names.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from pathlib import Path
 import psutil
 
 TAG = "XRAY_RUN_TAG"
-"""Environment variable that holds the process tag."""
+"""Environment variable for the process tag."""
 GRACE_SECONDS = 3.0
 LOW_PRIORITY = 10
-"""A niceness: where cores are short, such a thread gets a tenth of what others get."""
+"""With this niceness, a thread gets about a tenth of the time of others on a busy core."""
 
 QUIET = {
     "DO_NOT_TRACK": "1",
@@ -33,16 +32,16 @@ QUIET = {
     "HF_HUB_VERBOSITY": "error",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    # Prefect does not retry this call: a stage that begins while the server starts again would fail.
+    # Prefect does not retry this call: a stage that begins while the server restarts would fail.
     "PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED": "false",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray's own choice is 15: beside a busy neighbour its workers would stand still. `runtime.niceness` says how much.
+    # Ray's default is 15, with which its workers would starve on a busy machine; `runtime.niceness` sets it instead.
     "RAY_worker_niceness": "0",
-    # Ray serves them on every interface, to anybody.
+    # Ray serves metrics on every interface without a login.
     "RAY_enable_metrics_collection": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",
@@ -50,10 +49,10 @@ QUIET = {
 
 
 def at_low_priority(work: Callable[[], None]) -> None:
-    """Do `work` in a thread that gets a core when nothing else wants it, and wait for its end."""
+    """Run `work` in a thread with the lowest priority, and wait for it."""
 
     def run() -> None:
-        # On Linux a thread has a priority of its own, and a process could not raise its back.
+        # On Linux each thread has its own priority, and a process cannot raise its priority again.
         if sys.platform == "linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
         work()
@@ -63,7 +62,7 @@ def at_low_priority(work: Callable[[], None]) -> None:
 
 
 def redirect_output(path: Path) -> None:
-    """Append everything this process prints from now on, also from C code, to the file `path`."""
+    """Redirect this process's output, also from C code, to the end of the file `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
@@ -74,19 +73,18 @@ def redirect_output(path: Path) -> None:
 
 
 def start_reaper(*afterwards: str) -> str:
-    """Give this process's future descendants a tag, and end them when this process ends; returns the tag.
+    """Tag this process's future descendants, and end them when this process ends; returns the tag.
 
     Call it before anything else is started.
 
     Args:
-        afterwards: a command for when they have ended.
+        afterwards: a command to run after they have ended.
     """
     tag = uuid.uuid4().hex
     os.environ[TAG] = tag
     reader, writer = os.pipe()
-    # The writing end closes exactly when this process ends, however it ends: programs do not inherit Python's pipes,
-    # and forks close theirs.
-    # A program inherits its signal mask: the reaper is never without it, and what arrives here meanwhile waits.
+    # The write end closes exactly when this process ends: programs do not inherit Python's pipes, and forks close
+    # theirs. The reaper inherits the signal mask, so that no signal reaches it before its own handlers.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         subprocess.Popen(
@@ -107,16 +105,16 @@ def start_reaper(*afterwards: str) -> str:
 
 
 _writers: dict[str, int] = {}
-"""Process tag → what holds its reaper back."""
+"""Process tag → write end of its reaper's pipe."""
 
 
 def end_well(tag: str) -> None:
-    """Have the reaper end what carries the tag now, and leave out the command for afterwards."""
+    """Make the reaper end the tagged processes now, without running the command afterwards."""
     os.write(_writers[tag], b"-")
 
 
 def tagged(tag: str) -> list[psutil.Process]:
-    """Every process but this one that carries `tag`."""
+    """All processes with `tag` except this one."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -126,7 +124,7 @@ def tagged(tag: str) -> list[psutil.Process]:
 
 
 def kill_tagged(tag: str, grace_s: float = GRACE_SECONDS) -> None:
-    """End every process that carries `tag`, as `kill` does."""
+    """End every process with `tag`, like `kill`."""
     kill(lambda: tagged(tag), grace_s)
 
 

@@ -1,4 +1,4 @@
-"""Seeds: every random choice derives from the config's seed and the names of who asks."""
+"""Seeds: every random choice derives from the config's seed and the names of its consumer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 
 
 def derive_seed(seed: int, *names: str | int) -> int:
-    """A seed in [0, 2³¹) that depends on `seed` and on each of `names`, and on nothing else.
+    """A seed in [0, 2³¹) that depends only on `seed` and on each of `names`.
 
     Consumers that differ in one name (stage, role, iteration, row) draw from unrelated streams, on every machine.
     """

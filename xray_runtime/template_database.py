@@ -1,8 +1,8 @@
-"""New SQLite databases as copies of a template: all migrations of Prefect or MLflow take seconds, a copy none.
+"""New SQLite databases as copies of a template, since the migrations of Prefect and MLflow take seconds.
 
-A template is an empty database with a package's schema. It is made once for each version of the package, by the first
-process that needs it, and kept in `$XDG_CACHE_HOME/xray` (`~/.cache/xray`). It only saves time: where the directory
-cannot be used, or making the template fails, nothing is done, and whoever opens the database makes it.
+A template is an empty database with a package's schema. The first process that needs it makes it, once per version of
+the package, in `$XDG_CACHE_HOME/xray` (`~/.cache/xray`). It only saves time: if the directory cannot be used or making
+the template fails, the package itself creates the database.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from xray_runtime.files import sync, write_atomic
 log = logging.getLogger(__name__)
 
 MAKE_SECONDS = 240.0
-"""How long to wait for another process that makes the template."""
+"""Time to wait for another process that makes the template."""
 
 
 def copy_template(path: Path, package: str, make: Callable[[Path], None]) -> None:
-    """Make the database `path`, unless there is one.
+    """Make the database `path` unless it exists.
 
     Args:
         package: owner of the schema.
-        make: writes a new, empty database of the installed version to the path it is given.
+        make: writes a new, empty database of the installed version to the given path.
     """
     if path.exists():
         return
@@ -41,7 +41,7 @@ def copy_template(path: Path, package: str, make: Callable[[Path], None]) -> Non
     try:
         shutil.copyfile(_template(package, make), temporary)
         sync(temporary)
-        # Unlike a rename, this never replaces a database that another process has made meanwhile.
+        # Unlike a rename, a link never replaces a database that another process has made in the meantime.
         with contextlib.suppress(FileExistsError):
             os.link(temporary, path)
     except Exception as error:
@@ -60,7 +60,7 @@ def _template(package: str, make: Callable[[Path], None]) -> Path:
             with tempfile.TemporaryDirectory(dir=directory) as scratch:
                 made, whole = Path(scratch) / "made.db", Path(scratch) / "whole.db"
                 make(made)
-                # One file, whatever the maker left in a write-ahead log beside its own.
+                # This merges a write-ahead log into one file.
                 with contextlib.closing(sqlite3.connect(made)) as connection:
                     connection.execute("VACUUM INTO ?", (str(whole),))
                 write_atomic(template, whole.read_bytes())
@@ -68,7 +68,7 @@ def _template(package: str, make: Callable[[Path], None]) -> Path:
 
 
 def _cache_directory() -> Path:
-    """For this user alone: who can write a template can put triggers into everybody's databases."""
+    """The cache directory, which only this user may write: a template with triggers would infect all databases."""
     base = os.environ.get("XDG_CACHE_HOME")
     directory = (Path(base) if base else Path.home() / ".cache") / "xray"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)

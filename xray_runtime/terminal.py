@@ -1,4 +1,4 @@
-"""Tables in a terminal of any width, and in a pipe."""
+"""Tables for terminals of any width and for pipes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 
 GAP = 2
 MIN_TEXT = 24
-"""Columns of a terminal that the last cell of a row needs to be read."""
+"""Smallest readable width of the last cell of a row."""
 
 
 def print_table(
@@ -53,7 +53,7 @@ def _print_cells(console: Console, columns: Sequence[str], rows: Sequence[Sequen
 
 
 def print_indented(console: Console, head: str, text: str, style: str = "") -> None:
-    """Print `text` after `head`, its further lines below its first; a pipe gets each line of `text` whole."""
+    """Print `text` after `head`, with continuation lines aligned; in a pipe, lines are not wrapped."""
     room = console.width - cell_len(head) if console.is_terminal else None
     for paragraph in text.split("\n"):
         for line in wrapped(paragraph, room):
@@ -62,14 +62,14 @@ def print_indented(console: Console, head: str, text: str, style: str = "") -> N
 
 
 def wrapped(text: str, width: int | None) -> list[str]:
-    """`text` in lines of at most `width`, broken between words alone; one line where `width` is None."""
+    """`text` in lines of at most `width`, broken only between words; one line if `width` is None."""
     if width is None:
         return [text]
     return textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def show(console: Console, line: str, style: str = "") -> None:
-    """Print a line as it is: no markup in it, and no wrapping of ours."""
+    """Print a line without markup and wrapping."""
     console.print(Text(line, style=style), soft_wrap=True, highlight=False)
 
 

@@ -1,8 +1,8 @@
-"""A lifecycle on a busy machine, killed while it starts: it goes on, and ends with the bytes of a calm one.
+"""A lifecycle on a busy machine, killed while it starts, must resume and end with the bytes of an undisturbed one.
 
-`python -m tests.chaos.busy DIRECTORY` runs the calm lifecycle, if DIRECTORY has none yet; then the same beside twenty
-processes that compute. As soon as driver, GCS server and raylet have started, one after another, they are killed, and
-the command itself once; then it is left alone. Prints what happened; exit code 0 where nothing was lost.
+`python -m tests.chaos.busy DIRECTORY` runs the baseline lifecycle, unless DIRECTORY has one, and then the same next to
+twenty processes that compute. It kills driver, GCS server and raylet as soon as each has started, then the command
+itself, and finally lets the command finish. It prints what happened; exit code 0 means that nothing was lost.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from pathlib import Path
 
 import psutil
 
-from tests.chaos.harness import TARGETS, Command, Lifecycle, differences, none_left, outcome, run
+from tests.chaos.harness import BASELINE, TARGETS, Command, Lifecycle, differences, none_left, outcome, run
 from xray_runtime.processes import start_reaper
 
 PROCESSES = 20
-STRUCK = ("driver", "gcs", "raylet")
+KILLED = ("driver", "gcs", "raylet")
 LIMIT_SECONDS = 5400.0
 
 
 @contextlib.contextmanager
 def busy(processes: int = PROCESSES) -> Iterator[None]:
-    """So many processes compute while the context lasts."""
-    # Where this one is killed, the reaper ends them.
+    """Run this many computing processes while the context lasts."""
+    # If this process is killed, the reaper ends them.
     start_reaper()
     computing = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
@@ -44,7 +44,7 @@ def busy(processes: int = PROCESSES) -> Iterator[None]:
 
 
 def await_process(root: subprocess.Popen[bytes], pattern: str, deadline: float) -> psutil.Process:
-    """The first process below `root` whose command line has `pattern`."""
+    """The first descendant of `root` whose command line contains `pattern`."""
     while time.monotonic() < deadline and root.poll() is None:
         for process in psutil.Process(root.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -54,29 +54,29 @@ def await_process(root: subprocess.Popen[bytes], pattern: str, deadline: float) 
     raise TimeoutError(f"{pattern}: did not start, or the command ended with {root.poll()}")
 
 
-def strike(command: Command) -> None:
-    """The lifecycle of `command`, killed in every way while it starts; prints what was done and seen."""
+def kill_while_starting(command: Command) -> None:
+    """Kill the processes of `command` while they start; prints what happened."""
     begin = time.monotonic()
     deadline = begin + LIMIT_SECONDS
     process = command.start()
     try:
-        for target in STRUCK:
+        for target in KILLED:
             await_process(process, TARGETS[target], deadline).kill()
-            _say(begin, f"{target} killed while it started")
+            _print(begin, f"{target} killed while it started")
         await_process(process, "ray::", deadline)
         process.kill()
         process.wait()
         none_left(command.mark, LIMIT_SECONDS)
-        _say(begin, f"command killed, {_status(command.output)}")
+        _print(begin, f"command killed, {_status(command.output)}")
         process = command.start()
         code = process.wait(timeout=deadline - time.monotonic())
-        _say(begin, f"ended with {code}, {_status(command.output)}")
+        _print(begin, f"ended with {code}, {_status(command.output)}")
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
 
 
-def _say(begin: float, text: str) -> None:
+def _print(begin: float, text: str) -> None:
     print(f"{time.monotonic() - begin:4.0f} s: {text}", flush=True)
 
 
@@ -92,14 +92,14 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=PROCESSES)
     options = parser.parse_args()
     lifecycle, directory = Lifecycle(config=options.config), options.directory
-    if not (directory / "calm" / "lifecycle.json").exists():
-        run(directory / "calm", [], lifecycle)
+    if not (directory / BASELINE / "lifecycle.json").exists():
+        run(directory / BASELINE, [], lifecycle)
     with busy(options.processes):
         time.sleep(5)
         print(f"load {os.getloadavg()[0]:.1f}", flush=True)
         command = Command(directory / f"busy-{uuid.uuid4().hex[:6]}", lifecycle, uuid.uuid4().hex)
-        strike(command)
-    found = differences(outcome(directory / "calm"), outcome(command.output))
+        kill_while_starting(command)
+    found = differences(outcome(directory / BASELINE), outcome(command.output))
     print(found or "nothing lost")
     raise SystemExit(bool(found))
 

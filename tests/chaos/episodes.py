@@ -1,9 +1,9 @@
-"""Disturb a lifecycle in the middle of episodes of many turns.
+"""Inject faults into a lifecycle in the middle of episodes of many turns.
 
-`python -m tests.chaos.episodes --cases 20 --seed 0` strikes as `tests.chaos.harness` does, and only while an episode is
-open: its environment has answered, and not for the last time, or the next attempt begins to go on with it. Then it
-strikes a lifecycle whose environment tells the time, so that no two of them are alike: what was answered before a blow
-must be what was learned from in the end. With `--lag 1` episodes are open while the policy learns from those before.
+`python -m tests.chaos.episodes --cases 20 --seed 0` injects the faults of `tests.chaos.harness`, but only while an
+episode is open: its environment has answered, but not for the last time. A second lifecycle has an environment whose
+answers contain the time, so that no two answers are the same: the policy must learn from the answers before the fault.
+With `--lag 1`, episodes are open while the policy learns from earlier ones.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos import games
-from tests.chaos.harness import MAX_DELAY_SECONDS, ROOT, TARGETS, Case, Lifecycle, run, storms
+from tests.chaos.harness import MAX_DELAY_SECONDS, ROOT, TARGETS, Case, Lifecycle, run, run_cases
 from xray_runtime.data.ledger import LEDGER, iterations, read_shard, readable, shard_path
 from xray_runtime.environments import worker
 from xray_runtime.models.causal_lm import load_tokenizer
 
 FRESH_S = games.PAUSE_S
-"""What was answered so long ago is not yet followed by the next answer."""
+"""An answer younger than this is not followed by the next one yet."""
 TARGETS_IN_PLAY = {name: TARGETS[name] for name in ("driver", "generator", "learner", "stage")}
 TARGETS_IN_PLAY["environment"] = worker.__name__
 PATIENCE = ("runtime.retries=20", "runtime.restarts=20", "runtime.stall_timeout_s=240")
-"""Nothing here is found by its missing progress; on a busy machine a start takes minutes."""
+"""No fault here is detected by missing progress; on a busy machine, a start takes minutes."""
 
 
 def draw(seed: int, stage: str) -> Case:
-    """The case of `seed`, in `stage`. What stands still is killed for that: of the environment by its supervisor, and
-    of all others by what the other harness tries."""
+    """The case of `seed`, in `stage`. Only environments are stopped, since their supervisor detects it; the other
+    harness stops other processes."""
     rng = random.Random(seed)
     target = rng.choice(sorted(TARGETS_IN_PLAY))
     action = rng.choice(("kill", "stop")) if target == "environment" else "kill"
@@ -43,14 +43,14 @@ def draw(seed: int, stage: str) -> Case:
 
 
 class Journals:
-    """What was answered, as it stood at each blow."""
+    """The answers in the journals at each fault."""
 
     def __init__(self) -> None:
         self.answers: dict[tuple[Path, str], dict[str, Any]] = {}
-        """(output, stage) → key → the line."""
+        """(output, stage) → key → line of the journal."""
 
     def moment(self, output: Path, stage: str) -> str | None:
-        """What is known where an episode is open: something was just answered that is not the end of it."""
+        """Record and describe the answers if an episode is open (its last answer is recent and not final)."""
         for path in output.glob(f"snapshots/{stage}-*/answers.jsonl"):
             try:
                 is_fresh = time.time() - path.stat().st_mtime < FRESH_S
@@ -68,7 +68,7 @@ class Journals:
 
 
 def lifecycle(directory: Path, journals: Journals, lag: int = 0) -> Lifecycle:
-    """The lifecycle of `episodes.yaml`, whose data, people who say one letter, is put into `directory`."""
+    """The lifecycle of `episodes.yaml`; its data, replies of one letter, is written into `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     data = directory / "letters.jsonl"
     if not data.exists():
@@ -79,7 +79,7 @@ def lifecycle(directory: Path, journals: Journals, lag: int = 0) -> Lifecycle:
         overrides=(f"data.source={data}", *(f"ppo.stages.{number}.lag={lag}" for number in (0, 1)), *PATIENCE),
         variables={"XRAY_ALLOWED_IMPORTS": games.__name__},
         stages=("ppo-1", "ppo-2"),
-        blows=5,
+        faults_per_stage=5,
         targets=TARGETS_IN_PLAY,
         draw=draw,
         moment=journals.moment,
@@ -87,14 +87,14 @@ def lifecycle(directory: Path, journals: Journals, lag: int = 0) -> Lifecycle:
 
 
 def clock(directory: Path, journals: Journals, lag: int = 0) -> Lifecycle:
-    """The same with an environment that tells the time."""
+    """The same lifecycle with an environment whose answers contain the time."""
     letters = lifecycle(directory, journals, lag)
     paths = (f"ppo.stages.{number}.environment.path={games.__name__}:Clock" for number in (0, 1))
     return replace(letters, overrides=(*letters.overrides, *paths))
 
 
 def lost_answers(output: Path, journals: Journals) -> list[str]:
-    """Which of what was answered before a blow is not, once, in what the policy of `output` learned from."""
+    """The answers from before a fault that the policy of `output` did not learn from exactly once."""
     content, lost = json.loads((output / "lifecycle.json").read_text()), []
     for stage in content["stages"]:
         known = journals.answers.get((output, stage["name"]), {}).values()
@@ -118,15 +118,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "chaos-episodes")
     options = parser.parse_args()
     letters = lifecycle(options.output, Journals(), options.lag)
-    hits, _, bad = storms(letters, options.output, options.cases, 0, options.seed)
+    hits, _, bad = run_cases(letters, options.output, options.cases, 0, options.seed)
     journals = Journals()
     cases = [draw(options.seed + i, stage) for i, stage in enumerate(letters.stages * 2)]
-    met = run(options.output / "clock", cases, clock(options.output, journals, options.lag))
+    faults = run(options.output / "clock", cases, clock(options.output, journals, options.lag))
     lost = lost_answers(options.output / "clock", journals)
     count = sum(map(len, journals.answers.values()))
-    print(f"clock: {sum(blow.hit for blow in met)} blows hit; of {count} answers before them {len(lost)} were lost")
-    print("\n".join(f"    {line}" for line in [*met, *lost]))
-    sys.exit(1 if bad or lost or hits < options.cases or not any(blow.hit for blow in met) else 0)
+    print(f"clock: {sum(fault.hit for fault in faults)} faults hit; {len(lost)} of {count} earlier answers were lost")
+    print("\n".join(f"    {line}" for line in [*faults, *lost]))
+    sys.exit(1 if bad or lost or hits < options.cases or not any(fault.hit for fault in faults) else 0)
 
 
 if __name__ == "__main__":

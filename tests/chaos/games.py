@@ -1,4 +1,4 @@
-"""Games of a few slow turns, for lifecycles that are disturbed in mid-episode."""
+"""Games of a few slow turns, for faults in mid-episode."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import xray
 
 TURNS = 4
 PAUSE_S = 0.4
-"""Before each answer."""
+"""Delay before each answer."""
 
 
 class Letters:
-    """Says how many letters have been said so far, and pays for them: a turn that is lost or said twice shows."""
+    """Answers with the number of letters so far, and rewards it: a lost or repeated turn changes the result."""
 
     def reset(self, task: Mapping[str, Any], seed: int) -> None:
         time.sleep(PAUSE_S)
@@ -24,15 +24,15 @@ class Letters:
         time.sleep(PAUSE_S)
         self.replies.append(reply)
         letters = len("".join(self.replies))
-        message = {"role": "user", "content": self.said(letters)}
+        message = {"role": "user", "content": self.answer(letters)}
         return xray.Step([message], reward=letters / 10, terminated=len(self.replies) == TURNS)
 
-    def said(self, letters: int) -> str:
+    def answer(self, letters: int) -> str:
         return str(letters)
 
 
 class Clock(Letters):
-    """Says what no other attempt would: only what was kept can give the same bytes again."""
+    """Answers with the time: only journaled answers give the same bytes again."""
 
-    def said(self, letters: int) -> str:
+    def answer(self, letters: int) -> str:
         return str(time.time_ns() % 10**9)

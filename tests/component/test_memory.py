@@ -123,7 +123,7 @@ def test_a_stage_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(
     for number, line in enumerate(said, start=1):
         assert "can't allocate memory" in line
         assert f" in Workhorse 1 of 2 of 'policy' ({socket.gethostname()}, pid " in line
-        assert line.endswith(f"; going on with micro-batches 1/{2**number} as large")
+        assert line.endswith(f"; continuing with micro-batches 1/{2**number} as large")
     before = load_file(tiny_model / "model.safetensors")
     for name, tensor in undisturbed.items():
         torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=2e-5)

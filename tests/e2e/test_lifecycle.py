@@ -134,7 +134,7 @@ def test_an_iteration_is_replayed_to_the_same_bytes(first: Outcome, output: Path
 
 
 @pytest.mark.timeout(1500)
-def test_of_six_blows_nothing_is_lost(first: Outcome, output: Path, tmp_path: Path) -> None:
+def test_six_faults_lose_nothing(first: Outcome, output: Path, tmp_path: Path) -> None:
     cases = [draw(SIX + i, stage) for i, stage in enumerate(STAGES)]
     assert len({case.target for case in cases}) == len(cases)
     nothing_is_lost(outcome(output.with_name("undisturbed")), tmp_path, cases)

@@ -193,11 +193,11 @@ def test_a_candidate_is_approved_on_its_page(operator: Operator, waiting: str, r
     operator.until(lambda: any("waits for approval" in text for text in operator.error_summary), "no one is notified")
     pages.run(waiting)
     first = operator.asked(waiting)
-    pages.approve("Shall version 1 of")
+    pages.approve("Promote version 1 of")
     operator.until(lambda: operator.asked(waiting) not in (None, first), "nobody is asked about the new candidate")
     assert operator.status()["champions"] == []
     pages.run(waiting)
-    pages.approve("Shall version 2 of")
+    pages.approve("Promote version 2 of")
     pages.shows("Completed")
     (champion,) = operator.status()["champions"]
     assert (champion["name"], champion["version"], champion["by"]) == ("xray-tiny-policy", "2", "Ada")

@@ -97,7 +97,7 @@ def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
         else:
             run_flow(str(job.flow), job.parameters)
     if not opened:
-        raise ConfigError(f"{job.flow}: the flow opened no workspace")
+        raise ConfigError(f"{job.flow}: the flow must open a workspace")
     for workspace in opened:
         print_summary(console, workspace.run_record.summary.content, workspace.output)
     return opened[-1].run_record.summary.content

@@ -22,7 +22,7 @@ from rich.console import Console
 from xray.cli.job import FAILED, INTERRUPTED, SIGNALS, Job
 from xray.deployments.local_services import LOST
 from xray.tasks.lost_runs import close_lost_runs, command_to_close, outputs_in
-from xray.tasks.output_directory import goes_on_from
+from xray.tasks.output_directory import resume_point
 from xray_runtime.cores import load
 from xray_runtime.files import write_atomic
 from xray_runtime.processes import end_well, kill_tagged, start_reaper
@@ -49,7 +49,7 @@ def supervise(output: Path, *, restarts: int, stall_timeout_s: float, console: C
                 code = attempts.run()
                 kill_tagged(tag)
                 if attempts.interrupts:
-                    text = f"interrupted; run the same command again to continue from {goes_on_from(output)}"
+                    text = f"interrupted; run the same command again to continue from {resume_point(output)}"
                     console.print(text, highlight=False, soft_wrap=True)
                     return INTERRUPTED
                 reason = attempts.stalled or _why_lost(job, code)
@@ -75,7 +75,7 @@ def _why_lost(job: Job, code: int) -> str | None:
 
 
 def _given_up(output: Path) -> str:
-    return f"giving up. Run the same command again to continue from {goes_on_from(output)}; logs: {output / 'logs'}"
+    return f"giving up. Run the same command again to continue from {resume_point(output)}; logs: {output / 'logs'}"
 
 
 class _Attempts:

@@ -18,7 +18,7 @@ from xray_runtime.data.tokenizing import encode_prompts
 from xray_runtime.evaluation.human_verdicts import human_judge
 from xray_runtime.evaluation.judging import Panel, Scoring, judge, record_replies
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.rl.policy_replies import PolicyReplies, ask_policy
+from xray_runtime.rl.policy_replies import PolicyReplies, sample_policy
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.dataset import max_prompt_tokens
 from xray_runtime.training.prompts import UniquePrompts
@@ -55,7 +55,7 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
         spec = GeneratorSpec(path, limit + config.max_response_tokens, config.generator)
         with stage.open_models({"generator": spec}) as models:
             begun = list(zip(prompts, encode_prompts(tokenizer, prompts), strict=True))
-            replies[side] = ask_policy(
+            replies[side] = sample_policy(
                 stage, models["generator"], path, tokenizer, begun, columns, limit, recorder.log_dir
             )
         recorder.progress(number, 3, "steps", f"sampled the {side}")

@@ -18,7 +18,7 @@ from xray_runtime.evaluation.human_verdicts import human_judge
 from xray_runtime.evaluation.judging import Scoring, judge, record_replies
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.objectives import ReferenceObjective
-from xray_runtime.rl.policy_replies import PolicyReplies, ask_policy
+from xray_runtime.rl.policy_replies import PolicyReplies, sample_policy
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.dataset import max_prompt_tokens
 from xray_runtime.training.prompts import UniquePrompts
@@ -67,7 +67,7 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
             if version:
                 weights = load_file(policy / "model.safetensors")
                 get(models["generator"].load_weights.remote(pack(sorted(weights.items()), version)))
-            replies[side] = ask_policy(
+            replies[side] = sample_policy(
                 stage, models["generator"], before, tokenizer, prompts, columns, limit, recorder.log_dir, version
             )
             recorder.progress(version + 1, 3, "steps", f"sampled {side}")

@@ -1,4 +1,4 @@
-"""What a person decided who was asked whether a stage shall go on."""
+"""A person's decision whether a stage continues."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ class Answer:
 
     go_on: bool
     by: str
-    """Who it was, as they say."""
+    """Name that the person gave."""
     note: str
-    """Why."""
+    """The person's reason."""

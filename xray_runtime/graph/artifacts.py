@@ -1,4 +1,4 @@
-"""Types of checkpoints: what a stage makes, and what another takes as input."""
+"""Types of checkpoints, the outputs and inputs of stages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Artifact:
-    """A published checkpoint as a stage body sees it."""
+    """A published checkpoint, as passed to a stage body."""
 
     path: Path
-    """Its directory; nothing in it ever changes."""
+    """Its directory, which never changes."""
     is_model: ClassVar[bool] = False
-    """Whether it has weights, of a shape that what is made from it shares."""
+    """Whether it has weights, whose shape models made from it share."""
 
 
 class Dataset(Artifact):
@@ -33,7 +33,7 @@ VERDICTS, JUDGED_PAIRS = "judgements.jsonl", "pairs.arrow"
 
 
 class Judgements(Artifact):
-    """What people judged: `VERDICTS`, and `JUDGED_PAIRS` made of them."""
+    """Human verdicts: `VERDICTS`, and the `JUDGED_PAIRS` made from them."""
 
 
 class Model(Artifact):
@@ -43,11 +43,11 @@ class Model(Artifact):
 
 
 REWARD_HEAD = "reward_head/head.safetensors"
-"""In a directory of its own: vLLM loads every safetensors file beside config.json."""
+"""In its own directory, because vLLM loads every safetensors file next to config.json."""
 VALUE_HEAD = "value_head/head.safetensors"
-"""Of a policy: the rollouts that it learned from, a Parquet file an iteration."""
+"""Head of a critic that is part of the policy."""
 SHOWN_ROLLOUTS = "rollouts"
-"""Table of a few of them, which the stage records; the report shows it."""
+"""Table of a few rollouts, which the report shows."""
 
 
 class RewardModel(Artifact):
@@ -57,29 +57,29 @@ class RewardModel(Artifact):
 
 
 class Evaluation(Artifact):
-    """How a policy did against another: evaluation.json, samples.json, prompts.json."""
+    """A policy compared with another: evaluation.json, samples.json, prompts.json."""
 
 
 class Benchmark(Artifact):
-    """What a policy can do by itself: benchmark.json, samples.json, prompts.json."""
+    """Scores of one policy: benchmark.json, samples.json, prompts.json."""
 
 
 class Comparison(Artifact):
-    """A candidate against a champion: comparison.json, samples.json, prompts.json."""
+    """A candidate compared with a champion: comparison.json, samples.json, prompts.json."""
 
 
 TYPES: dict[str, type[Artifact]] = {
     t.__name__: t
     for t in (Artifact, Dataset, Preferences, Judgements, Model, RewardModel, Evaluation, Benchmark, Comparison)
 }
-"""By the name that stands in a manifest."""
+"""Types by their name in a manifest."""
 
 
 def is_a(name: str, *types: type[Artifact]) -> bool:
-    """Whether the type of this name is one of `types`. A type that nobody registered in this process is none."""
+    """Whether `name` is a type registered in this process and a subclass of one of `types`."""
     return issubclass(TYPES.get(name, object), types)
 
 
 def dataset_of(parents: Iterable[CheckpointRef]) -> str | None:
-    """`Manifest.dataset`: sha256 of the first parent that holds data to train or be judged on."""
+    """`Manifest.dataset`: sha256 of the first parent that is a dataset."""
     return next((parent.sha256 for parent in parents if is_a(parent.type, Dataset, Preferences)), None)

@@ -1,4 +1,4 @@
-"""The inputs and fields of one call of a stage kind, taken apart and checked."""
+"""Separates and checks the inputs and fields of one call of a stage kind."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 class Binding:
-    """The inputs of one call, taken apart."""
+    """The inputs of one call."""
 
     def __init__(self, graph: Graph, stage: str, kind: StageKind) -> None:
         self._graph, self._stage, self._kind = graph, stage, kind
         self.parents: dict[str, Handle] = {}
         self.terms: dict[str, list[dict[str, Any]]] = {}
-        """Field → sources of reward with their weights."""
+        """Field → reward sources with their weights."""
         self.functions: dict[str, Callable[..., Any]] = {}
-        """Those that were handed over as objects."""
+        """Functions that were passed as objects, by name."""
 
     def bind(self, inputs: Sequence[Any], keywords: dict[str, Any]) -> None:
-        """Take positional inputs, and those among `keywords`, which are removed there."""
+        """Bind positional inputs, and those among `keywords`, which are removed from it."""
         stage, roles = self._stage, list(self._kind.roles.values())
         if len(inputs) > len(roles):
             names = ", ".join(role.name for role in roles) or "none"
@@ -41,7 +41,7 @@ class Binding:
         for role in roles:
             if role.name in keywords:
                 if role.name in given:
-                    raise ConfigError(f"{stage}.{role.name}: given twice")
+                    raise ConfigError(f"{stage}.{role.name}: is set twice, by position and by name")
                 given[role.name] = keywords.pop(role.name)
         for name, value in keywords.items():
             if isinstance(value, Handle | Weighted | RewardSource):
@@ -59,7 +59,7 @@ class Binding:
                 raise ConfigError(f"{stage}.{role.name}: is required: {article(role.type)}")
 
     def _bind_many(self, role: Role, values: Any) -> None:
-        # A field of the same name says how much each source counts; functions are sources too.
+        # A config field of the same name holds the weight of each source; functions are sources too.
         weighs = issubclass(role.type, RewardModel) and role.name in self._kind.all_field_names
         if not isinstance(values, list | tuple):
             values = [values]
@@ -79,7 +79,7 @@ class Binding:
                 given = source.source
                 models = given if isinstance(given, list) else [given] if isinstance(given, Handle) else []
                 if given is not None and not models:
-                    term["function"] = self.hand_over(where, source)
+                    term["function"] = self.add_function(where, source)
             names = [self._role(role, f"{self._stage}.{where}", model) for model in models]
             if names:
                 term |= {"model": names[0]} if len(names) == 1 else {"models": names}
@@ -88,15 +88,15 @@ class Binding:
             self.terms[role.name] = terms
 
     def _role(self, role: Role, where: str, value: Any) -> str:
-        """The name of one of the inputs that a role takes many of; a model of two sources is one input."""
-        mine = {name: handle for name, handle in self.parents.items() if name.startswith(f"{role.name}.")}
+        """The input's name in a role that takes several. A model that two sources use is one input."""
+        bound = {name: handle for name, handle in self.parents.items() if name.startswith(f"{role.name}.")}
         handle = self._graph.require(where, role.type, value)
-        name = next((name for name, known in mine.items() if known is handle), f"{role.name}.{len(mine)}")
+        name = next((name for name, known in bound.items() if known is handle), f"{role.name}.{len(bound)}")
         self.parents[name] = handle
         return name
 
-    def hand_over(self, where: str, source: RewardSource) -> str:
-        """The name of a function; one that is an object goes with the call."""
+    def add_function(self, where: str, source: RewardSource) -> str:
+        """The function's name; a function object is added to the call."""
         if callable(source.source):
             known = self.functions.setdefault(source.name, source.source)
             if known is not source.source:
@@ -107,7 +107,7 @@ class Binding:
 
 
 def check_functions(config: Any, inputs: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> None:
-    """Functions that were handed over as sources of reward take prompts, replies and columns that the dataset has."""
+    """Raise ConfigError if a reward function has other parameters than prompts, replies and columns of the dataset."""
     if not isinstance(config, JudgingConfig):
         return
     data = dataset_config(inputs)
@@ -120,7 +120,7 @@ def check_functions(config: Any, inputs: Mapping[str, Any], functions: Mapping[s
 
 
 def dataset_config(inputs: Mapping[str, Any]) -> DataConfig | None:
-    """How the dataset whose prompts are asked is made; of a checkpoint nothing is known before it is opened."""
+    """The config of the dataset that supplies prompts; None if it is an existing checkpoint."""
     handle = inputs.get("prompts", inputs.get("data"))
     config = handle.call.config if handle is not None and handle.call is not None else None
     return config if isinstance(config, DataConfig) else None

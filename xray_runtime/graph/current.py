@@ -1,4 +1,4 @@
-"""The graph that stages are added to, and the graphs that are only written down: both belong to a `with` block."""
+"""The current graph, and planning mode: both belong to a `with` block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CURRENT: contextvars.ContextVar[Graph] = contextvars.ContextVar("xray-graph")
 
 
 def current_graph() -> Graph:
-    """The graph of the innermost `with`. Raises ConfigError outside of one."""
+    """The graph of the innermost `with`. Raises ConfigError outside of any."""
     graph = CURRENT.get(None)
     if graph is None:
         raise ConfigError('a stage can be called only inside `with xray.workspace("DIRECTORY"):`')
@@ -27,10 +27,10 @@ def current_graph() -> Graph:
 
 @dataclass(frozen=True)
 class Planning:
-    """Workspaces that are opened meanwhile only record their graphs."""
+    """Planning mode, in which workspaces only record their graphs."""
 
     fields: Mapping[str, Any]
-    """`STAGE.FIELD` → value, for these graphs."""
+    """`STAGE.FIELD` → value, overrides for these graphs."""
     graphs: list[tuple[Path, Graph]] = field(default_factory=list)
     """The graphs with their output directories."""
 
@@ -39,13 +39,13 @@ _PLANNING: contextvars.ContextVar[Planning | None] = contextvars.ContextVar("pla
 
 
 def is_planning() -> Planning | None:
-    """Whether graphs are only recorded at the moment."""
+    """The planning mode, if it is on."""
     return _PLANNING.get()
 
 
 @contextmanager
 def planning(fields: Mapping[str, Any] | None = None) -> Iterator[list[tuple[Path, Graph]]]:
-    """Workspaces that are opened in the block only record their graphs, with `fields` (`STAGE.FIELD`) set in them."""
+    """In the block, workspaces only record their graphs, with `fields` (`STAGE.FIELD` → value) overridden."""
     planned = Planning(fields or {})
     token = _PLANNING.set(planned)
     try:

@@ -1,7 +1,7 @@
-"""The graph of a lifecycle: stages, and which takes whose checkpoint. Nothing here runs anything.
+"""The graph of a lifecycle: stages and their inputs. This module does not run anything.
 
-A call of a stage kind adds a stage and returns a `Handle`, which another call takes. A `Graph` by itself only records,
-for plans; the workspace (`xray.tasks.workspace`) is a graph that runs its stages.
+Calling a stage kind adds a stage and returns a `Handle`, an input for other calls. A `Graph` only records, for plans;
+the workspace (`xray.tasks.workspace`) is a graph that runs its stages.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from xray_runtime.graph.kind import KINDS, StageKind
 from xray_runtime.planning.auto import check_left_open
 
 STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-"""It is part of file names."""
+"""Stage names are parts of file names."""
 MAX_SEED = 2**31
 
 
 class OnlyPlannedError(RuntimeError):
-    """The result was asked for of a stage that is only written down."""
+    """The result of a stage that was only recorded."""
 
     def __init__(self, stage: str) -> None:
-        super().__init__(f"{stage}: this graph only plans; its stages have no results")
+        super().__init__(f"{stage}: has no result, because this graph is only planned")
         self.stage = stage
 
 
@@ -50,11 +50,11 @@ class StageCall:
     config: Any
     seed: int
     parents: dict[str, Handle]
-    """Role → what plays it; `rewards.0`, `rewards.1`, … of a role that takes many."""
+    """Role → input; a role that takes several has `rewards.0`, `rewards.1`, …"""
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    """Those that were handed over as objects, by name: rewards, the gold score, an algorithm of the user's."""
+    """Functions that were passed as objects, by name: rewards, the gold score, the user's algorithm."""
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
-    """The graph's, with the shares of a GPU that `parallel: auto` chose for this stage."""
+    """The graph's runtime, with the GPU shares that `parallel: auto` chose for this stage."""
 
     def config_json(self) -> dict[str, Any]:
         dumped: dict[str, Any] = self.config.model_dump(mode="json")
@@ -66,9 +66,9 @@ class Graph:
 
     Args:
         seed: every random choice derives from it.
-        defaults: fields that a stage takes where its call leaves them out and its kind has them: generator, frozen, …
+        defaults: defaults for fields of any stage whose kind has them: generator, frozen, …
         shorten: give every stage a step or two, for the determinism check.
-        fields: `STAGE.FIELD` → value, in place of what the stage's call says.
+        fields: `STAGE.FIELD` → value; overrides the stage's call.
 
     Raises:
         ConfigError: the seed is not allowed, or no kind has a field of a default's name.
@@ -114,10 +114,13 @@ class Graph:
         values = {k: v.model_dump() if isinstance(v, BaseModel) else v for k, v in values.items()}
         for key, value in values.items():
             if callable(value):
-                values[key] = bound.hand_over(key, reward(value))
+                values[key] = bound.add_function(key, reward(value))
         environment = values.get("environment")
         if isinstance(environment, Mapping) and callable(environment.get("path")):
-            values["environment"] = {**environment, "path": bound.hand_over("environment", reward(environment["path"]))}
+            values["environment"] = {
+                **environment,
+                "path": bound.add_function("environment", reward(environment["path"])),
+            }
         for path, value in self.fields.items():
             if path.startswith(f"{stage}."):
                 values = copy.deepcopy(values)
@@ -145,23 +148,23 @@ class Graph:
         try:
             self.submit(call)
         except BaseException:
-            # It does not run: what is called next under its name is another attempt.
+            # The stage does not run, so its name is free for another attempt.
             del self.calls[stage], self._handles[stage]
             raise
         return handle
 
     def require(self, where: str, type: type[Artifact], value: Any) -> Handle:
-        """`value` as an input of this type. Raises ConfigError, which begins with `where`."""
+        """Check that `value` is an input of this type. Raises ConfigError, which begins with `where`."""
         wanted = f"must be {article(type)}"
         if not isinstance(value, Handle):
             shown = value.name if isinstance(value, RewardSource | StageKind) else repr(value)
-            raise ConfigError(f"{where}: {shown} is not allowed: {wanted} that a stage makes")
+            raise ConfigError(f"{where}: {shown} is not allowed: {wanted}, the result of a stage")
         if value.graph is not self:
             raise ConfigError(
                 f"{where}: {value!r} belongs to another workspace: use its checkpoint, "
                 f"xray.checkpoint('DIR#{value.name}')"
             )
-        # A checkpoint that a plan did not open has no type yet.
+        # A plan does not open checkpoints, so their type is unknown.
         if not issubclass(value.output, type) and (value.call is not None or value.output is not Artifact):
             raise ConfigError(f"{where}: {value!r} is not allowed: {wanted}")
         return value
@@ -174,29 +177,28 @@ class Graph:
         return name
 
     def checkpoint(self, ref: str) -> Handle:
-        """A checkpoint that exists already: a plan takes its type on trust."""
+        """An existing checkpoint; a plan does not check its type."""
         return Handle(self, ref, Artifact, None)
 
     def register(self, policy: Handle, evaluation: Handle | None = None, name: str | None = None) -> None:
-        """Register a policy. A graph that only plans does nothing."""
+        """Register a policy. Does nothing in a plan."""
 
     def laid_out(self, call: StageCall) -> StageCall:
-        """`call` as it will run, with the layouts that `parallel: auto` chooses. A graph that only plans leaves them
-        open.
+        """`call` with the layouts that `parallel: auto` chooses. A plan leaves them open.
 
         Raises:
-            ConfigError: a layout is written out that `auto` chooses, or none fits.
+            ConfigError: the call sets a layout that `auto` chooses, or no layout fits.
         """
         if self.runtime.parallel == "auto":
             check_left_open(call)
         return call
 
     def directory_of(self, handle: Handle) -> Path:
-        """Where a checkpoint lies that exists already, as far as a plan knows."""
+        """Directory of an existing checkpoint."""
         return Path(handle.name)
 
     def submit(self, call: StageCall) -> None:
-        """Called once for each stage, in order. A graph that only plans does nothing."""
+        """Called once for each stage, in order. Does nothing in a plan."""
 
     def result_of(self, handle: Handle) -> Any:
         raise OnlyPlannedError(handle.name)

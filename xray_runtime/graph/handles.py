@@ -1,4 +1,4 @@
-"""What a call of a stage kind returns and takes: checkpoints, sources of reward, and their weights."""
+"""Inputs and results of stage calls: checkpoints, reward sources, and weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FUNCTION_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class Weighable:
-    """What may be a source of reward: `0.5 * it` is one that counts half."""
+    """A possible reward source; multiply it by a number to set its weight, as in `0.5 * judge`."""
 
     def __mul__(self, weight: float) -> Weighted:
         return Weighted(self, float(weight)) if isinstance(weight, int | float) else NotImplemented
@@ -27,7 +27,7 @@ class Weighable:
 
 
 class Handle(Weighable):
-    """A checkpoint that exists, or the stage that will make it."""
+    """A checkpoint that exists or that a stage will make."""
 
     def __init__(self, graph: Graph, name: str, output: type[Artifact], call: StageCall | None) -> None:
         self.graph, self.name, self.output, self.call = graph, name, output, call
@@ -36,7 +36,7 @@ class Handle(Weighable):
         """Wait for the checkpoint: its `path`, `sha256`, `metrics`, `lineage()`.
 
         Raises:
-            RuntimeError: the stage failed (its own error), or this graph only plans.
+            RuntimeError: the stage failed (its own error), or this graph is only planned.
         """
         return self.graph.result_of(self)
 
@@ -46,23 +46,23 @@ class Handle(Weighable):
 
 @dataclass(frozen=True)
 class RewardSource(Weighable):
-    """A source of reward with fields of its own."""
+    """A reward source with its fields."""
 
     source: Callable[..., Any] | str | Handle | list[Handle] | None
-    """A function or its import path; a reward model, or several as an ensemble; None: the fields say what it is."""
+    """A function or its import path; a reward model, or several as an ensemble; None: the fields define it."""
     fields: Mapping[str, Any]
 
     @property
     def name(self) -> str:
-        """`module:function`, or the name of a function that is handed over as it is; of others none."""
+        """`module:function`; "a reward source" if it is not a function."""
         if isinstance(self.source, str):
             return self.source
-        return f"{self.source.__module__}:{self.source.__qualname__}" if callable(self.source) else "a source of reward"
+        return f"{self.source.__module__}:{self.source.__qualname__}" if callable(self.source) else "a reward source"
 
 
 @dataclass(frozen=True)
 class Weighted(Weighable):
-    """A source of reward with its weight."""
+    """A reward source with its weight."""
 
     source: Weighable
     weight: float
@@ -72,15 +72,15 @@ class Weighted(Weighable):
 
 
 def reward(source: Callable[..., Any] | str | Handle | Sequence[Handle] | None = None, **fields: Any) -> RewardSource:
-    """A source of reward.
+    """A reward source.
 
     Args:
-        source: a function `(prompts, replies) -> scores`, one score a reply, or its import path; a reward model; an
-            ensemble of them. None where `fields` say what it is: `verifier`, `service`, `judge`.
-        fields: of `RewardTerm`: `when`, `uncertainty`, …
+        source: a function `(prompts, replies) -> scores`, one score per reply, or its import path; a reward model; a
+            list of them as an ensemble. None if `fields` define the source: `verifier`, `service`, `judge`.
+        fields: fields of `RewardTerm`: `when`, `uncertainty`, …
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: `source` is none of these.
     """
     if source is None and fields:
         return RewardSource(None, fields)
@@ -91,7 +91,7 @@ def reward(source: Callable[..., Any] | str | Handle | Sequence[Handle] | None =
     path = isinstance(source, str) and FUNCTION_PATH.fullmatch(source)
     if not path and not (callable(source) and hasattr(source, "__qualname__")):
         raise ConfigError(
-            f"reward: {source!r} is not allowed: must be a function, 'module:function', or reward models; or nothing, "
-            "with fields that say what it is"
+            f"reward: {source!r} is not allowed: must be a function, 'module:function', or reward models; or leave it "
+            "out and set verifier, service or judge"
         )
     return RewardSource(source, fields)  # type: ignore[arg-type]

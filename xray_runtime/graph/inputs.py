@@ -1,4 +1,4 @@
-"""What each stage kind takes: fields are roles, their types what may play them."""
+"""The inputs of each stage kind: fields are roles, with the allowed types."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class SFTInputs:
 @dataclass(frozen=True)
 class PreferencesInputs:
     policy: Model | None = None
-    """Whose replies are labelled, with `source: gold` and `source: rewards`."""
+    """The model whose replies are labelled, with `source: gold` and `source: rewards`."""
     data: Dataset | None = None
-    """Whose prompts are asked; prompts it holds out for evaluation are left out of other sources' pairs."""
+    """Supplies the prompts. Prompts that it holds out for evaluation are left out of pairs from other sources."""
     judgements: Judgements | None = None
     rewards: list[RewardModel] = field(default_factory=list)
-    """What chooses, with `source: rewards`."""
+    """Choose the preferred reply, with `source: rewards`."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class SplitPreferencesInputs:
 @dataclass(frozen=True)
 class RewardModelInputs:
     policy: Model
-    """What it starts from."""
+    """The model to start from."""
     data: Preferences
 
 
 @dataclass(frozen=True)
 class RewardBaseInputs:
     data: Dataset | None = None
-    """Whose held-out replies it scores once, for the mean and deviation that its rewards are scaled by; where absent, 0
-    and 1: its rewards count as they are."""
+    """The model scores its held-out replies once, to normalize rewards by their mean and deviation; if absent, rewards
+    are not normalized."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class PPOInputs:
     policy: Model
     prompts: Dataset
     reference: Model | None = None
-    """What the KL penalty is held against; the policy as it begins where absent."""
+    """Reference of the KL penalty; the initial policy if absent."""
     rewards: list[RewardModel] = field(default_factory=list)
     judges: list[RewardModel] = field(default_factory=list)
-    """What only looks on, in `validation`."""
+    """Judges for `validation` only; the policy is not trained on their scores."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class DPOInputs:
     policy: Model
     preferences: Preferences
     reference: Model | None = None
-    """What the policy is held against, and kept near; the policy as it begins where absent."""
+    """Reference of the loss; the initial policy if absent."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class KTOInputs:
     preferences: Preferences | None = None
     """Chosen replies are desirable, rejected ones are not."""
     verdicts: Judgements | None = None
-    """What people said of two replies: both may be desirable, or neither."""
+    """Human verdicts on two replies each: both may be desirable, or neither."""
     data: Dataset | None = None
-    """What it holds out for evaluation is left out of the verdicts."""
+    """Prompts that it holds out for evaluation are left out of the verdicts."""
     reference: Model | None = None
 
 
@@ -92,9 +92,9 @@ class EvaluateInputs:
     against: Model
     prompts: Dataset
     rewards: list[RewardModel] = field(default_factory=list)
-    """What the policy was trained against: shown, and no judge."""
+    """Reward models that the policy was trained on: shown in the report, but not used as judges."""
     judges: list[RewardModel] = field(default_factory=list)
-    """What it was not trained against."""
+    """Reward models that the policy was not trained on."""
     verdicts: Judgements | None = None
     """What people said of replies of these two: one more judge."""
 
@@ -103,7 +103,7 @@ class EvaluateInputs:
 class BenchmarkInputs:
     policy: Model
     prompts: Dataset
-    """Whose rows are asked."""
+    """Supplies the prompts."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,7 @@ class CompareInputs:
     rewards: list[RewardModel] = field(default_factory=list)
     judges: list[RewardModel] = field(default_factory=list)
     seen: list[Artifact] = field(default_factory=list)
-    """Datasets and preferences behind the champion and not behind the candidate: what they train on is not asked."""
+    """Datasets and preferences of the champion that the candidate does not have: prompts in their training part are not
+    used."""
     verdicts: Judgements | None = None
     """What people said of replies of these two: one more judge."""

@@ -1,7 +1,7 @@
-"""A stage kind: everything X-ray knows of one kind of stage, in one object.
+"""A stage kind: all that X-ray knows about one kind of stage, in one object.
 
-Name, config schema, typed inputs, output, body, what its models need, what its page shows. Nothing else in the project
-lists kinds. One that is registered (`stage_kind`) can be called: it adds a stage to the graph at hand.
+It has a name, config schema, typed inputs, output, body, model roles, and what its page shows. Nothing else in the
+project lists kinds. Calling a registered kind (`stage_kind`) adds a stage to the current graph.
 
     @stage_kind("distill", inputs=DistillInputs, config=DistillConfig, output=Model)
     def distill(stage: Stage[DistillConfig, DistillInputs], out: Path, recorder: Recorder) -> int: ...
@@ -30,7 +30,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError, validate_as
 from xray_runtime.graph.artifacts import TYPES, Artifact, RewardModel
 from xray_runtime.graph.current import current_graph
-from xray_runtime.graph.kind_help import OfKind, help_text, signature
+from xray_runtime.graph.kind_help import KindAttribute, help_text, signature
 from xray_runtime.planning.roles import ModelRole
 from xray_runtime.store.seal import Seal, process_seal
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from xray_runtime.workers.protocols import ModelHandle
 
 USES: tuple[str, ...] = ()
-"""Of the modules imported by name here: a key digests the code of a kind's body by itself."""
+"""None of the modules imported by name here: a key digests the code of a kind's body separately."""
 
 C = TypeVar("C")
 I = TypeVar("I")  # noqa: E741
@@ -57,10 +57,10 @@ Panels = Sequence[tuple[str, Sequence[str]]]
 
 
 class Recorder(Protocol):
-    """Where a stage reports what people look at; nothing reported here enters a checkpoint."""
+    """Receives a stage's progress, metrics, tables and figures; none of them enters a checkpoint."""
 
     log_dir: Path
-    """Noisy output of workers and engines goes to files in this directory."""
+    """Directory for the log files of workers and engines."""
 
     def progress(self, done: int, total: int, unit: str, note: str = "") -> None: ...
 
@@ -71,20 +71,20 @@ class Recorder(Protocol):
     def figure(self, name: str, figure: Figure) -> None: ...
 
     def ask(self, question: str) -> Answer | None:
-        """Wait for a person's answer to `question` (Markdown); None where nobody can be asked, or nobody answered."""
+        """Wait for a person's answer to `question` (Markdown); None if nobody can be asked or nobody answered."""
 
     def resume(self) -> Snapshot | None:
-        """The newest snapshot of this stage, if an attempt before left one; metrics after it are forgotten."""
+        """The newest snapshot of an earlier attempt, if there is one. Later metrics are discarded."""
 
     def snapshot_due(self, step: int) -> bool:
-        """Whether to write a snapshot after `step` steps: now and then, and whenever the stage is asked to stop."""
+        """Whether to write a snapshot after `step` steps: at intervals, and if the stage was asked to stop."""
 
     def write_snapshot(self, step: int, state: dict[str, Any], save: Callable[[Path], None]) -> None:
-        """Make a snapshot of `state` and of what `save` writes into a directory. Raises where asked to stop."""
+        """Write a snapshot of `state` and of the files that `save` writes. Raises if the stage was asked to stop."""
 
 
 class OpenModels(Protocol):
-    """Starts one WholeModel a role, all at the same time, and ends them all, whatever happens."""
+    """Starts one WholeModel per role, all at the same time; stops them all at the end of the block."""
 
     def __call__(
         self, specs: Mapping[str, ModelSpec | GeneratorSpec]
@@ -93,7 +93,7 @@ class OpenModels(Protocol):
 
 @dataclass(frozen=True)
 class Stage(Generic[C, I]):
-    """All a stage body may depend on."""
+    """Everything that a stage body may depend on."""
 
     name: str
     seed: int
@@ -102,13 +102,13 @@ class Stage(Generic[C, I]):
     runtime: RuntimeConfig
     open_models: OpenModels
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    """Functions that were handed over as objects, by name."""
+    """Functions that were passed as objects, by name."""
     kept: Path | None = None
-    """A directory that stays, beside the snapshots, for the attempts after this one, until the stage is published."""
+    """A directory that outlives the attempt, next to the snapshots, until the stage is published."""
     kept_shared: SharedFolder | None = None
-    """The same where attempts may be on other machines: in the shared store."""
+    """The same in the shared store, for attempts on other machines."""
     seal: Seal = field(default_factory=process_seal)
-    """What was kept is read only where it is sealed with it."""
+    """Kept files are read only if they carry this seal."""
 
 
 Body = Callable[[Stage[Any, Any], Path, Recorder], int]
@@ -117,7 +117,7 @@ Body = Callable[[Stage[Any, Any], Path, Recorder], int]
 
 @dataclass(frozen=True)
 class NoInputs:
-    """Of a stage that starts from nothing."""
+    """Inputs of a stage that has none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,54 +131,54 @@ class StageKind:
     """A dataclass of artifacts: `Model`, `Model | None` (may be absent), or `list[RewardModel]`."""
     output: type[Artifact]
     body: str | Body
-    """A function, or `module:function` where its module imports what a graph's author needs not."""
+    """A function, or `module:function` if its module has imports that a graph does not need."""
     models: Callable[[Any], Mapping[str, ModelRole]] = lambda config: {}
-    """Name → model of a stage, all alive at the same time: all that the planner knows of it."""
+    """Name → model role; all are open at the same time. The planner knows nothing else about the stage."""
     base_model: Callable[[Any], FreshBase | str | None] = lambda config: None
-    """The model from outside that its output is, by its sizes or its name. None: the output has the shape of what the
-    stage trains, or of its first input that is a model."""
+    """The external model that the stage outputs, as sizes or a name. None: the output has the shape of the trained
+    model, or of the first input that is a model."""
     computes: bool = True
-    """Whether device and threads can change its result."""
+    """Whether device and number of threads can change the result."""
     outside: Callable[[Any], Mapping[str, str]] = lambda config: {}
-    """Fields that name files, directories or hub names → their values: the key digests the bytes behind them, not the
-    names. `model` is looked up among models, everything else among data sets."""
+    """Fields that name files, directories or hub repositories → their values. The key digests their content, not their
+    names. `model` is looked up among models, every other field among datasets."""
     functions: Callable[[Any], Sequence[str]] = lambda config: ()
     """Import paths of the functions it calls: the key digests their source."""
     check: Callable[[Any, Mapping[str, Any]], None] = lambda config, inputs: None
-    """Raises ValueError where config and inputs (role → handle) do not go together."""
+    """Raises ValueError if config and inputs (role → handle) do not fit together."""
     shorten: Callable[[Any], Any] = lambda config: config
-    """The same config with a step or two, for the determinism check."""
+    """The config with one or two steps, for the determinism check."""
     panels: Panels = ()
-    """Training curves on its page and in the report."""
+    """Training curves on the stage's page and in the report."""
     headline: Mapping[str, str] = field(default_factory=dict)
-    """What to say of it in one line: metric, or number in `results` → word for it."""
+    """Metrics, or numbers in `results`, for the one-line summary → label."""
     findings: Callable[[Series], Sequence[str]] = lambda series: ()
-    """What its metrics say in plain words, where it cannot have learnt; in the summary."""
+    """Sentences for the summary that explain why the stage cannot have learned."""
     results: str | None = None
-    """The file with the numbers it is run for; of an evaluation they are its metrics `NAME/…` too."""
+    """The file with its results; an evaluation also reports them as metrics `NAME/…`."""
     sides: tuple[str, ...] | None = None
-    """Of an evaluation: roles of the policy judged and, where there is one, of the one it is held against."""
+    """For an evaluation: roles of the judged policy and, if any, of its opponent."""
     title: str = ""
-    """What it makes, for people: on the model card."""
+    """Name of its output on the model card."""
 
     @property
     def sections(self) -> list[type[BaseModel]]:
-        """Its config, or the sections that its config is one of."""
+        """Its config section, or the sections of the union."""
         return members(self.config)
 
     @property
     def module(self) -> str:
-        """The module whose code computes it."""
+        """Module of the body."""
         return self.body.partition(":")[0] if isinstance(self.body, str) else self.body.__module__
 
     @property
     def registered_in(self) -> str:
-        """The module that registers it when it is imported."""
+        """Module that registers the kind when it is imported."""
         return _REGISTERED_IN[self.name]
 
     @property
     def run(self) -> Body:
-        """The body."""
+        """The body, imported."""
         if not isinstance(self.body, str):
             return self.body
         module, _, name = self.body.partition(":")
@@ -192,7 +192,7 @@ class StageKind:
         return {f.name: Role.of(f.name, hints[f.name]) for f in dataclasses.fields(self.inputs)}
 
     def inputs_at(self, paths: Mapping[str, Path]) -> Any:
-        """Its inputs where they lie: `paths` by role, those of a role that takes many as `ROLE.0`, `ROLE.1`, …"""
+        """The inputs with their paths by role; a role that takes several has `ROLE.0`, `ROLE.1`, …"""
         found: dict[str, Any] = {}
         for name, role in self.roles.items():
             if role.many:
@@ -203,34 +203,34 @@ class StageKind:
         return self.inputs(**found)
 
     def validated(self, values: Mapping[str, Any], where: str = "") -> Any:
-        """Keyword fields as this kind's config. Raises ConfigError: one line with field, value and what is allowed."""
+        """Validate keyword fields. Raises ConfigError: one line with field, value and what is allowed."""
         return validate_as(member_of(self.config, values, where), dict(values), where=where)
 
     def field_names(self, values: Mapping[str, Any], where: str = "") -> set[str]:
-        """The fields of the config that `values` choose, where there is a choice. Raises ConfigError as `validated`."""
+        """Field names of the section that `values` select. Raises ConfigError like `validated`."""
         return set(member_of(self.config, values, where).model_fields)
 
     @property
     def all_field_names(self) -> set[str]:
-        """The fields of its config, whichever is chosen."""
+        """Field names of all sections."""
         return {name for section in self.sections for name in section.model_fields}
 
     def __call__(self, *inputs: Any, name: str | None = None, **keywords: Any) -> Handle:
-        """Add a stage of this kind to the graph at hand.
+        """Add a stage of this kind to the current graph.
 
         Args:
-            inputs: checkpoints, or what will be one, in the order of `roles`; by keyword too.
-            name: of the stage; by default the kind's, with a number where it is taken.
+            inputs: handles, in the order of `roles`; also by keyword.
+            name: name of the stage; by default the kind's, with a number if that is taken.
             keywords: inputs and fields of the config.
 
         Raises:
-            ConfigError: a field is unknown or its value not allowed, or an input is missing or of another type.
+            ConfigError: a field is unknown, a value is not allowed, or an input is missing or has the wrong type.
         """
         return current_graph().add(self, inputs, keywords, name)
 
 
-StageKind.__doc__ = OfKind(help_text, StageKind.__doc__)  # type: ignore[assignment]
-StageKind.__signature__ = OfKind(signature, None)  # type: ignore[attr-defined]
+StageKind.__doc__ = KindAttribute(help_text, StageKind.__doc__)  # type: ignore[assignment]
+StageKind.__signature__ = KindAttribute(signature, None)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class Role:
 
     @classmethod
     def of(cls, name: str, hint: Any) -> Role:
-        """From a dataclass field's annotation. Raises ConfigError where it is of none of the allowed forms."""
+        """From a dataclass field's annotation. Raises ConfigError if the annotation has none of the allowed forms."""
         optional = get_origin(hint) in (typing.Union, types.UnionType) and type(None) in get_args(hint)
         many = get_origin(hint) is list
         types_ = [t for t in get_args(hint) if t is not type(None)] if optional or many else [hint]
@@ -254,15 +254,15 @@ class Role:
 
 
 def members(config: Any) -> list[type[BaseModel]]:
-    """The sections of a discriminated union, or the one section."""
+    """The sections of a discriminated union, or the single section."""
     return [config] if isinstance(config, type) else list(get_args(get_args(config)[0]))
 
 
 def member_of(config: Any, values: Mapping[str, Any], where: str = "") -> type[BaseModel]:
-    """The section that `values` choose of a discriminated union; the first where they name none.
+    """The section of a discriminated union that `values` select; by default the first.
 
     Raises:
-        ConfigError: there is none of that name; the line begins with `where`.
+        ConfigError: no section has this name; the line begins with `where`.
     """
     if isinstance(config, type):
         return config
@@ -283,19 +283,19 @@ NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def register(kind: StageKind, module: str | None = None) -> StageKind:
-    """Make a kind known.
+    """Register a kind.
 
     Args:
-        module: which does it when it is imported; by default the caller's.
+        module: the module that registers it when imported; by default the caller's.
 
     Raises:
-        ConfigError: its name stands for another kind or cannot be one, an input has no allowed type, or the name of its
-            output stands for another type.
+        ConfigError: the name is taken or not allowed, an input's type is not allowed, or another type has the name of
+            its output.
     """
     if not NAME.fullmatch(kind.name):
         raise ConfigError(f"stage kind {kind.name!r} is not allowed: must match {NAME.pattern}")
     known = KINDS.get(kind.name)
-    # A module that is loaded again, as in a notebook, registers its kinds again.
+    # A module that is reloaded, as in a notebook, registers its kinds again.
     if known is not None and (known.module, _name(known.body)) != (kind.module, _name(kind.body)):
         raise ConfigError(f"stage kind {kind.name!r} is registered twice: in {known.module} and in {kind.module}")
     try:
@@ -303,7 +303,7 @@ def register(kind: StageKind, module: str | None = None) -> StageKind:
     except ConfigError as error:
         raise ConfigError(f"stage kind {kind.name!r}: {error}") from None
     for role in roles:
-        # Sources of reward are both: the field says how much each counts.
+        # Reward sources are both: the field holds their weights.
         if role.name in kind.all_field_names and not (role.many and issubclass(role.type, RewardModel)):
             raise ConfigError(f"stage kind {kind.name!r}: {role.name!r} is both an input and a field of its config")
     for artifact in (kind.output, *(role.type for role in roles)):
@@ -311,7 +311,7 @@ def register(kind: StageKind, module: str | None = None) -> StageKind:
         if other.__module__ != artifact.__module__:
             raise ConfigError(
                 f"stage kind {kind.name!r}: the type {artifact.__name__} of {artifact.__module__} is not allowed: "
-                f"{other.__module__} has one of this name"
+                f"{other.__module__} has a type of this name"
             )
         TYPES[artifact.__name__] = artifact
     KINDS[kind.name] = kind
@@ -341,5 +341,5 @@ def stage_kind(
 
 
 def config_of(kind: StageKind, data: Mapping[str, Any]) -> Any:
-    """A kind's config from its JSON."""
+    """A kind's config from JSON."""
     return TypeAdapter(kind.config).validate_json(json.dumps(data))

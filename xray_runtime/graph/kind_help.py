@@ -1,6 +1,6 @@
-"""What a stage kind says of itself: for `help(xray.sft)`, for the stub that type checkers read, and for the site.
+"""Help texts of stage kinds: for `help(xray.sft)`, for the type checkers' stub, and for the site.
 
-Bodies are read and not imported, since they would bring torch along.
+Bodies are parsed, not imported, because they import torch.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ REQUIRED = "required"
 
 @dataclass(frozen=True)
 class FieldHelp:
-    """One field of a section, for people."""
+    """Help on one field of a section."""
 
     name: str
     allowed: str
     """Types and bounds."""
     default: str
-    """As JSON; or `REQUIRED`, or words."""
+    """JSON, `REQUIRED`, or a phrase."""
     meaning: str
 
 
-class OfKind:
-    """An attribute that a kind computes when `help()` or an editor asks; of the class `StageKind` it is `ours`."""
+class KindAttribute:
+    """A lazy attribute of a kind; on the class `StageKind` it is `class_value`."""
 
-    def __init__(self, compute: Callable[[StageKind], Any], ours: Any) -> None:
-        self._compute, self._ours = compute, ours
+    def __init__(self, compute: Callable[[StageKind], Any], class_value: Any) -> None:
+        self._compute, self._class_value = compute, class_value
 
     def __get__(self, kind: StageKind | None, owner: type[StageKind]) -> Any:
-        return self._ours if kind is None else self._compute(kind)
+        return self._class_value if kind is None else self._compute(kind)
 
 
 def help_text(kind: StageKind) -> str:
-    """Signature, summary, inputs and fields of a kind, as `help()` shows them."""
+    """Signature, summary, inputs and fields of a kind, for `help()`."""
     return f"xray.{kind.name}{_short_signature(kind)}\n\n{description(kind, kind.sections)}"
 
 
@@ -69,7 +69,7 @@ def description(kind: StageKind, sections: Sequence[type[BaseModel]]) -> str:
         for field in field_help(section):
             default = field.default if field.default == REQUIRED else f"default {field.default}"
             lines += _entry(field.name, f"{field.allowed}; {default}", field.meaning)
-    lines += ["", "name: of the stage; by default the kind's, with a number where it is taken."]
+    lines += ["", "name: name of the stage; by default the kind's, with a number if that is taken."]
     return "\n".join([*lines, f"Returns a handle: {kind.output.__name__}."])
 
 
@@ -107,7 +107,7 @@ def signature(kind: StageKind) -> inspect.Signature:
 
 
 def summary(kind: StageKind) -> str:
-    """What a kind is for and what it writes, from the docstrings of its body and of the body's module."""
+    """A kind's purpose and output, from the docstrings of its body and of the body's module."""
     if not isinstance(kind.body, str):
         return " ".join((inspect.getdoc(kind.body) or "").split())
     spec = importlib.util.find_spec(kind.module)
@@ -125,7 +125,7 @@ def meanings(owner: type[Any]) -> dict[str, str]:
     """Attribute → the string below it."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
-    except (OSError, TypeError, SyntaxError):  # of a class of a prompt there is no source
+    except (OSError, TypeError, SyntaxError):  # a class from an interactive session has no source
         return {}
     assert isinstance(tree, ast.ClassDef)
     found = {}
@@ -136,12 +136,12 @@ def meanings(owner: type[Any]) -> dict[str, str]:
 
 
 def role_text(role: Role, type: str) -> str:
-    """What may play a role; `type`: the type's name as it is shown."""
+    """Allowed inputs of a role; `type`: the type's displayed name."""
     return f"any number of {type}" if role.many else f"{type}, optional" if role.optional else type
 
 
 def tag(config: Any, section: type[BaseModel]) -> tuple[str, Any] | None:
-    """(field, value) that chooses a section of a union; None where there is no choice."""
+    """(field, value) that selects a section of a union; None if there is no union."""
     if isinstance(config, type):
         return None
     field = get_args(config)[1].discriminator
@@ -152,7 +152,7 @@ def field_help(section: type[BaseModel], link: Callable[[str], str] = str) -> It
     """Every field of a section.
 
     Args:
-        link: what to write for the name of another section.
+        link: formats the name of another section.
     """
     schema = section.model_json_schema()
     properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -162,7 +162,7 @@ def field_help(section: type[BaseModel], link: Callable[[str], str] = str) -> It
 
 
 def meaning(section: type[BaseModel], field: str) -> str:
-    """A field's description; where a section has a default of its own, what the section it extends says."""
+    """A field's description, inherited from a base section if the section only overrides the default."""
     classes = [c for c in section.__mro__ if issubclass(c, BaseModel) and field in c.model_fields]
     found = next((text for c in classes if (text := c.model_fields[field].description)), "")
     return " ".join(found.split())

@@ -1,4 +1,4 @@
-"""The identity of a stage: what its key digests, by content and by what computes it."""
+"""The identity of a stage, which its key digests: its content and its code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DECLARATIONS = (
     "xray_runtime.planning",
     *(f"xray_runtime.graph.{name}" for name in ("binding", "current", "graph", "handles", "inputs", "kind")),
 )
-"""They say which stages there are and compute none: a body that imports them to register itself depends on no more."""
+"""Modules that only declare stages. A body imports them to register itself and does not depend on them."""
 
 
 def identify(
@@ -33,16 +33,16 @@ def identify(
     functions: Mapping[str, Callable[..., Any]],
     memory: DigestMemory,
 ) -> tuple[Identity, list[Outside]]:
-    """The identity of a stage, and what it reads from outside.
+    """The identity of a stage, and its external files.
 
     Args:
         runtime: its device must not be `auto`.
         parents: role → checkpoint sha256.
-        functions: those that were handed over as objects, by name.
-        memory: of digests of files that did not change.
+        functions: functions that were passed as objects, by name.
+        memory: remembered digests of unchanged files.
 
     Raises:
-        ValueError: a file, a name or a function cannot be read; one line.
+        ValueError: a file, hub name or function cannot be read; one line.
     """
     outside = [
         outside_digest(value, memory, field=f"{name}.{field}", holds="model" if field == "model" else "dataset")
@@ -75,18 +75,18 @@ def identify(
 
 
 def check_hub_names(kind: StageKind, name: str, config: Any) -> None:
-    """Raises ConfigError where a stage names something on a hub that is not there, or that cannot be asked for."""
+    """Raise ConfigError if a hub repository that the stage names does not exist or cannot be reached."""
     for field, value in kind.outside(config).items():
         check_on_hub(value, f"{name}.{field}", "model" if field == "model" else "dataset")
 
 
 def code_of(kind: StageKind) -> dict[str, str]:
-    """Module that computes a kind → digest of its syntax tree."""
+    """Module of the kind's code → digest of its syntax tree."""
     return _code(kind.module)[0]
 
 
 @cache
 def _code(module: str) -> tuple[dict[str, str], dict[str, str]]:
-    # Once a process: what is imported does not change any more.
+    # Cached for the process: imported code does not change.
     packages = {OWN_PACKAGE, module.partition(".")[0]}
     return module_digests([module], packages, DECLARATIONS), library_versions_of([module], packages, DECLARATIONS)

@@ -16,7 +16,7 @@ from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.render import MAX_VALUE_CHARS, entry, stage_name
 from xray_runtime.report.figures import read_metrics
 from xray_runtime.report.rendering import template
-from xray_runtime.stages.findings import watched
+from xray_runtime.stages.findings import monitored
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_bounded
 from xray_runtime.tracking.mlflow_tracker import flatten
 from xray_runtime.tracking.recorder import METRICS, records_directory
@@ -117,7 +117,7 @@ def _records(store: LineageStore, node: Node) -> dict[str, Any]:
     findings = node.kind.findings(series) if node.kind is not None else []
     # As an image, in which no script runs.
     drawn = base64.b64encode(figure.read_bytes()).decode() if figure.is_file() else None
-    return {"figure": drawn, "findings": findings, "watched": watched(series)}
+    return {"figure": drawn, "findings": findings, "watched": monitored(series)}
 
 
 def _samples(node: Node) -> tuple[list[str], list[list[str]]]:

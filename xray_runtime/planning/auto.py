@@ -1,6 +1,6 @@
-"""`runtime.parallel: auto`: layouts of a stage's models as the planner chooses them, for the devices that there are.
+"""`runtime.parallel: auto`: the planner chooses the layouts of a stage's models for the available devices.
 
-`xray plan` asks the same functions, so what it says is what `auto` takes.
+`xray plan` uses the same functions, so it shows what `auto` chooses.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from xray_runtime.graph.graph import Graph, StageCall
 
 GENERATOR_SHARE = 0.9
-"""Of a GPU that vLLM has to itself."""
+"""Memory fraction of a GPU that vLLM does not share."""
 
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """Stage → its plan, of every stage that has models."""
+    """Stage → its plan, for every stage that has models."""
 
     stages: Mapping[str, Plan]
 
@@ -39,26 +39,26 @@ class GraphPlan:
 
     @property
     def fullest(self) -> str:
-        """The stage that needs the most memory of one device."""
+        """The stage that needs the most memory on one device."""
         return max(self.stages, key=lambda name: self.stages[name].fullest.peak_bytes)
 
 
 def plan(
     graph: Graph, machine: Machine, changes: Changes = UNCHANGED, nodes: Sequence[Resources] | None = None
 ) -> GraphPlan:
-    """Plan each stage of `graph` from its models; layouts that are written in it do not count.
+    """Plan each stage of `graph` from its models; ignores the layouts in the graph.
 
     Args:
-        nodes: what the cluster has; None: not looked at.
+        nodes: resources of the cluster's nodes; None: not checked.
 
     Raises:
-        ConfigError: the graph has no models, one of them cannot be planned, a change is not allowed, or all that would
-            fit is refused.
+        ConfigError: the graph has no models, a model cannot be planned, a change is not allowed, or the config or the
+            nodes reject every plan that fits.
     """
     calls = [changes.of_call(call) for call in graph.calls.values()]
     stages = {call.name: found for call in calls if (found := plan_call(call, machine, nodes)) is not None}
     if not stages:
-        raise ConfigError("nothing is to be planned: no stage has models")
+        raise ConfigError("this graph cannot be planned: no stage has models")
     trains = any(plan.workload.of_use("trained") for plan in stages.values())
     if not trains and replace(changes, generator_sleeps=False) != UNCHANGED:
         raise ConfigError("LoRA, offload and micro-batches are not allowed: no stage trains a model")
@@ -66,8 +66,8 @@ def plan(
 
 
 def plan_call(call: StageCall, machine: Machine, nodes: Sequence[Resources] | None = None) -> Plan | None:
-    """The first plan of a stage that fits, of those that its config and `nodes` accept; where none fits, what comes
-    nearest; None where the stage has no models. Raises ConfigError as `plan`."""
+    """The first plan of a stage that fits and that its config and `nodes` accept, or else the nearest; None if the
+    stage has no models. Raises ConfigError like `plan`."""
     workload = stage_workload(call, machine.device)
 
     def accept(found: Plan) -> None:
@@ -81,10 +81,10 @@ def plan_call(call: StageCall, machine: Machine, nodes: Sequence[Resources] | No
 def choose_layouts(
     call: StageCall, machine: Machine, nodes: Sequence[Resources] | None = None
 ) -> tuple[StageCall, str | None]:
-    """`call` with every layout chosen for `machine`, and what was chosen in one line; None of a stage without models.
+    """(`call` with every layout chosen for `machine`, one line about the choice, or None without models).
 
     Raises:
-        ConfigError: nothing fits, or what fits is refused, or a model cannot be planned.
+        ConfigError: no plan fits, every plan that fits is rejected, or a model cannot be planned.
     """
     found = plan_call(call, machine, nodes)
     if found is None:
@@ -93,25 +93,25 @@ def choose_layouts(
         _check_fits(found)
     except ConfigError as error:
         raise ConfigError(f"{call.name}: {error}") from None
-    return with_layouts(call, found), f"{call.name}: runtime.parallel: auto takes {_described(found)}"
+    return with_layouts(call, found), f"{call.name}: runtime.parallel: auto chooses {_described(found)}"
 
 
 def choose(workload: Workload, machine: Machine) -> Plan:
-    """The first plan that fits. Raises ConfigError where none does."""
+    """The first plan that fits. Raises ConfigError if none does."""
     found = search(workload, machine)
     _check_fits(found)
     return found
 
 
 def engine_of(plan: Plan) -> dict[str, Any]:
-    """The fields of `EngineConfig` that the plan's trained models get."""
+    """The plan's `EngineConfig` fields for trained models."""
     layout = plan.layouts["trained"]
-    engine = {"library": "deepspeed", "zero_stage": layout.zero_stage, **_spread(layout)}
+    engine = {"library": "deepspeed", "zero_stage": layout.zero_stage, **_layout_fields(layout)}
     return engine | ({"activation_checkpointing": True} if plan.recomputes else {})
 
 
 def with_layouts(call: StageCall, plan: Plan) -> StageCall:
-    """`call` as if the plan's layouts were written in it. Raises ConfigError where its config does not allow them."""
+    """`call` with the plan's layouts in its config. Raises ConfigError if the config does not allow them."""
     data: dict[str, Any] = call.config.model_dump(mode="json")
     frozen = plan.layouts["frozen"]
     for role in call.kind.models(call.config).values():
@@ -119,8 +119,8 @@ def with_layouts(call: StageCall, plan: Plan) -> StageCall:
         if role.use == "trained":
             chosen = engine_of(plan)
         elif role.use == "frozen":
-            # A layout of a user's own kind may have no ZeRO.
-            chosen = _spread(frozen) | ({"zero_stage": frozen.zero_stage} if frozen.zero_stage else {})
+            # The layout of a user's kind may have no ZeRO.
+            chosen = _layout_fields(frozen) | ({"zero_stage": frozen.zero_stage} if frozen.zero_stage else {})
         section(data, role.field).update(chosen)
     runtime: dict[str, Any] = {"parallel": "as_written"}
     if plan.machine.device == "cuda":
@@ -135,7 +135,7 @@ def with_layouts(call: StageCall, plan: Plan) -> StageCall:
 
 
 def check_left_open(call: StageCall) -> None:
-    """Raises ConfigError where a layout is written out that `auto` would choose."""
+    """Raise ConfigError if the config sets a layout that `auto` would choose."""
     for role in call.kind.models(call.config).values():
         for field, info in type(role.layout).model_fields.items():
             value = getattr(role.layout, field)
@@ -146,7 +146,7 @@ def check_left_open(call: StageCall) -> None:
                 )
 
 
-def _spread(layout: Layout) -> dict[str, Any]:
+def _layout_fields(layout: Layout) -> dict[str, Any]:
     """The fields of `LayoutConfig`."""
     return {
         "num_workhorses": layout.num_devices,
@@ -158,8 +158,8 @@ def _spread(layout: Layout) -> dict[str, Any]:
 def _check_fits(plan: Plan) -> None:
     if not plan.fits:
         raise ConfigError(
-            f'runtime.parallel: "auto" is not allowed: nothing fits; the nearest is {_described(plan)} (`xray plan` '
-            "says what would fit)"
+            f'runtime.parallel: "auto" is not allowed: no plan fits; the nearest is {_described(plan)} (run '
+            "`xray plan` for changes that would fit)"
         )
 
 

@@ -1,4 +1,4 @@
-"""What is asked for beside what a graph says: changes that `xray plan` takes as options, and suggests."""
+"""Changes to a graph that `xray plan` takes as options and suggests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """None and False leave what is written as it is."""
+    """None and False keep the graph's value."""
 
     lora_rank: int | None = None
     offload: bool = False
@@ -25,7 +25,7 @@ class Changes:
     micro_batch_tokens: int | None = None
 
     def of_call(self, call: StageCall) -> StageCall:
-        """`call` with these changes to every model it trains, and all layouts left to choose. Raises ConfigError."""
+        """`call` with these changes to every trained model, and without layouts. Raises ConfigError."""
         data: dict[str, Any] = call.config.model_dump(mode="json")
         engine: dict[str, Any] = {"offload": "cpu", "nvme_path": None} if self.offload else {}
         if self.micro_batch_tokens is not None:
@@ -44,7 +44,7 @@ class Changes:
         return replace(call, config=call.kind.validated(data, where=call.name), runtime=runtime)
 
     def of_parameters(self, count: float, sequence_tokens: int) -> Workload:
-        """PPO's models of `count` parameters each, with these changes."""
+        """The models of PPO with `count` parameters each, with these changes."""
         options = Options(lora_rank=self.lora_rank, offload=self.offload, least_zero_stage=int(self.offload))
         workload = from_parameters(count, sequence_tokens, options)
         tokens = self.micro_batch_tokens or workload.micro_batch_tokens

@@ -1,7 +1,6 @@
-"""What the stages of a graph ask of a cluster, and the refusal of one that asks for more than there is.
+"""The resources that a graph's stages need, and the check that a cluster has them.
 
-Each stage's kind says which models it has. Only what is absent is refused: devices that others hold at the moment are
-waited for (`workers/placement.py`).
+Only the cluster's total is checked; a stage waits for devices that are in use (`workers/placement.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from xray_runtime.graph.graph import Graph, StageCall
 
 Resources = Mapping[str, float]
-"""Ray's names of resources ("CPU", "GPU") → amount."""
+"""Ray's resource names ("CPU", "GPU") → amount."""
 
 
 @dataclass(frozen=True)
@@ -32,22 +31,22 @@ class Demand:
     cpus: float
     gpus: float
     together: int = 1
-    """So many ranks in a row are one tensor-parallel group, which belongs on one node."""
+    """Number of consecutive ranks in a tensor-parallel group, which must be on one node."""
     num_replicas: int = 1
-    """So many whole copies the ranks are."""
+    """Number of whole copies of the model."""
 
     def each(self, ranks: int = 1) -> dict[str, float]:
-        """What `ranks` of its Workhorses reserve."""
+        """Resources of `ranks` Workhorses."""
         both = {"CPU": self.cpus * ranks, "GPU": self.gpus * ranks}
         return {name: amount for name, amount in both.items() if amount > 0}
 
     def grouped(self) -> bool:
-        """Whether its Workhorses come to a placement group; single ones on CPU come from the worker pool."""
+        """Whether the Workhorses need a placement group; single ones on CPU come from the worker pool."""
         return self.gpus > 0 or self.num_ranks > self.num_replicas
 
 
 def demand(role: str, layout: LayoutConfig | GeneratorConfig, runtime: RuntimeConfig, device: str) -> Demand:
-    """What the model of `role` asks for."""
+    """The demand of one model."""
     gpus = runtime.gpus_per_workhorse if device == "cuda" else 0.0
     together = layout.tensor_parallel
     if isinstance(layout, GeneratorConfig):
@@ -57,20 +56,20 @@ def demand(role: str, layout: LayoutConfig | GeneratorConfig, runtime: RuntimeCo
 
 
 def call_demands(call: StageCall, device: str) -> list[Demand]:
-    """What the models of one stage, all alive at the same time, ask for."""
+    """The demands of a stage's models, which are all open at the same time."""
     return [demand(name, role.layout, call.runtime, device) for name, role in call.kind.models(call.config).items()]
 
 
 def graph_demands(graph: Graph, device: str) -> dict[str, list[Demand]]:
-    """Stage → what its models ask for, of every stage that has any."""
+    """Stage → demands of its models, for every stage that has models."""
     demands = {name: call_demands(call, device) for name, call in graph.calls.items()}
-    return {name: asked for name, asked in demands.items() if asked}
+    return {name: found for name, found in demands.items() if found}
 
 
 def check_call(call: StageCall, device: str, nodes: Sequence[Resources]) -> None:
-    """Raises ConfigError where a stage asks for more than `nodes` have in all, or for what `device` cannot do.
+    """Raise ConfigError if a stage needs more than all `nodes` have, or something that `device` cannot do.
 
-    Layouts that `parallel: auto` has yet to choose ask for nothing: they are chosen for what there is.
+    With `parallel: auto`, layouts are not chosen yet, so resources are not checked.
     """
     runtime = call.runtime
     if runtime.generator_sleeps and device == "cpu":
@@ -105,26 +104,26 @@ def _engines(value: Any, path: str) -> dict[str, EngineConfig]:
 def _check_engines(engines: Mapping[str, EngineConfig], device: str) -> None:
     for name, engine in engines.items():
         if device == "cpu" and engine.cuda_only:
-            raise ConfigError(f"{name}.{engine.cuda_only} is not allowed on CPU: Megatron-core runs it on CUDA alone")
-        if engine.offload == "nvme" and device != "cuda":
             raise ConfigError(
-                f'{name}.offload: "nvme" is not allowed: it needs CUDA, and models are on the CPU here: "cpu" or "none"'
+                f"{name}.{engine.cuda_only} is not allowed on CPU: Megatron-core supports it only on CUDA"
             )
+        if engine.offload == "nvme" and device != "cuda":
+            raise ConfigError(f'{name}.offload: "nvme" is not allowed on CPU: it needs CUDA; set it to "cpu" or "none"')
 
 
 def check(what: str, demands: Sequence[Demand], nodes: Sequence[Resources]) -> None:
-    """Raises ConfigError where `what` asks for more than `nodes` have in all, or a Workhorse for more than one has."""
+    """Raise ConfigError if `what` needs more than all `nodes` have, or a Workhorse more than the largest node has."""
     for name, field in (("CPU", "runtime.cpus_per_workhorse"), ("GPU", "runtime.gpus_per_workhorse")):
-        asked = {d.role: (d.num_ranks, d.each().get(name, 0.0)) for d in demands}
-        total, has = sum(ranks * each for ranks, each in asked.values()), sum(node.get(name, 0.0) for node in nodes)
-        roles = ", ".join(f"{role} {ranks} × {each:g}" for role, (ranks, each) in asked.items() if each)
+        needs = {d.role: (d.num_ranks, d.each().get(name, 0.0)) for d in demands}
+        total, has = sum(ranks * each for ranks, each in needs.values()), sum(node.get(name, 0.0) for node in nodes)
+        roles = ", ".join(f"{role} {ranks} × {each:g}" for role, (ranks, each) in needs.items() if each)
         # Ray counts in ten-thousandths.
         if total > has + 1e-4:
             raise ConfigError(
                 f"{what}: its models need {total:g} {name}s ({roles}) and the cluster has {has:g}: lower {field} "
                 "or engine.num_workhorses, or add nodes"
             )
-        most = max((each for _, each in asked.values()), default=0.0)
+        most = max((each for _, each in needs.values()), default=0.0)
         largest = max((node.get(name, 0.0) for node in nodes), default=0.0)
         if most > largest + 1e-4:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""A plan for people and for programs: the table that `xray plan` prints, its JSON, and the machine it is for."""
+"""Output of `xray plan`: the table, the JSON, and the machine it describes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ COLUMNS = {
     "KV": ("kv_cache",),
     "other": ("buffers", "process"),
 }
-"""Columns of the table over fields of `Memory`; the JSON has every field."""
+"""Column of the table → fields of `Memory`; the JSON has every field."""
 
 
 def as_dict(planned: GraphPlan, suggestions: list[Suggestion], note: str | None) -> dict[str, Any]:
-    """The plan for programs: of the fullest stage, and in `stages` of each one that has models.
+    """The plan as JSON: the fullest stage, and in `stages` every stage that has models.
 
-    GB are 10⁹ bytes, `memory_gib` 2³⁰; a role's memory is that of one of its devices.
+    GB are 10⁹ bytes, `memory_gib` 2³⁰; a role's memory is for one of its devices.
     """
     chosen = planned.stages[planned.fullest]
     machine = chosen.machine
@@ -97,7 +97,7 @@ def _limit(chosen: Plan) -> str:
 
 
 def show(console: Console, planned: GraphPlan, content: dict[str, Any]) -> None:
-    """Print what each stage's models need, and of the fullest stage what limits it."""
+    """Print the memory of each stage's models, and the limit of the fullest stage."""
     chosen = planned.stages[planned.fullest]
     machine = chosen.machine
     console.print(
@@ -105,7 +105,7 @@ def show(console: Console, planned: GraphPlan, content: dict[str, Any]) -> None:
         f"{machine.num_devices} devices of {machine.memory_bytes / GIB:.3g} GiB",
         highlight=False,
     )
-    verdict = "" if planned.fits else "[red]nothing fits; nearest:[/red] "
+    verdict = "" if planned.fits else "[red]no plan fits; nearest:[/red] "
     turn = ", generator and trainers in turn" if content["in_turn"] else ""
     at = f" ({planned.fullest})" if len(planned.stages) > 1 else ""
     console.print(f"{verdict}[bold]{chosen.placement}[/bold]{turn}{at}", highlight=False)
@@ -116,7 +116,7 @@ def show(console: Console, planned: GraphPlan, content: dict[str, Any]) -> None:
             parts = [sum(getattr(p.memory, part) for part in parts) for parts in COLUMNS.values()]
             cells = (_short(size) for size in (*parts, p.memory.total))
             name = stage if not number else ""
-            rows.append((name, p.role.name, str(p.layout.num_devices), *cells, _words(p)))
+            rows.append((name, p.role.name, str(p.layout.num_devices), *cells, _layout_text(p)))
     print_table(console, ("stage", "model", "devices", *sizes, "layout"), rows, right=sizes)
     states = "  ".join(f"{stage}: {size:.4g}" for stage, size in content.get("model_state_gb", {}).items())
     if states:
@@ -132,7 +132,7 @@ def show(console: Console, planned: GraphPlan, content: dict[str, Any]) -> None:
             console.print(f"[bold]{title}[/bold]  {line}", highlight=False, soft_wrap=True)
 
 
-def _words(p: RolePlan) -> str:
+def _layout_text(p: RolePlan) -> str:
     layout = p.layout
     words = [f"ZeRO-{layout.zero_stage}"] if p.role.use == "trained" or layout.zero_stage else []
     words += [f"{name}{n}" for name, n in (("TP", layout.tp), ("PP", layout.pp), ("DP", layout.dp)) if n > 1]
@@ -145,14 +145,14 @@ def _words(p: RolePlan) -> str:
 
 
 def machine_of(device: str, num_devices: float | None, memory_gib: float | None, threads: int = 1) -> Machine:
-    """The machine described, what is not described being this machine's."""
+    """The described machine; values that are None come from this machine."""
     if num_devices is not None and memory_gib is not None:
         described = Machine(num_devices=int(num_devices), memory_bytes=int(memory_gib * GIB))
         return replace(described, device="cpu") if device == "cpu" else described
-    here = this_machine(device, threads)
-    count = here.num_devices if num_devices is None else int(num_devices)
-    each = here.memory_bytes if here.device == "cuda" else here.memory_bytes * here.num_devices // count
-    return replace(here, num_devices=count, memory_bytes=each if memory_gib is None else int(memory_gib * GIB))
+    local = this_machine(device, threads)
+    count = local.num_devices if num_devices is None else int(num_devices)
+    each = local.memory_bytes if local.device == "cuda" else local.memory_bytes * local.num_devices // count
+    return replace(local, num_devices=count, memory_bytes=each if memory_gib is None else int(memory_gib * GIB))
 
 
 def _short(size: int) -> str:

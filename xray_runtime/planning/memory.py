@@ -1,8 +1,8 @@
-"""What a model needs on one device, in bytes: closed forms over shape, weight width and layout, nothing measured.
+"""A model's memory on one device, in bytes: closed forms over shape, weight width and layout, nothing measured.
 
-`tests/component/test_memory_model.py` holds the model states against what DeepSpeed really keeps;
-`tests/unit/planning/test_planning_memory.py` activations against what autograd saves, and a training pass against its
-peak.
+`tests/component/test_memory_model.py` compares the model states with DeepSpeed's;
+`tests/unit/planning/test_planning_memory.py` compares activations with what autograd saves, and a training pass with
+its peak.
 
 Symbols: N parameters, L layers, h hidden, a heads, d head size, k key-value heads, i intermediate, V vocabulary,
 w bytes of a weight; ZeRO stage × tensor parallel `tp` × pipeline parallel `pp` × data parallel `dp`.
@@ -21,28 +21,28 @@ from xray_runtime.planning.shapes import ModelShape
 
 FLOAT32_BYTES, HALF_BYTES = 4, 2
 ZERO_BUCKET = 500_000_000
-"""Elements of the buffer DeepSpeed reduces gradients through (`reduce_bucket_size`, its default)."""
+"""Elements of DeepSpeed's buffer for reducing gradients (default of `reduce_bucket_size`)."""
 LIVE_PARAMETERS = 1_000_000_000
-"""Parameters ZeRO-3 keeps gathered at a time (`stage3_max_live_parameters`, DeepSpeed's default)."""
+"""Most parameters that ZeRO-3 keeps gathered (DeepSpeed's default of `stage3_max_live_parameters`)."""
 GENERATOR_BATCH_TOKENS = 16_384
-"""Tokens vLLM runs in one pass while it reads prompts (`max_num_batched_tokens`, its default on large GPUs)."""
+"""Tokens of vLLM's prefill pass (default of `max_num_batched_tokens` on large GPUs)."""
 MAX_LOGITS = 2**24
-"""Logits X-ray makes at a time (`algorithms.logprobs.MAX_LOGITS`, which needs torch)."""
+"""Logits computed at a time (a copy of `algorithms.logprobs.MAX_LOGITS`, which needs torch)."""
 PROCESS_BYTES = 500_000_000
-"""A process of one Workhorse before it holds a model: private memory after imports on CPU (measured: 0.43 GB with
-DeepSpeed, 0.58 GB with vLLM), about a CUDA context on a GPU."""
+"""A Workhorse's process without a model: private memory after imports on CPU (measured: 0.43 GB with DeepSpeed, 0.58 GB
+with vLLM), about a CUDA context on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How one model is spread over tp · pp · dp devices."""
+    """Distribution of one model over tp · pp · dp devices."""
 
     zero_stage: int = 0
     tp: int = 1
     pp: int = 1
     dp: int = 1
     checkpointing: bool = False
-    """Keep each layer's input only and compute the rest again in the backward pass."""
+    """Keep only each layer's input and recompute the rest in the backward pass."""
 
     @property
     def num_devices(self) -> int:
@@ -51,21 +51,21 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a model is trained, whatever its layout."""
+    """How a model is trained, apart from its layout."""
 
     lora_rank: int | None = None
-    """Train LoRA adapters of this rank, all else frozen."""
+    """Train only LoRA adapters of this rank."""
     lora_targets: tuple[str, ...] | None = None
     """Names of the layers that get adapters (None: every projection)."""
     offload: bool = False
     """Optimizer states, and under ZeRO-3 weights, live in host memory or on disk (Ren et al. 2021, ZeRO-Offload;
     Rajbhandari et al. 2021, ZeRO-Infinity)."""
     checkpointing: bool = False
-    """As in `Layout`, and not for the planner to choose."""
+    """As in `Layout`, but set by the config and not chosen by the planner."""
     float32_sums: bool = False
     """Gradients of half-precision passes are summed in float32, as X-ray's engine has DeepSpeed do."""
     least_zero_stage: int = 0
-    """The lowest ZeRO stage that can do all this."""
+    """The lowest ZeRO stage that supports these options."""
 
 
 PLAIN = Options()
@@ -73,7 +73,7 @@ PLAIN = Options()
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on the fullest device of a model, by what they are for."""
+    """Bytes on a model's fullest device, by purpose."""
 
     weights: int = 0
     gradients: int = 0
@@ -84,30 +84,30 @@ class Memory:
     kv_cache: int = 0
     process: int = PROCESS_BYTES
     loading: int = 0
-    """The most beside weights and process while the model is loaded, when there are no passes yet."""
+    """Peak while the model is loaded, without weights and process."""
 
     @property
     def total(self) -> int:
-        """The most at one time: in a pass, or while the model is loaded."""
+        """The peak, in a pass or while the model is loaded."""
         passing = sum(getattr(self, field.name) for field in fields(self) if field.name != "loading")
         return max(passing, self.weights + self.loading + self.process)
 
     @property
     def resident(self) -> int:
-        """What stays between a model's turns: weights, optimizer states and the process."""
+        """Memory between a model's turns: weights, optimizer states and the process."""
         return self.weights + self.optimizer + self.process
 
 
 def optimizer_bytes(weight_bytes: int, zero_stage: int) -> int:
-    """Bytes a trained parameter for AdamW: two float32 moments, and a float32 master copy of half-precision weights
-    (K = 12 in the ZeRO paper). DeepSpeed's ZeRO 1 to 3 keep that copy of float32 weights too.
+    """AdamW's bytes per trained parameter: two float32 moments, and a float32 master copy of half-precision weights
+    (K = 12 in the ZeRO paper). DeepSpeed's ZeRO 1 to 3 also copy float32 weights.
     """
     return 12 if weight_bytes < FLOAT32_BYTES or zero_stage else 8
 
 
 def gradient_bytes(weight_bytes: int, zero_stage: int, float32_sums: bool) -> int:
-    """Bytes a trained parameter for gradients: as wide as weights; summed in float32, 4 and, but where ZeRO 2 and 3
-    reduce them at once, those of the last pass beside them.
+    """Gradient bytes per trained parameter: the weights' width; with float32 sums 4, plus the last pass's gradients
+    unless ZeRO 2 or 3 reduces them immediately.
     """
     if weight_bytes == FLOAT32_BYTES or not float32_sums:
         return weight_bytes
@@ -138,8 +138,8 @@ def model_states(
 def device_parameters(shape: ModelShape, tp: int = 1, pp: int = 1, *, split_vocabulary: bool = False) -> int:
     """Parameters of the fullest pipeline stage's tensor-parallel rank.
 
-    It holds ceil(L / pp) layers and one embedding matrix (both, where untied and pp = 1). DeepSpeed's AutoTP leaves
-    embeddings whole; vLLM splits them (`split_vocabulary`).
+    It holds ceil(L / pp) layers and one embedding matrix (both, if untied and pp = 1). DeepSpeed's AutoTP does not
+    split embeddings; vLLM does (`split_vocabulary`).
     """
     matrices = 1 if shape.tied or pp > 1 else 2
     embeddings = matrices * _ceil(shape.embedding_parameters, tp if split_vocabulary else 1)
@@ -161,13 +161,13 @@ def lora_parameters(
 
 
 def layer_activation_bytes(shape: ModelShape, tokens: int, weight_bytes: int, tp: int = 1) -> int:
-    """What one layer keeps for its backward pass over `tokens` tokens.
+    """Bytes that one layer keeps for its backward pass over `tokens` tokens.
 
-    A token: two RMSNorms, each its input in float32, the normalized and the scaled one and one float32 root,
-    2·((4 + 2w)·h + 4); attention's q, k, v, its output with a float32 log-sum and, sequences being packed, the outputs
-    put together, w·(3a + 2k)·d + 4·a; the MLP's gate, its SiLU, up and their product, 4w·i. Tensor parallelism splits
-    attention and MLP, not the norms (Korthikanti et al. 2022, eq. 2; their GPT layer keeps 34·h + 5·a·s bytes a token,
-    of which 24·h and the second term are split).
+    Per token: two RMSNorms, each with its float32 input, the normalized and the scaled input, and one float32 root,
+    2·((4 + 2w)·h + 4); attention's q, k, v, its output with a float32 log-sum, and the concatenated outputs of packed
+    sequences, w·(3a + 2k)·d + 4·a; the MLP's gate, its SiLU, up and their product, 4w·i. Tensor parallelism splits
+    attention and MLP, not the norms (Korthikanti et al. 2022, eq. 2; their GPT layer keeps 34·h + 5·a·s bytes per
+    token, of which 24·h and the second term are split).
     """
     w, d = weight_bytes, shape.head_size
     norms = 2 * ((FLOAT32_BYTES + 2 * w) * shape.hidden_size + FLOAT32_BYTES)
@@ -179,11 +179,11 @@ def layer_activation_bytes(shape: ModelShape, tokens: int, weight_bytes: int, tp
 def activation_bytes(
     shape: ModelShape, tokens: int, weight_bytes: int, layout: Layout, num_layers: int | None = None
 ) -> int:
-    """What a training pass over `tokens` tokens keeps for the backward pass on the first pipeline stage.
+    """Bytes that a training pass over `tokens` tokens keeps for the backward pass on the first pipeline stage.
 
-    Without checkpointing every layer's activations; with it w·h a token and layer (Korthikanti et al. 2022, §5) and one
-    layer's activations at a time. A pipeline's first stage holds pp micro-batches under way (1F1B), so `pp` saves
-    nothing here. Above the layers: the final norm. `num_layers`: only so many are trained (None: all).
+    Without checkpointing, every layer's activations; with it, w·h per token and layer (Korthikanti et al. 2022, §5) and
+    one layer's activations at a time. A pipeline's first stage has pp micro-batches in flight (1F1B), so `pp` saves
+    nothing here. The final norm is added. `num_layers`: number of trained layers (None: all).
     """
     layers = _ceil(shape.num_layers if num_layers is None else num_layers, layout.pp) * layout.pp
     layer = layer_activation_bytes(shape, tokens, weight_bytes, layout.tp)
@@ -194,16 +194,16 @@ def activation_bytes(
 
 
 def logit_bytes(shape: ModelShape, positions: int) -> int:
-    """Logits of `positions` tokens and what log-softmax and entropy make of them: three float32 [positions, V].
+    """Logits of `positions` tokens with log-softmax and entropy: three float32 [positions, V].
 
-    Of more than `MAX_LOGITS` logits a chunk exists at a time.
+    At most `MAX_LOGITS` logits exist at a time.
     """
     positions = min(positions, max(MAX_LOGITS // shape.vocab_size, 1))
     return 3 * FLOAT32_BYTES * positions * shape.vocab_size
 
 
 def trunk_bytes(shape: ModelShape, tokens: int, weight_bytes: int) -> int:
-    """What a frozen trunk puts out for `tokens` tokens, kept from a rollout to its updates: w·h each."""
+    """A frozen trunk's output for `tokens` tokens, kept from a rollout to its updates: w·h each."""
     return weight_bytes * tokens * shape.hidden_size
 
 
@@ -227,10 +227,10 @@ def training_memory(
     """A model under training.
 
     Args:
-        tokens: of one micro-batch.
-        positions: of these, how many get logits.
-        top_layers: only so many layers are trained, above a frozen trunk (None: all).
-        branches: so many frozen models keep their top layers on the same trunk.
+        tokens: tokens of one micro-batch.
+        positions: number of these that get logits.
+        top_layers: number of trained layers above a frozen trunk (None: all).
+        branches: number of frozen models that share the trunk and add their own top layers.
     """
     held = device_parameters(shape, layout.tp, layout.pp)
     trained = held
@@ -282,7 +282,7 @@ def generation_memory(
     cached_tokens: int,
     reserved_kv_bytes: int = 0,
 ) -> Memory:
-    """vLLM with a KV cache of `cached_tokens`, `reserved_kv_bytes` at least, sampling for `sequences` at a time."""
+    """vLLM with a KV cache of `cached_tokens`, at least `reserved_kv_bytes`, sampling `sequences` at a time."""
     kv_cache = kv_cache_bytes(shape, cached_tokens, weight_bytes, layout.tp, layout.pp)
     return Memory(
         weights=device_parameters(shape, layout.tp, layout.pp, split_vocabulary=True) * weight_bytes,
@@ -294,8 +294,8 @@ def generation_memory(
 
 
 def _reading_bytes(shape: ModelShape, weight_bytes: int, layout: Layout) -> int:
-    """Beside its weights, of a model that is read one float32 tensor at a time: the largest, before it is rounded or,
-    under ZeRO-3, shared out.
+    """Extra memory while a model is read one float32 tensor at a time: the largest tensor, before it is rounded or,
+    under ZeRO-3, sharded.
     """
     wide = max(shape.intermediate_size, shape.num_heads * shape.head_size)
     largest = max(shape.embedding_parameters, shape.hidden_size * _ceil(wide, layout.tp))
@@ -306,9 +306,9 @@ def _reading_bytes(shape: ModelShape, weight_bytes: int, layout: Layout) -> int:
 def _loading_bytes(
     shape: ModelShape, weight_bytes: int, layout: Layout, memory: Memory, trained: int, *, float32_sums: bool
 ) -> int:
-    """Beside its weights, of a model that will be trained: the largest tensor as it is read, DeepSpeed's flat copy of
-    what is trained, or the states it then makes; masters are read after that. Among these states ZeRO-3 has gradients
-    and bucket, and ZeRO-1 the float32 sums of half-precision gradients.
+    """Extra memory while a model to train is loaded: the largest tensor as it is read, DeepSpeed's flat copy of the
+    trained parameters, or the states it then creates. Master weights are read after that. ZeRO-3 also creates gradients
+    and bucket at this point, and ZeRO-1 the float32 sums of half-precision gradients.
     """
     reading = _reading_bytes(shape, weight_bytes, layout)
     flat = weight_bytes * trained // (layout.dp if layout.zero_stage >= 3 else 1) if layout.zero_stage else 0
@@ -321,7 +321,7 @@ def _loading_bytes(
 
 
 def _gathered_bytes(held: int, weight_bytes: int, layout: Layout, offload: bool = False) -> int:
-    # ZeRO-3 gathers what it computes with, and keeps what it soon needs again.
+    # ZeRO-3 gathers the parameters it computes with, and keeps those it needs again soon.
     elsewhere = layout.zero_stage >= 3 and (layout.dp > 1 or offload)
     return min(held, LIVE_PARAMETERS) * weight_bytes if elsewhere else 0
 

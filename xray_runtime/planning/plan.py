@@ -1,22 +1,22 @@
-"""The planner of a stage: where each model goes, and how it is spread there; for `xray plan` and `auto` alike.
+"""The planner of a stage: placement and layout of each model, for `xray plan` and `auto`.
 
-Only layouts that Workhorses have and a config can say. For what is trained the first of these that fits:
+It considers only layouts that Workhorses support and a config can express. Trained models get the first that fits:
 
     ZeRO 0 to 3         over whole replicas
     tensor parallel     a replica split over 2, 4, 8 devices of one node, ZeRO 0 to 2 over replicas
     and pipeline        in 2, 4, 8 stages, each on one device or split again
 
-The last two are for what ZeRO-3 cannot do: it shards over no more ranks than a step has rows, and each holds all
-activations of its pass. What is frozen is cut only as far as one copy needs it, or, where it cannot be cut so far,
-shared out by ZeRO-3; the generator is cut by tensor alone.
+The last two go beyond ZeRO-3, which shards over at most as many ranks as a step has rows, each with all activations of
+its pass. Frozen models are split only until one copy fits, or else sharded by ZeRO-3. The generator is split only by
+tensor parallelism.
 Placements:
 
-    colocated   one rank a model, all models sharing the devices; on CPU as many ranks as are of use
-    separate    devices of its own for each frozen model and the generator; the trained ones share out the rest
+    colocated   one rank per model, all models share the devices; on CPU as many ranks as are useful
+    separate    own devices for each frozen model and the generator; the trained models share the rest
 
-As many replicas are of use as a step has micro-batches; where that does not fit, all devices may be taken. Where
-nothing fits, all of it is tried again with activations computed again in the backward pass: the same bits, a third more
-work. A plain, deterministic search over a few hundred closed-form estimates.
+As many replicas are useful as a step has micro-batches; if that does not fit, all devices may be used. If no plan fits,
+the search is repeated with activations recomputed in the backward pass: the same bits, a third more work. The search is
+deterministic and tries a few hundred closed-form estimates.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from xray_runtime.planning.roles import Use
 from xray_runtime.planning.workload import Machine, Role, Workload
 
 MAX_DEVICES = 65_536
-"""Most devices that are looked at."""
+"""Largest number of devices that suggestions consider."""
 MAX_RANKS = 1024
 ALL_USES: tuple[Use, ...] = get_args(Use)
-CUTS = (1, 2, 4, 8)
+DEGREES = (1, 2, 4, 8)
 """Tensor-parallel degrees and numbers of pipeline stages."""
 
 Placement = Literal["colocated", "separate"]
@@ -45,7 +45,7 @@ Placement = Literal["colocated", "separate"]
 
 @dataclass(frozen=True)
 class RolePlan:
-    """One role's layout, and its memory on each of its devices."""
+    """One role's layout, and its memory on one of its devices."""
 
     role: Role
     layout: Layout
@@ -54,15 +54,15 @@ class RolePlan:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that may meet on one device."""
+    """Ranks that may share one device."""
 
     ranks: tuple[RolePlan, ...]
     in_turn: bool = False
-    """The generator sleeps while the others work: only its process stays."""
+    """The generator sleeps while the other models work: only its process stays."""
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes needed at one time. Each rank is a process whose allocator keeps its own peak."""
+        """Peak memory. Each rank is a process whose allocator keeps its own peak."""
         if not self.in_turn:
             return sum(rank.memory.total for rank in self.ranks)
         asleep = [rank.memory for rank in self.ranks if rank.role.use == "sampled"]
@@ -71,25 +71,25 @@ class Group:
         return max(generating, sum(m.total for m in others) + sum(m.process for m in asleep))
 
     def largest(self) -> tuple[RolePlan, str, int]:
-        """(role, what for, bytes) of the largest single need."""
+        """(role, field of `Memory`, bytes) of the largest item."""
         needs = [(rank, f.name, getattr(rank.memory, f.name)) for rank in self.ranks for f in fields(Memory)]
         return max(needs, key=lambda need: need[2])
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was chosen, or, where nothing fits, what came nearest."""
+    """The chosen plan or, if none fits, the nearest."""
 
     placement: Placement
     roles: tuple[RolePlan, ...]
     groups: tuple[Group, ...]
-    """The fullest that devices can be."""
+    """The fullest possible devices."""
     layouts: Mapping[Use, Layout]
-    """All roles with the same use share one."""
+    """Roles with the same use share one layout."""
     workload: Workload
     machine: Machine
     reasons: tuple[str, ...] = ()
-    """Why not what was tried before, one line for each kind of layout."""
+    """Why earlier candidates failed, one line per kind of layout."""
 
     @property
     def fullest(self) -> Group:
@@ -101,14 +101,14 @@ class Plan:
 
     @property
     def kind(self) -> str:
-        """In a word or two."""
+        """Short name of the kind of layout."""
         trained = self.layouts["trained"]
-        cut = ", cut" if trained.tp * trained.pp > 1 else ""
-        return self.placement + cut + (", recomputing" if self.recomputes else "")
+        split = ", split" if trained.tp * trained.pp > 1 else ""
+        return self.placement + split + (", recomputing" if self.recomputes else "")
 
     @property
     def recomputes(self) -> bool:
-        """Whether activations of what is trained are computed again in the backward pass."""
+        """Whether trained models recompute activations in the backward pass."""
         trained = [p.role for p in self.roles if p.role.use == "trained"]
         return bool(trained) and all(role.options.checkpointing for role in trained)
 
@@ -118,13 +118,13 @@ def search(
     machine: Machine,
     accept: Callable[[Plan], object] = lambda plan: None,
 ) -> Plan:
-    """The first plan that fits and is accepted; where none fits, the one that comes nearest.
+    """The first plan that fits and is accepted; if none fits, the nearest.
 
     Args:
-        accept: raises ConfigError where a plan cannot be carried out whatever its memory.
+        accept: raises ConfigError if a plan cannot run for a reason other than memory.
 
     Raises:
-        ConfigError: there are plans that fit, and none was accepted; what was said of the first.
+        ConfigError: plans fit, but none was accepted: the error about the first.
     """
     refused: ConfigError | None = None
     nearest: dict[str, Plan] = {}
@@ -163,12 +163,12 @@ def _plans(workload: Workload, machine: Machine) -> Iterator[Plan]:
     colocated = _plan(workload, machine, "colocated", Layout(zero_stage=least), whole, generating)
 
     on_cpu = machine.device == "cpu"
-    few = not on_cpu and (useful == 1 or machine.num_devices < workload.most_alive)
+    few = not on_cpu and (useful == 1 or machine.num_devices < workload.num_models)
     if few:
         yield colocated
     score = generate = whole
     if not on_cpu:
-        score = _least(workload, scored, machine, chain(_replicas(scored, machine), _shared_out(workload, machine)))
+        score = _least(workload, scored, machine, chain(_replicas(scored, machine), _zero3_shards(workload, machine)))
         by_tensor = (layout for layout in _replicas(sampled, machine) if layout.pp == 1)
         generate = _least(workload, sampled, machine, by_tensor)
     alone = [score.tp] * score.pp * score.dp * len(scored) + [generate.tp] * len(sampled) * replicas
@@ -176,12 +176,12 @@ def _plans(workload: Workload, machine: Machine) -> Iterator[Plan]:
     generate = replace(generate, dp=replicas)
     if not trained and sum(alone) <= machine.num_devices:
         yield _plan(workload, machine, "colocated" if on_cpu else "separate", whole, score, generate)
-    for tp, pp in _cuts(trained, machine):
+    for tp, pp in _splits(trained, machine):
         most = _groups(machine, tp, alone) // (1 if on_cpu else len(trained)) // pp
         most = min(most, workload.batch_size, MAX_RANKS // (tp * pp))
-        # One alone holds most, and asks for least of what is not memory.
+        # A single replica has the most memory per device and needs the fewest other resources.
         for dp in dict.fromkeys((min(useful, most), most, min(1, most))) if most else ():
-            for stage in _zero_stages(least, dp, cut=tp * pp > 1):
+            for stage in _zero_stages(least, dp, split=tp * pp > 1):
                 layout = Layout(zero_stage=stage, tp=tp, pp=pp, dp=dp)
                 yield _plan(workload, machine, "colocated" if on_cpu else "separate", layout, score, generate)
     if not on_cpu and not few:
@@ -199,9 +199,9 @@ def _plan(
 
 
 def _shared(plans: Sequence[RolePlan], workload: Workload, machine: Machine, placement: Placement) -> Iterator[Group]:
-    """The ranks that may meet on a device."""
+    """The groups of ranks that may share a device."""
     if machine.device == "cpu":
-        # Every device has one of each model, or more where there are more ranks than devices.
+        # Every device has one rank of each model, or more if there are more ranks than devices.
         yield Group(tuple(p for p in plans for _ in range(math.ceil(p.layout.num_devices / machine.num_devices))))
         return
     if placement == "separate":
@@ -209,14 +209,14 @@ def _shared(plans: Sequence[RolePlan], workload: Workload, machine: Machine, pla
         return
     ranks = [p for p in plans for _ in range(p.layout.num_devices)]
     ranks.sort(key=lambda p: p.memory.total, reverse=True)
-    share = math.ceil(workload.most_alive / machine.num_devices)
-    # Who shares a device with whom is Ray's choice: the largest may meet, and the generator may be elsewhere.
+    share = math.ceil(workload.num_models / machine.num_devices)
+    # Ray chooses which ranks share a device: the largest may share one, and the generator may be on another.
     for first in range(0, len(ranks), share):
         yield Group(tuple(ranks[first : first + share]), workload.generator_sleeps and machine.num_devices == 1)
 
 
 def _least(workload: Workload, roles: Sequence[Role], machine: Machine, layouts: Iterable[Layout]) -> Layout:
-    """The first of `layouts` that every one of `roles` fits under, alone on its devices; where none does, no cut."""
+    """The first of `layouts` with which every role fits alone on its devices; if none does, the whole model."""
     for layout in layouts if roles else ():
         if all(workload.memory(role, layout).total <= machine.usable_bytes for role in roles):
             return layout
@@ -224,19 +224,19 @@ def _least(workload: Workload, roles: Sequence[Role], machine: Machine, layouts:
 
 
 def _replicas(roles: Sequence[Role], machine: Machine) -> Iterator[Layout]:
-    """One copy of each model, cut more and more."""
-    yield from (Layout(tp=tp, pp=pp) for tp, pp in _cuts(roles, machine))
+    """One copy of each model, split further and further."""
+    yield from (Layout(tp=tp, pp=pp) for tp, pp in _splits(roles, machine))
 
 
-def _shared_out(workload: Workload, machine: Machine) -> Iterator[Layout]:
-    """ZeRO-3 over more and more devices, each with rows of its own."""
+def _zero3_shards(workload: Workload, machine: Machine) -> Iterator[Layout]:
+    """ZeRO-3 over more and more devices, each with its own rows."""
     most = min(machine.num_devices, workload.rollout_size, MAX_RANKS)
     yield from (Layout(zero_stage=3, dp=2**n) for n in range(1, most.bit_length()))
 
 
-def _cuts(roles: Sequence[Role], machine: Machine) -> Iterator[tuple[int, int]]:
-    """(tensor-parallel degree, pipeline stages) of a replica that all of `roles` can have, least communication first;
-    whole ones first of all.
+def _splits(roles: Sequence[Role], machine: Machine) -> Iterator[tuple[int, int]]:
+    """(tensor-parallel degree, pipeline stages) that all of `roles` support for a replica: whole first, then by
+    increasing communication.
     """
     if not roles:
         return
@@ -244,17 +244,17 @@ def _cuts(roles: Sequence[Role], machine: Machine) -> Iterator[tuple[int, int]]:
     if any(_is_whole(role) for role in roles):
         return
     node = machine.devices_per_node or machine.num_devices
-    # Only now: it takes seconds of imports, and what is small enough for one device never asks.
+    # This takes seconds of imports, so it runs only if whole replicas do not fit.
     by_tensor, by_layers = map(all, zip(*(_can_shard(role.model) for role in roles), strict=True))
     heads = math.gcd(*(size for role in roles for size in (role.shape.num_heads, role.shape.num_kv_heads)))
     layers = min(role.shape.num_layers for role in roles)
-    tensor = [tp for tp in CUTS if tp == 1 or (by_tensor and heads % tp == 0 and tp <= node)]
-    stages = [pp for pp in CUTS if pp == 1 or (by_layers and pp <= layers)]
+    tensor = [tp for tp in DEGREES if tp == 1 or (by_tensor and heads % tp == 0 and tp <= node)]
+    stages = [pp for pp in DEGREES if pp == 1 or (by_layers and pp <= layers)]
     yield from ((tp, pp) for pp in stages for tp in tensor if tp * pp > 1)
 
 
 def _is_whole(role: Role) -> bool:
-    # A frozen trunk is computed once a rollout, in one piece; adapters and what lies on disk go with ZeRO alone.
+    # A frozen trunk is computed whole, once per rollout; adapters and offload to disk work only with ZeRO.
     options = role.options
     adapted = role.top_layers is not None or options.lora_rank is not None
     return role.in_one_piece or adapted or options.least_zero_stage == 3
@@ -270,11 +270,11 @@ def _can_shard(model: str | None) -> tuple[bool, bool]:
 
 
 def _groups(machine: Machine, tp: int, others: list[int]) -> int:
-    """How many times `tp` devices of one node are left when others have taken theirs: so many of one node each."""
+    """Number of groups of `tp` devices on one node that remain after each of `others` takes its devices on one node."""
     node = machine.devices_per_node or machine.num_devices
     free = [node] * (machine.num_devices // node) + [machine.num_devices % node]
     for size in sorted(others, reverse=True):
-        # Where the fewest groups are lost, and there on the fullest node.
+        # Choose the node that loses the fewest groups, and among those the fullest.
         open_to = [i for i, left in enumerate(free) if left >= size]
         if not open_to:
             return 0
@@ -282,7 +282,7 @@ def _groups(machine: Machine, tp: int, others: list[int]) -> int:
     return sum(left // tp for left in free)
 
 
-def _zero_stages(least: int, dp: int, *, cut: bool) -> range:
+def _zero_stages(least: int, dp: int, *, split: bool) -> range:
     if dp == 1:
         return range(least, least + 1)
-    return range(least, 3 if cut else 4)
+    return range(least, 3 if split else 4)

@@ -1,4 +1,4 @@
-"""Whether this machine's processor computes in bfloat16, or pretends to, many times slower than in float32."""
+"""Whether this machine's processor has bfloat16 instructions; emulation is many times slower than float32."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 CPUINFO = Path("/proc/cpuinfo")
 INSTRUCTIONS = frozenset(("avx512_bf16", "amx_bf16", "bf16"))
-"""As Linux names them: of x86 the first two, of ARM the last."""
+"""Linux's names: the first two on x86, the last on ARM."""
 
 
 def has_bfloat16(cpuinfo: Path = CPUINFO) -> bool | None:
-    """Whether the processor has instructions for bfloat16; None where the system does not tell."""
+    """Whether the processor has instructions for bfloat16; None if unknown."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -24,16 +24,16 @@ def has_bfloat16(cpuinfo: Path = CPUINFO) -> bool | None:
 
 
 def slow_precision(graph: Graph, device: str, cpuinfo: Path = CPUINFO) -> str | None:
-    """One line for people where `graph` asks for bfloat16 of a processor that has no instructions for it."""
-    asked = {
+    """A warning if `graph` uses bfloat16 on a processor without instructions for it."""
+    precisions = {
         f"{call.name}.{role.field}.precision": getattr(role.layout, "precision", "float32")
         for call in graph.calls.values()
         for role in call.kind.models(call.config).values()
     }
-    fields = [name for name, precision in asked.items() if precision == "bfloat16"]
+    fields = [name for name, precision in precisions.items() if precision == "bfloat16"]
     if device != "cpu" or not fields or has_bfloat16(cpuinfo) is not False:
         return None
     return (
         f"this processor has no bfloat16 instructions (avx512_bf16, amx_bf16): {', '.join(fields)} = bfloat16 will be "
-        "several times slower here than float32"
+        "several times slower than float32"
     )

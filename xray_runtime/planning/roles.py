@@ -1,4 +1,4 @@
-"""What a stage kind says of its models: all that the planner, `parallel: auto` and the demand on a cluster read."""
+"""The models that a stage kind declares: the only input of the planner, `parallel: auto` and the resource check."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ CHOSEN = ("library", "num_workhorses", "zero_stage", "tensor_parallel", "pipelin
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRole:
-    """One model of a stage. All models of a stage are alive at the same time."""
+    """One model of a stage. All models of a stage are open at the same time."""
 
     use: Use
     layout: LayoutConfig | GeneratorConfig
-    """How it is spread, as the stage's config says."""
+    """Its layout in the stage's config."""
     field: str
-    """Dotted path of `layout` in the stage's config, where the planner writes what it chooses."""
+    """Dotted path of `layout` in the stage's config; the planner writes its choice there."""
     shape: str | None
-    """The input it is made from. None: the kind's own `base_model`."""
+    """The input that has its shape. None: the kind's own `base_model`."""
     data: str | None = None
-    """The input whose rows it sees: what prepared them bounds their prompts, and replies without `reply_tokens`."""
+    """The input whose rows it processes: its config limits the length of prompts, and of replies without
+    `reply_tokens`."""
     reply_tokens: int | None = None
-    """Most tokens that may follow a prompt."""
+    """The longest reply, in tokens."""
     rows: int = 1
-    """Rows that it is given at a time, of a rollout for example."""
+    """Number of rows in one request, such as a rollout."""
     batch_size: int = 1
-    """Rows of one optimizer step, of a trained model: it can use as many data-parallel ranks."""
+    """Rows of one optimizer step: the most data-parallel ranks that a trained model can use."""
     scores_tokens: bool = True
-    """Log-probabilities of tokens are wanted, so logits are made; a critic or reward model has one number instead."""
+    """True if it computes logits; a critic or reward model computes one number instead."""
     trainable_layers: int | None = None
     lora: LoRAConfig | None = None
     branches: int = 0
-    """So many frozen models stand on its trunk."""
+    """Number of frozen models that are branches of its trunk."""
     trunk: str | None = None
-    """The trained role that holds it as a branch, where both come from the same base by the same trained layers."""
+    """The trained role whose branch it becomes if both have the same base and trained layers."""
 
 
 def trained(config: TrainingConfig, shape: str, *, batch_size: int, field: str = "engine", **facts: Any) -> ModelRole:
-    """A model that `config` trains; `field` names the engine in it."""
+    """A model that `config` trains; `field` is the name of its engine field."""
     layers, engine = config.trainable_layers, getattr(config, field)
     rows = facts.pop("rows", batch_size)
     return ModelRole(
@@ -59,10 +60,10 @@ def trained(config: TrainingConfig, shape: str, *, batch_size: int, field: str =
 
 
 def frozen(layout: FrozenConfig, shape: str | None, **facts: Any) -> ModelRole:
-    """A model that only scores, spread as the field `frozen` says."""
+    """A model that only scores, with the layout in the field `frozen`."""
     return ModelRole(use="frozen", layout=layout, field="frozen", shape=shape, **facts)
 
 
 def sampled(layout: GeneratorConfig, shape: str, **facts: Any) -> ModelRole:
-    """A model that replies are sampled from, spread as the field `generator` says."""
+    """A model to sample from, with the layout in the field `generator`."""
     return ModelRole(use="sampled", layout=layout, field="generator", shape=shape, **facts)

@@ -1,7 +1,7 @@
-"""Shapes of Llama-family models: what the memory model needs to know of a model, and its exact parameter count.
+"""Shapes of Llama-family models: the input of the memory model, and the exact number of parameters.
 
-Read from a Hugging Face config, a checkpoint directory, a GGUF file's header, our own `FreshBase`, or derived from
-nothing but a parameter count. Weights are never read.
+Read from a Hugging Face config, a checkpoint directory, a GGUF header, a `FreshBase`, or derived from a number of
+parameters. Weights are never read.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
     if config.get("attention_bias"):
         extra += q + 2 * kv + hidden
     elif family == "qwen2":
-        # Its biases on q, k and v stand nowhere in its config.
+        # Its config does not mention its biases on q, k and v.
         extra += q + 2 * kv
     if config.get("mlp_bias"):
         extra += 2 * mlp + hidden
@@ -116,10 +116,10 @@ def from_pretrained(config: PretrainedBase, field: str = "base.model") -> ModelS
     """The shape of a hub name, a directory, a .gguf file or a packaged model.
 
     Args:
-        field: where the config names it; errors begin with it.
+        field: config field that names it; errors begin with it.
 
     Raises:
-        ValueError: it cannot be found or read, or is no Llama-like model.
+        ValueError: it cannot be found or read, or is not a Llama-like model.
     """
     check_on_hub(config.model, field, "model")
     name, gguf = locate(config.model, field)

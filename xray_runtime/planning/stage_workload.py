@@ -1,4 +1,4 @@
-"""The models of a stage as a workload: each of the shape of what it is made from, which inputs lead to."""
+"""The models of a stage as a workload; each gets its shape by following the stage's inputs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from xray_runtime.graph.graph import StageCall
     from xray_runtime.graph.handles import Handle
 
-from xray_runtime.planning.workload import GIB, Role, Workload, trained_so
+from xray_runtime.planning.workload import GIB, Role, Workload, training_options
 
 
 def stage_workload(call: StageCall, device: str) -> Workload | None:
-    """The models of a stage, each of the shape of what it is made from; None of a stage that has none.
+    """The workload of a stage; None if it has no models.
 
     vLLM generates in bfloat16 on CUDA.
 
@@ -36,7 +36,7 @@ def stage_workload(call: StageCall, device: str) -> Workload | None:
         ConfigError: a model's shape cannot be found, read or planned.
     """
     declared = dict(call.kind.models(call.config))
-    on_trunks = [name for name, role in declared.items() if _stands_on(call, role, declared)]
+    on_trunks = [name for name, role in declared.items() if _is_branch(call, role, declared)]
     branches = Counter(declared[name].trunk for name in on_trunks)
     kept = {name: role for name, role in declared.items() if name not in on_trunks}
     if not kept:
@@ -68,7 +68,7 @@ def _planned(call: StageCall, name: str, role: ModelRole, branches: int, device:
         )
     width, options = FLOAT32_BYTES, PLAIN
     if isinstance(layout, EngineConfig):
-        width, options = trained_so(role.lora, layout, device)
+        width, options = training_options(role.lora, layout, device)
     elif isinstance(layout, GeneratorConfig):
         width = FLOAT32_BYTES if device == "cpu" else HALF_BYTES
     elif getattr(layout, "precision", "float32") == "bfloat16":
@@ -88,11 +88,11 @@ def _planned(call: StageCall, name: str, role: ModelRole, branches: int, device:
 
 
 class UnknownShapeError(ConfigError):
-    """A checkpoint lies elsewhere, and nothing here says the shape of its model."""
+    """The shape of a model is unknown, because its checkpoint is on another machine."""
 
 
 def _source(call: StageCall, role: ModelRole, where: str) -> tuple[FreshBase | str, str]:
-    """`base_of` a role; a frozen model whose checkpoint lies elsewhere is taken to be of the shape of the others."""
+    """`base_of` a role; a frozen model with an unknown shape is assumed to have the shape of the other models."""
     try:
         return base_of(call, role.shape, where)
     except UnknownShapeError:
@@ -103,33 +103,34 @@ def _source(call: StageCall, role: ModelRole, where: str) -> tuple[FreshBase | s
 
 
 def base_of(call: StageCall, name: str | None, where: str) -> tuple[FreshBase | str, str]:
-    """(the model that an input, or with None the stage itself, comes from: its sizes, or name or directory; the field
-    that names it).
+    """(base model of an input, or of the stage itself if `name` is None, as sizes, name or directory; the field that
+    names it).
 
     Raises:
-        ConfigError: nothing says its shape; the line begins with `where`.
+        ConfigError: the shape is unknown; the line begins with `where`.
     """
     while name is not None:
         handle = call.parents.get(name)
         if handle is None:
-            raise ConfigError(f"{where}: cannot be planned: the stage has no input {name!r} that says its shape")
+            raise ConfigError(
+                f"{where}: cannot be planned: the stage has no input {name!r}, which has the model's shape"
+            )
         if handle.call is None:
             directory = handle.graph.directory_of(handle)
             if not (directory / "config.json").is_file():
                 raise UnknownShapeError(
-                    f"{where}: {handle.name!r} cannot be planned: must be a checkpoint's directory, whose config.json "
-                    "says the model's shape"
+                    f"{where}: {handle.name!r} cannot be planned: must be a checkpoint's directory with a config.json"
                 )
             return str(directory), where
-        call, name = handle.call, _made_from(handle.call)
+        call, name = handle.call, _shape_input(handle.call)
     base = call.kind.base_model(call.config)
     if base is None:
-        raise ConfigError(f"{where}: cannot be planned: {call.name!r} is made from no model whose shape is known")
+        raise ConfigError(f"{where}: cannot be planned: {call.name!r} has no input model with a known shape")
     return base, f"{call.name}.model"
 
 
-def _made_from(call: StageCall) -> str | None:
-    """The input that a stage's output has its shape from; None where it is the kind's own."""
+def _shape_input(call: StageCall) -> str | None:
+    """The input that has the shape of a stage's output; None if it is the kind's own base model."""
     if call.kind.base_model(call.config) is not None:
         return None
     trained = (role.shape for role in call.kind.models(call.config).values() if role.use == "trained")
@@ -137,8 +138,8 @@ def _made_from(call: StageCall) -> str | None:
     return next(trained, None) or next(models, None)
 
 
-def _stands_on(call: StageCall, role: ModelRole, declared: dict[str, ModelRole]) -> bool:
-    """Whether a frozen model becomes a branch on the trunk of another."""
+def _is_branch(call: StageCall, role: ModelRole, declared: dict[str, ModelRole]) -> bool:
+    """Whether a frozen model becomes a branch of another model's trunk."""
     trunk = declared.get(role.trunk or "")
     made = call.parents[role.shape].call if trunk is not None and role.shape is not None else None
     if trunk is None or made is None or made.kind.base_model(made.config) is not None:
@@ -150,8 +151,8 @@ def _stands_on(call: StageCall, role: ModelRole, declared: dict[str, ModelRole])
 
 
 def _lengths(call: StageCall, role: ModelRole) -> tuple[int, int]:
-    """(longest prompt, longest reply) in tokens: as the data was made, or what stages take where nothing says so; of a
-    context that is not known, the most."""
+    """(longest prompt, longest reply) in tokens, from the config of the data, or else the stages' defaults; an unknown
+    context counts as unlimited."""
     source, _ = _source(call, role, call.name)
     context = source.max_positions if isinstance(source, FreshBase) else None
     data = call.parents.get(role.data or "")
@@ -175,7 +176,7 @@ def _settings(data: Handle | None, field: str) -> Iterator[Any]:
 
 @cache
 def _pretrained_shape(model: str, field: str) -> ModelShape:
-    # A search for what would fit plans the same model a hundred times, and some take seconds to read.
+    # A search for suggestions plans the same model a hundred times, and some models take seconds to read.
     try:
         return from_pretrained(PretrainedBase(model=model), field)
     except ValueError as error:

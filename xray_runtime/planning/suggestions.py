@@ -1,4 +1,4 @@
-"""What to change where no plan fits: single changes, each of which was planned again and does fit."""
+"""Suggestions if no plan fits: single changes with which a plan does fit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LORA_RANK = 16
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Set `change` to `value`, and a plan fits."""
+    """A change of `change` to `value`, with which a plan fits."""
 
     change: str
     """A field of `Changes`, `num_devices` or `memory_gib`."""
@@ -34,12 +34,12 @@ class Suggestion:
 Planner = Callable[[Changes, Machine], GraphPlan]
 
 
-def planner_of(graph: Graph, here: int | None) -> Planner:
-    """Plans `graph`; of a machine with `here` devices, which is this one, the cores are known as well."""
+def planner_of(graph: Graph, num_local: int | None) -> Planner:
+    """A planner of `graph`. It knows the cores of a machine with `num_local` devices, which is this one."""
 
     def plan_for(changes: Changes, machine: Machine) -> GraphPlan:
         nodes = {"CPU": math.inf, "GPU": float(machine.num_devices)}
-        if machine.num_devices == here:
+        if machine.num_devices == num_local:
             nodes = local_node(machine)
         elif machine.device == "cpu":
             nodes = {"CPU": float(machine.num_devices * graph.runtime.threads)}
@@ -49,11 +49,11 @@ def planner_of(graph: Graph, here: int | None) -> Planner:
 
 
 def suggest(planner: Planner, changes: Changes, planned: GraphPlan) -> Iterator[Suggestion]:
-    """Every kind of change that alone makes a plan fit, by as little as it takes.
+    """Yield every kind of change that makes a plan fit, as small as possible.
 
     Args:
-        planner: plans the graph, with changes, for a machine; raises ConfigError where it does not allow them.
-        planned: what it came to with `changes`.
+        planner: plans the graph, with changes, for a machine; raises ConfigError if it does not allow them.
+        planned: the plan with `changes`.
     """
     nearest = planned.stages[planned.fullest]
     machine, workload = nearest.machine, nearest.workload
@@ -69,7 +69,7 @@ def suggest(planner: Planner, changes: Changes, planned: GraphPlan) -> Iterator[
         return Suggestion("num_devices", n, text, changes, replace(machine, num_devices=n))
 
     def memory(gib: int) -> Suggestion:
-        text = f"{gib} GiB a device instead of {machine.memory_bytes / GIB:.3g}"
+        text = f"{gib} GiB per device instead of {machine.memory_bytes / GIB:.3g}"
         return Suggestion("memory_gib", gib, text, changes, replace(machine, memory_bytes=gib * GIB))
 
     def changed(text: str, **change: Any) -> Suggestion:
@@ -83,7 +83,7 @@ def suggest(planner: Planner, changes: Changes, planned: GraphPlan) -> Iterator[
 
     enough = 2 * math.ceil(nearest.fullest.peak_bytes / GIB)
     now = math.floor(machine.memory_bytes / GIB)
-    # One sequence is the least of a pass, and 16 tokens the least that a config takes.
+    # A pass has at least one sequence, and a config allows no fewer than 16 tokens.
     most = workload.micro_batch_tokens - max(workload.sequence_tokens, 16)
     for suggestion, low, high in (
         (devices, machine.num_devices + 1, MAX_DEVICES),
@@ -94,7 +94,7 @@ def suggest(planner: Planner, changes: Changes, planned: GraphPlan) -> Iterator[
         if least is not None:
             yield least
     simple = [
-        changed("a generator that gives its memory back while the others work", generator_sleeps=True),
+        changed("a generator that releases its memory while the other models work", generator_sleeps=True),
         changed(f"LoRA adapters of rank {LORA_RANK} instead of training all weights", lora_rank=LORA_RANK),
         changed("optimizer states in host memory (ZeRO-Offload)", offload=True),
     ]
@@ -104,7 +104,7 @@ def suggest(planner: Planner, changes: Changes, planned: GraphPlan) -> Iterator[
 def _least(
     suggestion: Callable[[int], Suggestion], fits: Callable[[Suggestion], bool], low: int, high: int
 ) -> Suggestion | None:
-    """That of the least n in [low, high] which fits, where all above it do too; None: not even `high`."""
+    """The suggestion for the smallest n in [low, high] that fits, by bisection; None if `high` does not fit."""
     if low > high or not fits(suggestion(high)):
         return None
     while low < high:

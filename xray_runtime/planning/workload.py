@@ -1,4 +1,4 @@
-"""What is to be planned: the models of one stage, how much text they see at a time, and the machine they run on."""
+"""Input of the planner: the models of one stage, the size of their batches, and the machine."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 USABLE = 0.9
-"""Share of a device's memory a plan may fill; fragmentation, communication and others on the machine take the rest."""
+"""Share of a device's memory that a plan may use; the rest is for fragmentation, communication and other processes."""
 
 CACHED_SEQUENCES, CACHED_TOKENS = 32, 65_536
-"""What a generator's KV cache should hold: so many sequences of full length, but no more than so many tokens, and one
-sequence in any case. vLLM lets the others wait."""
+"""Planned size of a generator's KV cache: this many full sequences, but at most this many tokens and at least one
+sequence. In vLLM, further sequences wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,52 +61,52 @@ class Role:
     shape: ModelShape
     use: Use
     weight_bytes: int
-    """2 of a trained role means mixed precision: the optimizer works in float32."""
+    """2 for a trained role means mixed precision: the optimizer works in float32."""
     scores_tokens: bool = True
-    """Log-probabilities of tokens are wanted, so logits are made; a critic or reward model has one number instead."""
+    """True if it computes logits; a critic or reward model computes one number instead."""
     top_layers: int | None = None
     branches: int = 0
-    """So many frozen models stand on its trunk."""
+    """Number of frozen models that are branches of its trunk."""
     options: Options = PLAIN
-    """Of a trained role."""
+    """Only for a trained role."""
     in_one_piece: bool = False
-    """What runs it cannot split it."""
+    """Its engine cannot split it."""
     model: str | None = None
-    """The pretrained model it comes from, which may not be one that can be cut; None: a Llama."""
+    """Its pretrained base model, which may not support splitting; None: a Llama."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The models of one stage, all alive at the same time, and what they see."""
+    """The models of one stage, all open at the same time, and the size of their batches."""
 
     roles: tuple[Role, ...]
     sequence_tokens: int
-    """Longest prompt and reply together."""
+    """Longest prompt plus longest reply."""
     response_tokens: int
     """Longest reply."""
     batch_size: int
-    """Sequences of one optimizer step; as many data-parallel ranks can be used."""
+    """Sequences of one optimizer step: the most data-parallel ranks."""
     rollout_size: int
     """Sequences of one rollout."""
     micro_batch_tokens: int
     score_tokens: int = 8192
     """Tokens of one scoring pass."""
     reserved_kv_bytes: int = 0
-    """What vLLM takes for its KV cache however little is needed."""
+    """Memory that vLLM always reserves for its KV cache."""
     generator_replicas: int = 1
     generator_sleeps: bool = False
-    """The generator gives its memory back while the others work."""
+    """The generator releases its memory while the other models work."""
 
     def of_use(self, use: Use) -> list[Role]:
         return [role for role in self.roles if role.use == use]
 
     @property
-    def most_alive(self) -> int:
-        """Models, a generator's replicas counted each."""
+    def num_models(self) -> int:
+        """Number of models, with each replica of a generator."""
         return len(self.roles) + len(self.of_use("sampled")) * (self.generator_replicas - 1)
 
     def recomputing(self) -> Workload:
-        """The same, with activations of what is trained computed again in the backward pass."""
+        """The workload with activations of trained models recomputed in the backward pass."""
 
         def again(role: Role) -> Role:
             return replace(role, options=replace(role.options, checkpointing=True)) if role.use == "trained" else role
@@ -114,7 +114,7 @@ class Workload:
         return replace(self, roles=tuple(again(role) for role in self.roles))
 
     def memory(self, role: Role, layout: Layout) -> Memory:
-        """What `role` needs on each of its devices."""
+        """Memory of `role` on one of its devices."""
         shape, width = role.shape, role.weight_bytes
         if role.use == "sampled":
             sequences = min(CACHED_SEQUENCES, _ceil(self.rollout_size, layout.dp))
@@ -150,15 +150,15 @@ class Workload:
         return replace(training, activations=activations, logits=logits)
 
     def _pass(self, role: Role, max_tokens: int) -> tuple[int, int]:
-        """(tokens, positions that get logits) of one pass: a sequence longer than `max_tokens` has one of its own."""
+        """(tokens, positions that get logits) of one pass; a sequence longer than `max_tokens` is a pass of its own."""
         tokens = max(max_tokens, self.sequence_tokens)
         return tokens, _ceil(tokens * self.response_tokens, self.sequence_tokens) if role.scores_tokens else 0
 
 
-def trained_so(lora: LoRAConfig | None, engine: EngineConfig, device: str) -> tuple[int, Options]:
-    """(bytes of a weight, options) of a model that is trained so.
+def training_options(lora: LoRAConfig | None, engine: EngineConfig, device: str) -> tuple[int, Options]:
+    """(bytes per weight, options) of a trained model.
 
-    On CPU the device's memory is the host's, so offloading to it saves nothing.
+    On CPU, device memory is host memory, so offloading to it saves nothing.
     """
     mixed = engine.precision == "bfloat16"
     options = Options(
@@ -205,10 +205,10 @@ def from_parameters(count: float, sequence_tokens: int, options: Options = PLAIN
 
 
 def this_machine(device: str = "auto", threads: int = 1) -> Machine:
-    """What is here: CUDA devices, or else as many devices of `threads` cores each as there are, RAM shared equally.
+    """This machine: its CUDA devices, or else devices of `threads` cores each with equal shares of RAM.
 
     Raises:
-        ConfigError: CUDA is asked for and there is none.
+        ConfigError: `device` is "cuda" and there is none.
     """
     if device == "cuda" or (device == "auto" and _may_have_gpus()):
         import torch
@@ -218,7 +218,7 @@ def this_machine(device: str = "auto", threads: int = 1) -> Machine:
             return Machine(num_devices=torch.cuda.device_count(), memory_bytes=memory)
         if device == "cuda":
             raise ConfigError(
-                'runtime.device: "cuda" is not allowed: this machine has no GPU (to plan for another one, give '
+                'runtime.device: "cuda" is not allowed: this machine has no GPU (to plan for another machine, set '
                 "--devices and --memory-gib)"
             )
     count = max(usable_cores() // threads, 1)
@@ -226,12 +226,12 @@ def this_machine(device: str = "auto", threads: int = 1) -> Machine:
 
 
 def local_node(machine: Machine) -> dict[str, float]:
-    """What a Ray of this machine's own has: CPUs and GPUs."""
+    """CPUs and GPUs of a Ray cluster on this machine."""
     return {"CPU": float(usable_cores()), "GPU": float(machine.num_devices if machine.device == "cuda" else 0)}
 
 
 def _may_have_gpus() -> bool:
-    # Importing torch takes seconds: not where there is no driver (/dev/dxg is that of Windows' Linux).
+    # Importing torch takes seconds, so look for a driver first (/dev/dxg is WSL's).
     return Path("/dev/dxg").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
 
 

@@ -1,4 +1,4 @@
-"""Stage `base`: a model by its name, in Hugging Face form with float32 weights."""
+"""Stage `base`: a pretrained model in Hugging Face form with float32 weights."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def run(stage: Stage[HubModel, NoInputs], out: Path, recorder: Recorder) -> int:
 
 
 def report_size(recorder: Recorder, num_parameters: int, vocabulary: int) -> None:
-    """Log what was made."""
+    """Report the size of the model."""
     recorder.metrics({"base/parameters": float(num_parameters), "base/vocabulary": float(vocabulary)}, step=0)
     recorder.progress(1, 1, "models", f"{num_parameters / 1e6:.1f}M parameters")

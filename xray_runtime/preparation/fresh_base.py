@@ -31,7 +31,7 @@ def run(stage: Stage[FreshBase, FreshBaseInputs], out: Path, recorder: Recorder)
 
 
 def _texts(example: Example) -> Iterator[str]:
-    """What the model will read and write; tools and calls as the chat template puts them."""
+    """Texts to train the tokenizer on; tools and calls in the chat template's form."""
     yield prompt_text(example.prompt)
     yield example.response
     for tool in example.prompt[0].get("tools", ()):

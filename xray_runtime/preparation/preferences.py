@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 
 def run(stage: Stage[Any, PreferencesInputs], out: Path, recorder: Recorder) -> int:
-    """Writes train.arrow, heldout.arrow (no prompt on both sides), stats.json and dropped.jsonl (which rows of your own
-    pairs were left out, and why). Gold scores are in none of them."""
+    """Writes train.arrow, heldout.arrow (no prompt on both sides), stats.json and dropped.jsonl (rows of your own pairs
+    that were left out, with reasons). None of them contains gold scores."""
     config = stage.config
     sided: Iterable[tuple[bool, PreferenceExample]]
     with (
@@ -67,8 +67,8 @@ def run(stage: Stage[Any, PreferencesInputs], out: Path, recorder: Recorder) -> 
     if not train.count or not heldout.count:
         dropped = {name: count for name, count in sorted(stats.items()) if name.startswith("dropped") and count}
         raise ValueError(
-            f"{stage.name}: {train.count} training and {heldout.count} held-out pairs; both must be at least 1: give "
-            f"more pairs, or change heldout_fraction (dropped: {dropped})"
+            f"{stage.name}: {train.count} training and {heldout.count} held-out pairs; both must be at least 1: add "
+            f"pairs or change heldout_fraction (dropped: {dropped})"
         )
     written = [Pairs(out / side, PreferenceExample) for side in (TRAIN, HELDOUT)]
     stats["length_baseline_accuracy"] = length_baseline_accuracy(*written)
@@ -96,7 +96,7 @@ def _from_ratings(
 def _from_dataset(
     stage: Stage[Any, PreferencesInputs], config: DatasetPreferences | JudgedPreferences, dropped: DroppedRows
 ) -> Iterator[PreferenceExample]:
-    """Your own pairs, or those people judged, without those whose prompt the evaluation will ask."""
+    """Your own pairs, or human verdicts, without prompts that are held out for evaluation."""
     records: Iterable[tuple[Where, dict[str, Any]]]
     if isinstance(config, JudgedPreferences):
         assert stage.inputs.judgements is not None
@@ -105,9 +105,9 @@ def _from_dataset(
     else:
         _, records = read_records("preferences.path", config.path, config.split)
     data = stage.inputs.data
-    asked = held_out_prompts(data.path) if data is not None else TextSet()
+    held_out = held_out_prompts(data.path) if data is not None else TextSet()
     for row, pair in from_dataset(records, config.max_pairs, dropped):
-        if prompt_text(pair.prompt) in asked:
+        if prompt_text(pair.prompt) in held_out:
             dropped.add("prompt_held_out", {"row": row})
         else:
             yield pair
@@ -127,9 +127,9 @@ def _from_gold(
     prompts = [found[i] for i in order[: config.num_pairs]]
     if len(prompts) < config.num_pairs:
         raise ValueError(
-            f"{stage.name}.num_pairs: {config.num_pairs} is more than the {len(prompts)} prompts there are"
+            f"{stage.name}.num_pairs: {config.num_pairs} is not allowed: the dataset has only {len(prompts)} prompts"
         )
-    # Row 2i and row 2i + 1 are the two replies to prompt i.
+    # Rows 2i and 2i + 1 are the two replies to prompt i.
     twice = [ids for _, ids in prompts for _ in range(2)]
     sampling = sampling_of(config, policy, tokenizer)
     generator = GeneratorSpec(policy, limit + config.max_new_tokens, config.generator)
@@ -140,8 +140,7 @@ def _from_gold(
     with stage.open_models({"generator": generator}) as models:
         sampled = sample_replies(models["generator"], stage, sampling, twice, done=done)
     replies = decode_replies(tokenizer, sampled)
-    asked = [prompt_text(messages) for messages, _ in prompts for _ in range(2)]
-    scores = gold(asked, replies)
+    scores = gold([prompt_text(messages) for messages, _ in prompts for _ in range(2)], replies)
     return label_pairs(
         [messages for messages, _ in prompts],
         list(zip(replies[::2], replies[1::2], strict=True)),
@@ -154,7 +153,7 @@ def _from_gold(
 def _from_rewards(
     stage: Stage[Any, PreferencesInputs], recorder: Recorder
 ) -> tuple[list[PreferenceExample], dict[str, float]]:
-    """The best and the worst reply to each prompt; prompts whose replies are tied teach nothing."""
+    """The best and the worst reply to each prompt, without prompts whose replies are tied."""
     assert stage.inputs.policy is not None
     assert stage.inputs.data is not None
     groups = sample_groups(stage, stage.inputs.policy.path, stage.inputs.data.path, recorder)

@@ -1,4 +1,4 @@
-"""Stage `prepare`: conversations → prompt/reply pairs, split by conversation into train and held-out."""
+"""Stage `prepare`: prompt/reply pairs from conversations, split by conversation into train and held-out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     from xray_runtime.graph.kind import NoInputs, Recorder, Stage
 
 PROGRESS_EVERY = 500
-"""Conversations between two reports of progress."""
+"""Number of conversations between two progress reports."""
 
 NUM_EXAMPLES_SHOWN = 20
 REASONS = ("empty", "too_long", "too_short", "without_reply")
-"""Why a reply is dropped, or a record that has none."""
+"""Reasons to drop a reply, or a record without replies."""
 
 
 class Conversation(NamedTuple):
-    """What is read of one: its row in the source, counted from 1, id, (prompt, reply) pairs, further columns as JSON,
-    place in the curriculum."""
+    """One conversation: its row in the source, counted from 1, its id, (prompt, reply) pairs, further columns as JSON,
+    and position in the curriculum."""
 
     row: int
     id: str
@@ -56,10 +56,10 @@ class Conversation(NamedTuple):
 
 
 def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> int:
-    """Writes train.arrow, heldout.arrow, validation.arrow if asked for, stats.json (what was kept, and what was dropped
-    and why), dropped.jsonl (which rows of the source those are) and dataset.json.
+    """Writes train.arrow, heldout.arrow, validation.arrow if configured, stats.json (numbers of kept and dropped
+    pairs), dropped.jsonl (the dropped rows of the source) and dataset.json.
 
-    In one walk through the source; 16 bytes a pair and conversation are all that stays in memory.
+    Reads the source once; memory use is 16 bytes per pair and conversation.
 
     Raises:
         ValueError: the source cannot be read, or filtering leaves one side of the split empty.
@@ -87,18 +87,18 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
     recorder.table("data_counts", ["what", "count"], [[name, count] for name, count in sorted(counts.items())])
     shown = Pairs(out / TRAIN, Example)[:: -(-counts["train_pairs"] // NUM_EXAMPLES_SHOWN)]
     replies = [message_text(e.response, e.tool_calls) for e in shown]
-    asked_and_said = [[prompt_text(e.prompt), reply] for e, reply in zip(shown, replies, strict=True)]
-    recorder.table("data_examples", ["prompt", "response"], asked_and_said)
+    examples = [[prompt_text(e.prompt), reply] for e, reply in zip(shown, replies, strict=True)]
+    recorder.table("data_examples", ["prompt", "response"], examples)
     return 0
 
 
 def _write_sides(
     stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder, left_out: DroppedRows
 ) -> Counter[str]:
-    """Write the sides of the split; returns counts of what was read and kept."""
+    """Write the sides of the split; returns counts of read and kept pairs."""
     config = stage.config
     counts = Counter(dict.fromkeys(("read_records", "read_pairs", *(f"dropped_{reason}" for reason in REASONS)), 0))
-    everyone, trained, asked = TextSet(), TextSet(), TextSet()
+    everyone, trained, prompts = TextSet(), TextSet(), TextSet()
     chosen: set[str] = set()
     difficulties, absent = array("d"), set(config.columns)
     total, source = _read(config, absent)
@@ -136,47 +136,58 @@ def _write_sides(
                 if not held_out:
                     difficulties.append(difficulty)
                     trained.add(conversation)
-                    asked.add(text)
+                    prompts.add(text)
     if absent:
         read = ", ".join(repr(part.source) for part in config.sources) or repr(config.source)
         raise ValueError(f"data.columns: {min(absent)!r} has a value in no record of {read}")
     if config.curriculum is not None:
         _reorder(out / TRAIN, np.argsort(np.array(difficulties), kind="stable"))
     counts["train_pairs"] = train.count
-    for side, path in unchecked.items():
-        candidates, name = Pairs(path, Example), side.partition(".")[0]
-        if side == HELDOUT or config.validation_fraction:
-            # Held-out conversations may begin with what a training one does, or those of validation with held-out ones.
-            reason = f"{name}_prompt_seen_in_training"
-            counts[f"dropped_{reason}"] = 0
-            counts[f"{name}_pairs"] = write_pairs(out / side, Example, _unseen(candidates, asked, reason, left_out))
-            for text in Pairs(out / side, Example).prompt_texts():
-                asked.add(text)
-        path.unlink()
+    counts.update(_write_unseen(out, unchecked, config, prompts, left_out))
     counts["read_conversations"], counts["train_conversations"] = len(everyone), len(trained)
     counts["heldout_conversations"] = len(TextSet(pair.conversation for pair in Pairs(out / HELDOUT, Example)))
     return counts
 
 
-def _unseen(candidates: Iterable[Example], asked: TextSet, reason: str, left_out: DroppedRows) -> Iterator[Example]:
+def _write_unseen(
+    out: Path, unchecked: Mapping[str, Path], config: DataConfig, prompts: TextSet, left_out: DroppedRows
+) -> dict[str, int]:
+    """Write the held-out and validation sides without pairs whose prompt is among `prompts`; returns counts.
+
+    A held-out conversation may begin like a training conversation, or a validation one like a held-out one.
+    """
+    counts = {}
+    for side, path in unchecked.items():
+        candidates, name = Pairs(path, Example), side.partition(".")[0]
+        if side == HELDOUT or config.validation_fraction:
+            reason = f"{name}_prompt_seen_in_training"
+            counts[f"dropped_{reason}"] = 0
+            counts[f"{name}_pairs"] = write_pairs(out / side, Example, _unseen(candidates, prompts, reason, left_out))
+            for text in Pairs(out / side, Example).prompt_texts():
+                prompts.add(text)
+        path.unlink()
+    return counts
+
+
+def _unseen(candidates: Iterable[Example], prompts: TextSet, reason: str, left_out: DroppedRows) -> Iterator[Example]:
     for pair in candidates:
-        if prompt_text(pair.prompt) in asked:
+        if prompt_text(pair.prompt) in prompts:
             left_out.add(reason, {"id": pair.id})
         else:
             yield pair
 
 
 def _held_out(seed: int, conversation: str, config: DataConfig) -> str | None:
-    """The side that is not trained on, where it is of one."""
+    """`HELDOUT` or `VALIDATION`; None if the conversation is for training."""
     if is_held_out(seed, "conversations", conversation, config.heldout_fraction):
         return HELDOUT
     return VALIDATION if is_held_out(seed, "validation", conversation, config.validation_fraction) else None
 
 
 def _read(config: DataConfig, absent: set[str]) -> tuple[int, Iterator[tuple[int, Conversation]]]:
-    """(number of conversations or records, of each the number of its source and what is read of it, in order).
+    """(number of conversations or records, (number of its source, conversation) for each, in order).
 
-    Columns that are found leave `absent`.
+    Removes columns that occur from `absent`.
     """
     if not config.sources:
         total, pairs = _read_one("data.source", config.source, config.split, config, absent)
@@ -213,7 +224,7 @@ def _read_one(
 
 def _columns(record: dict[str, Any], names: list[str], absent: set[str]) -> str:
     absent.difference_update(record)
-    # Dates and the like become text.
+    # `default=str` writes dates and the like as text.
     return json.dumps({name: record.get(name) for name in names}, default=str)
 
 
@@ -233,8 +244,8 @@ def _reorder(path: Path, order: np.ndarray) -> None:
 
 
 def _reason_to_drop(prompt: Messages, text: str, reply: str, config: DataConfig) -> str | None:
-    said = [message_text(m["content"], m.get("tool_calls")) for m in prompt if m["role"] != "tool"]
-    if not reply.strip() or not all(map(str.strip, said)):
+    texts = [message_text(m["content"], m.get("tool_calls")) for m in prompt if m["role"] != "tool"]
+    if not reply.strip() or not all(map(str.strip, texts)):
         return "empty"
     if min(len(text), len(reply)) < config.min_chars:
         return "too_short"

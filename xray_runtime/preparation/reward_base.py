@@ -1,4 +1,4 @@
-"""Stage `reward_base`: a reward model by its name, from Hugging Face's sequence-classification form."""
+"""Stage `reward_base`: an imported reward model in Hugging Face's sequence-classification form."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPS = 2
 
 
 def run(stage: Stage[RewardBaseConfig, RewardBaseInputs], out: Path, recorder: Recorder) -> int:
-    """Writes the model, its head, and reward.json: mean and deviation of its scores, and what it reads."""
+    """Writes the model, its head, and reward.json: mean and deviation of its scores, and its input format."""
     recorder.progress(0, STEPS, "steps", "loading")
     model, tokenizer = load_classifier(stage.config.model, f"{stage.name}.model")
     save_model(model.lm, tokenizer, out)
@@ -39,7 +39,7 @@ def run(stage: Stage[RewardBaseConfig, RewardBaseInputs], out: Path, recorder: R
     (out / REWARD_HEAD).parent.mkdir()
     save_file({name: tensor.detach() for name, tensor in model.scalar.state_dict().items()}, out / REWARD_HEAD)
     metrics = {"reward_base/parameters": float(sum(p.numel() for p in model.parameters()))}
-    # Another process reads it again where it scores.
+    # The scoring process loads it again.
     del model
     recorder.progress(1, STEPS, "steps", "saved")
     summary: dict[str, Any] = {"mean": 0.0, "std": 1.0, READS: CONVERSATION}
@@ -61,14 +61,14 @@ def run(stage: Stage[RewardBaseConfig, RewardBaseInputs], out: Path, recorder: R
 def _heldout_scores(
     stage: Stage[RewardBaseConfig, RewardBaseInputs], out: Path, tokenizer: Any, dataset: Path
 ) -> np.ndarray:
-    """Scores [n] of people's held-out replies, to prompts that fit the dataset's limit."""
+    """Scores [n] of held-out human replies to prompts within the dataset's limit."""
     examples, limit = Pairs(dataset / HELDOUT, Example), max_prompt_tokens(dataset, out, max_reply_tokens(None, out))
     batches = (encode_prompts(tokenizer, [e.prompt for e in batch]) for batch in examples.batches())
     fit = [row for row, ids in enumerate(chain.from_iterable(batches)) if len(ids) <= limit]
     if not fit:
         raise ValueError(
             f"{stage.name}.data: no held-out prompt fits max_prompt_tokens = {limit} in the tokens of "
-            f"{stage.config.model!r}: prepare it with a larger one"
+            f"{stage.config.model!r}: raise the dataset's max_prompt_tokens"
         )
     order = np.random.default_rng(derive_seed(stage.seed, stage.name, "replies")).permutation(len(fit))
     chosen = [examples[fit[i]] for i in order[: stage.config.num_replies]]

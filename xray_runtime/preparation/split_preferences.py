@@ -1,6 +1,6 @@
 """Stage `split_preferences`: one of two parts of preference pairs, no prompt in both.
 
-What a policy learns from, by a reward model or by DPO, is one part; from the other learns a reward model that judges.
+A policy learns from one part, by a reward model or by DPO; a judging reward model learns from the other.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from xray_runtime.graph.kind import Recorder, Stage
 
 PURPOSE = "judge"
-"""Of the draw: another than that which holds pairs out of training, so that each part has both sides."""
+"""Seeds the split. It differs from the purpose of the held-out split, so that each part has both sides."""
 
 
 def run(stage: Stage[SplitPreferencesConfig, SplitPreferencesInputs], out: Path, recorder: Recorder) -> int:
-    """Writes train.arrow and heldout.arrow, each pair on the side where it was, and stats.json.
+    """Writes train.arrow and heldout.arrow, each pair on its original side, and stats.json.
 
     Raises:
         ValueError: a side of the part would be empty.
@@ -38,7 +38,7 @@ def run(stage: Stage[SplitPreferencesConfig, SplitPreferencesInputs], out: Path,
     if not all(counts.values()):
         raise ValueError(
             f"{stage.name}: {counts[TRAIN]} training and {counts[HELDOUT]} held-out pairs; both must be at least 1: "
-            "give more pairs, or change the share"
+            "add pairs or change heldout"
         )
     stats = {"pairs": sum(counts.values()), "train_pairs": counts[TRAIN], "heldout_pairs": counts[HELDOUT]}
     written = [Pairs(out / side, PreferenceExample) for side in (TRAIN, HELDOUT)]

@@ -52,7 +52,7 @@ class Measured:
 
 
 def measured(kind: StageKind, directory: Path) -> Measured:
-    """The results in the checkpoint of an evaluation. Raises OSError or ValueError where it is damaged."""
+    """The results in the checkpoint of an evaluation. Raises OSError or ValueError if it is damaged."""
     manifest, _ = read_manifest(directory)
     assert kind.sides is not None
     assert kind.results is not None
@@ -108,7 +108,7 @@ def side_by_side(found: Sequence[Measured], names: Mapping[str, str]) -> SideByS
 
 
 def figure(table: SideBySide) -> Figure | None:
-    """A panel for each column that several policies have, with 95% intervals; None where there is none."""
+    """A panel for each column that several policies have, with 95% intervals; None if there is none."""
     shown = [
         (name, [(policy, numbers[place]) for policy, numbers in table.rows if numbers[place] is not None])
         for place, name in enumerate(table.columns)

@@ -35,7 +35,7 @@ class StageRecord:
 
     @property
     def panels(self) -> Panels:
-        """The panels of its kind; none where the kind is not registered in this process."""
+        """The panels of its kind; empty if the kind is not registered in this process."""
         kind = find_kind(self.kind)
         return kind.panels if kind is not None else ()
 
@@ -57,7 +57,7 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def training_figure(panels: Panels, series: dict[str, list[tuple[int, float]]]) -> Figure | None:
-    """Curves of one stage; None where it recorded none of the metrics."""
+    """Curves of one stage; None if it recorded none of the metrics."""
     shown = [(title, [n for n in names if n in series]) for title, names in panels]
     shown = [(title, names) for title, names in shown if names]
     if not shown:

@@ -38,7 +38,7 @@ def write_report(
 
     Args:
         lifecycle: the content of lifecycle.json.
-        records: where each stage's metrics lie; a stage without any is left out.
+        records: the metrics files of the stages; a stage without metrics is left out.
         samples: prompt, replies before and after, and their scores.
         config_yaml: the resolved config.
         evaluations: all results of the policies.
@@ -132,7 +132,7 @@ def lineage_graph(stages: list[dict[str, Any]]) -> dict[str, Any]:
             bend = max((x2 - x1) / 2, 12)
             # An arrow over several columns passes below the boxes between.
             sag = 22 * max(depth[i] - depth[p] - 1, 0) + (12 if depth[i] - depth[p] > 1 else 0)
-            # A cubic comes three quarters of the way to its control points.
+            # A cubic curve reaches three quarters of the way to its control points.
             lowest = max(lowest, max(y1, y2) + 0.75 * sag)
             edges.append(f"M{x1},{y1} C{x1 + bend},{y1 + sag} {x2 - bend},{y2 + sag} {x2},{y2}")
     return {

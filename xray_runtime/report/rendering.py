@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def template(name: str) -> Template:
-    """A template by its file name. In Markdown the filters `code` and `plain` quote what people typed."""
+    """A template by its file name. In Markdown, the filters `code` and `plain` quote untrusted text."""
     return _environment().get_template(name)
 
 

@@ -25,7 +25,7 @@ NUM_EXAMPLES_SHOWN = 20
 
 
 def run(stage: Stage[BestOfNConfig, BestOfNInputs], out: Path, recorder: Recorder) -> int:
-    """Writes a dataset: of each training prompt that is asked the best reply. Held-out pairs stay as they are.
+    """Writes a dataset with the best sampled reply to each training prompt. Held-out pairs stay as they are.
 
     Raises:
         ValueError: no reply is kept.
@@ -61,10 +61,10 @@ def run(stage: Stage[BestOfNConfig, BestOfNInputs], out: Path, recorder: Recorde
 
 
 def kept(rewards: torch.Tensor, min_reward: float | None, skip_tied: bool) -> tuple[torch.Tensor, dict[str, float]]:
-    """(place of each prompt's best reply [P], `NONE` where it is skipped; how many are, by the first reason).
+    """(index of each prompt's best reply [P], `NONE` if the prompt is skipped; number skipped, by the first reason).
 
     Args:
-        rewards: [P, n]; NaN of a reply that cannot be chosen.
+        rewards: [P, n]; NaN if a reply cannot be chosen.
     """
     best = best_of(rewards)
     without = best == NONE

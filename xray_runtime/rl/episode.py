@@ -34,7 +34,7 @@ class Episode:
     """In the rollout."""
     task: dict[str, Any]
     seed: int
-    """Of the environment; one for all episodes of a group, whose rewards are compared."""
+    """The environment's seed, shared by all episodes of a group, because their rewards are compared."""
     prompt: list[int]
     replies: list[str] = field(default_factory=list)
     """The turns so far, as text."""
@@ -44,24 +44,24 @@ class Episode:
     sampled: list[bool] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
-    """What its environment answered, to being reset and to each turn: {"answer": …} or {"failure": why}."""
+    """The environment's answers to the reset and to each turn: {"answer": …} or {"failure": reason}."""
     info: dict[str, float] = field(default_factory=dict)
-    """Numbers that its environment gave beside the rewards, each summed over the turns."""
+    """Numbers that the environment reported with the rewards, each summed over the turns."""
     ended: bool = False
-    """By its environment."""
+    """The environment ended it."""
     over: bool = False
     """Ended, cut, or failed."""
     failure: str = ""
     """Why it has no reward."""
     known: int = 0
-    """Answers, the reset's included, that its object in the pool has given."""
+    """Number of answers, including the reset's, that its environment in the pool has produced."""
 
     def say(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """A turn of the policy."""
+        """Append a turn of the policy."""
         self._add(ids, logprobs, True)
 
     def observe(self, ids: Sequence[int]) -> None:
-        """What it reads next."""
+        """Append tokens that the policy reads and did not sample."""
         self._add(ids, [0.0] * len(ids), False)
 
     def _add(self, ids: Sequence[int], logprobs: Sequence[float], sampled: bool) -> None:
@@ -75,7 +75,7 @@ class Episode:
         self.rewards[max(place for place, sampled in enumerate(self.sampled) if sampled)] += reward
 
     def inform(self, info: Mapping[str, Any]) -> None:
-        """Add up the numbers in `info` of a turn, True as 1; names that no metric can have are left out."""
+        """Add the numbers in a turn's `info`, True as 1. Names that no metric can have are left out."""
         for name, value in info.items():
             if isinstance(value, bool | int | float) and METRIC_NAME.fullmatch(name):
                 self.info[name] = self.info.get(name, 0.0) + value
@@ -85,7 +85,7 @@ class Episode:
 
 
 def rollout_of(episodes: Sequence[Episode], version: int) -> Rollout:
-    """Episodes as the rows of a rollout; each is the reply to a prompt of its own number."""
+    """Episodes as the rows of a rollout; each row has its own prompt number."""
     rewards = [np.nan if e.failure else float(np.sum(e.rewards)) for e in episodes]
     columns = EpisodeColumns(
         prompt_ids=Ragged.of(e.prompt for e in episodes),
@@ -109,10 +109,10 @@ def rollout_of(episodes: Sequence[Episode], version: int) -> Rollout:
 
 
 def episode_means(episodes: EpisodeColumns) -> dict[str, float]:
-    """Means over episodes that did not fail: `turns`, and `info/NAME` of each number that environments gave beside
-    rewards, summed over an episode (0 where it gave none)."""
-    there = episodes.failure == ""
-    infos = [json.loads(text) for text in episodes.info[there].tolist()]
+    """Means over the episodes that did not fail: `turns`, and `info/NAME` for each number that environments reported
+    with rewards, summed over an episode (0 if an episode lacks it)."""
+    valid = episodes.failure == ""
+    infos = [json.loads(text) for text in episodes.info[valid].tolist()]
     names = sorted({name for info in infos for name in info})
     means = {f"info/{name}": float(np.mean([info.get(name, 0.0) for info in infos])) for name in names}
-    return {"turns": float(episodes.turns[there].mean()), **means} if infos else {}
+    return {"turns": float(episodes.turns[valid].mean()), **means} if infos else {}

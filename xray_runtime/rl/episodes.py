@@ -1,10 +1,10 @@
-"""Rollouts of many turns: the policy replies, its environment answers, until the episode ends.
+"""Rollouts of many turns: the policy replies and its environment answers until the episode ends.
 
-Token in, token out: what was sampled is never decoded and encoded again (`rl.episode` shows a row).
+Token in, token out: sampled tokens are never decoded and encoded again (`rl.episode` shows a row).
 
-The bytes of a rollout depend on neither how long environments take nor in which order they answer: each turn's seed is
-derived from its episode and turn, and what is sampled together is one turn of a whole cohort. What environments answer
-is kept as it comes, so that an attempt that goes on reads it there and asks only what was not asked before.
+A rollout's bytes do not depend on how long environments take or in which order they answer: each turn's seed is derived
+from its episode and turn, and a batch is one turn of a whole cohort. Answers of environments are journaled as they
+arrive; a resumed attempt reads them from the journal and requests only the missing ones.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Prompt = tuple[Messages, list[int]]
-"""As messages and as tokens."""
+"""Messages and tokens of one prompt."""
 LOG = "environments.log"
-"""What environments print."""
+"""Output of the environments."""
 
 
 class Episodes:
     """Samples the rollouts of one stage whose config has an `environment`.
 
     Args:
-        pool: where its environments work.
-        sampling: of one turn.
-        max_prompt: tokens that an episode may begin with.
+        pool: the processes that run its environments.
+        sampling: parameters for one turn.
+        max_prompt: the most tokens that an episode may begin with.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Episodes:
         self._config: EnvironmentConfig = stage.config.environment
         self._tokenizer, self._format, self._max_prompt = tokenizer, chat_format(tokenizer), max_prompt
         self._journal = Journal(stage.kept, stage.kept_shared, stage.seal)
-        # One at a time: their episodes have the same numbers.
+        # One rollout at a time: episodes of two would have the same numbers.
         self._rollouts = ThreadPoolExecutor(1)
-        # What no template can write is refused before anything is sampled.
+        # A template that cannot write observations fails here, before anything is sampled.
         self._format.observations([{"role": "user", "content": "a"}], self._format.end_of_turn)
 
     def sample(
@@ -84,12 +84,12 @@ class Episodes:
         group_size: int = 1,
         first_row: int = 0,
     ) -> Rollout:
-        """One episode a prompt, by policy version `version`; purpose, number and row seed it.
+        """Play one episode per prompt with policy version `version`; purpose, number and row seed it.
 
         Args:
-            columns: of the dataset, a value for each prompt.
-            group_size: so many prompts in a row are one, whose episodes meet the same environment.
-            first_row: of these among all that are sampled for this purpose.
+            columns: columns of the dataset, one value per prompt.
+            group_size: number of consecutive copies of one prompt; their episodes share the environment's seed.
+            first_row: row number of the first prompt among all that are sampled for this purpose.
         """
         stage, episodes = self._stage, []
         for place, (messages, ids) in enumerate(prompts):
@@ -106,16 +106,16 @@ class Episodes:
                 cohort.result()
         for episode in episodes:
             if not episode.ids:
-                # It failed before its first turn; a row must have a token, and without a reward nothing learns from it.
+                # It failed before its first turn. A row must have a token; nothing learns from a row without a reward.
                 episode.say([self._format.end_of_turn], [0.0])
         return rollout_of(episodes, version)
 
-    def begin(self, *of_sample: Any) -> Future[Rollout]:
-        """Have another thread `sample`, after what it was told to before."""
-        return self._rollouts.submit(self.sample, *of_sample)
+    def begin(self, *args: Any) -> Future[Rollout]:
+        """Call `sample` in another thread, after earlier calls of `begin`."""
+        return self._rollouts.submit(self.sample, *args)
 
     def close(self) -> None:
-        """Wait for what another thread plays, which ends as soon as it asks a pool that was shut down."""
+        """Wait for the other thread, which ends at its next request once the pool is shut down."""
         self._rollouts.shutdown(cancel_futures=True)
 
     def sample_all(
@@ -126,21 +126,21 @@ class Episodes:
         group_size: int = 1,
         done: Callable[[int], None] = lambda count: None,
     ) -> Rollout:
-        """The same batch by batch, for evaluations.
+        """`sample` batch by batch, for evaluations.
 
         Args:
-            done: told how many episodes are over.
+            done: called with the number of finished episodes.
         """
         parts: list[Rollout] = []
         for start in range(0, len(prompts), GENERATION_BATCH):
             batch = slice(start, start + GENERATION_BATCH)
-            of_batch = {name: values[batch] for name, values in columns.items()}
-            parts.append(self.sample(prompts[batch], of_batch, version, "sample", 0, group_size, start))
+            batch_columns = {name: values[batch] for name, values in columns.items()}
+            parts.append(self.sample(prompts[batch], batch_columns, version, "sample", 0, group_size, start))
             done(start + len(parts[-1].response_ids))
         return rows_joined(parts)
 
     def _play(self, episodes: list[Episode], version: int, purpose: str, number: int) -> None:
-        """Take the turns of a cohort until all its episodes are over."""
+        """Play the turns of a cohort until all its episodes are over."""
         name = rollout_name(purpose, number, version)
         for episode, start in self._answers(episodes, name, number):
             self._begin(episode, Start(**start))
@@ -150,12 +150,12 @@ class Episodes:
             rows = {"input_ids": Ragged.of([*e.prompt, *e.ids] for e in active), "seed": np.array(seeds)}
             answer = get(self._generator.generate.remote(rows, self._sampling, version))
             check_rollout(answer, len(active), self._sampling)
-            said = list(answer["response_ids"])
-            texts = decode_replies(self._tokenizer, said)
-            for episode, ids, logprobs, text in zip(active, said, answer["rollout_logprobs"], texts, strict=True):
+            turns = list(answer["response_ids"])
+            texts = decode_replies(self._tokenizer, turns)
+            for episode, ids, logprobs, text in zip(active, turns, answer["rollout_logprobs"], texts, strict=True):
                 episode.say(ids.tolist(), logprobs.tolist())
                 episode.replies.append(text)
-            # A turn that was cut off has said nothing that could be answered.
+            # An environment cannot answer a turn that was cut off.
             for episode, ended in zip(active, answer["ended"], strict=True):
                 episode.over = not ended
             for episode, step in self._answers([e for e in active if not e.over], name, number):
@@ -178,7 +178,7 @@ class Episodes:
             )
 
     def _follow(self, episode: Episode, step: Step) -> None:
-        """What an answer makes of an episode."""
+        """Apply an environment's answer to its episode."""
         episode.reward_turn(step.reward)
         episode.inform(step.info)
         episode.ended = step.terminated
@@ -186,7 +186,7 @@ class Episodes:
         if episode.over:
             return
         if not step.messages:
-            episode.fail("its environment neither ended it nor said anything")
+            episode.fail("its environment neither ended the episode nor returned a message")
             return
         observed = self._format.observations(step.messages, episode.ids[-1])
         if len(episode.ids) + len(observed) + self._sampling.max_new_tokens > self._config.max_tokens:
@@ -195,19 +195,19 @@ class Episodes:
         episode.observe(observed)
 
     def _answers(self, episodes: list[Episode], name: str, step: int) -> Iterator[tuple[Episode, dict[str, Any]]]:
-        """What the environments answer to the last replies, or to being reset; episodes that fail are left out."""
+        """The environments' answers to the last replies, or to the reset. Episodes that fail are left out."""
         keys = {episode.row: answer_key(name, episode.row, episode.replies) for episode in episodes}
         found = {row: self._journal.entry(key) for row, key in keys.items()}
-        asked = {e.row: self._ask(e) for e in episodes if found[e.row] is None}
+        requests = {e.row: self._request(e) for e in episodes if found[e.row] is None}
         fresh = []
         for episode in episodes:
             entry = found[episode.row]
             if entry is None:
                 entry = {"key": keys[episode.row], "source": "environment", "step": step}
-                entry |= _outcome(asked[episode.row])
+                entry |= _outcome(requests[episode.row])
                 fresh.append(entry)
                 found[episode.row] = entry
-        # On disk before it is used: a clock or a service would say something else the next time.
+        # Written before use: an environment with a clock or a service would answer differently the next time.
         self._journal.write_entries(step, fresh)
         for episode in episodes:
             entry = found[episode.row] or {}
@@ -218,9 +218,9 @@ class Episodes:
             else:
                 yield episode, entry["answer"]
 
-    def _ask(self, episode: Episode) -> list[Future[Any]]:
-        """Have the environment answer the last reply; one that an attempt before this one spoke with is brought there
-        first. The last future is the answer."""
+    def _request(self, episode: Episode) -> list[Future[Any]]:
+        """Send the last reply to the environment; after a resume, replay the earlier replies first. The last future is
+        the answer."""
         futures: list[Future[Any]] = []
         if not episode.known:
             futures.append(self._pool.reset(episode.number, episode.task, episode.seed))
@@ -242,7 +242,7 @@ def open_episodes(
     max_prompt: int,
     log_dir: Any,
 ) -> Iterator[Episodes | None]:
-    """The episodes of a stage, with processes for its environments; None where it has no environment."""
+    """The episodes of a stage, with processes for its environments; None if the stage has no environment."""
     config = stage.config.environment
     if config is None:
         yield None
@@ -257,23 +257,23 @@ def open_episodes(
 
 
 def rollout_name(purpose: str, number: int, version: int) -> str:
-    """Of what is sampled at a time; of two versions each is answered by itself, also where they say the same."""
+    """Name of one call of `sample`. Versions are answered separately, even if their replies are the same."""
     return f"{purpose}-{number}-{version}"
 
 
 def answer_key(rollout: str, row: int, replies: Sequence[str]) -> str:
-    """Of what the environment of a row answers to the last of `replies`; of none: to being reset."""
+    """Journal key of the environment's answer to the last of `replies`, or to the reset if there are none."""
     return hashlib.sha256(json.dumps([rollout, row, *replies]).encode()).hexdigest()[:32]
 
 
 def _outcome(futures: list[Future[Any]]) -> dict[str, Any]:
     try:
-        # Of what failed on the way the first is the cause.
+        # `result` raises the first failure, which is the cause of any later one.
         return {"answer": asdict([future.result() for future in futures][-1])}
     except EnvironmentFailure as error:
         return {"failure": str(error)}
 
 
 def _wait(future: Future[Any]) -> None:
-    """Until it is done; what failed shows in the next answer."""
+    """Wait until it is done; a failure surfaces in the next answer."""
     future.exception()

@@ -1,4 +1,4 @@
-"""From a scored rollout to what the update needs: rewards, advantages, returns, importance weights.
+"""From a scored rollout to the rows of the update: rewards, advantages, returns, importance weights.
 
 Everything here is computed over the *whole* rollout, so nothing depends on how the update is split afterwards.
 
@@ -34,26 +34,26 @@ if TYPE_CHECKING:
 class Padded:
     """The response tokens of a rollout in rows of one length [B, T], 0 where a row has no token."""
 
-    there: Tensor
-    """Which places are tokens."""
+    valid: Tensor
+    """True where the row has a token."""
     mask: Tensor
-    """Which of those the policy chose: in an episode of many turns it read the others."""
+    """True where the policy sampled the token; an episode of many turns also has tokens that it read."""
     rollout_logprobs: Tensor
     logprobs: Tensor
     ref_logprobs: Tensor
     values: Tensor
     """0 without a critic."""
     turn_rewards: Tensor
-    """0 where replies are no episodes."""
+    """0 for replies that are not episodes."""
 
     @classmethod
     def of(cls, rollout: Rollout, scores: Scores, has_critic: bool) -> Padded:
-        """Only here rows are padded: advantages run over all replies at a time, from the last token to the first."""
-        there = torch.from_numpy(rollout.rollout_logprobs.mask())
+        """Pad the rows; only advantages need it, since they run over all replies at once, from the last token back."""
+        valid = torch.from_numpy(rollout.rollout_logprobs.mask())
         logprobs, episodes = _dense(scores.logprobs), rollout.episodes
         return cls(
-            there=there,
-            mask=there if episodes is None else _dense(episodes.response_mask),
+            valid=valid,
+            mask=valid if episodes is None else _dense(episodes.response_mask),
             rollout_logprobs=_dense(rollout.rollout_logprobs),
             logprobs=logprobs,
             ref_logprobs=_dense(scores.ref_logprobs),
@@ -63,7 +63,7 @@ class Padded:
 
     def ragged(self, column: Tensor, offsets: np.ndarray) -> Ragged:
         """A column [B, T] as rows of their own lengths."""
-        return Ragged(column[self.there].float().numpy(), offsets)
+        return Ragged(column[self.valid].float().numpy(), offsets)
 
 
 def build_experience(
@@ -75,16 +75,16 @@ def build_experience(
     kl_coef: float,
     estimator: AdvantageEstimator | None = None,
 ) -> Experience:
-    """Rewards, advantages and weights of one rollout. A reply without a reward is left out, as if it was absent.
+    """Compute rewards, advantages and weights of one rollout. Replies without a reward are left out.
 
     Args:
-        rewards: of each reply [B], scaled (`scaled_rewards`); NaN where there is none.
+        rewards: scaled reward of each reply [B] (`scaled_rewards`); NaN if it has none.
         kl_coef: weight of the per-token penalty.
-        estimator: a function of the user's; None: the built-in that `config.advantages` names.
+        estimator: the user's function; None: the built-in that `config.advantages` names.
 
     Raises:
-        ValueError: what the user's function returned is refused.
-        NonFiniteError: a reward is infinite, or what the update would read is not finite.
+        ValueError: the user's function returned something invalid.
+        NonFiniteError: a reward is infinite, or a column of the update is not finite.
     """
     if rewards.isinf().any():
         raise NonFiniteError(f"{int(rewards.isinf().sum())} of {len(rewards)} rewards are infinite")
@@ -92,8 +92,8 @@ def build_experience(
     scored = torch.nonzero(~rewards.isnan()).squeeze(-1)
     if len(scored) < len(rewards):
         rewards, groups = rewards[scored], torch.unique(groups[scored], return_inverse=True)[1]
-        left = scored.numpy()
-        text, rollout, scores = rows_at(text, left), rows_at(rollout, left), rows_at(scores, left)
+        kept = scored.numpy()
+        text, rollout, scores = rows_at(text, kept), rows_at(rollout, kept), rows_at(scores, kept)
     has_critic, offsets = config.critic_in_use != "none", rollout.rollout_logprobs.offsets
     padded, ended = Padded.of(rollout, scores, has_critic), torch.from_numpy(rollout.ended)
     rewards, bootstrap = _final_rewards(config, rewards, ended, padded.mask, scores)
@@ -129,11 +129,11 @@ def build_experience(
 def _final_rewards(
     config: PPOStageConfig, rewards: Tensor, ended: Tensor, mask: Tensor, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """(rewards [B] after what the config does to replies that were cut off or are too long, the value of the state
-    after each [B])."""
+    """(rewards [B] with the config's rules for replies that were cut off or are too long, value of the state after
+    each [B])."""
     bootstrap = torch.zeros_like(rewards)
     if config.truncated == "bootstrap":
-        # A cut is no terminal state: the unfinished reply earns no score; what it will be worth is the critic's guess.
+        # A cut is no terminal state: the unfinished reply earns no score, and the critic estimates its value.
         assert scores.final_values is not None
         bootstrap = torch.where(ended, 0.0, torch.from_numpy(scores.final_values))
         rewards = rewards * ended
@@ -161,7 +161,7 @@ def _advantage_inputs(
     alike = torch.from_numpy(first_alike(row_keys(to_rows(text))))
     return AdvantageInputs(
         scores=rewards - (penalties * mask).sum(-1)[alike],
-        # Rewards of no single turn, from other sources or for a cut, come with the last token.
+        # Rewards that belong to no turn, from other sources or for a cut, go on the last token.
         rewards=place_rewards(rewards - padded.turn_rewards.sum(-1), penalties, mask) + padded.turn_rewards,
         mask=mask,
         groups=groups,
@@ -179,7 +179,7 @@ def _dense(column: Ragged) -> Tensor:
 def scaled_rewards(
     config: PPOStageConfig, rewards: RewardSources, sources: SourceScores, moments: RunningMoments
 ) -> Tensor:
-    """The reward of each reply [B] by `config.reward_scaling`, clipped; NaN where there is none.
+    """The reward of each reply [B], scaled by `config.reward_scaling` and clipped; NaN if it has none.
 
     Args:
         moments: running moments of the weighted sum; updated here when the config scales by them.

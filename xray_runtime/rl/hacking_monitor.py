@@ -1,8 +1,8 @@
-"""Watches a policy while it is trained for signs of a hacked reward, and does what the config says of them.
+"""Monitors a policy during training for signs of a hacked reward and acts on them as configured.
 
-`algorithms.hacking` says what a sign is. Every `window` iterations without one, the policy is kept beside the
-snapshots; a stage that ends because of a sign publishes what it kept before the iterations that show it. The answer of
-a person who was asked is kept too, so that an attempt after this one asks nobody twice.
+`algorithms.hacking` defines the signs. Every `window` iterations without one, the policy is kept next to the snapshots.
+A stage that ends because of a sign publishes the policy kept before the iterations that show it. A person's answer is
+kept too, so a later attempt does not ask again.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ log = logging.getLogger(__name__)
 
 ANSWERS = "answers.json"
 RECORD = "watch.json"
-"""In the checkpoint of a stage that ended early, or that a person let go on: what was seen, and who decided what."""
+"""The signs and the decisions on them, in the checkpoint of a stage that ended early or that a person continued."""
 
 
 @dataclass
-class WatchState:
-    """What is remembered from iteration to iteration."""
+class MonitorState:
+    """The state that snapshots keep."""
 
     first: list[dict[str, float]] = field(default_factory=list)
     last: list[dict[str, float]] = field(default_factory=list)
     seen: list[dict[str, Any]] = field(default_factory=list)
-    """Signs that were acted on: `iteration`, `signs` by name, and of a person `by`, `note`."""
+    """Signs that were acted on: `iteration`, `signs` by name, and `by` and `note` if a person decided."""
 
 
-class Watch:
-    """The watch over one stage.
+class HackingMonitor:
+    """The monitor of one stage.
 
     Args:
         weights: source of reward → its weight.
@@ -58,9 +58,9 @@ class Watch:
     def __init__(self, stage: Stage[PPOConfig, PPOInputs], recorder: Recorder, weights: Mapping[str, float]) -> None:
         self._stage, self._config, self._recorder = stage, stage.config.watch, recorder
         self._weights = {metric_name(source): weight for source, weight in weights.items()}
-        self.state = WatchState()
+        self.state = MonitorState()
         self.end: int | None = None
-        """Number of updates of the kept policy that the stage ends with; None: it goes on."""
+        """Number of updates of the kept policy that the stage ends with; None: the stage continues."""
 
     @property
     def _keeps(self) -> bool:
@@ -79,13 +79,13 @@ class Watch:
             )
         return self._stage.kept
 
-    def look(self, iteration: int, metrics: Mapping[str, float], rollout: Rollout) -> dict[str, float]:
-        """Compare this iteration; returns the metrics `rollout/…` of how varied replies are and `hacking/…`, 1 where
-        there is a sign. Afterwards `end` says whether the stage ends.
+    def check(self, iteration: int, metrics: Mapping[str, float], rollout: Rollout) -> dict[str, float]:
+        """Compare this iteration with the first ones. Returns the metrics `rollout/…`, the variety of the replies, and
+        `hacking/…`, 1 for each sign. Afterwards `end` is set if the stage ends.
 
         Args:
-            metrics: of the iteration so far.
-            rollout: its replies.
+            metrics: the iteration's metrics so far.
+            rollout: the iteration's replies.
         """
         if self._config.action == "off":
             return {}
@@ -113,15 +113,15 @@ class Watch:
         for sign in fresh:
             log.warning("%s, iteration %d: %s", self._stage.name, iteration, sign.text)
         entry: dict[str, Any] = {"iteration": iteration, "signs": {sign.name: sign.text for sign in fresh}}
-        answer = self._asked(iteration, fresh) if self._config.action == "pause" else None
+        answer = self._answer(iteration, fresh) if self._config.action == "pause" else None
         if answer is not None:
             entry |= {"go_on": answer.go_on, "by": answer.by, "note": answer.note}
         self.state.seen.append(entry)
         if self._keeps and not (answer is not None and answer.go_on):
             self.end = self._before(iteration)
 
-    def _asked(self, iteration: int, shown: list[Sign]) -> Answer | None:
-        """A person's answer; that of an earlier attempt where there is one."""
+    def _answer(self, iteration: int, shown: list[Sign]) -> Answer | None:
+        """A person's answer, from an earlier attempt if it has one."""
         path, seal = self._directory / ANSWERS, self._stage.seal
         answers = json.loads(path.read_text(encoding="utf-8")) if seal.is_sealed(path) else {}
         key = f"{iteration}: {', '.join(sign.name for sign in shown)}"
@@ -141,27 +141,27 @@ class Watch:
             "",
             *(f"- {sign.text}" for sign in shown),
             "",
-            f"Shall it go on? If not, it ends with the policy kept after {self._before(iteration)} iterations.",
+            f"Continue? If not, the stage ends with the policy kept after {self._before(iteration)} iterations.",
         ]
         return "\n".join(lines)
 
     def _before(self, iteration: int) -> int:
-        """Updates of the newest kept policy before those that sampled the last `window` rollouts, which show a sign."""
+        """Number of updates of the newest kept policy older than the last `window` rollouts, which show the sign."""
         return max(kept for kept in self._versions.numbers() if kept <= iteration - self._config.window + 1)
 
     # Kept policies
 
     def keep(self, models: Mapping[str, ModelHandle], updates: int) -> None:
-        """Keep the policy after `updates` iterations where it is time; the two newest stay."""
+        """Keep the policy every `window` updates; only the two newest stay."""
         if not self._keeps or updates % self._config.window:
             return
         self._versions.write(models, updates)
-        # What an attempt before this one kept later is written anew when it is time.
+        # An earlier attempt may have kept newer policies; they are overwritten when their turn comes.
         for old in [kept for kept in self._versions.numbers() if kept <= updates][:-2]:
             self._versions.remove(old)
 
     def finish(self, out: Path) -> int | None:
-        """Write what was seen, and of a stage that ends early the kept policy; returns its number of updates."""
+        """Write the signs and, if the stage ends early, the kept policy; returns its number of updates."""
         if self.end is not None:
             self._versions.copy(self.end, out)
         if self._keeps and self.state.seen:
@@ -170,18 +170,18 @@ class Watch:
         return self.end
 
     def save_state(self, directory: Path) -> None:
-        """The kept policies, in a snapshot."""
+        """Write the kept policies into a snapshot."""
         if self._keeps:
             self._versions.save_state(directory)
 
     def load_state(self, directory: Path) -> None:
-        """Go on from what `save_state` wrote."""
+        """Restore what `save_state` wrote."""
         if self._keeps:
             self._versions.load_state(directory)
 
 
 def read_answers(checkpoint: Path) -> list[Answer]:
-    """What people answered while the stage of a checkpoint ran, in order."""
+    """People's answers from the run of a checkpoint's stage, in order."""
     path = checkpoint / RECORD
     seen = json.loads(path.read_text(encoding="utf-8"))["seen"] if path.is_file() else []
     return [Answer(entry["go_on"], entry["by"], entry["note"]) for entry in seen if "by" in entry]

@@ -1,7 +1,7 @@
-"""The rollout ledger of a PPO stage: what was sampled, what everybody said of it, and what became of it.
+"""The rollout ledger of a PPO stage: sampled replies, their scores, and how they were trained on.
 
-A shard is written as its iteration ends, among the files of the checkpoint that is being built; shards so far go with
-every snapshot. An attempt that goes on takes those of its snapshot, and makes the later ones again with the same bytes.
+Each iteration writes a shard into the checkpoint under construction. Snapshots include all earlier shards; a resumed
+attempt restores those and writes the later ones again with the same bytes.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Ledger:
         self._prompts, self._rewards = prompts, rewards
         self._salt: bytes | None = None
         if self._config.ledger.tokens == "hashed":
-            # Of data and stage: hashes cannot be looked up in a table that was made for others. Who has the data can
-            # still try whether a reply is the one he thinks of.
+            # The salt comes from data and stage, so hashes cannot be looked up in a table made for others. With the
+            # data, one can still test a guess at a reply.
             name = f"{stage.seed}\x1f{stage.name}\x1f".encode()
             self._salt = hashlib.sha256(name + (stage.inputs.prompts.path / MANIFEST).read_bytes()).digest()
 
@@ -80,28 +80,28 @@ class Ledger:
         policy: str | None,
         golds: Sequence[float] | None,
     ) -> None:
-        """Keep an iteration's rollouts, where the config says so.
+        """Write an iteration's rollouts, as configured.
 
         Args:
-            scaled: reward of each reply [B]; NaN: it has none, and is not in `experience`.
-            times_trained: optimizer steps that each row of `experience` was in.
+            scaled: reward of each reply [B]; NaN: it has none and is not in `experience`.
+            times_trained: number of optimizer steps on each row of `experience`.
             policy: `Shard.policy`.
-            golds: gold score of each reply [B], where the stage has one.
+            golds: gold score of each reply [B]; None without `gold`.
         """
         keep = self._config.ledger.keep
         if keep == "none":
             return
-        made = np.flatnonzero(~scaled.isnan().numpy())
-        assert len(made) == experience.num_rows
+        rewarded = np.flatnonzero(~scaled.isnan().numpy())
+        assert len(rewarded) == experience.num_rows
         trained = np.zeros(len(scaled), np.int32)
-        trained[made] = times_trained
+        trained[rewarded] = times_trained
         columns = {"advantages": experience.rows.advantages, "weights": experience.rows.weights}
-        of_tokens = {name: _spread(column, made, len(scaled)) for name, column in columns.items()}
-        tables = [self._table(iteration, scored, scaled, of_tokens, trained, golds)]
+        token_columns = {name: _spread(column, rewarded, len(scaled)) for name, column in columns.items()}
+        tables = [self._table(iteration, scored, scaled, token_columns, trained, golds)]
         for dropped in scored.dropped:
             count = len(dropped.replies)
             nothing = Ragged.of(([] for _ in range(count)), np.float32)
-            empty = dict.fromkeys(of_tokens, nothing)
+            empty = dict.fromkeys(token_columns, nothing)
             unscaled, untrained = torch.full((count,), torch.nan), np.zeros(count, np.int32)
             ungraded = None if golds is None else [None] * count
             tables.append(self._table(iteration, dropped, unscaled, empty, untrained, ungraded))
@@ -115,7 +115,7 @@ class Ledger:
         iteration: int,
         scored: ScoredRollout,
         scaled: torch.Tensor,
-        of_tokens: dict[str, Ragged],
+        token_columns: dict[str, Ragged],
         times_trained: np.ndarray,
         golds: Sequence[float | None] | None,
     ) -> pa.Table:
@@ -140,40 +140,40 @@ class Ledger:
                 **({} if golds is None else {GOLD: pa.array(golds, pa.float32())}),
                 "reward": _or_null(weighted_sum(scored.sources, self._rewards.weights)),
                 "scaled_reward": _or_null(scaled),
-                **{name: lists(column, pa.float32()) for name, column in of_tokens.items()},
+                **{name: lists(column, pa.float32()) for name, column in token_columns.items()},
                 "times_trained": times_trained,
             }
         )
 
     def _hashed(self, table: pa.Table) -> pa.Table:
-        """The same without lists: who has the policy could tell tokens by their log-probabilities."""
+        """The table without lists: with the policy, log-probabilities would reveal the tokens."""
         columns: dict[str, Any] = {}
         for name in table.column_names:
-            # A reason may quote what was said.
+            # A reason may quote a reply.
             if name == ANSWERS or name.startswith(FAILURE):
                 continue
             if name not in (*TOKENS, *NUMBERS):
                 columns[name] = table[name].combine_chunks()
                 continue
             rows = [np.asarray(row.values) for row in table[name]]
-            said = name.removesuffix("_ids")
+            stem = name.removesuffix("_ids")
             digests = (hashlib.sha256((self._salt or b"") + name.encode() + row.tobytes()) for row in rows)
-            columns[f"{said}_hash"] = pa.array([digest.hexdigest()[:HASH_DIGITS] for digest in digests])
+            columns[f"{stem}_hash"] = pa.array([digest.hexdigest()[:HASH_DIGITS] for digest in digests])
             if name in NUMBERS:
-                columns[f"{said}_mean"] = pa.array([row.mean() if len(row) else None for row in rows], pa.float32())
+                columns[f"{stem}_mean"] = pa.array([row.mean() if len(row) else None for row in rows], pa.float32())
         return table_of(columns)
 
     def save_state(self, directory: Path) -> None:
-        """Have the shards so far in a snapshot."""
+        """Link all shards into a snapshot."""
         _link(self._directory, directory / LEDGER)
 
     def load_state(self, directory: Path) -> None:
-        """Go on with the shards of a snapshot."""
+        """Restore the shards of a snapshot."""
         _link(directory / LEDGER, self._directory)
 
     def show(self, recorder: Recorder, tokenizer: Any) -> None:
-        """Report a few rows of the first, the middle and the last iteration: the least reward and the most, and one
-        that was not used. Nothing where texts are not to be kept."""
+        """Report a few rows of the first, middle and last iteration: lowest and highest reward, and one unused row.
+        Reports nothing if the ledger is hashed."""
         numbers = iterations(self._directory)
         if not numbers or self._salt is not None:
             return
@@ -207,11 +207,11 @@ def _scores(sources: SourceScores) -> dict[str, pa.Array]:
     return {
         SCORE + source: pa.array(values.float().numpy(), pa.float32(), mask=~sources.applies[source].numpy())
         for source, values in sources.values.items()
-    } | {FAILURE + source: pa.array(whys, pa.string()) for source, whys in sources.failures.items()}
+    } | {FAILURE + source: pa.array(reasons, pa.string()) for source, reasons in sources.failures.items()}
 
 
 def _turns(episodes: EpisodeColumns | None) -> dict[str, Any]:
-    """Which tokens the policy chose in episodes of many turns, and what each turn earned."""
+    """The columns that only episodes have."""
     if episodes is None:
         return {}
     return {
@@ -228,11 +228,11 @@ def _or_null(values: torch.Tensor) -> pa.Array:
 
 
 def _link(source: Path, target: Path) -> None:
-    """The shards of one directory in another too. They are replaced, never written into, so one copy serves both."""
+    """Link the shards of one directory into another. Shards are replaced, never modified, so links are safe."""
     for number in iterations(source):
         target.mkdir(exist_ok=True)
         path = shard_path(source, number)
         try:
             os.link(path, target / path.name)
-        except OSError:  # no links there, or another disk
+        except OSError:  # no hard links, or another disk
             shutil.copyfile(path, target / path.name)

@@ -1,4 +1,4 @@
-"""The metrics of an iteration; docs/metrics.md says what each means."""
+"""The metrics of an iteration, as documented in docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ def iteration_metrics(
     clock: PhaseClock,
     prompts: UniquePrompts,
     rewards: RewardSources,
-    made: tuple[Rollout, ScoredRollout, Experience, Update],
-    probed: float | None,
+    results: tuple[Rollout, ScoredRollout, Experience, Update],
+    probe: float | None,
     golds: Sequence[float] | None,
 ) -> dict[str, float]:
-    """All of an iteration but what validation, the KL controller and the monitor of rewards say.
+    """All metrics of an iteration except those of validation, KL controller and hacking monitor.
 
     Args:
-        made: what the iteration made, in that order.
-        probed: mismatch of the generator, where it was probed.
-        golds: gold score of each reply, where the stage has one.
+        results: the iteration's results, in that order.
+        probe: mismatch of the generator; None if it was not probed.
+        golds: gold score of each reply; None without `gold`.
     """
-    rollout, scored, experience, update = made
+    rollout, scored, experience, update = results
     metrics = experience.metrics | reward_metrics(rewards, scored.sources) | update_metrics(update)
     metrics |= rollout_metrics(config, rollout, scored, iteration) | speed_metrics(config, experience, update, clock)
-    if probed is not None:
-        metrics["sync/mismatch"] = probed
+    if probe is not None:
+        metrics["sync/mismatch"] = probe
     if golds is not None:
         metrics |= {"reward/gold": float(np.mean(golds)), "reward/gold_std": float(np.std(golds))}
     return metrics if iteration else metrics | prompts.metrics()
@@ -64,19 +64,19 @@ def experience_metrics(
     returns: Tensor,
     mismatch: dict[str, float],
 ) -> dict[str, float]:
-    """Of the replies that have a reward.
+    """Metrics of the replies that have a reward.
 
     Args:
         rewards: final reward of each reply [B].
-        groups: which prompt each is to [B].
-        ended: whether each ended by itself [B].
-        returns: of each token [B, T].
-        mismatch: from `importance_weights`.
+        groups: prompt number of each reply [B].
+        ended: True if the reply was not cut off [B].
+        returns: return of each token [B, T].
+        mismatch: second result of `importance_weights`.
     """
     mask, kl = padded.mask, kl_summary(padded.logprobs, padded.ref_logprobs, padded.mask)
     metrics = {
         "reward/mean": float(rewards.mean()),
-        # In float64 equal rewards deviate by 0, and the summary says that there was nothing to learn.
+        # In float64 the deviation of equal rewards is exactly 0.
         "reward/std": float(rewards.double().std(correction=0)),
         "kl/reference_k1": kl["k1"],
         "kl/reference_k3": kl["k3"],
@@ -99,7 +99,7 @@ def experience_metrics(
 
 
 def reward_metrics(rewards: RewardSources, sources: SourceScores) -> dict[str, float]:
-    """Mean of the raw reward, how many replies have none, and what each source gave by itself."""
+    """Mean of the raw reward, number of replies without one, and statistics of each source."""
     raw = weighted_sum(sources, rewards.weights)
     metrics = {"reward/raw": float(raw.nanmean()), "reward/failed": float(raw.isnan().sum())}
     for source, numbers in statistics(sources).items():
@@ -108,16 +108,16 @@ def reward_metrics(rewards: RewardSources, sources: SourceScores) -> dict[str, f
 
 
 def metric_name(source: str) -> str:
-    """A source of reward as metrics call it: MLflow takes few signs, and a function's name has colons and brackets."""
+    """A reward source's name in metrics, without the characters that MLflow does not allow."""
     return re.sub(r"[^\w. -]", ".", source)
 
 
 def rollout_metrics(config: PPOConfig, rollout: Rollout, scored: ScoredRollout, iteration: int) -> dict[str, float]:
-    """Of what was sampled.
+    """Metrics of the sampled replies.
 
     Args:
-        rollout: as it was taken.
-        scored: with other prompts in place of those whose replies tied.
+        rollout: the rollout as sampled.
+        scored: the scored rollout, with tied groups replaced.
     """
     version, episodes = int(rollout.version[0]), scored.rollout.episodes
     metrics = {"rollout/version": float(version), "rollout/lag": float(iteration - version)}
@@ -130,7 +130,7 @@ def rollout_metrics(config: PPOConfig, rollout: Rollout, scored: ScoredRollout, 
 
 
 def update_metrics(update: Update) -> dict[str, float]:
-    """Means over the steps that were taken: of losses and counts a token, of norms a step."""
+    """Means over the steps that were taken: losses and counts per token, norms per step."""
     steps = update.steps
     taken = [step for step in steps if step.taken]
     policies, critics = [step.policy for step in taken], [step.critic for step in taken if step.critic is not None]
@@ -154,7 +154,7 @@ def update_metrics(update: Update) -> dict[str, float]:
 
 
 def speed_metrics(config: PPOConfig, experience: Experience, update: Update, clock: PhaseClock) -> dict[str, float]:
-    """Seconds by phase, and response tokens a second."""
+    """Seconds per phase, and response tokens per second."""
     metrics, num_tokens = clock.metrics(), experience.num_tokens
     if not config.lag:
         metrics["speed/generate_tokens_per_s"] = num_tokens / clock.seconds["generate"]
@@ -165,7 +165,7 @@ def speed_metrics(config: PPOConfig, experience: Experience, update: Update, clo
 
 
 def summary(metrics: dict[str, float]) -> str:
-    """An iteration in one line, for people."""
+    """One line about an iteration."""
     gold = f"gold {metrics['reward/gold']:+.3f} " if "reward/gold" in metrics else ""
     phases = " ".join(f"{name} {metrics[f'seconds/{name}']:.1f}s" for name in ("sync", "generate", "score", "update"))
     return f"reward {metrics['reward/mean']:+.3f} {gold}KL {metrics['kl/reference_k1']:.2f} | {phases}"

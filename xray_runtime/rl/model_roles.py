@@ -1,4 +1,4 @@
-"""The models of stages that sample and score replies: `ppo` opens those that `ppo_models` lists."""
+"""The model roles of stages that sample and score replies."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from xray_runtime.config.ppo import JudgingConfig, PPOConfig
 from xray_runtime.planning.roles import ModelRole, frozen, sampled, trained
 
 
-def scoring_models(config: JudgingConfig, *, trunk: str | None = None, **seen: Any) -> dict[str, ModelRole]:
+def scoring_models(config: JudgingConfig, *, trunk: str | None = None, **facts: Any) -> dict[str, ModelRole]:
     """The reward models among the sources of reward and the judges of `config`.
 
     Args:
         trunk: the trained role that may hold them as branches.
-        seen: facts of `ModelRole` about the rows they score.
+        facts: fields of `ModelRole` about the rows they score.
     """
     terms = [*config.rewards, *getattr(config, "judges", [])]
     inputs = dict.fromkeys(name for term in terms for name in term.roles)
     trunks = {name: trunk if name.startswith("rewards.") else None for name in inputs}
-    return {name: frozen(config.frozen, name, scores_tokens=False, trunk=trunks[name], **seen) for name in inputs}
+    return {name: frozen(config.frozen, name, scores_tokens=False, trunk=trunks[name], **facts) for name in inputs}
 
 
 def sampling_models(config: Any, shape: str, data: str, *, rows: int, reply_tokens: int) -> dict[str, ModelRole]:
     """The generator of `config`, and the reward models that score what it samples."""
-    seen: dict[str, Any] = {"data": data, "rows": rows, "reply_tokens": reply_tokens}
-    return {"generator": sampled(config.generator, shape, **seen), **scoring_models(config, **seen)}
+    facts: dict[str, Any] = {"data": data, "rows": rows, "reply_tokens": reply_tokens}
+    return {"generator": sampled(config.generator, shape, **facts), **scoring_models(config, **facts)}
 
 
 def ppo_models(config: PPOConfig) -> dict[str, ModelRole]:
-    """Every model of a stage of policy gradients."""
-    seen: dict[str, Any] = {
+    """All models of a `ppo` stage."""
+    facts: dict[str, Any] = {
         "data": "prompts",
         "rows": config.rollout_size,
         "reply_tokens": config.max_response_tokens,
     }
     whole, step = config.trainable_layers is None, config.minibatch_size
-    # Above a frozen trunk the reference is a branch of the policy.
+    # With a frozen trunk, the reference is a branch of the policy.
     models = {
-        "generator": sampled(config.generator, "policy", **seen),
-        "policy": trained(config, "policy", batch_size=step, branches=0 if whole else 1, **seen),
+        "generator": sampled(config.generator, "policy", **facts),
+        "policy": trained(config, "policy", batch_size=step, branches=0 if whole else 1, **facts),
     }
     if whole:
-        models["reference"] = frozen(config.frozen, "policy", **seen)
-    models |= scoring_models(config, trunk=None if whole else "policy", **seen)
+        models["reference"] = frozen(config.frozen, "policy", **facts)
+    models |= scoring_models(config, trunk=None if whole else "policy", **facts)
     if config.critic_in_use == "separate":
         field = "engine" if config.critic_engine is None else "critic_engine"
-        models["critic"] = trained(config, "policy", batch_size=step, field=field, scores_tokens=False, **seen)
+        models["critic"] = trained(config, "policy", batch_size=step, field=field, scores_tokens=False, **facts)
     return models

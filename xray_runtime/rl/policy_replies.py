@@ -1,4 +1,4 @@
-"""What a policy says to prompts that it is judged by: one reply each, or an episode with an environment."""
+"""A policy's replies to evaluation prompts: one reply each, or an episode with an environment."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PolicyReplies:
-    """To one prompt a row."""
+    """Replies to prompts, row by row."""
 
     begun: Sequence[Sequence[int]]
-    """Tokens of the prompt, as the environment began the episode where there is one."""
+    """Tokens of the prompt, or of the environment's own beginning of the episode."""
     ids: Sequence[Sequence[int]]
-    """All tokens after it."""
+    """All tokens after the prompt."""
     own: list[list[int]]
-    """Those that the policy chose."""
+    """The tokens that the policy sampled."""
     texts: list[str]
-    """What they say."""
+    """`own` as text."""
     shown: list[str]
-    """For people: with what was read between turns in brackets."""
+    """`ids` as text for display, with the tokens read between turns in brackets."""
     mask: Ragged | None = None
-    """Which of `ids` the policy chose; None: all."""
+    """True where the policy sampled the token of `ids`; None: it sampled all."""
     scores: list[Score] | None = None
-    """What the environment gave."""
+    """The environment's scores."""
     means: dict[str, float] = field(default_factory=dict)
     """`episode_means`."""
 
 
-def ask_policy(
+def sample_policy(
     stage: Stage[EvaluationConfig, Any],
     generator: ModelHandle,
     model: Path,
@@ -54,12 +54,12 @@ def ask_policy(
     log_dir: Path,
     version: int = 0,
 ) -> PolicyReplies:
-    """Ask version `version` of the weights that `generator` holds; the seeds are the same for any.
+    """Sample from version `version` of the generator's weights; the seeds do not depend on the version.
 
     Args:
-        model: the checkpoint that `generator` and `tokenizer` are of.
-        columns: of the dataset, a value for each prompt.
-        max_prompt: tokens that an episode may begin with.
+        model: the checkpoint of `generator` and `tokenizer`.
+        columns: columns of the dataset, one value per prompt.
+        max_prompt: the most tokens that an episode may begin with.
     """
     sampling = sampling_of(stage.config, model, tokenizer)
     with open_episodes(stage, generator, sampling, tokenizer, max_prompt, log_dir) as episodes:
@@ -71,7 +71,7 @@ def ask_policy(
         played = episodes.sample_all(prompts, columns, version)
     assert played.episodes is not None
     own, mask = [ids.tolist() for ids in played.own_tokens()], played.episodes.response_mask
-    shown = [transcript(tokenizer, ids, of_row) for ids, of_row in zip(played.response_ids, mask, strict=True)]
+    shown = [transcript(tokenizer, *row) for row in zip(played.response_ids, mask, strict=True)]
     begun, ids = ([row.tolist() for row in column] for column in (played.episodes.prompt_ids, played.response_ids))
     texts, means = own_texts(tokenizer, played), episode_means(played.episodes)
     return PolicyReplies(begun, ids, own, texts, shown, mask, episode_scores(played), means)

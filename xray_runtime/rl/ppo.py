@@ -1,19 +1,18 @@
-"""Stage `ppo`: policy gradients against the reward, near the reference: PPO, and what needs no critic (GRPO, RLOO, …).
+"""Stage `ppo`: policy gradients on the reward with a KL to the reference: PPO, and methods without a critic (GRPO, …).
 
 The loop of `run` is the algorithm; each iteration:
 
     sync      policy ── weights, version, checksums ──▶ generator
     generate  prompts ──▶ generator ──▶ replies with their log-probabilities
     score     policy, reference, critic and reward model score the replies at the same time;
-              with `resample_rounds` other prompts take the place of those whose replies all score alike
+              with `resample_rounds`, other prompts replace those whose replies all score the same
     update    several epochs of clipped minibatch steps on policy and critic
-    ledger    what was sampled, scored and trained on is kept in the checkpoint
+    ledger    the iteration's rows are written into the checkpoint
 
-Before an iteration `validation` may look at the policy; after it `watch` looks for a hacked reward, and may end the
-stage.
+`validation` may score the policy before an iteration; `watch` looks for a hacked reward after it and may end the stage.
 
-With `lag: 1` the replies of the next iteration are sampled during `score` and `update` of this one, and `generate` is
-what is left to wait for them.
+With `lag: 1` the next iteration's replies are sampled during `score` and `update` of this one; `generate` only waits
+for the rest.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
 from xray_runtime.models.tensor_file import same_trunk
 from xray_runtime.rl.episodes import Episodes, open_episodes
 from xray_runtime.rl.experience import build_experience, scaled_rewards
-from xray_runtime.rl.hacking_monitor import Watch
+from xray_runtime.rl.hacking_monitor import HackingMonitor
 from xray_runtime.rl.ledger_writer import Ledger
 from xray_runtime.rl.metrics import iteration_metrics, summary
 from xray_runtime.rl.model_roles import ppo_models
@@ -68,19 +67,18 @@ if TYPE_CHECKING:
 
 
 def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> int:
-    """Writes the policy in Hugging Face form, with the critic's head or, in critic/, the critic; with `validation` the
-    version that is kept, and validation.json; in watch.json why it ended early, or went on in spite of a sign of
-    a hacked reward."""
+    """Writes the policy in Hugging Face form, with the critic's head or, in critic/, the critic. `validation` adds
+    validation.json and may keep an earlier version; signs of a hacked reward add watch.json."""
     config = stage.config
     with _opened(stage, out, recorder) as loop:
         for iteration in range(loop.state.restore(), config.iterations):
             clock = PhaseClock(f"{stage.name}, iteration {iteration}")
             with clock.phase("sync"):
                 sent = loop.rollouts.sync(loop.models["policy"], iteration)
-                probed = loop.rollouts.probe(loop.models["policy"], iteration) if config.lag else None
-            with clock.phase("generate"), loop.trainers_asleep():
+                probe = loop.rollouts.probe(loop.models["policy"], iteration) if config.lag else None
+            with clock.phase("generate"), loop.trainers_offloaded():
                 validation_replies = loop.validation.sample(loop.models["generator"], iteration, loop.episodes)
-                loop.rollouts.ask(iteration)
+                loop.rollouts.request(iteration)
                 rollout = loop.rollouts.take()
             with clock.phase("score"):
                 validated = loop.validation.score(loop.models, validation_replies, iteration)
@@ -90,7 +88,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                 rewards = scaled_rewards(config, loop.rewards, scored.sources, loop.moments)
                 replies = scored.text, scored.rollout, scored.scores
                 experience = build_experience(config, *replies, rewards, loop.kl.coef, loop.estimator)
-                _check_mismatch(experience.mismatch if probed is None else probed, config)
+                _check_mismatch(experience.mismatch if probe is None else probe, config)
             with clock.phase("update"):
                 update = loop.updater.update(experience, iteration, loop.kl.coef)
             with clock.phase("generate"):
@@ -100,23 +98,23 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                 loop.ledger.write(iteration, scored, rewards, experience, update.times_trained, sent, golds)
             loop.kl.update(experience.reference_kl, experience.num_rows)
 
-            made = rollout, scored, experience, update
-            metrics = iteration_metrics(config, iteration, clock, loop.prompts, loop.rewards, made, probed, golds)
+            results = rollout, scored, experience, update
+            metrics = iteration_metrics(config, iteration, clock, loop.prompts, loop.rewards, results, probe, golds)
             metrics |= validated | {"kl/coef": loop.kl.coef}
-            metrics |= loop.watch.look(iteration, metrics, scored.rollout)
+            metrics |= loop.monitor.check(iteration, metrics, scored.rollout)
             recorder.metrics(loop.skipped.metrics(metrics), iteration)
             recorder.progress(iteration + 1, config.iterations, "iterations", summary(metrics))
-            if loop.watch.end is not None:
+            if loop.monitor.end is not None:
                 break
-            loop.watch.keep(loop.models, iteration + 1)
+            loop.monitor.keep(loop.models, iteration + 1)
             loop.state.step_done(iteration + 1, config.iterations)
         loop.ledger.show(recorder, loop.tokenizer)
-        return loop.watch.finish(out) or loop.validation.finish(loop.models, out, config.iterations, loop.episodes)
+        return loop.monitor.finish(out) or loop.validation.finish(loop.models, out, config.iterations, loop.episodes)
 
 
 @dataclass(frozen=True)
 class _Loop:
-    """What iterations work with."""
+    """The objects that iterations share."""
 
     stage: Stage[PPOConfig, PPOInputs]
     tokenizer: Any
@@ -132,25 +130,25 @@ class _Loop:
     moments: RunningMoments
     skipped: SkippedSteps
     gold: GoldScore | None
-    watch: Watch
+    monitor: HackingMonitor
     validation: Validation
     ledger: Ledger
     state: Resumable
 
     @contextmanager
-    def trainers_asleep(self) -> Iterator[None]:
-        """With `runtime.trainer_sleeps` the trained models give their GPU memory to the generator meanwhile."""
+    def trainers_offloaded(self) -> Iterator[None]:
+        """With `runtime.trainer_sleeps`, offload the trained models so that the generator can use their GPU memory."""
         sleeping = list(_trained(self.models).values()) if self.stage.runtime.trainer_sleeps else []
         get_all([model.sleep.remote() for model in sleeping])
         yield
         get_all([model.wake_up.remote() for model in sleeping])
 
     def gold_scores(self, scored: ScoredRollout) -> list[float] | None:
-        """Gold score of each reply, where the stage has one."""
+        """Gold score of each reply; None without `gold`."""
         if self.gold is None:
             return None
-        asked = [prompt_text(self.prompts[i][0]) for i in scored.rollout.prompt.tolist()]
-        return self.gold(asked, scored.replies)
+        prompts = [prompt_text(self.prompts[i][0]) for i in scored.rollout.prompt.tolist()]
+        return self.gold(prompts, scored.replies)
 
 
 @contextmanager
@@ -164,7 +162,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     rewards = RewardSources(stage, tokenizer, None if layers is None else (policy, layers))
     gold = load_gold(config.gold, stage.functions) if config.gold else None
     moments, skipped = RunningMoments(), SkippedSteps()
-    watch, ledger = Watch(stage, recorder, rewards.weights), Ledger(stage, out, prompts, rewards)
+    monitor, ledger = HackingMonitor(stage, recorder, rewards.weights), Ledger(stage, out, prompts, rewards)
     stop, padding = tuple(config.stop), tokenizer.pad_token_id
     sampling = Sampling(config.max_new_tokens, config.temperature, stops, padding, stop=stop)
     validation = Validation(stage, rewards, tokenizer, sampling, stops, stage.kept or recorder.log_dir, limit)
@@ -174,9 +172,9 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
         open_episodes(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir) as episodes,
     ):
         rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor, episodes)
-        keep_files: list[KeepsFiles] = [rollouts, watch, validation.best, ledger]
-        remembered = {"skipped": skipped, "watch": watch.state, "validation": validation.best.state}
-        remembered |= {"cursor": cursor, "kl": kl, "moments": moments}
+        keep_files: list[KeepsFiles] = [rollouts, monitor, validation.best, ledger]
+        state = {"skipped": skipped, "watch": monitor.state, "validation": validation.best.state}
+        state |= {"cursor": cursor, "kl": kl, "moments": moments}
         yield _Loop(
             stage=stage,
             tokenizer=tokenizer,
@@ -192,10 +190,10 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
             moments=moments,
             skipped=skipped,
             gold=gold,
-            watch=watch,
+            monitor=monitor,
             validation=validation,
             ledger=ledger,
-            state=Resumable(recorder, _trained(models), keep_files, **remembered),
+            state=Resumable(recorder, _trained(models), keep_files, **state),
         )
 
 
@@ -204,13 +202,13 @@ def _trained(models: Mapping[str, ModelHandle]) -> dict[str, ModelHandle]:
 
 
 def _without_ties(loop: _Loop, scored: ScoredRollout, iteration: int, clock: PhaseClock) -> ScoredRollout:
-    """Other prompts in place of those whose replies all score alike, in up to `resample_rounds` rounds."""
+    """Replace prompts whose replies all score the same by other prompts, in up to `resample_rounds` rounds."""
     config = loop.stage.config
     for attempt in range(config.resample_rounds):
         tied = scored.tied(loop.rewards.weights, config.samples_per_prompt)
         if len(tied) < _most_ranks(config):
-            break  # none, or too few to share out
-        with clock.phase("generate"), loop.trainers_asleep():
+            break  # none, or fewer than ranks
+        with clock.phase("generate"), loop.trainers_offloaded():
             others = loop.rollouts.sample_others(iteration, attempt, len(tied) // config.samples_per_prompt)
         with clock.phase("score"):
             first_id = (attempt + 1) * config.rollout_size
@@ -234,7 +232,7 @@ def _models(
             new_head=shared_critic,
             head=head if shared_critic and head.exists() else None,
             trainable_layers=layers,
-            # Above a frozen trunk what has the same trunk is a branch of the policy, not another model.
+            # Models with the policy's frozen trunk are branches of the policy.
             branches=rewards.branches | ({"reference": BranchSpec(reference)} if layers is not None else {}),
             adapter_seed=derive_seed(stage.seed, stage.name, "policy", "adapters"),
         ),
@@ -254,7 +252,7 @@ def _models(
 
 
 def _own(stage: Stage[PPOConfig, PPOInputs], field: str, check: Callable[[Any, str], None]) -> Any:
-    """The user's function that a field of the config names, tried; None where it names a built-in."""
+    """The user's function that a config field names, checked; None if the field names a built-in."""
     name = getattr(stage.config, field)
     if not is_function(name):
         return None
@@ -264,7 +262,7 @@ def _own(stage: Stage[PPOConfig, PPOInputs], field: str, check: Callable[[Any, s
 
 
 def _one_trunk(config: PPOConfig, specs: Mapping[str, ModelSpec | GeneratorSpec]) -> bool:
-    """Whether policy and critic are two models that stand on the same frozen trunk, and compute it alike."""
+    """Whether policy and critic are two models with the same frozen trunk, computed in the same precision."""
     layers, engine = config.trainable_layers, config.critic_engine or config.engine
     if layers is None or "critic" not in specs or engine.precision != config.engine.precision:
         return False
@@ -272,14 +270,14 @@ def _one_trunk(config: PPOConfig, specs: Mapping[str, ModelSpec | GeneratorSpec]
 
 
 def _most_ranks(config: PPOConfig) -> int:
-    """Over how many ranks the rows of one scoring are shared out, at most."""
+    """The largest number of ranks that share the rows of one scoring."""
     return max(layout.data_parallel for layout in (config.engine, config.critic_engine or config.engine, config.frozen))
 
 
 def _check_mismatch(mismatch: float, config: PPOConfig) -> None:
-    # Checksums say that the bytes arrived; this says that the generator computes the policy with them.
+    # Checksums prove that the weights arrived; this proves that the generator computes the policy with them.
     if not mismatch <= config.max_mismatch:  # NaN too
         raise RuntimeError(
-            f"generator and trainer disagree by {mismatch:.3g} nats a token at one policy version (ppo max_mismatch = "
-            f"{config.max_mismatch}): the generator does not hold the policy's weights"
+            f"generator and trainer differ by {mismatch:.3g} nats per token at the same policy version (max_mismatch = "
+            f"{config.max_mismatch}): the generator does not compute the policy"
         )

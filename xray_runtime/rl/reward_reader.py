@@ -1,8 +1,8 @@
 """How a reward model reads a prompt and a reply: in its own tokens, as it was trained.
 
-One that was trained here reads the prompt under the chat template, then the reply and the end token: where it has the
-policy's tokenizer, the very tokens that were sampled. One from elsewhere reads the whole conversation under its own
-chat template, the reply as the assistant's last turn.
+A reward model trained here reads the prompt under the chat template, then the reply and the end token; with the
+policy's tokenizer, it reads the sampled tokens themselves. An imported one reads the whole conversation under its own
+chat template, with the reply as the assistant's last turn.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from xray_runtime.data.tokenizing import encode_conversations, encode_prompts, e
 from xray_runtime.models.causal_lm import load_tokenizer
 
 READS, CONVERSATION = "reads", "conversation"
-"""In reward.json: the entry, absent of models trained here, and its value."""
+"""Entry of reward.json and its value; models trained here do not have it."""
 
 
 class RewardReader:
-    """What one reward model is given.
+    """Builds the input rows of one reward model.
 
     Args:
         directory: its checkpoint.
-        where: names it in errors.
-        tokenizer: the policy's; None where only texts are judged.
+        where: its name in errors.
+        tokenizer: the policy's; None if only texts are scored.
     """
 
     def __init__(self, directory: Path, where: str, tokenizer: Any = None) -> None:
@@ -40,14 +40,14 @@ class RewardReader:
         self._padding, self._limit = config.get("pad_token_id"), config.get("max_position_embeddings")
 
     def rows(self, prompts: Sequence[Messages], replies: Sequence[str], tokens: Rows | None = None) -> Rows:
-        """Rows `input_ids`, whose last token is where the head reads.
+        """Rows `input_ids`; the head reads the last token.
 
         Args:
             replies: texts.
             tokens: the same prompts and replies in the policy's tokens, the end token last.
 
         Raises:
-            ValueError: the chat template refuses a conversation, or one is longer than the model can read.
+            ValueError: the chat template rejects a conversation, or one is longer than the model's context.
         """
         if self.takes_tokens and tokens is not None:
             return tokens
@@ -67,7 +67,7 @@ class RewardReader:
         return text_rows([[]] * len(ids), ids)
 
     def _read(self, ids: list[int]) -> list[int]:
-        # transformers reads the score at the last token that is no padding; where the end token pads, it is skipped.
+        # transformers reads the score at the last token that is not padding; it skips an end token used as padding.
         length = len(ids)
         while length > 1 and ids[length - 1] == self._padding:
             length -= 1

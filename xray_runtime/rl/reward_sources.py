@@ -1,7 +1,7 @@
-"""The sources of a stage's reward: each scores by itself, then they are weighed and summed.
+"""The reward sources of a stage: each scores every reply; the reward is their weighted sum.
 
-A score that fails is NaN. Up to `max_failed` of the replies may be left without a reward; they are as if absent for
-whatever comes after. What functions, verifiers, services and judges answered is kept for the next attempt.
+A failed score is NaN. A share of the replies, at most `max_failed`, may end up without a reward; later steps ignore
+them. Answers of functions, verifiers, services and judges are journaled for the next attempt.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENVIRONMENT = "environment"
-"""The source whose scores an environment gave, turn by turn."""
-TELLING = 8
-"""Different texts to which no working reward model gives one score, bit for bit."""
+"""The source of rewards from an environment."""
+MIN_DISTINCT_TEXTS = 8
+"""A reward model that scores this many different texts the same, bit for bit, is broken."""
 
 
 class RewardSources:
     """The `rewards` (or `judges`) of a stage's config, with the reward models among its inputs.
 
     Args:
-        field: of config and inputs.
-        tokenizer: the policy's; None where only texts are judged.
-        trunk: a checkpoint and how many top layers of it are trained, where its model can hold the reward models that
-            share what is below those.
+        field: the field of config and inputs.
+        tokenizer: the policy's; None if only texts are scored.
+        trunk: a checkpoint and the number of its top layers that are trained. Reward models that share the layers
+            below become branches of its model.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class RewardSources:
         summaries = {role: json.loads((path / "reward.json").read_text()) for role, path in self._models.items()}
         self._members = {role: (s["mean"], s["std"]) for role, s in summaries.items()}
         self.moments = {s: self._members[term.model] for s, term in self._terms.items() if term.model is not None}
-        """Source that is a reward model → mean and deviation of its scores of held-out replies."""
+        """Reward model source → mean and standard deviation of its scores on held-out replies."""
         self._readers = {
             role: RewardReader(path, f"{stage.name}.{role}", tokenizer) for role, path in self._models.items()
         }
 
         self.branches: dict[str, BranchSpec] = {}
-        """Reward models that stand on `trunk`: they score with the model that has it, in the same tokens."""
+        """Reward models that share `trunk` and tokens with its model, which computes their scores."""
         if trunk is not None:
             for role, reader in self._readers.items():
                 path = self._models[role]
@@ -118,11 +118,11 @@ class RewardSources:
 
     @property
     def roles(self) -> list[str]:
-        """Roles of the reward models that are models of their own."""
+        """Roles of the reward models that are not branches."""
         return [role for role in self._models if role not in self.branches]
 
     def specs(self) -> dict[str, ModelSpec]:
-        """Those models, to be opened with the stage's others."""
+        """Specs of `roles`, to open with the stage's other models."""
         paths = {role: self._models[role] for role in self.roles}
         return {
             role: ModelSpec(path, RewardObjective(), head=path / REWARD_HEAD, frozen=self._frozen)
@@ -137,12 +137,12 @@ class RewardSources:
         tokens: Rows | None = None,
         at_once: int | None = None,
     ) -> list[Ref[Rows]]:
-        """Ask every reward model of its own to score the replies; pass the answers to `scores`.
+        """Start scoring with every model of `roles`; pass the answers to `scores`.
 
         Args:
             replies: texts.
             tokens: rows of the same prompts and whole replies in the policy's tokens, for models that share them.
-            at_once: how many models work at the same time; by default these alone.
+            at_once: number of models that work at the same time; by default only these.
         """
         share = at_once or len(self.roles)
         rows = {role: self._readers[role].rows(prompts, replies, tokens) for role in self.roles}
@@ -161,36 +161,35 @@ class RewardSources:
         episodes: Sequence[Score] | None = None,
         tokens: Rows | None = None,
     ) -> SourceScores:
-        """What each source says of each reply.
+        """Each source's score of each reply.
 
         Args:
             answers: to `requests`.
-            prompts: the texts that were asked.
+            prompts: the prompts as text.
             of_branches: scores of `branches` by role.
-            messages: the prompts with their roles; by default one user's message each.
+            messages: the prompts as messages; by default one user message each.
             columns: ground truth of each row, by column of the dataset.
-            step: the iteration; what is asked again in another may be answered in another way.
-            episodes: what the environment gave each episode, where there is one.
-            tokens: as of `requests`; rows alike in them, or else in their texts, have one score of each reward model.
+            step: the iteration.
+            episodes: the environment's score of each episode.
+            tokens: the `tokens` of `requests`; rows with equal tokens, or else equal texts, get the same model score.
 
         Raises:
-            RuntimeError: more than `max_failed` of the replies have no reward, or none has one: it names the source and
-                what went wrong there.
+            RuntimeError: more than `max_failed` of the replies, or all of them, have no reward.
             NonFiniteError: a reward model computed NaN or infinity, or a score or their sum is infinite.
-            ValueError: the dataset lacks a column, or a function returns something else than scores.
+            ValueError: the dataset lacks a column, or a function does not return scores.
         """
         if not self.weights:
             return SourceScores({}, {})
-        said = messages or [[{"role": "user", "content": text}] for text in prompts]
-        batch = Batch(prompts, replies, said, columns or {}, {"stage": self._stage, "step": step})
+        messages = messages or [[{"role": "user", "content": text}] for text in prompts]
+        batch = Batch(prompts, replies, messages, columns or {}, {"stage": self._stage, "step": step})
         applies = {source: self._applies(source, batch) for source in self._terms}
-        alike = first_alike(zip(map(repr, said), replies, strict=True) if tokens is None else row_keys(tokens))
+        alike = first_alike(zip(map(repr, messages), replies, strict=True) if tokens is None else row_keys(tokens))
         answered = self._by_role(answers, of_branches or {}, alike)
         members = {s: self._members_scores(term, answered) for s, term in self._terms.items() if term.models}
         values = {s: torch.from_numpy(answered[t.model]) for s, t in self._terms.items() if t.model is not None}
         values |= {s: uncertainty_penalized(given, self._terms[s].uncertainty) for s, given in members.items()}
         keys = {source: self._journal.keys(f"{self._field}/{source}", batch) for source in self._external}
-        found = self._ask_all(batch, applies, keys)
+        found = self._score_external(batch, applies, keys)
         given = dict(found)
         if episodes is not None and ENVIRONMENT in self.weights:
             given[ENVIRONMENT] = dict(enumerate(episodes))
@@ -199,46 +198,46 @@ class RewardSources:
             values[source] = torch.full((len(replies),), math.nan)
             values[source][list(by_row)] = torch.tensor([score.value for score in by_row.values()])
         apart = {source: scores.std(0, correction=0) for source, scores in members.items()}
-        whys = {s: [_why(by_row.get(row)) for row in range(len(replies))] for s, by_row in given.items()}
-        scored = SourceScores({source: values[source] for source in self.weights}, applies, apart, whys)
+        reasons = {s: [_why(by_row.get(row)) for row in range(len(replies))] for s, by_row in given.items()}
+        scored = SourceScores({source: values[source] for source in self.weights}, applies, apart, reasons)
         self._check_models(answered, prompts, replies)
         self._check(scored, given)
-        # Only now: where the stage fails, its next attempt asks again.
+        # Failures are journaled only after the checks: if the stage fails, its next attempt asks again.
         for source, by_row in found.items():
-            lost = ((keys[source][row], score) for row, score in by_row.items() if math.isnan(score.value))
-            self._journal.write(source, step, lost)
+            failed = ((keys[source][row], score) for row, score in by_row.items() if math.isnan(score.value))
+            self._journal.write(source, step, failed)
         return scored
 
     def _by_role(self, answers: Sequence[Rows], of_branches: Rows, alike: np.ndarray) -> dict[str, np.ndarray]:
-        """Role of a reward model → its score of each row [B]; rows that are alike have that of the first.
+        """Role of a reward model → its score of each row [B]; equal rows get the score of the first.
 
-        The last bits of a score depend on its batch, and a group's deviation would amplify them.
+        A score's last bits depend on its batch, and normalizing by a group's deviation would amplify them.
         """
         own = {role: answer["scores"] for role, answer in zip(self.roles, answers, strict=True)}
         answered = own | {role: of_branches[role] for role in self.branches}
         return {role: given[alike] for role, given in answered.items()}
 
-    def _ask_all(
+    def _score_external(
         self, batch: Batch, applies: Mapping[str, torch.Tensor], keys: Mapping[str, list[str]]
     ) -> dict[str, dict[int, Score]]:
-        """Source that is no model → its scores by row, of the rows that it applies to; all are asked at a time."""
+        """External source → its scores by row, for the rows it applies to. All sources score at the same time."""
         with ThreadPoolExecutor(max(len(self._external), 1)) as pool:
             rows = {source: applies[source].nonzero()[:, 0].tolist() for source in self._external}
-            asked = {s: pool.submit(self._ask, s, batch, rows[s], keys[s]) for s in self._external}
-        return {source: future.result() for source, future in asked.items()}
+            futures = {s: pool.submit(self._score, s, batch, rows[s], keys[s]) for s in self._external}
+        return {source: future.result() for source, future in futures.items()}
 
     def scaled(self, scores: SourceScores) -> torch.Tensor:
-        """The weighted sum [B]: reward models in their own deviations, all else as it scores; NaN: no reward."""
+        """The weighted sum [B], reward models normalized by their held-out moments; NaN: no reward."""
         return weighted_sum(scores, self.weights, self.moments)
 
     def each(self, scores: SourceScores) -> dict[str, torch.Tensor]:
-        """Source → its part of that sum [B] float64; NaN where it has no score or does not apply."""
-        found = {}
+        """Source → its term of that sum [B] float64; NaN where it has no score or does not apply."""
+        terms = {}
         for source, values in scores.values.items():
             mean, deviation = self.moments.get(source, (0.0, 1.0))
             scaled = (self.weights[source] or 1.0) * (values.double() - mean) / deviation
-            found[source] = torch.where(scores.applies[source], scaled, torch.nan)
-        return found
+            terms[source] = torch.where(scores.applies[source], scaled, torch.nan)
+        return terms
 
     def _applies(self, source: str, batch: Batch) -> torch.Tensor:
         term = self._terms[source]
@@ -252,48 +251,48 @@ class RewardSources:
         return torch.tensor([term.when.applies(value) for value in batch.columns[term.when.column]], dtype=torch.bool)
 
     def _members_scores(self, term: RewardTerm, answered: Rows) -> torch.Tensor:
-        """Scores of an ensemble's members [M, B], each in its own deviations."""
+        """Scores of an ensemble's members [M, B], each normalized by its held-out moments."""
         members = []
         for role in term.roles:
             mean, deviation = self._members[role]
             members.append((torch.from_numpy(answered[role]) - mean) / deviation)
         return torch.stack(members)
 
-    def _ask(self, source: str, batch: Batch, rows: list[int], keys: list[str]) -> dict[int, Score]:
-        """Row → what a source that is no model says of it; of the `rows` it applies to."""
+    def _score(self, source: str, batch: Batch, rows: list[int], keys: list[str]) -> dict[int, Score]:
+        """Row → its score by an external source, from the journal where it has one."""
         known = {row: score for row in rows if (score := self._journal.find(keys[row])) is not None}
-        asked = [row for row in rows if row not in known]
-        if asked and self._external[source].relative:
-            asked = rows
-        if asked:
-            answers = self._external[source].score(batch.take(asked))
-            fresh = dict(zip(asked, answers, strict=True))
-            said = [(keys[row], score) for row, score in fresh.items() if not math.isnan(score.value)]
-            self._journal.write(source, batch.metadata["step"], said)
+        missing = [row for row in rows if row not in known]
+        if missing and self._external[source].relative:
+            missing = rows
+        if missing:
+            answers = self._external[source].score(batch.take(missing))
+            fresh = dict(zip(missing, answers, strict=True))
+            valid = [(keys[row], score) for row, score in fresh.items() if not math.isnan(score.value)]
+            self._journal.write(source, batch.metadata["step"], valid)
             known = fresh | known
         return {row: known[row] for row in rows}
 
     def _check_models(self, answered: Rows, prompts: Sequence[str], replies: Sequence[str]) -> None:
-        """Raises where a reward model is broken, which is no reply's fault: NaN, or one score for all texts."""
+        """Raise if a reward model is broken: NaN, or the same score for all texts."""
         texts = len(set(zip(prompts, replies, strict=True)))
         for role in self._models:
             given = answered[role]
             wrong = non_finite({"scores": given})
             if wrong is not None:
                 raise NonFiniteError(f"{self._stage}: the reward model {role}: {wrong} are not finite")
-            if texts >= TELLING and (given == given[0]).all():
+            if texts >= MIN_DISTINCT_TEXTS and (given == given[0]).all():
                 same = f"gave {texts} different replies the same score, {given[0]:g}"
                 raise RuntimeError(f"{self._stage}: the reward model {role} {same}: it is not informative")
 
     def _check(self, scores: SourceScores, found: Mapping[str, Mapping[int, Score]]) -> None:
-        """Raises RuntimeError where too many replies have no reward, or one is infinite."""
+        """Raise if too many replies have no reward, or a reward is infinite."""
         for source, weight in self.weights.items():
             if weight and scores.values[source].isinf().any():
                 raise NonFiniteError(f"{self._stage}: {source} gave an infinite score")
         total_reward = weighted_sum(scores, self.weights)
         if total_reward.isinf().any():
             raise NonFiniteError(f"{self._stage}: the weighted sum of the scores is infinite")
-        if self._field == "judges":  # each judges the rows that it applies to
+        if self._field == "judges":  # each judge scores the rows that it applies to
             judging = [scores.failed(source) for source, weight in self.weights.items() if weight]
             without = torch.stack(judging).any(0) if judging else torch.zeros(0)
         else:
@@ -303,10 +302,10 @@ class RewardSources:
             return
         failed = {source: int(scores.failed(source).sum()) for source, weight in self.weights.items() if weight}
         worst = max(failed, key=failed.__getitem__, default="")
-        reason = "no source of reward applies to them"
+        reason = "no reward source applies to them"
         if failed.get(worst):
-            whys = (score.why for score in found.get(worst, {}).values() if math.isnan(score.value))
-            reason = f"{worst} failed for {failed[worst]}: {next(whys, 'its score is not a number')}"
+            reasons = (score.why for score in found.get(worst, {}).values() if math.isnan(score.value))
+            reason = f"{worst} failed for {failed[worst]}: {next(reasons, 'its score is not a number')}"
         message = f"{self._stage}: {lost} of {total} replies have no reward; {reason}"
         if lost == total or lost / total > self._max_failed:
             raise RuntimeError(f"{message} (max_failed = {self._max_failed:g})")
@@ -314,5 +313,5 @@ class RewardSources:
 
 
 def _why(score: Score | None) -> str | None:
-    """Why a source has no score of a reply; None where it has one."""
+    """Why a source has no score for a reply; None if it has one."""
     return None if score is None or not math.isnan(score.value) else score.why or "its score is not a number"

@@ -1,18 +1,17 @@
-"""The rollouts of a PPO stage, from the prompts that are asked to the replies that are trained on.
+"""The rollouts of a PPO stage, from prompts to replies to train on.
 
-With `lag: 1` ("one-step-off") the generator samples rollout i + 1 as version i, the policy after i updates, while all
-models score rollout i and the policy learns from it. The first two rollouts are version 0's, every other is one update
-old. No weights change while one is sampled: it depends on prompts, seeds and one whole version, never on what was
-faster. Three policies then meet in the loss:
+With `lag: 1` ("one-step-off") the generator samples rollout i + 1 with version i, the policy after i updates, while all
+models score rollout i and the policy learns from it. Version 0 samples the first two rollouts; every later one is one
+update old. Weights never change while a rollout is sampled, so it depends on prompts, seeds and one version, never on
+timing. The loss then involves three policies:
 
-    behaviour   version i − 1 in the generator, which sampled      `rollout_logprobs`
-    proximal    version i in the trainer, before the update        `old_logprobs`, where the clipped ratio is 1
-    current     the one that is updated                            `logprobs`
+    behaviour   version i − 1, in the generator, sampled           `rollout_logprobs`
+    proximal    version i, in the trainer, before the update       `old_logprobs`, where the clipped ratio is 1
+    current     the policy being updated                           `logprobs`
 
 It is the decoupled objective of Hilton, Cobbe and Schulman (2021, "Batch size-invariance for policy optimization"),
-which AReaL (Fu et al. 2025) trains with too: the clipped loss against the proximal policy, each token weighted by
-proximal over behaviour. Those are the very weights that correct for the generator's kernels, capped alike
-(`algorithms.importance`).
+which AReaL (Fu et al. 2025) also uses: the clipped loss against the proximal policy, each token weighted by proximal
+over behaviour. The same weights, with the same cap, correct for the generator's kernels (`algorithms.importance`).
 """
 
 from __future__ import annotations
@@ -40,29 +39,29 @@ if TYPE_CHECKING:
     from xray_runtime.rl.episodes import Episodes
 
 PROBE_ROWS, PROBE_TOKENS = 8, 4
-"""Replies that a probe asks for, and their length: few, since nothing is sampled and learned meanwhile."""
+"""Number and length of a probe's replies. Small, since training and sampling wait for it."""
 
 
 def purpose_of(round: int) -> str:
-    """What a rollout's seeds derive from: round 0 is the first of an iteration, r the r-th of other prompts."""
+    """The purpose that seeds a rollout: round 0 is an iteration's first, round r the r-th of replacement prompts."""
     return f"resample-{round - 1}" if round else "sample"
 
 
 @dataclass(frozen=True)
 class PendingRollout:
-    """A rollout that is sampled, or being sampled."""
+    """A rollout that was requested."""
 
     version: int
-    """Policy version, the number of updates before it, that samples."""
+    """Version of the sampling policy: the number of updates before it."""
     prompts: list[int]
-    """Which prompt each reply is to."""
+    """Prompt number of each reply."""
     answer: Ref[Rows | Rollout]
-    """Rows of a generator, or a rollout of episodes or of a snapshot."""
+    """Rows from a generator, or a rollout of episodes or from a snapshot."""
     seeds: np.ndarray | None = None
-    """What each reply of a generator is drawn with [B]; a rollout has them itself."""
+    """Seed of each reply [B]; None if `answer` is a rollout, which has its own."""
 
     def get(self) -> Rollout:
-        """Wait for it."""
+        """Wait for the rollout."""
         answer, count = get(self.answer), len(self.prompts)
         version, prompt = np.full(count, self.version), np.array(self.prompts)
         if isinstance(answer, Rollout):
@@ -71,12 +70,12 @@ class PendingRollout:
 
 
 class Rollouts:
-    """Rollouts that are asked for and not yet trained on.
+    """Rollouts that were requested and not yet trained on.
 
     Args:
-        prompts: every prompt.
-        cursor: which prompts are next.
-        episodes: where replies are turns of a conversation with an environment.
+        prompts: all prompts.
+        cursor: position in them.
+        episodes: plays episodes instead of sampling single replies.
     """
 
     def __init__(
@@ -92,60 +91,60 @@ class Rollouts:
         self._sampling, self._episodes = sampling, episodes
         self._pending: list[PendingRollout] = []
 
-    def ask(self, iteration: int) -> None:
-        """Have all that `iteration` and the `lag` after it train on sampled by policy version `iteration`, as far as it
-        was not asked for before."""
+    def request(self, iteration: int) -> None:
+        """Start sampling, with policy version `iteration`, all rollouts up to `iteration + lag` that were not requested
+        yet."""
         config = self._stage.config
         end = min(iteration + config.lag + 1, config.iterations)
         for number in range(iteration + len(self._pending), end):
-            asked = self._cursor.take(config.prompts_per_iteration)
-            prompts = [prompt for prompt in asked for _ in range(config.samples_per_prompt)]
+            taken = self._cursor.take(config.prompts_per_iteration)
+            prompts = [prompt for prompt in taken for _ in range(config.samples_per_prompt)]
             self._pending.append(self._sample(prompts, iteration, purpose_of(0), number))
 
     def wait(self) -> None:
-        """Wait until all that was asked for is sampled."""
+        """Wait until all requested rollouts are sampled."""
         get_all([rollout.answer for rollout in self._pending])
 
     def take(self) -> Rollout:
-        """The rollout that was asked for first."""
+        """Remove and return the oldest requested rollout."""
         return self._checked(self._pending.pop(0))
 
     def sample_others(self, iteration: int, attempt: int, count: int) -> Rollout:
-        """Replies to the next `count` prompts, by the version that `iteration` samples with.
+        """Sample replies to the next `count` prompts with the policy version of `iteration`.
 
         Args:
-            attempt: how often others were sampled in this iteration.
+            attempt: number of earlier calls in this iteration.
         """
         config = self._stage.config
         prompts = [prompt for prompt in self._cursor.take(count) for _ in range(config.samples_per_prompt)]
         return self._checked(self._sample(prompts, iteration, purpose_of(attempt + 1), iteration))
 
     def sync(self, policy: ModelHandle, iteration: int) -> str | None:
-        """Have the generator take over the weights of `policy`, version `iteration`; returns `Shard.policy`."""
+        """Load version `iteration` of the policy's weights into the generator; returns `Shard.policy`."""
         return get(self._generator.follow.remote(policy, iteration)) if iteration else None
 
     def probe(self, policy: ModelHandle, version: int) -> float:
-        """Mean |log-probability difference| of generator and policy, nats a token, both at `version`.
+        """Mean |log-probability difference| between generator and policy at `version`, in nats per token.
 
-        Over the first tokens of some replies, every replica and every rank taking part. A whole rollout that is sampled
-        beside an update cannot be compared: when it arrives, the policy is another.
+        Uses the first tokens of a few replies, spread over every replica and rank. A rollout sampled during an update
+        cannot be compared: when it arrives, the policy has changed.
         """
         ranks = self._stage.config.engine.data_parallel, self._stage.runtime.generator_replicas
         num_rows = max(PROBE_ROWS, *ranks)
-        asked = [row % len(self._prompts) for row in range(num_rows)]
+        prompts = [row % len(self._prompts) for row in range(num_rows)]
         sampling = replace(self._sampling, max_new_tokens=min(PROBE_TOKENS, self._sampling.max_new_tokens))
-        replies = self._generate(asked, sampling, version, "probe", version).get()
+        replies = self._generate(prompts, sampling, version, "probe", version).get()
         check_rollout(to_rows(replies), num_rows, sampling)
-        scores = get(policy.score.remote(text_rows([self._prompts[i][1] for i in asked], replies.response_ids)))
+        scores = get(policy.score.remote(text_rows([self._prompts[i][1] for i in prompts], replies.response_ids)))
         return float(np.abs(scores["logprobs"].values - replies.rollout_logprobs.values).mean())
 
     def _sample(self, prompts: list[int], version: int, purpose: str, number: int) -> PendingRollout:
         if self._episodes is None:
             return self._generate(prompts, self._sampling, version, purpose, number)
-        asked, group_size = [self._prompts[i] for i in prompts], self._stage.config.samples_per_prompt
+        contents, group_size = [self._prompts[i] for i in prompts], self._stage.config.samples_per_prompt
         columns = self._prompts.columns(prompts)
-        played: Ref[Rollout] = Local(self._episodes.begin(asked, columns, version, purpose, number, group_size))
-        return PendingRollout(version, prompts, played)
+        answer: Ref[Rollout] = Local(self._episodes.begin(contents, columns, version, purpose, number, group_size))
+        return PendingRollout(version, prompts, answer)
 
     def _generate(
         self, prompts: list[int], sampling: Sampling, version: int, purpose: str, number: int
@@ -157,18 +156,17 @@ class Rollouts:
 
     def _checked(self, pending: PendingRollout) -> Rollout:
         rollout = pending.get()
-        if self._episodes is None:  # each turn of an episode was checked as it came
+        if self._episodes is None:  # episodes check each turn
             check_rollout(to_rows(rollout), len(pending.prompts), self._sampling)
         return rollout
 
     def save_state(self, directory: Path) -> None:
-        """Write what is asked for and not trained on into `directory`, once it is sampled: no later attempt has the
-        weights that sample it."""
+        """Wait for the pending rollouts and write them: a later attempt does not have the weights that sampled them."""
         for number, rollout in enumerate(self._pending):
             save_rows(directory / f"rollout-{number}.safetensors", to_rows(rollout.get()))
 
     def load_state(self, directory: Path) -> None:
-        """Go on from what `save_state` wrote."""
+        """Restore what `save_state` wrote."""
         for path in sorted(directory.glob("rollout-*.safetensors")):
             rollout = Rollout.read(load_rows(path))
             restored: Ref[Rollout] = Ready(rollout)

@@ -1,4 +1,4 @@
-"""Several sampled replies to each prompt, with their rewards: what `best_of_n` and `preferences` choose from."""
+"""Several sampled replies to each prompt, with their rewards, for `best_of_n` and `preferences` to choose from."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from xray_runtime.graph.kind import Recorder, Stage
 
 GENERATION_BATCH = 512
-"""Replies that are sampled and scored at a time."""
+"""Number of replies that are sampled and scored at a time."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Groups:
     prompts: list[Messages]
     replies: list[list[str]]
     rewards: torch.Tensor
-    """[P, n]; NaN of a reply that cannot be chosen."""
+    """[P, n]; NaN if a reply cannot be chosen."""
     stats: dict[str, float]
-    """Counts of those by reason, and means."""
+    """Counts of replies that cannot be chosen, by reason, and means."""
 
 
 @dataclass
 class _Done:
-    """All that is sampled and scored so far, and so the whole state of the stage."""
+    """The replies so far: the whole state of the stage."""
 
     replies: list[str] = field(default_factory=list)
     ended: list[bool] = field(default_factory=list)
@@ -57,7 +57,7 @@ class _Done:
 
 
 def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, recorder: Recorder) -> Groups:
-    """Replies of `policy` to prompts of the dataset's training part, each with a seed of its own.
+    """Sample and score replies of `policy` to the dataset's training prompts, each with its own seed.
 
     Raises:
         ValueError: the dataset has no prompt that fits.
@@ -70,7 +70,7 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, recorder:
     random = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts"))
     order = random.permutation(len(found))[: config.num_prompts]
     num_replies = len(order) * config.samples
-    # Equal ones: a small last one might have fewer rows than a reward model has ranks.
+    # Batches of equal size: a small last one might have fewer rows than a reward model has ranks.
     batches = np.array_split(order, max(num_replies // GENERATION_BATCH, 1))
     sampling = sampling_of(config, policy, tokenizer)
     sources, done = RewardSources(stage), _Done()
@@ -79,13 +79,13 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, recorder:
         state = Resumable(recorder, {}, done=done)
         for number in range(state.restore(), len(batches)):
             numbers = [i for i in batches[number].tolist() for _ in range(config.samples)]
-            asked = [found[i] for i in numbers]
+            batch = [found[i] for i in numbers]
             first = len(done.replies)
-            seeds = [derive_seed(stage.seed, stage.name, "sample", first + row) for row in range(len(asked))]
-            rows = {"input_ids": Ragged.of(ids for _, ids in asked), "seed": np.array(seeds)}
+            seeds = [derive_seed(stage.seed, stage.name, "sample", first + row) for row in range(len(batch))]
+            rows = {"input_ids": Ragged.of(ids for _, ids in batch), "seed": np.array(seeds)}
             answer = get(models["generator"].generate.remote(rows, sampling, 0))
             replies = decode_replies(tokenizer, list(answer["response_ids"]))
-            prompts = [messages for messages, _ in asked]
+            prompts = [messages for messages, _ in batch]
             answers = get_all(sources.requests(models, prompts, replies))
             scores = sources.scores(
                 answers,
@@ -107,7 +107,7 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, recorder:
 
 
 def _groups(config: GroupsConfig, prompts: list[Messages], done: _Done, gold: GoldScore | None = None) -> Groups:
-    """Which replies can be chosen: those with a reward that say something and, by `truncated`, came to their end."""
+    """Group the replies by prompt. A reply can be chosen if it has a reward and text and `truncated` keeps it."""
     rewards = torch.tensor(done.rewards, dtype=torch.float64)
     failed = ~rewards.isfinite()
     empty = torch.tensor([not reply.strip() for reply in done.replies])

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from xray_runtime.graph.kind import Stage
 
 GENERATION_BATCH = 512
-"""Prompts that a generator is handed at a time."""
+"""Number of prompts in one call of a generator."""
 
 
 def sampling_of(config: SamplingConfig, model: Path, tokenizer: Any) -> Sampling:
-    """As `config` says, of the checkpoint `model`, whose tokenizer is given."""
+    """The sampling parameters of `config` for the checkpoint `model` with its tokenizer."""
     return Sampling.of(config, stops_of(model, tokenizer), tokenizer.pad_token_id)
 
 
@@ -35,11 +35,11 @@ def sample_replies(
     version: int = 0,
     done: Callable[[int], None] = lambda count: None,
 ) -> list[list[int]]:
-    """Token ids of one reply a prompt; a row has the same seed whichever model replies.
+    """Token ids of one reply per prompt; the seeds do not depend on the model.
 
     Args:
-        version: of the weights that `generator` holds.
-        done: told how many replies there are.
+        version: version of the generator's weights.
+        done: called with the number of replies so far.
     """
     replies: list[list[int]] = []
     for start in range(0, len(prompts), GENERATION_BATCH):

@@ -1,4 +1,4 @@
-"""A rollout, and what every model and every source of reward says of it."""
+"""A rollout with the scores of every model and reward source."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def own_texts(tokenizer: Any, rollout: Rollout) -> list[str]:
-    """What the policy said: of an episode without what it read in between."""
+    """The policy's own tokens as text, without those that an episode's policy read between turns."""
     ids = rollout.response_ids
     if rollout.episodes is None:
         return decode_replies(tokenizer, [reply.tolist() for reply in ids])
@@ -34,16 +34,16 @@ def own_texts(tokenizer: Any, rollout: Rollout) -> list[str]:
 
 
 def prompt_tokens(rollout: Rollout, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int] | np.ndarray]:
-    """`prompts`, or what an environment began its episodes with in their place."""
+    """`prompts`, or the tokens that environments began their episodes with."""
     return prompts if rollout.episodes is None else list(rollout.episodes.prompt_ids)
 
 
 def episode_scores(rollout: Rollout) -> list[Score] | None:
-    """What their environment gave episodes, or why it failed; None where replies are no episodes."""
+    """The environment's score of each episode, or its failure; None if replies are not episodes."""
     if rollout.episodes is None:
         return None
-    given = zip(rollout.episodes.episode_reward.tolist(), rollout.episodes.failure.tolist(), strict=True)
-    return [failure(why) if why else Score(reward) for reward, why in given]
+    results = zip(rollout.episodes.episode_reward.tolist(), rollout.episodes.failure.tolist(), strict=True)
+    return [failure(why) if why else Score(reward) for reward, why in results]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ScoredRollout:
     scores: Scores
     sources: SourceScores
     dropped: tuple[ScoredRollout, ...] = ()
-    """Rows that others took the place of, by round."""
+    """Rows that were replaced, by round."""
 
     @property
     def num_dropped(self) -> int:
@@ -75,7 +75,7 @@ class ScoredRollout:
                 {name: of[index] for name, of in values.items()},
                 {name: of[index] for name, of in applies.items()},
                 {name: of[index] for name, of in apart.items()},
-                {name: [whys[place] for place in places] for name, whys in self.sources.failures.items()},
+                {name: [reasons[place] for place in places] for name, reasons in self.sources.failures.items()},
             ),
         )
 
@@ -86,8 +86,8 @@ class ScoredRollout:
             return old.index_copy(0, torch.tensor(places), new)
 
         def listed(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
-            given = dict(zip(places, new, strict=True))
-            return [given.get(place, value) for place, value in enumerate(old)]
+            changes = dict(zip(places, new, strict=True))
+            return [changes.get(place, value) for place, value in enumerate(old)]
 
         values = {name: column(old, by.sources.values[name]) for name, old in self.sources.values.items()}
         applies = {name: column(old, by.sources.applies[name]) for name, old in self.sources.applies.items()}
@@ -103,7 +103,7 @@ class ScoredRollout:
         )
 
     def tied(self, weights: Mapping[str, float], group_size: int) -> list[int]:
-        """The rows of groups, of `group_size` replies to one prompt each, whose rewards as scored are all the same."""
+        """Rows of the groups (`group_size` replies to one prompt) whose raw rewards are all equal."""
         groups = torch.arange(len(self.replies)) // group_size
         tied: list[int] = tied_groups(weighted_sum(self.sources, weights), groups)[groups].nonzero()[:, 0].tolist()
         return tied
@@ -114,7 +114,7 @@ class Scorer:
 
     Args:
         stops: tokens that end a reply.
-        one_trunk: policy and critic stand on the same frozen trunk, which the policy computes for both.
+        one_trunk: policy and critic share a frozen trunk, which the policy computes for both.
     """
 
     def __init__(
@@ -131,49 +131,49 @@ class Scorer:
         self._tokenizer, self._stops, self._prompts = tokenizer, stops, prompts
 
     def score(self, rollout: Rollout, iteration: int, first_id: int = 0) -> ScoredRollout:
-        """A rollout, scored by all at the same time."""
+        """Score a rollout with all models and sources at the same time."""
         models, rewards, ids = self._models, self._rewards, rollout.response_ids
         prompts = rollout.prompt.tolist()
-        asked = [self._prompts[i] for i in prompts]
-        messages = [message for message, _ in asked]
-        prompt_ids = prompt_tokens(rollout, [tokens for _, tokens in asked])
+        contents = [self._prompts[i] for i in prompts]
+        messages = [message for message, _ in contents]
+        prompt_ids = prompt_tokens(rollout, [tokens for _, tokens in contents])
         replies = own_texts(self._tokenizer, rollout)
         text = Text(**text_rows(prompt_ids, ids), id=np.arange(first_id, first_id + len(ids)))
         whole = text_rows(prompt_ids, (with_end_of_turn(reply, self._stops) for reply in ids))
-        given = self._given(to_rows(text), whole)
-        # With a lag the generator is at work too.
-        at_once = len(given) + len(rewards.roles) + self._config.lag
-        calls = [models[role].score.remote(rows, at_once) for role, rows in given.items()]
+        inputs = self._inputs(to_rows(text), whole)
+        # With a lag, the generator works at the same time.
+        at_once = len(inputs) + len(rewards.roles) + self._config.lag
+        calls = [models[role].score.remote(rows, at_once) for role, rows in inputs.items()]
         answers = get_all([*calls, *rewards.requests(models, messages, replies, whole, at_once)])
-        said: Rows = {}
+        outputs: Rows = {}
         for answer in answers[: len(calls)]:
-            said |= answer
+            outputs |= answer
         sources = rewards.scores(
             answers[len(calls) :],
             [prompt_text(message) for message in messages],
             replies,
-            said,
+            outputs,
             messages=messages,
             columns=self._prompts.columns(prompts),
             step=iteration,
             episodes=episode_scores(rollout),
             tokens=whole,
         )
-        return ScoredRollout(rollout, text, replies, Scores.read(said), sources)
+        return ScoredRollout(rollout, text, replies, Scores.read(outputs), sources)
 
-    def _given(self, rows: Rows, whole: Rows) -> dict[str, Rows]:
+    def _inputs(self, rows: Rows, whole: Rows) -> dict[str, Rows]:
         """Role → the rows that its model scores.
 
         Args:
-            rows: as they were sampled.
-            whole: with an end of turn, for reward models.
+            rows: the rows as sampled.
+            whole: the rows with an end of turn, for reward models.
         """
         models = self._models
-        given = {role: rows for role in ("policy", "reference", "critic") if role in models}
+        inputs = {role: rows for role in ("policy", "reference", "critic") if role in models}
         if self._rewards.branches:
-            given["policy"] = rows | whole | {"added_ends": rows["input_ids"].lengths < whole["input_ids"].lengths}
+            inputs["policy"] = rows | whole | {"added_ends": rows["input_ids"].lengths < whole["input_ids"].lengths}
         if self._one_trunk:
-            passed = {"input_ids": given["policy"]["input_ids"], "id": rows["id"]}
-            states = get(models["policy"].trunk.remote(passed, 1 + self._config.lag))["trunk"]
-            given["critic"] = rows | {"trunk": states.heads(rows["input_ids"].lengths)}
-        return given
+            trunk_rows = {"input_ids": inputs["policy"]["input_ids"], "id": rows["id"]}
+            states = get(models["policy"].trunk.remote(trunk_rows, 1 + self._config.lag))["trunk"]
+            inputs["critic"] = rows | {"trunk": states.heads(rows["input_ids"].lengths)}
+        return inputs

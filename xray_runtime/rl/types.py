@@ -1,7 +1,7 @@
-"""What an iteration of the loop hands on: frozen dataclasses whose fields are columns of B rows.
+"""Data of one iteration: frozen dataclasses whose fields are columns of B rows.
 
-`xray_runtime.data.columns` says of every column its shape, its dtype, who writes it and who reads it. `Rows`, a plain
-dictionary, is only the form in which columns travel to an actor and back: `to_rows` makes it, `read` takes it.
+`xray_runtime.data.columns` documents every column: shape, dtype, writer, readers. `Rows`, a plain dictionary, is the
+form in which columns are sent to actors and back; `to_rows` and `read` convert.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ class Text:
     input_ids: Ragged
     prompt_lengths: np.ndarray
     id: np.ndarray
-    """A row's own number within an iteration."""
+    """Unique number of the row within an iteration."""
 
 
 @dataclass(frozen=True, eq=False)
 class EpisodeColumns:
-    """What replies have besides where they are the turns of a conversation with an environment."""
+    """Additional columns of replies that are episodes."""
 
     prompt_ids: Ragged
-    """What the environment began the episode with."""
+    """Tokens that the environment began the episode with."""
     response_mask: Ragged
-    """Which tokens after the prompt the policy chose; it read the others between its turns."""
+    """True where the policy sampled the token; it read the others between its turns."""
     turn_rewards: Ragged
-    """What each turn earned, on the turn's last token."""
+    """Reward of each turn, on the turn's last token."""
     turns: np.ndarray
     episode_reward: np.ndarray
     """NaN: the episode failed."""
     failure: np.ndarray
-    """Why it failed; empty where it did not."""
+    """Why it failed; empty if it did not."""
     info: np.ndarray
-    """JSON: the numbers that the environment gave beside rewards, each summed over the turns."""
+    """JSON: numbers that the environment reported with rewards, each summed over the turns."""
     answers: np.ndarray
-    """JSON: what the environment answered to being reset and to each turn."""
+    """JSON: the environment's answers to the reset and to each turn."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,21 +62,21 @@ class Rollout:
     ended: np.ndarray
     """False: cut off."""
     seed: np.ndarray
-    """What each reply is drawn with."""
+    """Seed of each reply."""
     version: np.ndarray
-    """Policy version, the number of updates before it, that sampled the reply."""
+    """Version of the sampling policy: the number of updates before it."""
     prompt: np.ndarray
-    """Which of the stage's prompts each reply is to."""
+    """Number of each reply's prompt among the stage's prompts."""
     episodes: EpisodeColumns | None = None
 
     @classmethod
     def read(cls, rows: Rows) -> Rollout:
-        """From the generator's answer, completed with `seed`, `version` and `prompt`, or from a file."""
+        """From the generator's answer with `seed`, `version` and `prompt` added, or from a file."""
         episodes = _fields_in(EpisodeColumns, rows)
         return cls(**_fields_in(cls, rows), episodes=EpisodeColumns(**episodes) if episodes else None)
 
     def own_tokens(self) -> Ragged:
-        """What the policy said: of an episode without what it read in between."""
+        """The tokens that the policy sampled."""
         if self.episodes is None:
             return self.response_ids
         mask = self.episodes.response_mask
@@ -85,7 +85,7 @@ class Rollout:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What policy, reference and critic say of replies."""
+    """Outputs of policy, reference and critic on the replies."""
 
     logprobs: Ragged
     ref_logprobs: Ragged
@@ -101,20 +101,20 @@ class Scores:
 
 @dataclass(frozen=True, eq=False)
 class UpdateRows:
-    """What policy and critic are trained on: the replies that have a reward."""
+    """Input of the update: the replies that have a reward."""
 
     text: Text
     old_logprobs: Ragged
     advantages: Ragged
     weights: Ragged
-    """Of the proximal policy to the one that sampled."""
+    """Importance weight of the proximal policy relative to the sampling policy."""
     values: Ragged | None = None
     """Absent without a critic; so is `returns`."""
     returns: Ragged | None = None
     ref_logprobs: Ragged | None = None
-    """Where the KL is in the loss."""
+    """Only if the KL is in the loss."""
     response_mask: Ragged | None = None
-    """Of episodes."""
+    """Only for episodes."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,11 @@ class Experience:
 
     rows: UpdateRows
     num_tokens: int
-    """Tokens that the policy chose."""
+    """Number of tokens that the policy sampled."""
     reference_kl: float
     """Mean KL of a reply to the reference, by k1, in nats."""
     mismatch: float
-    """Mean |log-probability difference| of generator and policy, nats a token."""
+    """Mean |log-probability difference| between generator and policy, in nats per token."""
     metrics: dict[str, float]
 
     @property
@@ -136,7 +136,7 @@ class Experience:
 
 
 def to_rows(columns: DataclassInstance) -> Rows:
-    """The columns in the form that actors take; those that are None are absent."""
+    """The columns as a dictionary, without those that are None."""
     rows: Rows = {}
     for field in fields(columns):
         value = getattr(columns, field.name)
@@ -154,7 +154,7 @@ def rows_at(columns: T, places: Sequence[int] | np.ndarray) -> T:
 
 
 def rows_replaced(columns: T, places: Sequence[int], by: T) -> T:
-    """The same rows with those of `by` at `places`."""
+    """The rows, with those of `by` at `places`."""
     kept = np.setdiff1d(np.arange(_num_rows(columns)), places)
 
     def replaced(old: Any, new: Any) -> Any:
@@ -164,14 +164,14 @@ def rows_replaced(columns: T, places: Sequence[int], by: T) -> T:
 
 
 def rows_joined(parts: Sequence[T]) -> T:
-    """The rows of several parts, one after the other."""
+    """The rows of several parts, concatenated."""
     ends = np.cumsum([0, *map(_num_rows, parts)]).tolist()
     places = [range(start, end) for start, end in pairwise(ends)]
     return _each(lambda *columns: join_column(columns, places), *parts)
 
 
 def _each(function: Callable[..., Any], *parts: T) -> T:
-    """`function` of each column of all parts; what is None stays None."""
+    """Apply `function` to each column of all parts; None stays None."""
 
     def of(values: list[Any]) -> Any:
         if values[0] is None:

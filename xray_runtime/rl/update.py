@@ -30,28 +30,28 @@ class MinibatchStep:
     lr: float
     policy: StepStatistics[PolicySums]
     critic: StepStatistics[ValueSums] | None
-    """Of a critic that is a model of its own."""
+    """Only for a separate critic."""
     taken: bool
-    """False: a model refused it."""
+    """False: a model skipped it."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """What an iteration's update did."""
+    """Summary of an iteration's update."""
 
     steps: list[MinibatchStep]
     epochs: float
     stopped_early: bool
     """By `stop_kl`."""
     times_trained: np.ndarray
-    """Optimizer steps that each row of the experience was in [B] int32."""
+    """Number of optimizer steps on each row of the experience [B] int32."""
 
 
 class Updater:
     """Trains the policy, and the critic where there is one, on experience.
 
     Args:
-        skipped: the steps that models may refuse; counted here.
+        skipped: counts the steps that models skip.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Updater:
         self._planned = self._config.iterations * self._config.epochs * self._per_epoch
 
     def update(self, experience: Experience, iteration: int, kl_coef: float) -> Update:
-        """All epochs over the experience of an iteration, or fewer by `stop_kl`.
+        """Run all epochs over an iteration's experience, or fewer if `stop_kl` is exceeded.
 
         Raises:
-            RuntimeError: fewer replies have a reward than a model has ranks.
-            NonFiniteError: a model refused more steps than `max_skipped_steps`.
+            RuntimeError: a model has more ranks than there are replies with a reward.
+            NonFiniteError: a model skipped more steps than `max_skipped_steps`.
         """
         config, rows, count = self._config, to_rows(experience.rows), experience.num_rows
         num_minibatches = self._num_minibatches(count)
@@ -88,12 +88,14 @@ class Updater:
         return Update(steps, len(steps) / num_minibatches, stopped_early, times_trained)
 
     def _num_minibatches(self, num_replies: int) -> int:
-        """Replies without a reward are absent: minibatches are then smaller, and fewer where few replies are left."""
+        """Fewer minibatches than planned if few replies have a reward."""
         engines = (self._config.engine, self._config.critic_engine or self._config.engine)
         count = min(self._per_epoch, num_replies // max(engine.data_parallel for engine in engines))
         if not count:
             name = self._stage.name
-            raise RuntimeError(f"{name}: {num_replies} replies have a reward, fewer than there are Workhorses")
+            raise RuntimeError(
+                f"{name}: only {num_replies} replies have a reward, fewer than the model's data-parallel ranks"
+            )
         return count
 
     def _step(self, batch: Rows, at: int, kl_coef: float) -> MinibatchStep:
@@ -108,10 +110,10 @@ class Updater:
         answers = get_all(calls)
         policy = read_step(PolicySums, answers[0])
         critic = read_step(ValueSums, answers[1]) if self._critic is not None else None
-        # Each of the two steps, or refuses to, by itself: both are asked.
-        taken = self._skipped.took(self._stage, "policy", at, policy)
+        # Each model steps or skips on its own, so both are counted.
+        taken = self._skipped.check_step(self._stage, "policy", at, policy)
         if critic is not None:
-            taken = self._skipped.took(self._stage, "critic", at, critic) and taken
+            taken = self._skipped.check_step(self._stage, "critic", at, critic) and taken
         return MinibatchStep(tokens, lr, policy, critic, taken)
 
     def _moved_too_far(self, step: MinibatchStep) -> bool:

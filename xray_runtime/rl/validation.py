@@ -1,9 +1,8 @@
-"""Validation while a policy is trained: its replies to prompts that nothing is trained or reported on, and the best of
-its versions.
+"""Validation during training: replies to prompts that are neither trained nor reported on, and the best version.
 
-    sample   the generator, which holds the policy after `iteration` updates, replies with the same seeds each time
-    score    the stage's `judges` score the replies; its rewards do where it has none
-    finish   the last version is looked at too; with `keep: best` the best one, the first of equals, is what is saved
+sample   the generator replies with the policy after `iteration` updates, with the same seeds each time
+score    the stage's `judges`, or else its rewards, score the replies
+finish   the last version is scored too; `keep: best` saves the best version, the earliest if several are equal
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ if TYPE_CHECKING:
 
 
 class Validation:
-    """Looks at the policy every so many iterations; without `validation` in the config it does nothing.
+    """Scores the policy every so many iterations; does nothing without `validation` in the config.
 
     Args:
-        sampling: of the rollouts.
+        sampling: parameters of the rollouts.
         stops: tokens that end a reply.
 
     Raises:
-        ValueError: the dataset has no validation rows, or too few for the ranks that score them.
+        ValueError: the dataset has no validation rows, or fewer than the ranks that score them.
     """
 
     def __init__(
@@ -74,14 +73,14 @@ class Validation:
         self._prompts, self._columns = [prompts[i] for i in chosen], prompts.columns(chosen)
 
     def specs(self) -> dict[str, ModelSpec]:
-        """The judges that are models, to be opened with the stage's others."""
+        """Specs of the judges that are models, to open with the stage's other models."""
         return self._sources.specs() if self._own and self._config is not None else {}
 
     def sample(self, generator: ModelHandle, iteration: int, episodes: Episodes | None = None) -> Rollout | None:
-        """Replies of the version that the generator holds, after `iteration` updates; None where none is due.
+        """Replies of the generator's version, after `iteration` updates; None if no validation is due.
 
         Args:
-            episodes: where replies are turns of a conversation with an environment.
+            episodes: plays episodes instead of sampling single replies.
         """
         due = self._config is not None and iteration % self._config.every == 0
         return self._replies(generator, iteration, episodes) if due else None
@@ -93,32 +92,32 @@ class Validation:
         seeds = np.array([derive_seed(*name, row) for row in range(len(self._prompts))])
         rows = {"input_ids": Ragged.of(ids for _, ids in self._prompts), "seed": seeds}
         count = len(self._prompts)
-        given = {"seed": seeds, "version": np.full(count, version), "prompt": np.arange(count)}
-        return Rollout.read(get(generator.generate.remote(rows, self._sampling, version)) | given)
+        columns = {"seed": seeds, "version": np.full(count, version), "prompt": np.arange(count)}
+        return Rollout.read(get(generator.generate.remote(rows, self._sampling, version)) | columns)
 
     def score(self, models: Mapping[str, ModelHandle], replies: Rollout | None, iteration: int) -> dict[str, float]:
-        """Score what `sample` gave, keep the policy where it is the best so far, and return what to log."""
+        """Score the replies of `sample`, keep the policy if it is the best so far, and return metrics."""
         if replies is None:
             return {}
         assert self._config is not None
         score, length = self._mean(models, replies, iteration), float(replies.own_tokens().lengths.mean())
-        self.best.saw(models, iteration, score)
+        self.best.update(models, iteration, score)
         return {"validation/score": score, "validation/length": length, "validation/best": float(self.best.state.best)}
 
     def _mean(self, models: Mapping[str, ModelHandle], replies: Rollout, iteration: int) -> float:
-        ids, messages = replies.response_ids, [said for said, _ in self._prompts]
+        ids, messages = replies.response_ids, [messages for messages, _ in self._prompts]
         texts = own_texts(self._tokenizer, replies)
         begun = prompt_tokens(replies, [p for _, p in self._prompts])
         whole = text_rows(begun, [with_end_of_turn(reply, self._stops) for reply in ids])
         answers = get_all(self._sources.requests(models, messages, texts, whole))
         branches: Rows = {}
         if self._sources.branches:
-            said = text_rows(begun, ids)
-            added = {"added_ends": said["input_ids"].lengths < whole["input_ids"].lengths}
-            branches = get(models["policy"].score.remote(said | whole | added))
+            rows = text_rows(begun, ids)
+            added = {"added_ends": rows["input_ids"].lengths < whole["input_ids"].lengths}
+            branches = get(models["policy"].score.remote(rows | whole | added))
         scores = self._sources.scores(
             answers,
-            [prompt_text(said) for said in messages],
+            [prompt_text(prompt) for prompt in messages],
             texts,
             branches,
             messages=messages,
@@ -132,7 +131,7 @@ class Validation:
     def finish(
         self, models: Mapping[str, ModelHandle], out: Path, iterations: int, episodes: Episodes | None = None
     ) -> int:
-        """Save the policy that is kept into `out`; returns after how many iterations it is."""
+        """Save the kept policy into `out`; returns its number of iterations."""
         if self._config is None:
             save_policy(models, out)
             return iterations

@@ -1,5 +1,5 @@
-"""An OpenAI-compatible server: which model it serves, whether that is allowed, and how another one replaces it."""
+"""An OpenAI-compatible server: choice and check of the served model, and its replacement."""
 
 
 class NotServedError(RuntimeError):
-    """A model may not be served, or cannot be; the message says why."""
+    """A model cannot or may not be served; the message has the reason."""

@@ -19,21 +19,21 @@ from xray_runtime.serving import NotServedError
 SETTLE_SECONDS = 20.0
 """Time that a promotion may take between writing its decisions and the aliases."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 4.0, 300.0
-"""Between two audits of a refused champion: it may be repaired, and an audit reads all its bytes."""
+"""Time between two audits of a rejected champion, which may be repaired; an audit reads all its bytes."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A checkpoint, and the names by which requests may call it."""
+    """A checkpoint, and its names in requests."""
 
     store: LineageStore
     node: Node
     names: tuple[str, ...]
-    """Answers carry the first, which names only this checkpoint."""
+    """Answers contain the first, which names only this checkpoint."""
 
     @property
     def title(self) -> str:
-        """Its name for people."""
+        """Its displayed name."""
         return self.node.name if self.names[0] in self.node.name else f"{self.names[0]} ({self.node.name})"
 
 
@@ -41,13 +41,13 @@ def followed(reference: str, output: Path | None) -> str | None:
     """The registered model whose champion `reference` follows; None if it names one checkpoint.
 
     Raises:
-        ConfigError: there is no champion, or `champion` could be that of several models.
+        ConfigError: there is no champion, or several models have one.
     """
     name, _, alias = reference.rpartition("@")
     if alias != CHAMPION:
         return None
     if output is None:
-        raise ConfigError(f"REF: {reference!r} needs --output DIR, where it was promoted")
+        raise ConfigError(f"REF: {reference!r} needs --output DIR, the directory where it was promoted")
     names = sorted(known for known, decided in current(output) if decided == CHAMPION and name in ("", known))
     if not names:
         raise ConfigError(
@@ -60,7 +60,7 @@ def followed(reference: str, output: Path | None) -> str | None:
 
 
 def fixed(reference: str, output: Path | None, tracking_uri: str | None) -> Choice:
-    """The checkpoint that `reference` names. Raises ConfigError where that is not a language model."""
+    """The checkpoint that `reference` names. Raises ConfigError if it is not a language model."""
     store, node = resolve(reference, output, tracking_uri)
     require_language_model(node)
     own = () if Path(reference).exists() else (reference,)
@@ -68,10 +68,10 @@ def fixed(reference: str, output: Path | None, tracking_uri: str | None) -> Choi
 
 
 def champion(name: str, output: Path, tracking_uri: str | None) -> Choice:
-    """The champion of `name` by the last signed decision; MLflow's alias can be moved by anybody.
+    """The champion of `name` by the last signed decision, since MLflow's alias is not signed.
 
     Raises:
-        NotServedError: that is not in the store, or there is none.
+        NotServedError: there is no champion, or it is not in the store.
     """
     store = open_lineage_store(output, tracking_uri)
     decision = champion_of(store, name)
@@ -83,14 +83,14 @@ def champion(name: str, output: Path, tracking_uri: str | None) -> Choice:
 
 
 def require_sound(choice: Choice, public: Path | None) -> None:
-    """Audit the checkpoint and its ancestors. Raises NotServedError: something was found."""
+    """Audit the checkpoint and its ancestors. Raises NotServedError if the audit finds something."""
     broken = audit(choice.store, [choice.node], public=public).broken
     if broken:
         raise NotServedError(f"{choice.node.name}: the audit found {'; '.join(broken)}")
 
 
 def require_splittable(choice: Choice, tensor_parallel: int) -> None:
-    """Raises ConfigError where the model's attention heads cannot be split over `tensor_parallel` devices."""
+    """Raise ConfigError if the model's attention heads cannot be split over `tensor_parallel` devices."""
     heads = json.loads((choice.node.directory / "config.json").read_bytes()).get("num_attention_heads", 1)
     if heads % tensor_parallel:
         raise ConfigError(
@@ -99,10 +99,10 @@ def require_splittable(choice: Choice, tensor_parallel: int) -> None:
 
 
 class Follower:
-    """Notices when another checkpoint becomes champion of `name`, and audits it.
+    """Detects that another checkpoint becomes champion of `name`, and audits it.
 
     Args:
-        serving: sha256 of the checkpoint that is served; the caller changes it.
+        serving: sha256 of the served checkpoint; the caller updates it.
         public: the public key to trust; by default the output directory's.
     """
 

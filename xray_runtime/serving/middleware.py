@@ -16,13 +16,13 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 SHA256_HEADER = "x-xray-model-sha256"
 PROXY_HEADER = "x-xray-front"
 OPEN_PATHS = ("/health",)
-"""Load balancers ask them without a key."""
+"""Load balancers request these paths without a key."""
 MAX_BODY_BYTES = 4 * 2**20
 """Largest request: a million tokens of text, more than any served context."""
 
 
 def key_digest(key: str) -> str:
-    """The digest that a replica has instead of the key."""
+    """A key's digest, which replicas hold instead of the key."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -31,8 +31,8 @@ class Tagged:
 
     Args:
         sha256: of the model; sent with every answer, errors included.
-        key: `key_digest` of the key that requests must carry (`Authorization: Bearer KEY`); None: they need none.
-        secret: the reverse proxy's `PROXY_HEADER`; other requests are refused.
+        key: `key_digest` of the key that requests must contain (`Authorization: Bearer KEY`); None: they need no key.
+        secret: value of the reverse proxy's `PROXY_HEADER`; requests without it are rejected.
     """
 
     def __init__(self, app: App, sha256: str, key: str | None, secret: str) -> None:
@@ -72,7 +72,7 @@ class Tagged:
         headers = dict(scope["headers"])
         allowed = self._key is None or scope["path"] in OPEN_PATHS or _bears(scope, self._key)
         if not (allowed and secrets.compare_digest(headers.get(PROXY_HEADER.encode(), b""), self._secret)):
-            await _refuse(tagged, 401, "Unauthorized", "the API key is missing or not the right one")
+            await _refuse(tagged, 401, "Unauthorized", "the API key is missing or wrong")
             return
         # HAProxy refuses a length that is not a number.
         refused = int(headers.get(b"content-length", b"0")) > MAX_BODY_BYTES

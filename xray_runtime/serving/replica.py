@@ -1,4 +1,4 @@
-"""One replica of a served model: a Ray actor with vLLM's server on a port of its own."""
+"""One replica of a served model: a Ray actor with vLLM's server on its own port."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xray_runtime.store.checkpoints import verify
 
 LOOPBACK = "127.0.0.1"
 KEEP_ALIVE_SECONDS = 3600
-"""Longer than the reverse proxy keeps a connection: closing it here could lose a request."""
+"""Longer than the reverse proxy keeps connections: closing one here first could lose a request."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class ServedModel:
     directory: Path
     sha256: str
     names: tuple[str, ...]
-    """Names in requests; answers carry the first."""
+    """Names in requests; answers contain the first."""
     tensor_parallel: int
-    """Devices it is split over."""
+    """Number of devices that share it."""
     runtime: RuntimeConfig
     device: str
     key: str | None
@@ -47,10 +47,10 @@ class Replica:
         self._engine: VLLMServer | None = None
 
     async def start(self) -> tuple[str, int]:
-        """Load the model; returns (host, port). Raises NotServedError: its files are not those that were audited."""
+        """Load the model; returns (host, port). Raises NotServedError if its files have changed since the audit."""
         model, context = self._model, ray.get_runtime_context()
         redirect_output(model.logs / f"{model.sha256[:12]}-{context.get_actor_id()[:8]}.log")
-        # A replica that replaces another may start long after the audit.
+        # A replacement may start long after the audit.
         damages = verify(model.directory, model.sha256)
         if damages:
             raise NotServedError(f"{model.directory.name}: {damages[0]}")
@@ -69,13 +69,13 @@ class Replica:
         return host, int(listening.getsockname()[1])
 
     async def check(self) -> None:
-        """Raises an error where the engine or its HTTP server has stopped."""
-        assert self._engine is not None, "check() follows start()"
+        """Raise an error if the engine or its HTTP server has stopped."""
+        assert self._engine is not None, "check() was called before start()"
         await self._engine.check()
         if self._serving.done():
             raise RuntimeError("its HTTP server stopped")
 
     async def stop(self) -> None:
-        """Stop the engine, a process of its own; a refused model has none."""
+        """Stop the engine's process; a rejected model has none."""
         if self._engine is not None:
             self._engine.stop()

@@ -118,7 +118,7 @@ class _Replicas:
         self._replicas = [_Lifetime(model, proxy.secret) for _ in range(num_replicas)]
 
     def all_up(self) -> bool:
-        """Whether all can answer. Raises NotServedError where one cannot be loaded."""
+        """Whether all can answer. Raises NotServedError if one cannot be loaded."""
         for replica in self._replicas:
             replica.poll()
         return all(replica.address is not None for replica in self._replicas)
@@ -145,7 +145,7 @@ class _Replicas:
 
 
 class _Lifetime:
-    """One replica, and after it the one that replaces it.
+    """One replica, or its replacement.
 
     Attributes:
         address: where it listens; None while it loads.
@@ -207,7 +207,7 @@ class _Lifetime:
         if self._actor is None:
             return
         if self._placed:
-            # The engine is a process of its own; while it loads, it does not listen.
+            # The engine is a separate process, which does not listen while it loads.
             ray.wait([self._actor.stop.remote()], timeout=END_SECONDS if self.address else 0)
         ray.kill(self._actor)
         self._actor = self.address = None

@@ -1,4 +1,4 @@
-"""The stage kind `base`: what it takes, needs and shows."""
+"""Declaration of the stage kind `base`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ BASE = register(
         "xray_runtime.preparation.base:run",
         base_model=lambda config: config.model,
         outside=_base_reads,
-        title="the pretrained model that everything starts from",
+        title="the pretrained model, the start of the lifecycle",
     )
 )

@@ -1,4 +1,4 @@
-"""The stage kind `benchmark`: what it takes, needs and shows."""
+"""Declaration of the stage kind `benchmark`."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def check_benchmark(config: Any, inputs: Mapping[str, Any]) -> None:
     data = call.config if call is not None else None
     if isinstance(data, DataConfig) and config.split == "validation" and not data.validation_fraction:
         raise ValueError(
-            "split: 'validation' is not allowed: the dataset has no such rows; set validation_fraction there"
+            "split: 'validation' is not allowed: the dataset has no validation rows; set its validation_fraction"
         )
     column = config.verifier.column if isinstance(config, PassAtKSuite) else None
     if column is not None and isinstance(data, DataConfig) and column not in data.columns:
         raise ValueError(
-            f"verifier.column: {column!r} is not allowed: the dataset carries "
+            f"verifier.column: {column!r} is not allowed: the dataset has "
             f"{', '.join(data.columns) or 'no column'}; add it to data.columns"
         )
 

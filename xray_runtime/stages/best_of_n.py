@@ -1,4 +1,4 @@
-"""The stage kind `best_of_n`: what it takes, needs and shows."""
+"""Declaration of the stage kind `best_of_n`."""
 
 from __future__ import annotations
 

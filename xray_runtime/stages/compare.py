@@ -1,4 +1,4 @@
-"""The stage kind `compare`: what it takes, needs and shows."""
+"""Declaration of the stage kind `compare`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stage kind `dpo`: what it takes, needs and shows."""
+"""Declaration of the stage kind `dpo`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xray_runtime.planning.roles import trained
 
 def check_dpo(config: DPOConfig, inputs: Mapping[str, Any]) -> None:
     if not config.has_reference and "reference" in inputs:
-        raise ValueError(f"reference: is not allowed with loss {config.loss!r}, which has none")
+        raise ValueError(f"reference: is not allowed with loss {config.loss!r}, which does not use one")
 
 
 DPO = register(

@@ -1,4 +1,4 @@
-"""The stage kind `evaluate`: what it takes, needs and shows."""
+"""Declaration of the stage kind `evaluate`."""
 
 from __future__ import annotations
 

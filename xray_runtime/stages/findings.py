@@ -1,5 +1,4 @@
-"""What the curves of a stage say in plain words: where it cannot have learnt what it was run for, or learnt to please
-the reward alone."""
+"""Findings from a stage's curves: dropped data, training without effect, signs of a hacked reward."""
 
 from __future__ import annotations
 
@@ -11,17 +10,17 @@ Series = Mapping[str, Sequence[tuple[int, float]]]
 """Metric → its (step, value) points."""
 
 SAME = 1e-9
-"""Rewards that deviate by less are the same."""
-STILL = 1e-3
-"""Nats a token, summed over iterations: a policy that learns a task comes to a hundred times as much."""
+"""Rewards with a smaller deviation count as equal."""
+UNCHANGED = 1e-3
+"""Nats per token, summed over iterations; a policy that learns a task reaches a hundred times as much."""
 MOST = 0.9
 SIGN = "hacking/"
 WINDOW = 5
-"""Iterations at each end that a sign of a hacked reward is told from, where there are as many."""
-ROSE = 1.0
-"""Deviations by which an evaluation's learned reward has risen much."""
-EVEN = 0.55
-"""Win rate up to which a policy is no better, as far as an evaluation can tell."""
+"""Number of iterations at each end to compare for signs of a hacked reward."""
+LARGE_RISE = 1.0
+"""A large rise of an evaluation's learned reward, in deviations."""
+EVEN_WIN_RATE = 0.55
+"""Up to this win rate, an evaluation does not show that a policy is better."""
 
 
 WHY = {
@@ -34,12 +33,12 @@ WHY = {
     "unmatched_transcripts": "whose transcripts begin differently or end without a reply",
     "prompt_held_out": "to prompts that are held out for evaluation",
 }
-"""Reason to drop a reply, as metrics name it → in words."""
-LISTED = "dropped.jsonl in its checkpoint lists them"
+"""Reason to drop a reply, by its name in metrics → phrase."""
+LISTED = "listed in dropped.jsonl of the checkpoint"
 
 
 def data_findings(series: Series) -> list[str]:
-    """Of conversations: what was dropped, and why."""
+    """Conversations: number of dropped replies, by reason."""
     counts = _counts(series, "data/")
     dropped = _dropped(counts)
     found = [f"dropped {sum(n for n, _ in dropped):,} of {counts['read_pairs']:,} replies: "] if dropped else []
@@ -50,7 +49,7 @@ def data_findings(series: Series) -> list[str]:
 
 
 def preferences_findings(series: Series) -> list[str]:
-    """Of preference pairs: what was dropped, and why."""
+    """Preference pairs: number of dropped pairs, by reason."""
     counts = _counts(series, "preferences/")
     dropped = _dropped(counts)
     read = counts.get("pairs", 0) + sum(n for n, _ in dropped)
@@ -59,7 +58,7 @@ def preferences_findings(series: Series) -> list[str]:
 
 
 def sft_findings(series: Series) -> list[str]:
-    """Of fine-tuning: replies that were too long to be learned."""
+    """Fine-tuning: number of replies that were too long."""
     counts = _counts(series, "sft/")
     prompts, replies = (counts.get(f"dropped_{which}_too_long", 0) for which in ("prompt", "reply"))
     if not prompts + replies:
@@ -72,13 +71,13 @@ def sft_findings(series: Series) -> list[str]:
 
 
 def prompt_findings(series: Series) -> list[str]:
-    """Of a stage that samples replies: prompts too long to be asked."""
+    """Stages that sample replies: number of prompts that were too long."""
     counts = _counts(series, "prompts/")
     if not counts.get("too_long"):
         return []
     return [
-        f"asks no prompt of more than {counts['max_tokens']:,} tokens (data.max_prompt_tokens): {counts['too_long']:,} "
-        f"rows are left out, {counts['different']:,} different prompts stay"
+        f"left out {counts['too_long']:,} rows with prompts of more than {counts['max_tokens']:,} tokens "
+        f"(data.max_prompt_tokens); {counts['different']:,} distinct prompts remain"
     ]
 
 
@@ -87,32 +86,32 @@ def _counts(series: Series, group: str) -> dict[str, int]:
 
 
 def _dropped(counts: Mapping[str, int]) -> list[tuple[int, str]]:
-    """(how many, why), most first."""
+    """(count, reason), largest first."""
     return sorted(
         ((counts[f"dropped_{key}"], why) for key, why in WHY.items() if counts.get(f"dropped_{key}")), reverse=True
     )
 
 
 def policy_findings(series: Series) -> list[str]:
-    """Of a stage of policy gradients: rewards that teach nothing, a policy that stays where it was, or that learned to
-    please its reward (`hacking/…`, as the stage saw it while it trained)."""
+    """Policy gradients: rewards without information, a policy that hardly changed, or signs of a hacked reward (metrics
+    `hacking/…` from training)."""
     found = prompt_findings(series)
     deviations, tied = _values(series, "reward/std"), _values(series, "rollout/tied_groups")
     if deviations and max(deviations) <= SAME:
-        found.append("every reply had the same reward: there was nothing to learn")
+        found.append("every reply had the same reward, so the policy could not learn")
     elif tied and min(tied) >= 1.0:
-        found.append("all replies to each prompt had the same reward: no group taught anything")
+        found.append("all replies to each prompt had the same reward, so no advantage was other than 0")
     elif tied and _mean(tied) >= MOST:
-        found.append(f"all replies had the same reward for {_mean(tied):.0%} of the prompts, which taught nothing")
+        found.append(f"all replies had the same reward for {_mean(tied):.0%} of the prompts, which had no effect")
     moved = _values(series, "policy/approx_kl")
-    if moved and sum(moved) < STILL:
+    if moved and sum(moved) < UNCHANGED:
         found.append(
-            f"the policy hardly changed: {sum(moved):.1g} nats a token over all updates; try a larger lr or more "
+            f"the policy hardly changed: {sum(moved):.1g} nats per token over all updates; try a larger lr or more "
             "iterations"
         )
     cut = _values(series, "rollout/truncated")
     if cut and min(cut) >= MOST:
-        found.append(f"{_mean(cut):.0%} of the replies were cut off at max_new_tokens: few replies end by themselves")
+        found.append(f"{_mean(cut):.0%} of the replies were cut off at max_new_tokens")
     return found + _hacking(series)
 
 
@@ -122,21 +121,21 @@ def _hacking(series: Series) -> list[str]:
     size = max(1, min(WINDOW, len(steps) // 2))
     found = []
     for name in names:
-        # As it looked when it was seen last: a stage may end because of it, or go on and lose it.
+        # Describe it at its last occurrence: the stage may have ended because of it, or continued without it.
         first_seen, last_seen = series[name][0][0], series[name][-1][0]
         until = [step for step in steps if step <= last_seen]
         early, late = (averages(_points(series, part)) for part in (steps[:size], until[-size:]))
         try:
             text = describe(name.removeprefix(SIGN), early, late)
-        except KeyError:  # the record lacks what it was told from
+        except KeyError:  # the record lacks metrics that the sign is based on
             text = f"a sign of a hacked reward: {name.removeprefix(SIGN)}"
         found.append(f"{text} (seen from iteration {first_seen + 1} on)")
     return found
 
 
-def watched(series: Series) -> list[tuple[str, str]]:
-    """What the watch over a policy saw: its signs, and each number that it compares, at first and at last; nothing
-    where it was off."""
+def monitored(series: Series) -> list[tuple[str, str]]:
+    """The hacking monitor's signs, and each metric that it compares, at the beginning and the end; empty if the monitor
+    was off."""
     if REPEATED not in series:
         return []
     signs = {name.removeprefix(SIGN): len(points) for name, points in sorted(series.items()) if name.startswith(SIGN)}
@@ -155,16 +154,15 @@ def _points(series: Series, steps: Sequence[int]) -> list[dict[str, float]]:
 
 
 def evaluation_findings(series: Series) -> list[str]:
-    """Of an evaluation: a learned reward that rose while the gold score, or another judge, says that nothing got
-    better."""
+    """Evaluations: a learned reward that rose although the gold score, or else the judge, did not."""
     last = {name.removeprefix("evaluate/"): points[-1][1] for name, points in series.items() if points}
     found = prompt_findings(series)
     if any(name not in last for name in ("reward_before", "reward_after", "win_rate")):
         return found
     before, after, rate = (last[name] for name in ("reward_before", "reward_after", "win_rate"))
-    if not after - before >= ROSE or rate > EVEN:
+    if not after - before >= LARGE_RISE or rate > EVEN_WIN_RATE:
         return found
-    judged = "its judge found it no better"
+    judged = "its judge did not find it better"
     if "gold_before" in last and "gold_after" in last:
         judged = f"the gold score went from {last['gold_before']:+.2f} to {last['gold_after']:+.2f}"
     return [

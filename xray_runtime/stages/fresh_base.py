@@ -1,4 +1,4 @@
-"""The stage kind `fresh_base`: what it takes, needs and shows."""
+"""Declaration of the stage kind `fresh_base`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ FRESH_BASE = register(
         Model,
         "xray_runtime.preparation.fresh_base:run",
         base_model=lambda config: config,
-        title="a model with random weights, from which everything starts",
+        title="a model with random weights, the start of the lifecycle",
     )
 )

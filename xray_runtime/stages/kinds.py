@@ -1,6 +1,6 @@
-"""Every stage kind that X-ray ships, one file each, and how a kind is found by its name.
+"""All stage kinds of X-ray, one file each, and the lookup of kinds by name.
 
-The files declare kinds and import no torch: bodies are named and imported when they run.
+These files declare kinds and do not import torch; bodies are imported when they run.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ __all__ = [
 ]
 
 USES: tuple[str, ...] = ()
-"""None of the modules that are imported by name here: a key digests the code of a kind's body by itself."""
+"""None of the modules imported by name here: a key digests the code of a kind's body separately."""
 
 
 def find_kind(name: str) -> StageKind | None:
-    """A kind by the name that a manifest, a config or a person gives: ours, or one whose module is imported already.
+    """A kind by its name: one of X-ray's, or one whose module is imported already.
 
-    Whatever the name, nothing is imported but X-ray's own kinds: it may come from anybody.
+    Names from manifests and configs are untrusted, so this never imports anything.
     """
     return KINDS.get(name)
 
 
 def import_kind(name: str, module: str) -> StageKind | None:
-    """The kind of a stage that a graph at work handed over; `module`, which registers it, is imported.
+    """A kind by its name; imports `module`, which registers it.
 
-    For what comes through Ray from the process that wrote the graph and has imported `module` itself. Never for a name
-    in a manifest, a bundle, a config or a parameter that Prefect passes on: those are looked up with `find_kind`.
+    Only for names that Ray passes from the process of the graph, which has imported `module` itself. Use `find_kind`
+    for names in a manifest, a bundle, a config or a Prefect parameter.
     """
     if find_kind(name) is None:
         importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""The stage kind `kto`: what it takes, needs and shows."""
+"""Declaration of the stage kind `kto`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from xray_runtime.planning.roles import trained
 
 def check_kto(config: KTOConfig, inputs: Mapping[str, Any]) -> None:
     if not {"preferences", "verdicts"} & set(inputs):
-        raise ValueError("preferences: is required, or verdicts")
+        raise ValueError("preferences: is required unless verdicts are given")
     if "verdicts" in inputs and "data" not in inputs:
-        raise ValueError("data: is required with verdicts: the dataset whose held-out prompts are not trained on")
+        raise ValueError("data: is required with verdicts: the stage does not train on the dataset's held-out prompts")
 
 
 KTO = register(

@@ -1,4 +1,4 @@
-"""The stage kind `lm_eval`: what it takes, needs and shows."""
+"""Declaration of the stage kind `lm_eval`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def check_lm_eval(config: LMEvalConfig, inputs: Mapping[str, Any]) -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError("task: the package lm_eval is not installed: pip install 'xray-rlhf[lm-eval]'")
     directory = Path(config.task)
-    # A graph may be written where its files are not.
+    # A graph may be written on a machine without its files.
     if directory.is_dir():
         read_tasks(directory, "task")
 
 
 def lm_eval_models(config: LMEvalConfig) -> dict[str, ModelRole]:
-    # One of them, by what the task asks for.
+    # The task decides which of the two is used.
     seen: dict[str, Any] = {"rows": config.limit or 1024, "reply_tokens": config.max_new_tokens}
     return {
         "policy": frozen(config.frozen, "policy", **seen),

@@ -1,4 +1,4 @@
-"""The stage kind `ppo`: what it takes, needs and shows."""
+"""Declaration of the stage kind `ppo`."""
 
 from __future__ import annotations
 
@@ -58,6 +58,6 @@ PPO = register(
         ],
         headline={"reward/mean": "reward", "kl/reference_k1": "KL"},
         findings=policy_findings,
-        title=f"a policy after PPO (its value head, where there is one, lies in `{VALUE_HEAD}`)",
+        title=f"a policy after PPO (a value head, if any, is in `{VALUE_HEAD}`)",
     )
 )

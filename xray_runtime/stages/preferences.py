@@ -1,4 +1,4 @@
-"""The stage kind `preferences`: what it takes, needs and shows."""
+"""Declaration of the stage kind `preferences`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHITCHAT = "chitchat"
 
 def _preferences_read(config: Any) -> dict[str, str]:
     if isinstance(config, RatingPreferences):
-        # No field names them: they come with the conversations.
+        # The ratings are part of the conversations, so no field names them.
         return {"ratings": CHITCHAT}
     return {"path": config.path} if isinstance(config, DatasetPreferences) else {}
 

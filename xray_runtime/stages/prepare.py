@@ -1,4 +1,4 @@
-"""The stage kind `prepare`: what it takes, needs and shows."""
+"""Declaration of the stage kind `prepare`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stage kind `reward_base`: what it takes, needs and shows."""
+"""Declaration of the stage kind `reward_base`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ REWARD_BASE = register(
         outside=lambda config: {"model": config.model},
         shorten=lambda config: config.model_copy(update={"num_replies": min(config.num_replies, FEW_PROMPTS)}),
         results="reward.json",
-        title=f"a reward model that existed already (its head lies in `{REWARD_HEAD}`)",
+        title=f"an imported reward model (its head is in `{REWARD_HEAD}`)",
     )
 )

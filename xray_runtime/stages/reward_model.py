@@ -1,4 +1,4 @@
-"""The stage kind `reward_model`: what it takes, needs and shows."""
+"""Declaration of the stage kind `reward_model`."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ REWARD_MODEL = register(
         ],
         headline={"reward_model/loss": "loss", "accuracy": "held-out accuracy"},
         results="reward.json",
-        title=f"a reward model (its head lies in `{REWARD_HEAD}`)",
+        title=f"a reward model (its head is in `{REWARD_HEAD}`)",
     )
 )

@@ -1,4 +1,4 @@
-"""The stage kind `sft`: what it takes, needs and shows."""
+"""Declaration of the stage kind `sft`."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ SFT = register(
         ],
         headline={"sft/loss": "loss"},
         findings=sft_findings,
-        title="supervised fine-tuning on people's replies",
+        title="supervised fine-tuning on human replies",
     )
 )

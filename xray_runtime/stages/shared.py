@@ -1,4 +1,4 @@
-"""What several stage kinds declare alike: their sources of reward, and the checks of these."""
+"""Declarations and checks that several stage kinds share."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from xray_runtime.graph.binding import dataset_config
 
 FEW_STEPS = 2
 FEW_PROMPTS = 16
-"""How much is left of a stage that is shortened for the determinism check."""
+"""Size of a stage that is shortened for the determinism check."""
 
 
 ALL_PROMPTS = 1024
-"""As many as a dataset is planned to have, where all its prompts are asked."""
+"""Number of prompts to plan for if a stage uses all prompts of a dataset."""
 
 
 def gold_functions(config: Any) -> list[str]:
@@ -30,12 +30,12 @@ def gold_functions(config: Any) -> list[str]:
 def called_functions(config: Any) -> list[str]:
     terms = [*getattr(config, "rewards", []), *getattr(config, "judges", [])]
     environment = getattr(config, "environment", None)
-    answering = [environment.path] if environment is not None else []
-    return gold_functions(config) + answering + [term.function for term in terms if term.function is not None]
+    environments = [environment.path] if environment is not None else []
+    return gold_functions(config) + environments + [term.function for term in terms if term.function is not None]
 
 
 def num_samples(config: GroupsConfig) -> int:
-    """Replies that are sampled; of a whole dataset as many as are at work at a time."""
+    """Number of sampled replies, for planning."""
     return config.samples * (config.num_prompts or ALL_PROMPTS)
 
 
@@ -50,7 +50,7 @@ def check_rewards(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
     if not config.rewards:
         raise ValueError("rewards: must have at least 1 item: a reward model, a function or another source")
     if not any(term.weight for term in config.rewards):
-        raise ValueError("rewards: one must have a weight other than 0: sources of weight 0 are only logged")
+        raise ValueError("rewards: at least one weight must not be 0: sources of weight 0 are only logged")
     check_terms(config, inputs)
 
 
@@ -62,14 +62,14 @@ def check_evaluation(config: EvaluationConfig, inputs: Mapping[str, Any]) -> Non
 
 def check_terms(config: JudgingConfig, inputs: Mapping[str, Any], where: str = "rewards") -> None:
     data = dataset_config(inputs)
-    # What judges, a validation or an evaluation, has one reply to a prompt.
+    # Validations and evaluations sample one reply per prompt.
     groups = getattr(config, "samples_per_prompt", getattr(config, "samples", 1))
     replies = groups if where == "rewards" else 1
     for number, term in enumerate(getattr(config, where)):
         if term.compares and replies < 2:
             raise ValueError(
-                f"{where}.{number}.judge.opponents: is not allowed where each prompt has a single reply: there is "
-                "nothing to compare it with"
+                f"{where}.{number}.judge.opponents: is not allowed with one reply per prompt: the judge compares "
+                "several replies to a prompt"
             )
         for role in term.roles:
             if role not in inputs:
@@ -78,7 +78,7 @@ def check_terms(config: JudgingConfig, inputs: Mapping[str, Any], where: str = "
         for field, column in term.columns.items():
             if data is not None and column not in data.columns:
                 raise ValueError(
-                    f"{where}.{number}.{field}: {column!r} is not allowed: the dataset carries "
+                    f"{where}.{number}.{field}: {column!r} is not allowed: the dataset has "
                     f"{', '.join(data.columns) or 'no column'}; add it to data.columns"
                 )
 
@@ -86,4 +86,4 @@ def check_terms(config: JudgingConfig, inputs: Mapping[str, Any], where: str = "
 def check_validation(config: PPOConfig | SFTConfig, dataset: Any) -> None:
     data = dataset.call.config if dataset.call is not None else None
     if config.validation is not None and isinstance(data, DataConfig) and not data.validation_fraction:
-        raise ValueError("validation: is not allowed: the dataset has no rows for it; set its validation_fraction")
+        raise ValueError("validation: is not allowed: the dataset has no validation rows; set its validation_fraction")

@@ -1,4 +1,4 @@
-"""The stage kind `split_preferences`: what it takes, needs and shows."""
+"""Declaration of the stage kind `split_preferences`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLflow's SQLite database of an output directory, made from a template in no time."""
+"""MLflow's SQLite database of an output directory, made from a template."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xray_runtime.template_database import copy_template
 
 
 def prepare_mlflow_database(path: Path) -> None:
-    """Make MLflow's database `path` before anything opens it; does nothing where there is one."""
+    """Make MLflow's database `path` before it is opened; does nothing if it exists."""
     copy_template(path, "mlflow", _make)
 
 

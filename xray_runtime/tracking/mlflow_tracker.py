@@ -36,7 +36,7 @@ class Tracker:
 
     Args:
         uri: tracking URI; `sqlite:///…` or a server's address.
-        experiment: its name; made where it does not exist.
+        experiment: its name; created if it does not exist.
         artifact_root: directory of a new experiment's artifacts; None leaves that to the server.
     """
 
@@ -240,7 +240,7 @@ class StageRun:
 
 
 def abandon_run(uri: str, run_id: str, tags: Mapping[str, str]) -> None:
-    """Set FAILED a run whose process was lost, and its stages that were at work; `tags`: of the run."""
+    """Mark a run whose process was lost, and its running stages, as FAILED; `tags`: further tags of the run."""
     client = open_client(uri)
     query = f"tags.`{PARENT_TAG}` = '{run_id}' and attributes.status = 'RUNNING'"
     stages = client.search_runs([client.get_run(run_id).info.experiment_id], filter_string=query)

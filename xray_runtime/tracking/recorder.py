@@ -49,7 +49,7 @@ def read_points(path: Path) -> list[dict[str, Any]]:
 
 
 def snapshots_directory(output: Path, stage: str, key: str) -> Path:
-    """Directory of the snapshots of a stage at work."""
+    """Directory of the snapshots of a running stage."""
     return output / SNAPSHOTS / f"{stage}-{key[:12]}"
 
 
@@ -60,7 +60,7 @@ class StageRecorder:
         every: steps between periodic snapshots.
         seal: kept files are read only if it sealed them.
         shared: keeps copies of snapshots.
-        ask: asks a person a question; None where there is nobody to ask.
+        ask: asks a person a question; None if nobody can be asked.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class StageRecorder:
         try:
             self.send()
         except Exception:
-            log.warning("%s: MLflow did not take the metrics now; they are sent later", self._stage, exc_info=True)
+            log.warning("%s: MLflow did not accept the metrics; they are sent later", self._stage, exc_info=True)
         if self._interrupted is not None:
             raise self._interrupted(f"{self._stage}: stopped after step {step}; run it again to continue from there")
 
@@ -184,6 +184,6 @@ class StageRecorder:
         self._metrics.close()
 
     def _secure(self) -> None:
-        """Bring the metrics to disk."""
+        """Flush the metrics to disk."""
         self._metrics.flush()
         os.fsync(self._metrics.fileno())

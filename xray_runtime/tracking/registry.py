@@ -103,7 +103,7 @@ class Registry:
             self._client.set_model_version_tag(name, version, tag, value)
 
     def experiment_of(self, run_id: str) -> str | None:
-        """The experiment of a run; None where the store does not know the run."""
+        """The experiment of a run; None if the store does not know the run."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -132,7 +132,7 @@ def registered_checkpoint(uri: str, reference: str) -> tuple[str, Path] | None:
 
 
 def check_sqlite(uri: str) -> None:
-    """MLflow would fill a file that is missing or empty with tables of its own."""
+    """Raise unless the file is an SQLite database; MLflow would create tables in a missing or empty file."""
     if uri.startswith("sqlite:///"):
         with open(uri.removeprefix("sqlite:///"), "rb") as file:
             if file.read(16) != b"SQLite format 3\0":

@@ -1,4 +1,4 @@
-"""Where the time of an iteration goes."""
+"""Seconds per phase of an iteration."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from xray_runtime.training.finite import naming
 
 
 class PhaseClock:
-    """Seconds by phase of one iteration, so that anyone sees where time goes.
+    """Measures the phases of one iteration.
 
     Args:
-        where: stage and iteration; named in what goes wrong for numbers that are not finite.
+        where: stage and iteration, for errors about numbers that are not finite.
     """
 
     def __init__(self, where: str) -> None:

@@ -1,4 +1,4 @@
-"""What stages read of their dataset beside its rows: limits of length, the order, the validation side."""
+"""Properties of a dataset that stages need: length limits, row order, validation rows."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ if TYPE_CHECKING:
 
 
 def is_in_order(dataset: Path) -> bool:
-    """Whether training conversations are to be read in their order: the dataset has a curriculum."""
+    """Whether training conversations must be read in order, because the dataset has a curriculum."""
     return bool(json.loads((dataset / "dataset.json").read_text()).get("in_order"))
 
 
 def max_prompt_tokens(dataset: Path, model: Path, reply_tokens: int) -> int:
-    """The longest prompt that stages take from a dataset, in tokens: `data.max_prompt_tokens`, or `PROMPT_TOKENS`, or
-    what the context of `model` leaves beside a reply of `reply_tokens` where that is less.
+    """The longest prompt that stages use, in tokens: `data.max_prompt_tokens`, or else `PROMPT_TOKENS`, but no more
+    than the context of `model` leaves for a reply of `reply_tokens`.
 
     Raises:
-        ValueError: it leaves nothing.
+        ValueError: the context is too short.
     """
     given, context = json.loads((dataset / "dataset.json").read_text())["max_prompt_tokens"], max_positions(model)
     if given is not None:
         return int(given)
     limit = PROMPT_TOKENS if context is None else min(PROMPT_TOKENS, context - reply_tokens)
     if limit < 1:
-        raise ValueError(f"replies of {reply_tokens} tokens are not allowed: the model's context holds {context}")
+        raise ValueError(f"replies of {reply_tokens} tokens are not allowed: the model's context has {context} tokens")
     return limit
 
 
 def max_reply_tokens(given: int | None, model: Path) -> int:
-    """The longest reply that is learned: `given`, or `REPLY_TOKENS`, or a third of the context of `model` where that is
-    less."""
+    """The longest reply that is trained on: `given`, or else `REPLY_TOKENS`, but no more than a third of the context of
+    `model`."""
     context = max_positions(model)
     return given or (REPLY_TOKENS if context is None else min(REPLY_TOKENS, max(context // 3, 2)))
 
 
 def validation_file(stage: str, dataset: Path) -> Path:
-    """The rows of a dataset that versions of a policy are chosen by. Raises ValueError where it has none."""
+    """A dataset's validation rows. Raises ValueError if it has none."""
     if not (dataset / VALIDATION).exists():
-        raise ValueError(f"{stage}.validation: the dataset has no rows for it: set data.validation_fraction")
+        raise ValueError(f"{stage}.validation: the dataset has no validation rows: set data.validation_fraction")
     return dataset / VALIDATION
 
 
 def tokenizing(recorder: Recorder) -> Report:
-    """For `Tokens`: shows how far a dataset is tokenized."""
+    """Progress callback for `Tokens`."""
     return lambda done, total: recorder.progress(done, total, "pairs", "tokenizing")

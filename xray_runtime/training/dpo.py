@@ -1,4 +1,4 @@
-"""Stage `dpo`: a policy that learns from preference pairs, without a reward model and without sampling.
+"""Stage `dpo`: a policy that learns from preference pairs, without reward model or sampling.
 
 The reference scores all replies once, before the first step (`reference_logprobs`).
 """
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from xray_runtime.graph.kind import Recorder, Stage
 
 HELDOUT_PAIRS = 256
-"""Held-out pairs behind the reported held-out loss and accuracy."""
+"""Number of held-out pairs for held-out loss and accuracy."""
 PURPOSE = "dpo validation"
-"""Of the draw of pairs that are left out of training."""
+"""Seeds the choice of validation pairs."""
 
 
 def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> int:
-    """Writes the policy in Hugging Face form; with `validation` the version that is kept, and validation.json."""
+    """Writes the policy in Hugging Face form; `validation` adds validation.json and may keep an earlier version."""
     config, validation, dataset = stage.config, stage.config.validation, stage.inputs.preferences.path
     tokenizer = load_tokenizer(stage.inputs.policy.path)
     train, heldout = (
@@ -70,15 +70,15 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
             lr = lr_at(config, step, steps)
             rows = _batch(train, index, known) | states.columns(index)
             totals = StepTotals(pairs=config.batch_size)
-            made = read_step(DPOSums, get(policy.train.remote(rows, totals.to_wire(), lr)))
-            skipped.took(stage, "policy", step, made)
+            result = read_step(DPOSums, get(policy.train.remote(rows, totals.to_wire(), lr)))
+            skipped.check_step(stage, "policy", step, result)
             metrics = {
-                "dpo/loss": made.sums.loss / config.batch_size,
-                "dpo/accuracy": made.sums.correct / config.batch_size,
-                "dpo/margin": made.sums.margin / config.batch_size,
-                "dpo/chosen_logprobs": made.sums.chosen_logprobs / config.batch_size,
-                "dpo/rejected_logprobs": made.sums.rejected_logprobs / config.batch_size,
-                "dpo/grad_norm": made.grad_norm,
+                "dpo/loss": result.sums.loss / config.batch_size,
+                "dpo/accuracy": result.sums.correct / config.batch_size,
+                "dpo/margin": result.sums.margin / config.batch_size,
+                "dpo/chosen_logprobs": result.sums.chosen_logprobs / config.batch_size,
+                "dpo/rejected_logprobs": result.sums.rejected_logprobs / config.batch_size,
+                "dpo/grad_norm": result.grad_norm,
                 "dpo/lr": lr,
             }
             if step + 1 == steps or step % max(steps // 8, 1) == 0:
@@ -88,7 +88,7 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
             if validation is not None and validation.is_due(step + 1, steps):
                 found = _without_training(policy, objective, parts[TRAIN], chosen_by, (known or {}).get(TRAIN))
                 metrics |= {f"dpo/validation_{name}": value for name, value in found.items()}
-                best.saw(models, step + 1, -found["loss"])
+                best.update(models, step + 1, -found["loss"])
             recorder.metrics(skipped.metrics(metrics), step)
             recorder.progress(step + 1, steps, "steps", f"accuracy {metrics['dpo/accuracy']:.2f}")
             state.step_done(step + 1, steps)
@@ -99,7 +99,7 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
 
 
 def _batch(pairs: Tokens, index: np.ndarray, known: dict[str, np.ndarray] | None) -> Rows:
-    """Both replies of each pair in one row, so that they meet in one micro-batch."""
+    """Rows of whole pairs, so that both replies are in one micro-batch."""
     rows = pairs.take(index)
     if known is not None:
         rows |= {"ref_chosen": known[TRAIN][2 * index], "ref_rejected": known[TRAIN][2 * index + 1]}
@@ -109,17 +109,18 @@ def _batch(pairs: Tokens, index: np.ndarray, known: dict[str, np.ndarray] | None
 def _without_training(
     policy: ModelHandle, objective: DPOObjective, replies: Replies, pairs: np.ndarray, reference: np.ndarray | None
 ) -> dict[str, float]:
-    """Loss, accuracy and margin of some pairs, as they are now.
+    """Current loss, accuracy and margin of some pairs.
 
     Args:
-        replies: reply 2i and 2i + 1 are pair i's; `reference` has the log-probability of each.
+        replies: replies 2i and 2i + 1 belong to pair i.
+        reference: reference log-probability of each reply.
     """
-    # First all chosen replies, then all rejected ones.
+    # All chosen replies, then all rejected ones.
     numbers = np.concatenate([2 * pairs, 2 * pairs + 1])
     rows = replies.take(numbers)
     logprobs = torch.tensor(get(policy.score.remote(rows))["logprobs"]).double()
-    of_reference = torch.tensor(reference[numbers]).double() if reference is not None else None
+    ref_logprobs = torch.tensor(reference[numbers]).double() if reference is not None else None
     num_tokens = torch.from_numpy(rows["input_ids"].lengths - rows["prompt_lengths"])
-    _, stats = objective.of_pairs(logprobs, of_reference, num_tokens)
+    _, stats = objective.of_pairs(logprobs, ref_logprobs, num_tokens)
     names = {"loss": "loss", "correct": "accuracy", "margin": "margin"}
     return {shown: float(stats[name].mean()) for name, shown in names.items()}

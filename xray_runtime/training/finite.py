@@ -1,8 +1,8 @@
-"""Numbers that are NaN or infinite: where a stage meets them, and how many steps it may leave out for them.
+"""NaN and infinite numbers: which stage and step they occur in, and how many steps may be skipped because of them.
 
-An engine refuses an optimizer step whose loss or gradient is not finite, on all ranks alike, before anything moves
-(`Engine.step`). Here it is decided what becomes of the stage. Scores that are not finite always fail it: they are
-refused where a WholeModel's ranks answer, and named here with the step they belong to.
+An engine skips an optimizer step with a non-finite loss or gradient on all ranks, before it changes any weight
+(`Engine.step`); this module decides whether the stage continues. Non-finite scores always fail the stage: a WholeModel
+rejects them, and `naming` adds the step to the error.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ROUNDING = 1e-4
-"""Nats by which a generator's log-probability may exceed 0."""
+"""A generator's log-probability may exceed 0 by this much, in nats."""
 
 
 @contextmanager
 def naming(where: str) -> Iterator[None]:
-    """Puts `where`, the stage and its step, before what a NonFiniteError from inside says."""
+    """Prefix the message of a NonFiniteError from inside with `where`, the stage and its step."""
     try:
         yield
     except Exception as error:
@@ -44,15 +44,15 @@ def naming(where: str) -> Iterator[None]:
 
 @dataclass
 class SkippedSteps:
-    """Optimizer steps of a stage that were left out; the one field is the whole state."""
+    """Optimizer steps of a stage that were skipped."""
 
     count: int = 0
 
-    def took(self, stage: Stage[Any, Any], role: str, step: int, statistics: StepStatistics[Any]) -> bool:
-        """Whether the optimizer of `role` made this step; False: its engine refused it, and it may be left out.
+    def check_step(self, stage: Stage[Any, Any], role: str, step: int, statistics: StepStatistics[Any]) -> bool:
+        """Whether the optimizer of `role` took this step; False: its engine skipped it.
 
         Raises:
-            NonFiniteError: it was refused, as `max_skipped_steps` were before.
+            NonFiniteError: more than `max_skipped_steps` were skipped.
         """
         wrong = next(statistics.non_finite(), None)
         if wrong is None and math.isfinite(statistics.grad_norm):
@@ -63,28 +63,28 @@ class SkippedSteps:
             rank = f" on rank {statistics.refused_by}" if statistics.refused_by is not None else ""
             cause = f"{wrong[0]} is {wrong[1]}{rank}"
         allowed = stage.config.max_skipped_steps
-        text = f"{stage.name}, optimizer step {step}: {role!r} did not take it, since {cause}"
+        text = f"{stage.name}, optimizer step {step}: {role!r} skipped it, because {cause}"
         if self.count > allowed:
-            raise NonFiniteError(f"{text} (step left out number {self.count}; max_skipped_steps = {allowed})")
-        log.warning("%s; left out, number %d of at most %d", text, self.count, allowed)
+            raise NonFiniteError(f"{text} (skipped steps: {self.count}; max_skipped_steps = {allowed})")
+        log.warning("%s (skipped steps: %d; max_skipped_steps = %d)", text, self.count, allowed)
         return False
 
     def metrics(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The metrics of a step: of one that was left out those that are finite, and how many were."""
+        """The finite metrics of a step, with the number of skipped steps."""
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         return finite | {"training/skipped_steps": float(self.count)}
 
 
-def check_rollout(sampled: Rows, num_asked: int, sampling: Sampling) -> None:
-    """Refuse replies that no generator can have sampled.
+def check_rollout(sampled: Rows, num_prompts: int, sampling: Sampling) -> None:
+    """Reject replies that no generator can have sampled.
 
     Args:
-        sampled: what `Generation.generate` returned.
-        num_asked: prompts it was asked.
+        sampled: result of `Generation.generate`.
+        num_prompts: number of prompts in the request.
 
     Raises:
         NonFiniteError: a log-probability is NaN or infinite.
-        RuntimeError: a reply is missing or has no token, more than were asked for, or one that cannot be.
+        RuntimeError: a reply is missing, empty, too long, or has an impossible token or log-probability.
     """
     ids, logprobs = sampled["response_ids"], sampled["rollout_logprobs"]
     wrong = non_finite({"rollout_logprobs": logprobs})
@@ -92,8 +92,8 @@ def check_rollout(sampled: Rows, num_asked: int, sampling: Sampling) -> None:
         raise NonFiniteError(f"the rollout: {wrong} are not finite")
     lengths = ids.lengths
     faults = {
-        f"{len(ids)} replies to {num_asked} prompts": len(ids) != num_asked or len(sampled["ended"]) != num_asked,
-        "tokens and log-probabilities do not go together": not np.array_equal(ids.offsets, logprobs.offsets),
+        f"{len(ids)} replies to {num_prompts} prompts": len(ids) != num_prompts or len(sampled["ended"]) != num_prompts,
+        "tokens and log-probabilities differ in number": not np.array_equal(ids.offsets, logprobs.offsets),
         f"a reply of {lengths.min(initial=1)} tokens": lengths.min(initial=1) < 1,
         f"a reply of {lengths.max(initial=0)} tokens, where max_new_tokens = {sampling.max_new_tokens}": (
             lengths.max(initial=0) > sampling.max_new_tokens

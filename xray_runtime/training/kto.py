@@ -1,12 +1,12 @@
-"""Stage `kto`: a policy that learns from replies of which each is desirable or not (Ethayarajh et al. 2024).
+"""Stage `kto`: a policy that learns from replies labelled desirable or undesirable (Ethayarajh et al. 2024).
 
-Replies come from preference pairs, and from people's verdicts, where both of two may be good, or bad. The loss holds
-each against z, the mean log-ratio of replies under prompts that are not theirs. It is computed once a step, over all
-rows and ranks, with the policy as it is before the step. Which reply stands under which prompt is settled for the whole
-stage: each prompt gets the next reply of a seeded order, so the reference scores those once too.
+Replies come from preference pairs and from human verdicts, where both of two may be good, or bad. The loss compares
+each reply's log-ratio with z, the mean log-ratio of mismatched replies. z is computed once per step, over all rows and
+ranks, with the policy before the step. The mismatched pairs are fixed for the whole stage: each prompt gets the next
+reply of a seeded order, so the reference scores them once too.
 
-With `validation` some prompts are left out of training, with all replies to them, and the loss on these, held against
-their own z, chooses the version that the stage ends with.
+`validation` leaves some prompts and all their replies out of training. The loss on these, with their own z, chooses
+the version to keep.
 """
 
 from __future__ import annotations
@@ -48,38 +48,38 @@ if TYPE_CHECKING:
 
 HELDOUT_PAIRS = 256
 PURPOSE = "kto validation"
-"""Of the draw of replies that are left out of training."""
+"""Seeds the choice of validation prompts."""
 MISMATCHED = "mismatched"
-"""Part of the reference's scores: each prompt with another's reply."""
+"""Name of the part that pairs each prompt with another prompt's reply."""
 
 
 def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> int:
-    """Writes the policy in Hugging Face form; with `validation` the version that is kept, and validation.json.
+    """Writes the policy in Hugging Face form; `validation` adds validation.json and may keep an earlier version.
 
     Raises:
-        ValueError: fewer than two replies are left, or with `validation` none to train on or to choose by.
+        ValueError: fewer than two replies are left, or `validation` leaves none on one side.
     """
     config, inputs, validation = stage.config, stage.inputs, stage.config.validation
     parts, desirable, prompts, counts = _data(stage, load_tokenizer(inputs.policy.path), recorder)
     train = parts[TRAIN]
-    beside = inputs.preferences or inputs.verdicts
-    assert beside is not None
+    source = inputs.preferences or inputs.verdicts
+    assert source is not None
     wanted, where = validation.num_replies if validation is not None else 0, f"{stage.name}.validation.num_replies"
     left_out = draw_left_out(prompts, train.size, wanted, stage.seed, PURPOSE, where)
     trained, chosen_by = np.flatnonzero(~left_out), np.flatnonzero(left_out)
     best = BestVersion(stage.kept or recorder.log_dir, validation)
     steps = max(1, config.epochs * len(trained) // config.batch_size)
     cursor = Cursor(len(trained), derive_seed(stage.seed, stage.name, "order"))
-    reference = ReferenceLogprobs(stage, beside.path, parts, recorder)
+    reference = ReferenceLogprobs(stage, source.path, parts, recorder)
     objective = KTOObjective(config)
     used = trained[cursor.ahead(steps * config.batch_size)]
-    states, of_mismatched = (
-        TrunkStates(stage, inputs.policy.path, beside.path, parts[name], used, recorder) for name in (TRAIN, MISMATCHED)
+    states, mismatched_states = (
+        TrunkStates(stage, inputs.policy.path, source.path, parts[name], used, recorder) for name in (TRAIN, MISMATCHED)
     )
     with open_policy(stage, objective, reference) as (policy, known):
         assert known is not None
         states.compute(policy)
-        of_mismatched.compute(policy)
+        mismatched_states.compute(policy)
         skipped, models = SkippedSteps(), {"policy": policy}
         state = Resumable(recorder, models, [best], cursor=cursor, skipped=skipped, validation=best.state)
         done = state.restore()
@@ -88,13 +88,13 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
         for step in range(done, steps):
             index = trained[cursor.take(config.batch_size)]
             lr = lr_at(config, step, steps)
-            baseline = kto_baseline(_ratios(policy, parts, known, MISMATCHED, index, of_mismatched))
+            baseline = kto_baseline(_ratios(policy, parts, known, MISMATCHED, index, mismatched_states))
             rows = train.take(index) | {"ref_logprobs": known[TRAIN][index], "desirable": desirable[index]}
             rows |= states.columns(index)
             totals = StepTotals(rows=config.batch_size, baseline=baseline)
-            made = read_step(KTOSums, get(policy.train.remote(rows, totals.to_wire(), lr)))
-            skipped.took(stage, "policy", step, made)
-            metrics = _step_metrics(made, desirable[index]) | {"kto/baseline": baseline, "kto/lr": lr}
+            result = read_step(KTOSums, get(policy.train.remote(rows, totals.to_wire(), lr)))
+            skipped.check_step(stage, "policy", step, result)
+            metrics = _step_metrics(result, desirable[index]) | {"kto/baseline": baseline, "kto/lr": lr}
             if HELDOUT in parts and (step + 1 == steps or step % max(steps // 8, 1) == 0):
                 pairs = _ratios(policy, parts, known, HELDOUT, np.arange(parts[HELDOUT].size))
                 metrics["kto/heldout_accuracy"] = float(wins(*pairs.reshape(-1, 2).T).mean())
@@ -103,7 +103,7 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
                 ratios, good = _ratios(policy, parts, known, TRAIN, chosen_by), torch.from_numpy(desirable[chosen_by])
                 loss = float(objective.of_replies(ratios, good, z).mean())
                 metrics |= {"kto/validation_loss": loss, "kto/validation_accuracy": _accuracy(ratios, good, z)}
-                best.saw(models, step + 1, -loss)
+                best.update(models, step + 1, -loss)
             recorder.metrics(skipped.metrics(metrics), step)
             recorder.progress(step + 1, steps, "steps", f"loss {metrics['kto/loss']:.3f}")
             state.step_done(step + 1, steps)
@@ -116,8 +116,7 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
 def _data(
     stage: Stage[KTOConfig, KTOInputs], tokenizer: Any, recorder: Recorder
 ) -> tuple[dict[str, Replies], np.ndarray, Iterator[str], dict[str, float]]:
-    """(what is trained on, mismatched, and held out; of the first which are desirable [N], and the prompt of each;
-    counts)."""
+    """(replies by part, whether each training reply is desirable [N], prompt of each training reply, counts)."""
     inputs = stage.inputs
     sources: list[Replies] = []
     labels: list[np.ndarray] = []
@@ -131,8 +130,8 @@ def _data(
         )
         sources.append(both_sides(train))
         labels.append(np.arange(2 * len(train)) % 2 == 0)
-        asked = Pairs(inputs.preferences.path / TRAIN, PreferenceExample).prompt_texts()
-        prompts.append(text for text in asked for _ in SIDES)
+        texts = Pairs(inputs.preferences.path / TRAIN, PreferenceExample).prompt_texts()
+        prompts.append(text for text in texts for _ in SIDES)
         parts[HELDOUT] = both_sides(heldout, HELDOUT_PAIRS)
     if inputs.verdicts is not None:
         assert inputs.data is not None
@@ -151,13 +150,13 @@ def _data(
     return parts, desirable, chain.from_iterable(prompts), counts
 
 
-def _step_metrics(made: StepStatistics[KTOSums], desirable: np.ndarray) -> dict[str, float]:
-    """Means over the rows of a step, `desirable` [B] telling which those are."""
-    metrics = {"kto/loss": made.sums.loss / len(desirable), "kto/grad_norm": made.grad_norm}
+def _step_metrics(result: StepStatistics[KTOSums], desirable: np.ndarray) -> dict[str, float]:
+    """Means over the rows of a step; `desirable` is [B]."""
+    metrics = {"kto/loss": result.sums.loss / len(desirable), "kto/grad_norm": result.grad_norm}
     if desirable.any():
-        metrics["kto/desirable_reward"] = made.sums.desirable_rewards / desirable.sum()
+        metrics["kto/desirable_reward"] = result.sums.desirable_rewards / desirable.sum()
     if not desirable.all():
-        metrics["kto/undesirable_reward"] = made.sums.undesirable_rewards / (~desirable).sum()
+        metrics["kto/undesirable_reward"] = result.sums.undesirable_rewards / (~desirable).sum()
     return metrics
 
 
@@ -169,13 +168,13 @@ def _ratios(
     numbers: np.ndarray,
     states: TrunkStates | None = None,
 ) -> torch.Tensor:
-    """Log-ratios of some replies of a part, as the policy is now [len(numbers)]."""
+    """Current log-ratios of some replies of a part [len(numbers)]."""
     rows = parts[part].take(numbers) | (states.columns(numbers) if states is not None else {})
     logprobs = get(policy.score.remote(rows))["logprobs"]
     return torch.from_numpy(logprobs - known[part][numbers])
 
 
 def _accuracy(ratios: torch.Tensor, desirable: torch.Tensor, baseline: float) -> float:
-    """Share of replies where they should be: log-ratios of desirable ones above z, of others below; ties half."""
+    """Share of desirable replies with a log-ratio above z and of others below it; ties count half."""
     z = torch.full_like(ratios, baseline)
     return float(torch.where(desirable, wins(ratios, z), wins(z, ratios)).mean())

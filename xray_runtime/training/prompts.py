@@ -1,4 +1,4 @@
-"""The different prompts of a dataset."""
+"""The distinct prompts of a dataset."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from xray_runtime.store.seal import Seal
 
 
 class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
-    """(messages, token ids) of each different prompt that fits, in order of first appearance; read when asked for.
+    """(messages, token ids) of each distinct prompt that fits, in order of first appearance, read lazily.
 
     Args:
         pairs: a side of a dataset.
-        max_prompt: tokens that fit.
-        seal: of the run, whose tokens are read.
+        max_prompt: the longest prompt that fits, in tokens.
+        seal: the run's seal.
     """
 
     def __init__(self, tokenizer: Any, pairs: Path, max_prompt: int, seal: Seal) -> None:
         self.max_prompt = max_prompt
         self._pairs, self._tokens = Pairs(pairs, Example), Tokens(pairs, Example, tokenizer, seal)
         self.rows = self._tokens.different_prompts(max_prompt)
-        """Where each prompt stands first."""
+        """Row of each prompt's first appearance."""
         self.num_too_long = int((self._tokens.prompt_lengths > max_prompt).sum())
-        """Rows whose prompts do not fit."""
+        """Number of rows whose prompts do not fit."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -39,14 +39,14 @@ class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
         return self._pairs[row].prompt, self._tokens.prompt(row)
 
     def metrics(self) -> dict[str, float]:
-        """How many prompts are left out because they do not fit; a stage records it once, where there are any."""
+        """Number of prompts that do not fit; empty if all fit."""
         if not self.num_too_long:
             return {}
         counts = {"different": len(self), "too_long": self.num_too_long, "max_tokens": self.max_prompt}
         return {f"prompts/{name}": float(count) for name, count in counts.items()}
 
     def columns(self, indices: Sequence[int]) -> dict[str, list[Any]]:
-        """Column that the dataset carries → its values where those prompts first appear, None where there is none."""
+        """Column of the dataset → its value where each of these prompts first appears, None if that row lacks it."""
         rows = [json.loads(self._pairs[int(self.rows[index])].columns) for index in indices]
         names = sorted({name for row in rows for name in row})
         return {name: [row.get(name) for row in rows] for name in names}

@@ -1,8 +1,8 @@
-"""Log-probabilities of a dataset's replies under the reference: computed once, before training, and kept beside it.
+"""Log-probabilities of a dataset's replies under the reference: computed once, before training, and kept.
 
-Their key (`data.derived`) is a digest of all that decides them: the replies' tokens, the reference's manifest, how it
-is spread, the device, X-ray's code and the libraries. An interrupted stage goes on with the same bytes, and trials of a
-search compute them once.
+Their key (`data.derived`) is a digest of everything that determines them: the replies' tokens, the reference's
+manifest and layout, the device, X-ray's code and the libraries. A resumed stage reads the same bytes, and the trials of
+a search compute them once.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 ENDING = ".safetensors"
 CHUNK = 512
-"""Replies that are asked for at a time."""
+"""Number of replies scored at a time."""
 
 
 class ReferenceLogprobs:
-    """What a stage needs of its reference: the log-probability of each whole reply.
+    """The reference's log-probability of each whole reply.
 
     Args:
-        stage: whose `reference`, or where it has none whose `policy` as it begins, computes them.
-        dataset: the directory beside which they are kept.
+        stage: its `reference`, or else its initial `policy`, computes them.
+        dataset: they are kept next to this directory.
         parts: name → replies.
     """
 
@@ -54,22 +54,22 @@ class ReferenceLogprobs:
         """The checkpoint of the reference."""
         key = computed_key(
             stage,
-            # It is spread as the policy is.
+            # The reference has the policy's layout.
             {"engine", "lora", "trainable_layers"},
             replies={name: _digest(part) for name, part in parts.items()},
             reference=file_sha256(self.model / MANIFEST),
-            # Which replies go through together shows in the last bits.
+            # The last bits depend on which replies are scored together.
             chunk=CHUNK,
         )
         self._derived, self._name = Derived(dataset, stage.seal), f"reference-{key}{ENDING}"
 
     def load(self) -> dict[str, np.ndarray] | None:
-        """Part → log-probabilities [size], float32, where they are there."""
+        """Part → log-probabilities [size], float32; None if they are not computed yet."""
         path = self._derived.find(self._name)
         return load_rows(path) if path is not None else None
 
     def compute(self, model: ModelHandle) -> dict[str, np.ndarray]:
-        """Have the reference score all replies, and keep what it says."""
+        """Score all replies with the reference and keep the result."""
         total, done = sum(part.size for part in self._parts.values()), 0
         found: Rows = {}
         for name, part in self._parts.items():
@@ -79,7 +79,7 @@ class ReferenceLogprobs:
                 scores.append(get(model.score.remote(part.take(numbers)))["logprobs"])
                 done += len(numbers)
             found[name] = np.concatenate(scores).astype(np.float32)
-        # Where another process was faster, it is its bytes that count.
+        # If another process was faster, its bytes count.
         return load_rows(self._derived.make(self._name, lambda path: save_rows(path, found)))
 
 
@@ -87,10 +87,10 @@ class ReferenceLogprobs:
 def open_policy(
     stage: Stage[Any, Any], objective: Objective, reference: ReferenceLogprobs | None
 ) -> Iterator[tuple[ModelHandle, dict[str, np.ndarray] | None]]:
-    """The policy to be trained, and what the reference says, which scores first where that is not known yet.
+    """The policy to train, and the reference's log-probabilities, computed first if necessary.
 
-    The reference never lives beside the policy: it needs no memory of its own, nor a branch on a frozen trunk. Where
-    the policy as it begins is the reference, it is the model that scores.
+    Reference and policy are never open at the same time, so the reference needs no memory of its own and no branch on a
+    frozen trunk. If the initial policy is the reference, the policy itself computes them.
     """
     config, start = stage.config, stage.inputs.policy.path
 
@@ -124,5 +124,5 @@ def _digest(part: Replies) -> str:
 
 
 def _chunks(size: int) -> Iterator[np.ndarray]:
-    # Equal ones: a small last one might have fewer rows than there are ranks.
+    # Chunks of equal size: a small last one might have fewer rows than there are ranks.
     return iter(np.array_split(np.arange(size), max(size // CHUNK, 1)) if size else [])

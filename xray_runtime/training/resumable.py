@@ -1,4 +1,4 @@
-"""What a training stage carries from step to step, and how it goes on after an interruption."""
+"""The state of a training stage, and how it resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class KeepsFiles(Protocol):
         """Write them into `directory`."""
 
     def load_state(self, directory: Path) -> None:
-        """Go on from what `save_state` wrote."""
+        """Restore what `save_state` wrote."""
 
 
 class Resumable:
-    """The state of a stage: trained models in their Workhorses, small dataclasses here.
+    """The state of a stage: trained models in their Workhorses, and small dataclasses.
 
-    Every random choice derives from the seed and the step, so nothing else has to be remembered.
+    Every random choice derives from the seed and the step, so there is no other state.
 
     Args:
-        models: role → WholeModel, the trained ones.
-        files: what else is kept in files: rollouts that are not yet trained on, checkpoints.
+        models: role → trained WholeModel.
+        files: state in files, such as rollouts that are not trained on yet.
         parts: name → dataclass whose fields are its whole state (data cursor, KL controller, moments).
     """
 
@@ -40,7 +40,7 @@ class Resumable:
         self._recorder, self._models, self._files, self._parts = recorder, models, files, parts
 
     def restore(self) -> int:
-        """Go back to the newest snapshot; returns how many steps are done."""
+        """Restore the newest snapshot; returns the number of steps done."""
         snapshot = self._recorder.resume()
         if snapshot is None:
             return 0
@@ -53,7 +53,7 @@ class Resumable:
         return snapshot.step
 
     def step_done(self, step: int, total: int) -> None:
-        """Write a snapshot where one is due; after the last step the checkpoint itself is next."""
+        """Write a snapshot if one is due, but not after the last step, when the checkpoint follows."""
         if step < total and self._recorder.snapshot_due(step):
             state = {name: asdict(part) for name, part in self._parts.items()}
             self._recorder.write_snapshot(step, state, self._save)

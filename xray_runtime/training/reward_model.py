@@ -67,12 +67,12 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
             index = cursor.take(config.batch_size)
             batch = _both_sides(train, index) | states.columns(index)
             lr, totals = lr_at(config, step, steps), StepTotals(rows=config.batch_size)
-            made = read_step(PairSums, get(reward.train.remote(batch, totals.to_wire(), lr)))
-            skipped.took(stage, "reward", step, made)
+            result = read_step(PairSums, get(reward.train.remote(batch, totals.to_wire(), lr)))
+            skipped.check_step(stage, "reward", step, result)
             metrics = {
-                "reward_model/loss": made.sums.loss / config.batch_size,
-                "reward_model/accuracy": made.sums.correct / config.batch_size,
-                "reward_model/grad_norm": made.grad_norm,
+                "reward_model/loss": result.sums.loss / config.batch_size,
+                "reward_model/accuracy": result.sums.correct / config.batch_size,
+                "reward_model/grad_norm": result.grad_norm,
                 "reward_model/lr": lr,
                 "reward_model/length_baseline_accuracy": baseline,
             }
@@ -89,7 +89,7 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
 
 
 def _summary(stage: str, chosen: np.ndarray, rejected: np.ndarray) -> dict[str, float]:
-    """Of the scores of held-out pairs [P]. Raises RuntimeError where all are the same."""
+    """Summary of the held-out pairs' scores [P]. Raises RuntimeError if all are the same."""
     scores = np.concatenate([chosen, rejected])
     if not scores.std() > 0:
         raise RuntimeError(
@@ -104,13 +104,13 @@ def _summary(stage: str, chosen: np.ndarray, rejected: np.ndarray) -> dict[str, 
 
 
 def _both_sides(pairs: Tokens, rows: Sequence[int]) -> Rows:
-    """Rows with the chosen side in `input_ids` and the other in `rejected_ids`."""
+    """Rows with the chosen side in `input_ids` and the rejected side in `rejected_ids`."""
     taken = pairs.take(rows)
     return {name: taken[name] for name in ("input_ids", "rejected_ids")}
 
 
 def _scores(reward: ModelHandle, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-    # Of both sides at once: a model remembers what a frozen trunk gave the rows it scored last.
+    # Both sides in one call: a model caches only the trunk states of the last call.
     sides, n = [{"input_ids": ids} for ids in rows.values()], num_rows(rows)
     scores = get(reward.score.remote(join(sides, [range(n), range(n, 2 * n)])))["scores"]
     return scores[:n], scores[n:]

@@ -1,4 +1,4 @@
-"""The learning rate of a stage at a step."""
+"""Learning rates from a stage's config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage `sft`: supervised fine-tuning of the base model on people's replies."""
+"""Stage `sft`: supervised fine-tuning of the base model on human replies."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from xray_runtime.graph.kind import Recorder, Stage
 
 HELDOUT_ROWS = 256
-"""Held-out conversations behind the reported held-out loss."""
+"""Number of held-out conversations for the held-out loss."""
 
 
 def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> int:
-    """Writes the tuned model in Hugging Face form, and dropped.jsonl (which replies were too long to be learned); with
-    `validation` the version that is kept, and validation.json."""
+    """Writes the tuned model in Hugging Face form, and dropped.jsonl, which lists replies that were too long.
+    `validation` adds validation.json and may keep an earlier version."""
     config, validation = stage.config, stage.config.validation
     base, dataset = stage.inputs.base.path, stage.inputs.data.path
     tokenizer = load_tokenizer(base)
@@ -62,13 +62,13 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
             index = cursor.take(config.batch_size)
             batch = train.take(index) | states.columns(index)
             tokens, lr = num_response_tokens(batch), lr_at(config, step, config.steps)
-            made = read_step(SFTSums, get(policy.train.remote(batch, StepTotals(tokens=tokens).to_wire(), lr)))
-            skipped.took(stage, "policy", step, made)
+            result = read_step(SFTSums, get(policy.train.remote(batch, StepTotals(tokens=tokens).to_wire(), lr)))
+            skipped.check_step(stage, "policy", step, result)
             seconds = time.perf_counter() - start
-            loss = made.sums.nll / tokens
+            loss = result.sums.nll / tokens
             metrics = {
                 "sft/loss": loss,
-                "sft/grad_norm": made.grad_norm,
+                "sft/grad_norm": result.grad_norm,
                 "sft/lr": lr,
                 "speed/train_tokens_per_s": len(batch["input_ids"].values) / seconds,
             }
@@ -76,7 +76,7 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
                 metrics["sft/heldout_loss"] = _loss(policy, heldout_rows)
             if validation is not None and validation_rows is not None and validation.is_due(step + 1, config.steps):
                 metrics["sft/validation_loss"] = _loss(policy, validation_rows)
-                best.saw(models, step + 1, -metrics["sft/validation_loss"])
+                best.update(models, step + 1, -metrics["sft/validation_loss"])
             recorder.metrics(skipped.metrics(metrics), step)
             recorder.progress(step + 1, config.steps, "steps", f"loss {loss:.3f}")
             state.step_done(step + 1, config.steps)
@@ -103,7 +103,7 @@ def _spec(stage: Stage[SFTConfig, SFTInputs]) -> ModelSpec:
 def _data(
     stage: Stage[SFTConfig, SFTInputs], tokenizer: Any, limits: tuple[int, int], recorder: Recorder
 ) -> tuple[ConversationTokens, Rows]:
-    """(what is trained on, the first held-out rows). Raises ValueError where no row of a side fits."""
+    """(training rows, first held-out rows). Raises ValueError if no row of one side fits."""
     train, heldout = (
         ConversationTokens(stage.inputs.data.path / side, tokenizer, *limits, stage.seal, tokenizing(recorder))
         for side in (TRAIN, HELDOUT)
@@ -116,7 +116,7 @@ def _data(
 
 
 def _data_metrics(train: ConversationTokens, limits: tuple[int, int]) -> dict[str, float]:
-    """How much is trained on, under which limits, and how many rows were dropped, by reason."""
+    """Number of training rows, length limits, and number of dropped rows by reason."""
     metrics: dict[str, float] = {"sft/pairs": train.num_replies, "sft/conversations": len(train)}
     metrics |= {"sft/max_prompt_tokens": limits[0], "sft/max_response_tokens": limits[1]}
     return metrics | {f"sft/dropped_{reason}": count for reason, count in train.num_dropped.items()}
@@ -133,10 +133,10 @@ def _validation_rows(
         validation_file(stage.name, stage.inputs.data.path), tokenizer, *limits, stage.seal, tokenizing(recorder)
     )
     if not len(found):
-        raise ValueError(f"{stage.name}.validation: none of its rows fits: raise data.validation_fraction")
+        raise ValueError(f"{stage.name}.validation: no validation row fits: raise data.validation_fraction")
     return found.take(range(min(validation.num_conversations, len(found))))
 
 
 def _loss(policy: ModelHandle, rows: Rows) -> float:
-    """Nats a token of what assistants say in `rows`."""
+    """Nats per response token of `rows`."""
     return float(get(policy.score.remote(rows))["nll"].sum()) / num_response_tokens(rows)

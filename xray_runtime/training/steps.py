@@ -1,8 +1,8 @@
-"""What goes into an optimizer step beside its rows, and what comes out: counts and sums, each a number of the whole
-step, whichever micro-batches and ranks it is spread over.
+"""Input and output of an optimizer step besides its rows: counts and sums over the whole step, all micro-batches and
+ranks.
 
-`WholeModel.train` takes and gives them as dictionaries: `StepTotals.to_wire` makes the one, `read_step` reads the
-other. An objective's sums are the fields of one dataclass here, in the units of one row or token each.
+`WholeModel.train` takes and returns dictionaries: `StepTotals.to_wire` makes the first, `read_step` reads the second.
+Each objective has one dataclass of sums, in units of one row or token.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ S = TypeVar("S", bound="DataclassInstance")
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """What losses divide their sums by, and numbers that hold for all rows; an objective says which it needs."""
+    """Divisors of the losses, and values shared by all rows; each objective uses some of them."""
 
     tokens: float | None = None
-    """Response tokens that count."""
+    """Number of response tokens."""
     rows: float | None = None
     pairs: float | None = None
     kl_coef: float | None = None
-    """Weight of a KL in the loss."""
+    """Weight of the KL in the loss."""
     baseline: float | None = None
     """KTO's z."""
 
     def to_wire(self) -> dict[str, float]:
-        """Those that are given."""
+        """The fields that are not None."""
         return {name: float(value) for name, value in asdict(self).items() if value is not None}
 
 
@@ -43,11 +43,11 @@ class SFTSums:
 
 @dataclass(frozen=True)
 class PairSums:
-    """Of a reward model."""
+    """Sums of a reward model."""
 
     loss: float
     correct: float
-    """Pairs whose chosen side scores higher; ties count half."""
+    """Number of pairs whose chosen side scores higher; ties count half."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class KTOSums:
 
 @dataclass(frozen=True)
 class ValueSums:
-    """Of a critic."""
+    """Sums of a critic."""
 
     value_loss: float
     value_clip_count: float
@@ -77,7 +77,7 @@ class ValueSums:
 
 @dataclass(frozen=True)
 class PolicySums:
-    """Of a policy that learns from rewards."""
+    """Sums of a policy that learns from rewards."""
 
     policy_loss: float
     entropy_sum: float
@@ -86,18 +86,18 @@ class PolicySums:
     approx_kl_sum: float
     """KL to the policy before the update, by k3."""
     value_loss: float | None = None
-    """With a value head; so is `value_clip_count`."""
+    """Only with a value head; likewise `value_clip_count`."""
     value_clip_count: float | None = None
 
 
 @dataclass(frozen=True)
 class StepStatistics(Generic[S]):
-    """What a model says of one optimizer step."""
+    """A model's report on one optimizer step."""
 
     sums: S
     grad_norm: float
     refused_by: int | None = None
-    """The first rank whose loss is not finite; None where all are."""
+    """First rank whose loss is not finite; None if all are."""
 
     def non_finite(self) -> Iterator[tuple[str, float]]:
         """The sums that are NaN or infinite, by name."""
@@ -107,7 +107,7 @@ class StepStatistics(Generic[S]):
 
 
 def read_step(kind: type[S], answer: Mapping[str, float]) -> StepStatistics[S]:
-    """From what `WholeModel.train` returned; `kind` names the sums of the model's objective."""
+    """The result of `WholeModel.train`; `kind` is the dataclass of the objective's sums."""
     refused = answer.get("refused_by")
     return StepStatistics(
         kind(**{field.name: answer[field.name] for field in fields(kind) if field.name in answer}),

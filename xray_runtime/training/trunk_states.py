@@ -1,9 +1,9 @@
-"""What a frozen trunk gives the rows that a stage trains on: computed once, before the first step, and kept.
+"""A frozen trunk's output for a stage's training rows: computed once, before the first step, and kept.
 
-So every epoch runs the trained layers alone, and so does every later stage that has the same trunk and the same rows:
-trials of a search, a run with another learning rate. Their key (`data.derived`) is a digest of all that decides them:
-the rows' tokens, the trunk's weights, how it is spread, the device, X-ray's code and the libraries. An interrupted
-stage goes on with the same bytes. They are hashed once by each stage that reads them.
+Every epoch then runs only the trained layers, and so does every later stage with the same trunk and rows: trials of a
+search, a run with another learning rate. Their key (`data.derived`) is a digest of everything that determines them:
+the rows' tokens, the trunk's weights and layout, the device, X-ray's code and the libraries. A resumed stage reads the
+same bytes. Each stage that reads them hashes them once.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ if TYPE_CHECKING:
 
 ENDING = ".states"
 COLUMNS = {"input_ids": "trunk", "rejected_ids": "rejected_trunk"}
-"""Column of tokens → that of their states."""
+"""Column of tokens → column of their states."""
 MAX_BYTES = 16 * 2**30
-"""States of more are not kept: every step computes its own."""
+"""More than this is not kept: every step then computes its own states."""
 CHUNK_BYTES = 64 * 2**20
-"""States that are asked for at a time, about."""
+"""Approximate size of the states computed at a time."""
 CHUNK_ROWS = 4096
 
 
 class TrainingRows(Protocol):
-    """Rows of tokens with `input_ids`, and `rejected_ids` where they are pairs."""
+    """Rows with `input_ids`, and for pairs `rejected_ids`."""
 
     def take(self, rows: np.ndarray) -> Rows: ...
 
 
 class TrunkStates:
-    """The states of the rows of one stage; without `trainable_layers` there are none.
+    """The states of a stage's rows; without `trainable_layers` there are none.
 
     Args:
-        start: the checkpoint that is trained.
-        dataset: the directory beside which they are kept.
-        used: numbers of the rows that will be trained on, in ascending order.
+        start: the checkpoint to train.
+        dataset: they are kept next to this directory.
+        used: numbers of the rows to train on, ascending.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TrunkStates:
         self._file: BinaryIO | None = None
         self._dtype = np.dtype(np.uint16 if config.engine.precision == "bfloat16" else np.float32)
         self._replicas = config.engine.data_parallel
-        self._wanted = False
+        self._keeps = False
         if config.trainable_layers is None:
             return
         self._names = [name for name in COLUMNS if name in rows.take(used[:1])]
@@ -80,34 +80,34 @@ class TrunkStates:
             total += len(ids.values)
             if total > limit:
                 return
-        self._wanted = True
+        self._keeps = True
         self._bounds = np.cumsum(np.concatenate([[0], *lengths]))
         key = computed_key(
             stage,
             {"engine", "trainable_layers"},
             rows=[digest.hexdigest(), hashlib.sha256(self._bounds.tobytes()).hexdigest()],
             trunk=trunk_digest(start, config.trainable_layers),
-            # Which rows go through together shows in the last bits.
+            # The last bits depend on which rows are computed together.
             chunk=CHUNK_BYTES,
         )
         self._derived, self._name = Derived(dataset, stage.seal), f"trunk-{key}{ENDING}"
 
     def compute(self, model: ModelHandle) -> None:
-        """Have `model` compute them, where they are not there yet."""
-        if self._wanted:
+        """Compute the states with `model` if they do not exist yet."""
+        if self._keeps:
             path = self._derived.make(self._name, lambda path: self._write(path, model))
-            # Read, not mapped: pages of a map would count as this process's memory.
+            # Read, not mapped: mapped pages would count as this process's memory.
             self._file = path.open("rb", buffering=0)
 
     def columns(self, rows: Sequence[int] | np.ndarray) -> Rows:
-        """What these rows get for training, beside their tokens; nothing where states are not kept."""
+        """The state columns of these rows; empty if states are not kept."""
         if self._file is None:
             return {}
         places = np.searchsorted(self._used, rows)
         return {COLUMNS[name]: self._read(places * len(self._names) + i) for i, name in enumerate(self._names)}
 
     def _sequences(self, rows: np.ndarray) -> Ragged:
-        """Token ids of some rows: of a pair the chosen side, then the rejected one."""
+        """Token ids of some rows; for a pair, the chosen side, then the rejected one."""
         taken, width = self._rows.take(rows), len(self._names)
         sides = [taken[name] for name in self._names]
         ids: Ragged = join_column(sides, [range(side, len(rows) * width, width) for side in range(width)])
@@ -115,7 +115,7 @@ class TrunkStates:
 
     def _write(self, path: Path, model: ModelHandle) -> None:
         num_bytes = int(self._bounds[-1]) * self._hidden * self._dtype.itemsize
-        # No chunk has fewer rows than there are replicas to share them.
+        # No chunk may have fewer rows than there are replicas.
         most = max(len(self._used) // self._replicas, 1)
         done = 0
         with path.open("wb") as file:
@@ -128,7 +128,7 @@ class TrunkStates:
                 done += len(part)
 
     def _read(self, places: np.ndarray) -> Ragged:
-        """The states of some sequences [N, H]."""
+        """States of some sequences [N, H]."""
         assert self._file is not None
         starts, ends = self._bounds[places], self._bounds[places + 1]
         offsets = np.concatenate([[0], np.cumsum(ends - starts)])

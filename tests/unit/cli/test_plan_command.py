@@ -135,7 +135,7 @@ def test_how_models_are_trained_shows(tmp_path: Path) -> None:
 def test_people_see_a_table_and_reasons() -> None:
     outcome = xray_plan("--params", "70e9", "--devices", "8", "--memory-gib", "80")
     assert outcome.exit_code == 0
-    for words in ("nothing fits; nearest: colocated", "recompute", "limit", "not  colocated", "would fit with  44 dev"):
+    for words in ("no plan fits; nearest: colocated", "recompute", "limit", "not  colocated", "would fit with  44 dev"):
         assert words in outcome.stdout
 
 

@@ -87,11 +87,17 @@ def two_judges(seed: int = 0):
 @pytest.mark.parametrize(
     ("target", "says"),
     [
-        ("graphs/mine.py", "must be a YAML file or MODULE:FLOW, such as graphs.mine:two_judges; a script that opens"),
-        ("graphs/mine.py:other", "must be a YAML file or MODULE:FLOW, such as graphs.mine:other; a script that opens"),
+        (
+            "graphs/mine.py",
+            "must be a YAML file or MODULE:FLOW, such as graphs.mine:two_judges; run a script that opens",
+        ),
+        (
+            "graphs/mine.py:other",
+            "must be a YAML file or MODULE:FLOW, such as graphs.mine:other; run a script that opens",
+        ),
         (
             "graphs/broken.py",
-            "such as graphs.broken:FLOW; a script that opens a workspace of its own runs as `python graphs/",
+            "such as graphs.broken:FLOW; run a script that opens its own workspace with `python graphs/",
         ),
         ("graphs/absent.py", "error: graphs/absent.py: no such file"),
         ("graphs.mine", "error: graphs.mine: no such file; name your own flow as MODULE:FLOW"),

@@ -67,7 +67,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # Else the policy's weights go through Ray's object store.
     monkeypatch.setattr(evaluate, "pack", lambda weights, version: (dict(weights), version))
     # A reward model that works would not give so many replies one score.
-    monkeypatch.setattr(reward_sources, "TELLING", PROMPTS + 1)
+    monkeypatch.setattr(reward_sources, "MIN_DISTINCT_TEXTS", PROMPTS + 1)
     texts = [f"question {number}" for number in range(PROMPTS)]
     for name in ("before", "after", "reward", "judge"):
         (tmp_path / name).mkdir()

@@ -93,7 +93,7 @@ def test_what_does_not_fit_the_config(fields: dict[str, Any], more: dict[str, An
         ({"low": 2, "high": 1}, "fields.sft.lr: low = 2 must be less than high = 1"),
         ({"low": 0, "high": 1, "log": True}, "low = 0 must be greater than 0 with log"),
         ({"low": 1}, "must have low and high, or choices"),
-        ({"choices": [1, 2], "log": True}, "choices must stand alone"),
+        ({"choices": [1, 2], "log": True}, "choices must be set alone"),
         ({"choices": [1]}, "fields.sft.lr.choices: [1] is not allowed: must have at least 2 item(s)"),
         ({"hihg": 1}, "fields.sft.lr.hihg: unknown field (did you mean high?); allowed here: choices, high, log, low"),
     ],

@@ -164,26 +164,26 @@ def test_the_innermost_graph_counts() -> None:
         (lambda data, base: xray.sft(base, base), "sft.data: <Model llm> is not allowed: must be a Dataset"),
         (
             lambda data, base: xray.sft("gpt2", data),
-            "sft.base: 'gpt2' is not allowed: must be a Model that a stage makes",
+            "sft.base: 'gpt2' is not allowed: must be a Model , the result of a stage",
         ),
         (
             lambda data, base: xray.sft(base, ["x"]),
-            "sft.data: ['x'] is not allowed: must be a Dataset that a stage makes",
+            "sft.data: ['x'] is not allowed: must be a Dataset , the result of a stage",
         ),
         (
             lambda data, base: xray.sft(base, data=["x"]),
-            "sft.data: ['x'] is not allowed: must be a Dataset that a stage makes",
+            "sft.data: ['x'] is not allowed: must be a Dataset , the result of a stage",
         ),
         (
             lambda data, base: xray.sft(xray.base, data),
-            "sft.base: base is not allowed: must be a Model that a stage makes",
+            "sft.base: base is not allowed: must be a Model , the result of a stage",
         ),
         (lambda data, base: xray.sft(base), "sft.data: is required: a Dataset"),
         (lambda data, base: xray.sft(data=data), "sft.base: is required: a Model"),
         (lambda data, base: xray.sft(base, None), "sft.data: is required: a Dataset"),
         (lambda data, base: xray.sft(base, data, data), "sft: 3 inputs are not allowed: sft takes base, data"),
         (lambda data, base: xray.prepare(data), "prepare: 1 inputs are not allowed: prepare takes none"),
-        (lambda data, base: xray.sft(base, data, data=data), "sft.data: given twice"),
+        (lambda data, base: xray.sft(base, data, data=data), "sft.data: is set twice, by position and by name"),
         (
             lambda data, base: xray.ppo(base, data, refrence=base, rewards=[brevity]),
             "ppo.refrence: unknown input (did you mean reference?); ppo takes policy, prompts, reference, rewards, "
@@ -204,7 +204,7 @@ def test_the_innermost_graph_counts() -> None:
         ),
         (
             lambda data, base: xray.ppo(base, data, rewards=["x:y"]),
-            "ppo.rewards.0: 'x:y' is not allowed: must be a RewardModel that a stage makes",
+            "ppo.rewards.0: 'x:y' is not allowed: must be a RewardModel , the result of a stage",
         ),
         (
             lambda data, base: xray.preferences(source="gold", gold="vader"),
@@ -217,12 +217,12 @@ def test_the_innermost_graph_counts() -> None:
         ),
         (
             lambda data, base: xray.dpo(base, xray.checkpoint("x"), base, loss="simpo"),
-            "dpo: reference: is not allowed with loss 'simpo', which has none",
+            "dpo: reference: is not allowed with loss 'simpo', which does not use one",
         ),
-        (lambda data, base: xray.kto(base), "kto: preferences: is required, or verdicts"),
+        (lambda data, base: xray.kto(base), "kto: preferences: is required unless verdicts are given"),
         (
             lambda data, base: xray.kto(base, verdicts=xray.checkpoint("x")),
-            "kto: data: is required with verdicts: the dataset whose held-out prompts are not trained on",
+            "kto: data: is required with verdicts: the stage does not train on the dataset's held-out prompts",
         ),
         (
             lambda data, base: xray.best_of_n(base, data),
@@ -298,7 +298,7 @@ def test_registering_takes_a_policy_and_its_evaluation(graph: Graph) -> None:
         "register.evaluation: <Model base> is not allowed: must be an Evaluation"
     )
     assert refused(lambda: xray.register("sft")) == (  # type: ignore[arg-type]
-        "register.policy: 'sft' is not allowed: must be a Model that a stage makes"
+        "register.policy: 'sft' is not allowed: must be a Model , the result of a stage"
     )
 
 
@@ -402,12 +402,11 @@ def test_a_function_takes_columns_that_the_dataset_has(graph: Graph) -> None:
     [
         (
             {"verifier": {"kind": "math", "column": "answr"}},
-            "ppo: rewards.0.verifier.column: 'answr' is not allowed: the dataset carries answer; add it to "
-            "data.columns",
+            "ppo: rewards.0.verifier.column: 'answr' is not allowed: the dataset has answer; add it to data.columns",
         ),
         (
             {"function": "f", "when": {"column": "task", "equals": "a"}},
-            "ppo: rewards.0.when.column: 'task' is not allowed: the dataset carries answer; add it to data.columns",
+            "ppo: rewards.0.when.column: 'task' is not allowed: the dataset has answer; add it to data.columns",
         ),
         (
             {"verifier": {"kind": "maths"}},
@@ -439,8 +438,8 @@ def test_a_function_takes_columns_that_the_dataset_has(graph: Graph) -> None:
         ),
         (
             {"judge": {"url": "http://host/v1", "model": "m", "rubric": "r", "opponents": 2}},
-            "ppo: rewards.0.judge.opponents: is not allowed where each prompt has a single reply: there is "
-            "nothing to compare it with",
+            "ppo: rewards.0.judge.opponents: is not allowed with one reply per prompt: the judge compares "
+            "several replies to a prompt",
         ),
         (
             {"service": {"url": "http://host"}, "retries": 1},
@@ -465,9 +464,7 @@ def test_a_judge_that_compares_needs_replies_to_compare(graph: Graph) -> None:
     xray.preferences(policy=base, data=data, source="rewards", rewards=[judge])
     xray.ppo(base, data, rewards=[judge], method="grpo", samples_per_prompt=2)
     message = refused(lambda: xray.evaluate(base, base, data, rewards=[judge]))
-    assert message.startswith(
-        "evaluate: rewards.0.judge.opponents: is not allowed where each prompt has a single reply"
-    )
+    assert message.startswith("evaluate: rewards.0.judge.opponents: is not allowed with one reply per prompt")
 
 
 def test_what_judges_a_validation_has_one_reply_to_a_prompt(graph: Graph) -> None:
@@ -477,7 +474,7 @@ def test_what_judges_a_validation_has_one_reply_to_a_prompt(graph: Graph) -> Non
     xray.ppo(base, data, judges=[judge], **given)
     judge["judge"]["opponents"] = 2
     message = refused(lambda: xray.ppo(base, data, judges=[judge], **given))
-    assert message.startswith("ppo-2: judges.0.judge.opponents: is not allowed where each prompt has a single reply")
+    assert message.startswith("ppo-2: judges.0.judge.opponents: is not allowed with one reply per prompt")
 
 
 def test_a_reference_is_for_losses_that_have_one(graph: Graph) -> None:
@@ -486,7 +483,7 @@ def test_a_reference_is_for_losses_that_have_one(graph: Graph) -> None:
     xray.dpo(base, pairs, reference=base)
     xray.dpo(base, pairs, loss="simpo", beta=2.0)
     message = refused(lambda: xray.dpo(base, pairs, reference=base, loss="simpo", beta=2.0))
-    assert message == "dpo-3: reference: is not allowed with loss 'simpo', which has none"
+    assert message == "dpo-3: reference: is not allowed with loss 'simpo', which does not use one"
 
 
 def test_a_single_source_needs_no_list(graph: Graph) -> None:
@@ -533,7 +530,7 @@ def test_a_named_function_must_be_allowed(source: Any, graph: Graph, monkeypatch
 def test_what_is_no_function_is_no_reward(function: Any, shown: str) -> None:
     assert refused(lambda: reward(function)) == (
         f"reward: {shown} is not allowed: must be a function, 'module:function', or reward models; or nothing, with "
-        "fields that say what it is"
+        "set verifier, service or judge"
     )
 
 
@@ -553,7 +550,7 @@ def test_two_functions_of_one_name_are_refused(graph: Graph) -> None:
         (None, "ppo: rewards: must have at least 1 item: a reward model, a function or another source"),
         (
             [0.0 * reward(brevity)],
-            "ppo: rewards: one must have a weight other than 0: sources of weight 0 are only logged",
+            "ppo: rewards: at least one weight must not be 0: sources of weight 0 are only logged",
         ),
         ([{"model": "rewards.1"}], "ppo: rewards.0.model: 'rewards.1' is not allowed: there is no such input"),
         ([{"weight": 1.0}], "ppo.rewards.0: one of model, models, function, verifier, service and judge must be set"),
@@ -629,10 +626,10 @@ def test_only_numbers_weigh(graph: Graph) -> None:
 
 def test_weights_are_for_rewards(graph: Graph) -> None:
     data, base, _ = parts()
-    assert "must be a Model that a stage makes" in refused(lambda: xray.sft(0.5 * base, data))
+    assert "must be a Model , the result of a stage" in refused(lambda: xray.sft(0.5 * base, data))
     seen = refused(lambda: xray.compare(base, base, data, seen=[0.5 * data]))
     assert seen.startswith("compare.seen.0: Weighted(")
-    assert seen.endswith("must be an Artifact that a stage makes")
+    assert seen.endswith("must be an Artifact , the result of a stage")
 
 
 # Defaults, the seed, plans
@@ -695,7 +692,7 @@ def test_a_shortened_graph_has_the_same_stages() -> None:
 
 def test_a_plan_has_no_results(graph: Graph) -> None:
     base = xray.base(model="x")
-    with pytest.raises(OnlyPlannedError, match=r"^base: this graph only plans; its stages have no results$") as caught:
+    with pytest.raises(OnlyPlannedError, match=r"^base: has no result, because this graph is only planned$") as caught:
         base.result()
     assert caught.value.stage == "base"
     assert isinstance(caught.value, RuntimeError)

@@ -332,7 +332,7 @@ def only(graph: Graph, **changes: Any) -> str:
 def test_what_cannot_be_planned_is_one_line(tmp_path: Path) -> None:
     with recording() as nothing:
         xray.prepare(source="chitchat")
-    assert only(nothing) == "nothing is to be planned: no stage has models"
+    assert only(nothing) == "this graph cannot be planned: no stage has models"
     alone = subject("evaluate alone", tmp_path).recorded()
     assert only(alone, lora_rank=8) == "LoRA, offload and micro-batches are not allowed: no stage trains a model"
     with recording() as elsewhere:
@@ -353,7 +353,9 @@ def test_what_cannot_be_planned_is_one_line(tmp_path: Path) -> None:
         chats = xray.prepare(source="chitchat")
         base = xray.fresh_base(chats)
         shapeless(base, base, chats)
-    assert only(graph).startswith("shapeless.judge: cannot be planned: 'shapeless' is made from no model")
+    assert only(graph).startswith(
+        "shapeless.judge: cannot be planned: 'shapeless' has no input model with a known shape"
+    )
 
 
 @pytest.mark.parametrize(
@@ -361,7 +363,10 @@ def test_what_cannot_be_planned_is_one_line(tmp_path: Path) -> None:
     [
         ({"stepz": {"low": 1, "high": 2}}, "fields.stepz: is not allowed: must be STAGE.FIELD, or a parameter of the"),
         ({"sft.stepz": {"low": 1, "high": 2}}, "sft.stepz: unknown field (did you mean steps?)"),
-        ({"stf.lr": {"low": 1, "high": 2}}, "stf.lr: is no field of a stage; the stages are prepare, fresh_base, sft"),
+        (
+            {"stf.lr": {"low": 1, "high": 2}},
+            "stf.lr: is not a field of a stage; the stages are prepare, fresh_base, sft",
+        ),
         ({"sft.lr": {"low": -1, "high": 2}}, "sft.lr: -1 is not allowed: must be greater than 0"),
         ({"steps": {"low": 1.5, "high": 2}}, "sft_alone: steps: 1.5 is not allowed: must be a valid integer"),
         ({"output": {"choices": ["a", "b"]}}, "fields.output: is not allowed: no stage up to 'sft' reads it"),

@@ -89,7 +89,7 @@ def test_on_a_laptop_every_config_of_ours_stays_as_it_is(path: Path) -> None:
         assert data == call.config.model_dump()
         assert (text is None) == (not roles)
         if text is not None:
-            assert text.startswith(f"{call.name}: runtime.parallel: auto takes colocated")
+            assert text.startswith(f"{call.name}: runtime.parallel: auto chooses colocated")
             assert chosen.runtime.parallel == "as_written"
 
 
@@ -157,7 +157,7 @@ def test_a_model_too_large_for_one_gpu_is_sharded_beside_the_others() -> None:
     separate, _ = planned(large(4096, critic="separate", critic_engine={"micro_batch_tokens": 4096}), gpus(16))
     assert layouts(separate) == {(6, 3)}
     assert separate.config.critic_engine == separate.config.engine
-    with pytest.raises(ConfigError, match=r"runtime.parallel: .*: nothing fits; the nearest is "):
+    with pytest.raises(ConfigError, match=r"runtime.parallel: .*: no plan fits; the nearest is "):
         described(large(4096), gpus(4, 40))
 
 
@@ -239,7 +239,7 @@ def test_seventy_billion() -> None:
         return role.layout.tp, role.layout.pp, role.layout.dp, role.layout.zero_stage
 
     # 16 × 70 = 1,120 GB of model states: more than 8 × 77.3.
-    with pytest.raises(ConfigError, match="nothing fits"):
+    with pytest.raises(ConfigError, match="no plan fits"):
         chosen(seventy(512, 1024), gpus(8))
     # ZeRO-3 on 32: 35 GB; gathered 2, bucket 1, activations of 1,024 tokens 31.6, logits 0.3, a process 0.5: 70.4.
     assert chosen(seventy(512, 1024), gpus(32, node=8)) == (1, 1, 32, 3)
@@ -346,7 +346,7 @@ def test_a_frozen_trunk_is_not_cut() -> None:
     [policy] = workload.of_use("trained")
     others = [role for role in workload.roles if role.name not in ("policy", "reference")]
     policy = replace(policy, top_layers=16, branches=1)
-    with pytest.raises(ConfigError, match="nothing fits"):
+    with pytest.raises(ConfigError, match="no plan fits"):
         choose(replace(workload, roles=(policy, *others), batch_size=2), gpus(8, 32))
 
 

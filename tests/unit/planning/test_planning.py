@@ -1,4 +1,4 @@
-"""The planner: properties, placements, what a config accepts, and changes that help where nothing fits."""
+"""The planner: properties, placements, what a config accepts, and changes that help where no plan fits."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_what_is_proposed_can_be_run(model: str) -> None:
             try:
                 chosen, _ = choose_layouts(call, there, nodes)
             except ConfigError as error:
-                proposed["nothing fits" if "nothing fits" in str(error) else "refused"] += 1
+                proposed["no plan fits" if "no plan fits" in str(error) else "refused"] += 1
                 continue
             assert chosen.config == call.kind.validated(chosen.config.model_dump(mode="json"))
             assert chosen.runtime.parallel == "as_written"
@@ -190,7 +190,7 @@ def test_what_is_proposed_can_be_run(model: str) -> None:
     assert {name for name in proposed if name.endswith("on cuda")} >= {
         "colocated on cuda",
         "separate on cuda",
-        "separate, cut on cuda",
+        "separate, split on cuda",
         "separate, recomputing on cuda",
     }, proposed
 
@@ -295,7 +295,7 @@ def test_a_generator_that_sleeps_makes_room() -> None:
     assert not search(asleep, machine(2, 49)).fullest.in_turn
 
 
-# --- where nothing fits
+# --- where no plan fits
 
 HOPELESS = [(7e9, 2, 40), (7e9, 8, 40), (70e9, 8, 80), (1e9, 1, 8), (1e8, 1, 2), (405e9, 64, 80)]
 

@@ -143,7 +143,7 @@ def test_every_reason_to_drop_is_counted(tmp_path: Path) -> None:
     ]
     said = (
         "dropped 5 of 55 replies: 2 longer than max_chars, 2 empty, 1 shorter than min_chars; 1 of 56 rows without a "
-        "reply to learn; dropped.jsonl in its checkpoint lists them"
+        "reply to learn; listed in dropped.jsonl of the checkpoint"
     )
     assert data_findings({f"data/{name}": [(0, float(count))] for name, count in stats.items()}) == [said]
     assert stats == {

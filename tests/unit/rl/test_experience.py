@@ -409,7 +409,7 @@ def test_equal_rewards_do_not_deviate(reward: float) -> None:
     assert experience.metrics["reward/std"] == 0.0
     assert not experience.rows.advantages.values.any()
     series = {name: [(0, value)] for name, value in experience.metrics.items()}
-    assert policy_findings(series) == ["every reply had the same reward: there was nothing to learn"]
+    assert policy_findings(series) == ["every reply had the same reward, so the policy could not learn"]
 
 
 def test_equal_replies_have_one_penalty() -> None:

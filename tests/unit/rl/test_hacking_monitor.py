@@ -91,7 +91,7 @@ def test_a_person_lets_it_go_on(inputs: PPOInputs, tmp_path: Path, monkeypatch: 
     assert len(recorder.points) == ITERATIONS
     [question] = recorder.questions
     assert "- replies went from 2.5 to 5.5 tokens" in question
-    assert "it ends with the policy kept after 2 iterations" in question
+    assert "the stage ends with the policy kept after 2 iterations" in question
     record = json.loads((tmp_path / "out" / RECORD).read_text())
     assert (record["ended_early"], record["iterations"]) == (False, None)
     assert record["seen"][0] | {"signs": None} == {

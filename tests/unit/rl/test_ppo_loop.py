@@ -188,7 +188,7 @@ def test_updates_end_early_where_the_policy_has_moved_too_far(inputs: PPOInputs,
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_generator_that_does_not_hold_the_policy_is_found(inputs: PPOInputs, tmp_path: Path, lag: int) -> None:
     world = World(generator_off_by=-0.2)
-    with pytest.raises(RuntimeError, match=r"disagree by 0\.2 nats a token"):
+    with pytest.raises(RuntimeError, match=r"differ by 0\.2 nats per token"):
         attempt(inputs, tmp_path / "out", world, lag=lag)
     assert not world.batches
 

@@ -109,7 +109,7 @@ def test_rows_go_to_the_sources_that_apply_to_them() -> None:
     # A row that no source applies to has no reward: it counts as lost.
     lost = score(found, ["a", "b", "b"], columns={"task": ["math", None, "math"]})
     assert found.scaled(lost).isnan().tolist() == [False, True, False]
-    with pytest.raises(RuntimeError, match="3 of 3 replies have no reward; no source of reward applies to them"):
+    with pytest.raises(RuntimeError, match="3 of 3 replies have no reward; no reward source applies to them"):
         score(found, ["a", "b", "b"], columns={"task": [None] * 3})
     with pytest.raises(ValueError, match=r"s\.rewards\.0\.when\.column: 'task' is not a column of the dataset: add it"):
         score(found, ["a"])

@@ -208,12 +208,12 @@ def test_after_a_crash_the_version_of_before_it_is_found(validated: PPOInputs, t
 
 
 def test_what_cannot_be_validated_is_refused(inputs: PPOInputs, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^ppo.validation: the dataset has no rows for it"):
+    with pytest.raises(ValueError, match=r"^ppo.validation: the dataset has no validation rows"):
         attempt(inputs, tmp_path / "out", World(), validation={"every": 1})
     with recording():
         data, model = xray.prepare(source="x.jsonl"), xray.base(model="m")
         judged = {"rewards": [Judge.__call__], "validation": {"every": 1}}
-        with pytest.raises(ConfigError, match="ppo: validation: is not allowed: the dataset has no rows for it"):
+        with pytest.raises(ConfigError, match="ppo: validation: is not allowed: the dataset has no validation rows"):
             xray.ppo(model, data, **judged)
         with pytest.raises(ConfigError, match="ppo: judges: are not allowed without validation"):
             xray.ppo(model, data, rewards=[Judge.__call__], judges=[attempt])

@@ -6,10 +6,10 @@ import pytest
 
 from xray_runtime.stages.findings import (
     evaluation_findings,
+    monitored,
     policy_findings,
     preferences_findings,
     sft_findings,
-    watched,
 )
 
 LEARNS = {
@@ -34,9 +34,9 @@ def test_nothing_is_said_of_one_that_learns() -> None:
     ("changed", "said"),
     [
         ({"reward__std": [0.0, 0.0, 0.0]}, "every reply had the same reward"),
-        ({"rollout__tied_groups": [1.0, 1.0, 1.0]}, "no group taught anything"),
+        ({"rollout__tied_groups": [1.0, 1.0, 1.0]}, "no advantage was other than 0"),
         ({"rollout__tied_groups": [0.9, 0.95, 1.0]}, "the same reward for 95% of the prompts"),
-        ({"policy__approx_kl": [1e-5, 2e-5, 1e-6]}, "the policy hardly changed: 3e-05 nats a token"),
+        ({"policy__approx_kl": [1e-5, 2e-5, 1e-6]}, "the policy hardly changed: 3e-05 nats per token"),
         ({"rollout__truncated": [1.0, 0.95, 0.9]}, "95% of the replies were cut off"),
     ],
 )
@@ -79,7 +79,7 @@ def test_an_evaluation_says_that_the_policy_pleased_its_reward_alone() -> None:
     assert "learned to please the reward" in finding
     judged = {name: value for name, value in SMOLLM.items() if not name.startswith("gold")}
     [finding] = evaluation_findings({f"evaluate/{name}": [(0, value)] for name, value in judged.items()})
-    assert "to +1.76 while its judge found it no better (win rate 0.49)" in finding
+    assert "to +1.76 while its judge did not find it better (win rate 0.49)" in finding
 
 
 @pytest.mark.parametrize("changed", [{"win_rate": 0.62}, {"reward_after": 0.9}, {"reward_after": float("nan")}])
@@ -96,11 +96,11 @@ def test_what_the_watch_saw_is_said_in_numbers() -> None:
     }
     # Means of the first two and of the last two iterations.
     numbers = [("reward/source/fluency/mean", "-0.5 → 2.5"), ("rollout/distinct_in_reply", "0.9 → 0.3")]
-    assert watched(series) == [("signs of a hacked reward", "none"), *numbers]
+    assert monitored(series) == [("signs of a hacked reward", "none"), *numbers]
     signs = {"hacking/length": [(2, 1.0), (3, 1.0)]}
-    assert watched(series | signs)[0] == ("signs of a hacked reward", "length in 2 iterations")
+    assert monitored(series | signs)[0] == ("signs of a hacked reward", "length in 2 iterations")
     # Nobody looked.
-    assert watched({"reward/mean": [(0, 1.0)]}) == []
+    assert monitored({"reward/mean": [(0, 1.0)]}) == []
 
 
 def test_what_was_too_long_is_said() -> None:
@@ -111,7 +111,7 @@ def test_what_was_too_long_is_said() -> None:
     counts = {"pairs": 9700.0, "dropped_prompt_too_long": 240.0, "dropped_reply_too_long": 60.0}
     assert sft_findings(series("sft", **limits, **counts)) == [
         "dropped 300 of 10,000 replies: 240 behind more than 1,024 tokens (data.max_prompt_tokens), 60 of more than "
-        "512 (sft.max_response_tokens); dropped.jsonl in its checkpoint lists them"
+        "512 (sft.max_response_tokens); listed in dropped.jsonl of the checkpoint"
     ]
     assert not sft_findings(
         series("sft", pairs=10.0, **limits, dropped_prompt_too_long=0.0, dropped_reply_too_long=0.0)
@@ -119,8 +119,7 @@ def test_what_was_too_long_is_said() -> None:
     asked = series("prompts", too_long=3.0, different=40.0, max_tokens=342.0)
     for findings_of in (policy_findings, evaluation_findings):
         assert findings_of(asked) == [
-            "asks no prompt of more than 342 tokens (data.max_prompt_tokens): 3 rows are left out, 40 different "
-            "prompts stay"
+            "left out 3 rows with prompts of more than 342 tokens (data.max_prompt_tokens); 40 distinct prompts remain"
         ]
     assert preferences_findings(series("preferences", pairs=8.0, dropped_same_or_empty=2.0)) == [
         "dropped 2 of 10 pairs: 2 with two equal or empty replies"

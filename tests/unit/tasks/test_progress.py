@@ -62,5 +62,5 @@ def test_a_stage_logs_its_start_its_progress_and_what_came_out(
 def test_a_stage_from_the_store_says_so(caplog: pytest.LogCaptureFixture, shown: list[tuple[str, str]]) -> None:
     caplog.set_level(logging.INFO)
     StageProgress("sft", "run").cached()
-    assert [record.getMessage() for record in caplog.records] == ["sft: taken from the store, nothing was computed"]
+    assert [record.getMessage() for record in caplog.records] == ["sft: found in the store, nothing was computed"]
     assert shown == []

@@ -118,11 +118,11 @@ CASES: dict[str, tuple[str, str, Change, str]] = {
     "rollout: log-probabilities are missing": (
         *("generator", "generate"),
         lambda rows: rows | {"rollout_logprobs": rows["rollout_logprobs"][np.array([0, 1, 2])]},
-        CORRUPT + "tokens and log-probabilities do not go together",
+        CORRUPT + "tokens and log-probabilities differ in number",
     ),
     "rollout: other tokens": (
         *("generator", "generate", replies(lambda ids: [np.roll(i, 1) for i in ids])),
-        "generator and trainer disagree by",
+        "generator and trainer differ by",
     ),
     "policy's scores: NaN": ("policy", "score", setting("logprobs", NAN), r"old_logprobs of 1 of 4 rows \(.* row 3\)"),
     "policy's scores: inf": ("policy", "score", setting("logprobs", INF), r"old_logprobs of 1 of 4 rows"),
@@ -298,12 +298,12 @@ def test_stages_of_preferences_refuse_too(root: Path, kind: str, monkeypatch: py
     assert all(math.isfinite(value) for point in recorder.points for value in point.values())
     wrong.add(3)
     refused = preference_loop.World()
-    with pytest.raises(NonFiniteError, match=r"optimizer step 2: 'policy' did not take it, since loss is nan"):
+    with pytest.raises(NonFiniteError, match=r"optimizer step 2: 'policy' skipped it, because loss is nan"):
         preference_loop.attempt(body, given, config, root / "refused", refused)
     assert not any("saves" in call for call in refused.calls)
 
 
 def test_a_step_that_is_finite_is_taken() -> None:
     skipped = SkippedSteps()
-    assert skipped.took(None, "policy", 0, StepStatistics(SFTSums(nll=1.0), grad_norm=0.0))  # type: ignore[arg-type]
+    assert skipped.check_step(None, "policy", 0, StepStatistics(SFTSums(nll=1.0), grad_norm=0.0))  # type: ignore[arg-type]
     assert skipped.count == 0

@@ -127,6 +127,6 @@ def test_after_a_crash_the_version_of_before_it_is_found(inputs: SFTInputs, tmp_
 def test_a_dataset_without_such_rows_is_refused_as_the_graph_is_written() -> None:
     with recording():
         base, data = xray.base(model="x"), xray.prepare(source="x.jsonl")
-        with pytest.raises(ConfigError, match=r"^sft: validation: is not allowed: the dataset has no rows for it"):
+        with pytest.raises(ConfigError, match=r"^sft: validation: is not allowed: the dataset has no validation rows"):
             xray.sft(base, data, validation={"every": 5})
         xray.sft(base, xray.prepare(source="x.jsonl", validation_fraction=0.1), validation={"every": 5})

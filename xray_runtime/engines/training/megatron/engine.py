@@ -1,7 +1,7 @@
 """Training engine: Megatron-core's tensor-parallel layers, pipeline schedules and distributed optimizer, for Llamas.
 
 On CPU (gloo) it trains with tensor and data parallelism and torch's AdamW. Megatron's pipeline schedules and its
-distributed optimizer (ZeRO-1) always allocate on CUDA; a run that needs them on CPU is refused before it starts
+distributed optimizer (ZeRO-1) always allocate on CUDA; a run that needs them on CPU fails before it starts
 (`EngineConfig.cuda_only`).
 
 Losses and gradients are sums, as in `zero`.

@@ -35,7 +35,9 @@ def check_llama(module: HeadedLM, engine: EngineConfig, device: torch.device) ->
         raise ValueError(f"{refused} with base.trainable_layers: it trains whole models")
     plain = config.model_type == "llama" and not config.attention_bias and not config.mlp_bias
     if not plain or config.hidden_act != "silu":
-        raise ValueError(f"{refused} for this {type(module.lm).__name__}: it takes Llamas without biases, with SiLU")
+        raise ValueError(
+            f"{refused} for this {type(module.lm).__name__}: it supports only Llamas without biases, with SiLU"
+        )
     if module.lm.model.rotary_emb.rope_type not in PLAIN_ROPE:
         raise ValueError(f"{refused} with the model's rotary embedding: it must be one of {', '.join(PLAIN_ROPE)}")
     tensor, stages = engine.tensor_parallel, engine.pipeline_parallel
@@ -51,7 +53,7 @@ def check_llama(module: HeadedLM, engine: EngineConfig, device: torch.device) ->
             f"{config.num_hidden_layers} layers"
         )
     if engine.cuda_only and device.type == "cpu":
-        raise ValueError(f"engine.{engine.cuda_only} is not allowed on CPU: Megatron-core runs it on CUDA alone")
+        raise ValueError(f"engine.{engine.cuda_only} is not allowed on CPU: Megatron-core supports it only on CUDA")
 
 
 @dataclass(frozen=True)
