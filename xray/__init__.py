@@ -11,8 +11,8 @@
         xray.register(policy, result)
 
 Every stage kind is a callable here under its name (`xray.sft`), users' own too. Names are looked up when they are
-used, so that `import xray` costs nothing. `xray.data`, `xray.environments` and `xray.rewards` hold what code of your
-own needs beside the kinds. Type checkers read `__init__.pyi`, which `make stubs` writes.
+used, so that `import xray` costs nothing. `xray.algorithms`, `xray.data`, `xray.environments` and `xray.rewards` hold
+what code of your own needs beside the kinds. Type checkers read `__init__.pyi`, which `make stubs` writes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _WHERE = {
 _MODULES = {name: module for module, names in _WHERE.items() for name in names}
 
 
-_SUBMODULES = ("data", "environments", "rewards")
+_SUBMODULES = ("algorithms", "data", "environments", "rewards")
 
 
 def __getattr__(name: str) -> Any:
