@@ -41,7 +41,7 @@ from typing import Any, Literal, Required, TypeAlias, TypedDict, TypeVar, overlo
 from prefect.futures import PrefectFuture
 from prefect.task_runners import TaskRunner
 
-from xray import data as data, environments as environments, rewards as rewards
+from xray import algorithms as algorithms, data as data, environments as environments, rewards as rewards
 '''
 REWARD = """
 _C = TypeVar("_C")

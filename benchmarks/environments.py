@@ -22,9 +22,10 @@ from typing import Any
 from prefect import flow
 
 import xray
+from benchmarks import calculator
 from benchmarks.legs import items, legs
 from benchmarks.machine import line, machine, table
-from examples import calculator, guess_number
+from examples import guess_number
 
 EPISODES, SAMPLES = 128, 8
 ALL = 10_000

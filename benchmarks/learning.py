@@ -2,7 +2,7 @@
 
     python -m benchmarks.learning [--seeds 3] [--methods grpo dpo …]
 
-The task is that of `examples/math_grpo.py`: the largest of four digits, from demonstrations that are right half of the
+The task is that of lesson 5 of `examples/`: the largest of four digits, from demonstrations that are right half of the
 time. Of each seed all methods start from the same SFT model. `shuffled` is a control: GRPO with rewards that belong to
 other replies must gain nothing.
 """
@@ -10,6 +10,7 @@ other replies must gain nothing.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import random
 from collections.abc import Callable
@@ -20,11 +21,16 @@ from prefect import flow
 
 import xray
 from benchmarks.machine import line, machine, table
-from examples.math_grpo import correct, half_right, write_problems
 
 PROMPTS, SAMPLES, MAX_NEW_TOKENS = 32, 8, 4
 ITERATIONS, PAIRS = 30, 600
 CONTROL = "shuffled"
+LESSON = importlib.import_module("examples.lessons.05_grpo_with_a_verifier")
+
+
+def correct(prompts: list[str], replies: list[str]) -> list[float]:
+    """1 for the right reply, 0 for any other."""
+    return [float(reply.strip() == max(prompt.split())) for prompt, reply in zip(prompts, replies, strict=True)]
 
 
 def shuffled(prompts: list[str], replies: list[str]) -> list[float]:
@@ -112,11 +118,11 @@ METHODS: dict[str, Train] = {
 def learning(output: Path, seeds: int, methods: list[str]) -> dict[str, list[dict[str, Any]]]:
     """Method → the evaluation of each seed."""
     problems = output / "problems.jsonl"
-    write_problems(problems)
+    LESSON.write_problems(problems)
     found: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
     for seed in range(seeds):
         with xray.workspace(output, project="learning", seed=seed):
-            data, sft = half_right(problems)
+            data, sft = LESSON.half_right(problems)
             for method in methods:
                 name = method.replace("+", "p").replace("_", "-")
                 judged = xray.evaluate(

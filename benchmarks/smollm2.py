@@ -2,7 +2,7 @@
 
     python -m benchmarks.smollm2 [--seeds 0 1 2] [--methods ppo grpo]
 
-`ppo`: `configs/smollm2.yaml`, a reward model of noisy pairs. `grpo`: `examples/smollm2_grpo.py`, a function. Each is
+`ppo`: `configs/smollm2.yaml`, a reward model of noisy pairs. `grpo`: lesson 7 of `examples/`, a function. Each is
 run whole, as a user runs it, into a directory of its own; what is held out is asked before and after. Then, what
 bfloat16 gives a pass here.
 """
@@ -21,7 +21,7 @@ from benchmarks.machine import line, machine, ratio, spread, table, times
 
 ROWS, TOKENS, THREADS = 32, 64, 2
 
-TARGETS = {"ppo": "configs/smollm2.yaml", "grpo": "examples.smollm2_grpo:smollm2_grpo"}
+TARGETS = {"ppo": "configs/smollm2.yaml", "grpo": "examples.lessons.07_plan_for_gpus:plan_for_gpus"}
 
 
 def lifecycle(method: str, seed: int, output: Path) -> dict[str, Any]:

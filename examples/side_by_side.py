@@ -28,7 +28,8 @@ def side_by_side(
         sft = xray.sft(base, data=chats, steps=steps)
 
         pairs = xray.preferences(data=chats, source="ratings", num_pairs=200)
-        mine, theirs = (xray.split_preferences(pairs, part=part, name=part) for part in ("training", "heldout"))
+        mine = xray.split_preferences(pairs, part="training", name="training")
+        theirs = xray.split_preferences(pairs, part="heldout", name="heldout")
         reward = xray.reward_model(sft, mine, epochs=1, name="reward")
         judge = xray.reward_model(sft, theirs, epochs=1, name="judge")
         policy = xray.ppo(

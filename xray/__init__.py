@@ -11,8 +11,8 @@
         xray.register(policy, result)
 
 Every stage kind is a callable under its name (`xray.sft`), including users' own kinds. Names are imported on first use,
-so that `import xray` is fast. `xray.data`, `xray.environments` and `xray.rewards` contain types and functions for your
-own code. Type checkers read `__init__.pyi`, which `make stubs` writes.
+so that `import xray` is fast. `xray.algorithms`, `xray.data`, `xray.environments` and `xray.rewards` contain types and
+functions for your own code. Type checkers read `__init__.pyi`, which `make stubs` writes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _WHERE = {
 _MODULES = {name: module for module, names in _WHERE.items() for name in names}
 
 
-_SUBMODULES = ("data", "environments", "rewards")
+_SUBMODULES = ("algorithms", "data", "environments", "rewards")
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Required, TypeAlias, TypedDict, TypeVar, overlo
 from prefect.futures import PrefectFuture
 from prefect.task_runners import TaskRunner
 
-from xray import data as data, environments as environments, rewards as rewards
+from xray import algorithms as algorithms, data as data, environments as environments, rewards as rewards
 from xray_runtime.algorithms.checking import check_advantages as check_advantages, check_loss as check_loss
 from xray_runtime.algorithms.estimators import AdvantageInputs as AdvantageInputs
 from xray_runtime.algorithms.losses import PolicyLossInputs as PolicyLossInputs, TokenLoss as TokenLoss

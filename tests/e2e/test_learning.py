@@ -6,11 +6,13 @@ from pathlib import Path
 
 from tests.e2e.conftest import xray
 
+LESSON = "examples.lessons.05_grpo_with_a_verifier:grpo_with_a_verifier"
+
 
 def test_grpo_learns_a_verifiable_task(tmp_path: Path) -> None:
     """Demonstrations are right half of the time; 12 iterations of 256 replies take the accuracy to some 0.8."""
     output = str(tmp_path / "run")
-    run = xray("run", "examples.math_grpo:math_grpo", "--set", "iterations=12", "--output", output, "--json")
+    run = xray("run", LESSON, "--set", "iterations=12", "--output", output, "--json")
     evaluation = run.lifecycle["evaluation"]
     assert 0.35 < evaluation["reward_before"] < 0.6
     # Half of what it gains, by the interval's lower end; a policy that does not move has its interval around 0.

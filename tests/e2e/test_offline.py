@@ -30,15 +30,15 @@ GRPO = [
 @pytest.mark.parametrize(
     ("example", "kinds"),
     [
-        ("online_dpo", ("preferences", "dpo")),
-        ("rejection_sampling", ("best_of_n", "sft")),
+        ("examples.online_dpo:online_dpo", ("preferences", "dpo")),
+        ("examples.lessons.03_own_reward:own_reward", ("best_of_n", "sft")),
     ],
 )
 def test_each_round_learns_from_what_the_one_before_samples(
     example: str, kinds: tuple[str, str], tmp_path: Path
 ) -> None:
     output = tmp_path / "run"
-    run = ("run", f"examples.{example}:{example}", "--output", str(output), "--json")
+    run = ("run", example, "--output", str(output), "--json")
     outcome = xray(*run)
     assert outcome.code == 0, outcome.err
     stages = {stage["name"]: stage for stage in outcome.lifecycle["stages"]}
@@ -46,7 +46,7 @@ def test_each_round_learns_from_what_the_one_before_samples(
     evaluation = outcome.lifecycle["evaluation"]
     # A third of the replies more pass than did; it was three quarters on the machine this was written on.
     assert evaluation["reward_delta_ci95"][0] > 0.3
-    assert outcome.lifecycle["registered"]["name"] == f"{example.replace('_', '-')}-policy"
+    assert outcome.lifecycle["registered"]["name"] == f"{example.partition(':')[2].replace('_', '-')}-policy"
     assert xray("audit", "--all", "--output", str(output)).code == 0
     last = list(stages)[-2]
     drawn = xray("lineage", last, "--output", str(output))

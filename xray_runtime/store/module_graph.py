@@ -14,7 +14,7 @@ from typing import NamedTuple
 from xray_runtime.store.libraries import top_of, version_of
 from xray_runtime.store.syntax import DECLARATION, CodeDigestError, Import, Syntax, read_syntax
 
-PUBLIC = ("xray.data", "xray.environments", "xray.rewards")
+PUBLIC = ("xray.algorithms", "xray.data", "xray.environments", "xray.rewards")
 """Modules that pass names on and compute nothing: what they import is followed, though `xray` above them is not."""
 
 

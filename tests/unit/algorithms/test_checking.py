@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from examples.max_rl import max_rl
 from xray_runtime.algorithms.checking import check_advantages, check_loss
 from xray_runtime.algorithms.estimators import ESTIMATORS, AdvantageInputs, estimate
 from xray_runtime.algorithms.losses import POLICY_LOSSES, PolicyLossInputs, TokenLoss, policy_loss
+
+max_rl = importlib.import_module("examples.lessons.04_own_algorithm").max_rl
 
 
 def rollout(scores: list[float], groups: list[int], lengths: list[int]) -> AdvantageInputs:

@@ -170,4 +170,6 @@ def test_the_site_shows_every_column() -> None:
 def test_the_docs_stay_short() -> None:
     assert words(README) <= 1000
     # The third edition does more: own data, model families, suspension, the limits of its sandbox and audits.
-    assert sum(words(page) for page in PAGES if page.name not in MEASURED) <= 12_000
+    assert sum(words(page) for page in PAGES if page.name not in {*MEASURED, "troubleshooting.md"}) <= 12_000
+    # New, and none of it stands elsewhere.
+    assert words(ROOT / "docs" / "troubleshooting.md") <= 450

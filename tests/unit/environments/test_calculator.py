@@ -1,4 +1,4 @@
-"""The calculator of the examples: its demonstrations, played in its environment."""
+"""The calculator of the benchmarks: its demonstrations, played in its environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from examples.calculator import CONVERSATIONS, calculate, environment, write_questions
+from benchmarks.calculator import CONVERSATIONS, calculate, environment, write_questions
 
 
 def played(question: dict[str, Any], conversation: dict[str, Any]) -> float:

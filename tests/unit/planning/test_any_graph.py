@@ -115,9 +115,9 @@ GRAPHS: dict[str, tuple[str, dict[str, set[str]], dict[str, Any], str]] = {
         "dpo-2",
     ),
     "tools": (
-        "examples.calculator:calculator",
-        {"sft": {"policy"}, "ppo": PPO, "benchmark": {"generator"}},
-        {"method": {"choices": ["grpo", "rloo"]}, "ppo.lr": {"low": 1e-5, "high": 1e-3, "log": True}},
+        "examples.lessons.06_tools:tools",
+        {"sft": {"policy"}, "ppo": PPO, "before": {"generator"}, "after": {"generator"}},
+        {"iterations": {"choices": [10, 20]}, "ppo.lr": {"low": 1e-5, "high": 1e-3, "log": True}},
         "ppo",
     ),
     "own kind": (
@@ -127,7 +127,7 @@ GRAPHS: dict[str, tuple[str, dict[str, set[str]], dict[str, Any], str]] = {
         "distill",
     ),
     "rejection sampling": (
-        "examples.rejection_sampling:rejection_sampling",
+        "examples.lessons.03_own_reward:own_reward",
         {
             "sft": {"policy"},
             "best-1": {"generator"},
@@ -140,7 +140,7 @@ GRAPHS: dict[str, tuple[str, dict[str, set[str]], dict[str, Any], str]] = {
         "sft-1",
     ),
     "own advantage": (
-        "examples.max_rl:max_rl_lifecycle",
+        "examples.lessons.04_own_algorithm:own_algorithm",
         {"sft": {"policy"}, "ppo": PPO, "evaluate": JUDGED},
         {"ppo.kl.coef": {"low": 0.0, "high": 0.1}, "iterations": {"low": 2, "high": 10}},
         "ppo",

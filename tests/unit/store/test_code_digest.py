@@ -294,3 +294,7 @@ def test_what_xray_passes_on_is_followed_to_its_code(
     assert "xray_runtime.data.pairs" in reached
     assert not {"xray", "xray.data", "xray_runtime.environments.http"} & set(reached)
     assert set(module_digests(["other"], ["other", "xray_runtime"])) == {"other"}
+    (tmp_path / "method.py").write_text("from xray.algorithms import group_advantages\n")
+    reached = module_digests(["method"], ["method", "xray_runtime"])
+    assert "xray_runtime.algorithms.groups" in reached
+    assert "xray_runtime.data.pairs" not in reached

@@ -1,10 +1,7 @@
-"""Tools by GRPO: the policy calls a Python function, reads what it returns, and says it.
+"""A tool for `benchmarks.environments`: the policy calls a calculator, reads what it returns, and says it.
 
-The demonstrations go wrong half of the time, in the call or in what they say of it. So does what SFT learns from them;
-the reward does the rest. Minutes on two cores:
-
-    xray run examples.calculator:calculator
-    xray rollouts ppo --output runs/calculator --iteration 0
+The demonstrations go wrong half of the time, in the call or in what they say of it. So does what SFT learns from them.
+The same with a smaller tool is lesson 6 of `examples/`.
 """
 
 from __future__ import annotations
@@ -16,8 +13,6 @@ import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-from prefect import flow
 
 import xray
 from xray.environments import from_tools, tool_schema
@@ -93,24 +88,3 @@ def start(directory: Path) -> tuple[xray.Handle, xray.Handle]:
 
 
 PLAYED: dict[str, Any] = {"environment": {"path": environment, "max_turns": 3, "max_tokens": 96}, "max_new_tokens": 40}
-
-
-@flow(task_runner=xray.task_runner(), persist_result=False)
-def calculator(
-    output: str = "runs/calculator", seed: int = 0, method: xray.Method = "grpo", iterations: int = 30
-) -> None:
-    """From calls that are right half of the time to calls that are right."""
-    with xray.workspace(output, project="calculator", seed=seed):
-        questions, sft = start(Path(output).absolute())
-        samples = 8 if method != "ppo" else 1
-        policy = xray.ppo(
-            sft,
-            prompts=questions,
-            method=method,
-            iterations=iterations,
-            prompts_per_iteration=128 // samples,
-            samples_per_prompt=samples,
-            epochs=1,
-            **PLAYED,
-        )
-        xray.benchmark(policy, prompts=questions, suite="environment", **PLAYED)
