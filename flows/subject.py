@@ -34,7 +34,7 @@ class Subject(BaseModel):
     parameters: dict[str, Any] = {}
     """Of the flow."""
     fields: dict[str, Any] = {}
-    """`STAGE.FIELD` → value, in place of what the flow says."""
+    """`STAGE.FIELD` or `runtime.FIELD` → value, in place of what the flow says."""
 
     @property
     def name(self) -> str:
@@ -69,8 +69,8 @@ class Subject(BaseModel):
                 fields[path] = value
             else:
                 raise ConfigError(
-                    f"{what}{path}: is not allowed: must be STAGE.FIELD, or a parameter of the flow, which has "
-                    f"{', '.join(known) or 'none'}"
+                    f"{what}{path}: is not allowed: must be STAGE.FIELD, runtime.FIELD, or a parameter of the "
+                    f"flow, which has {', '.join(known) or 'none'}"
                 )
         return self.model_copy(update={"parameters": parameters, "fields": fields})
 
@@ -108,7 +108,7 @@ class Subject(BaseModel):
                 waits_for = error.stage
         stages = [name for _, graph in graphs for name in graph.calls]
         for path in self.fields if waits_for is None else ():
-            if not any(path.startswith(f"{name}.") for name in stages):
+            if not any(path.startswith(f"{name}.") for name in (*stages, "runtime")):
                 raise ConfigError(f"{path}: is no field of a stage; the stages are {', '.join(stages) or 'none'}")
         return graphs, waits_for
 

@@ -30,7 +30,7 @@ class Planning:
     """Workspaces that are opened meanwhile only record their graphs."""
 
     fields: Mapping[str, Any]
-    """`STAGE.FIELD` → value, for these graphs."""
+    """`STAGE.FIELD` or `runtime.FIELD` → value, for these graphs."""
     graphs: list[tuple[Path, Graph]] = field(default_factory=list)
     """The graphs with their output directories."""
 

@@ -322,6 +322,15 @@ def test_what_auto_chooses_cannot_be_written_too(tmp_path: Path) -> None:
         written.recorded()
 
 
+def test_the_runtime_of_a_flow_is_set_from_outside(tmp_path: Path) -> None:
+    said = subject("SFT alone", tmp_path, runtime={"threads": 3})
+    chosen = said.with_values({"runtime.parallel": "auto", "runtime.snapshot_every": 2}).recorded()
+    assert (chosen.runtime.parallel, chosen.runtime.snapshot_every, chosen.runtime.threads) == ("auto", 2, 3)
+    assert {call.runtime.parallel for call in chosen.calls.values()} == {"auto"}
+    with pytest.raises(ConfigError, match=r"^runtime\.thread: unknown field \(did you mean threads\?\)"):
+        said.with_values({"runtime.thread": 2}).recorded()
+
+
 def only(graph: Graph, **changes: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         plan(graph, ONE, Changes(**changes))
@@ -359,7 +368,7 @@ def test_what_cannot_be_planned_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"stepz": {"low": 1, "high": 2}}, "fields.stepz: is not allowed: must be STAGE.FIELD, or a parameter of the"),
+        ({"stepz": {"low": 1, "high": 2}}, "fields.stepz: is not allowed: must be STAGE.FIELD, runtime.FIELD, or a"),
         ({"sft.stepz": {"low": 1, "high": 2}}, "sft.stepz: unknown field (did you mean steps?)"),
         ({"stf.lr": {"low": 1, "high": 2}}, "stf.lr: is no field of a stage; the stages are prepare, fresh_base, sft"),
         ({"sft.lr": {"low": -1, "high": 2}}, "sft.lr: -1 is not allowed: must be greater than 0"),
