@@ -194,6 +194,17 @@ def add_working_directory() -> None:
         sys.path.insert(0, here)
 
 
+def import_modules(names: Sequence[str]) -> None:
+    """Import modules that a command line names, such as those that register stage kinds. Raises ConfigError."""
+    add_working_directory()
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(f"--import: {name!r} cannot be imported ({reason})") from error
+
+
 def load_flow(name: str) -> Any:
     """The flow `module:flow`. Raises ConfigError."""
     module, colon, attribute = name.partition(":")

@@ -194,9 +194,10 @@ def _used(row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where two shards of an iteration are not the same."""
+    """The first place where what was published and what is computed again are not the same."""
 
-    iteration: int
+    iteration: int | None
+    """None: of the checkpoint as a whole."""
     row: int | None
     """None: the shards as a whole differ."""
     column: str
@@ -204,6 +205,8 @@ class Difference:
     recomputed: str
 
     def __str__(self) -> str:
+        if self.iteration is None:
+            return f"{self.column}: {self.recorded} in the checkpoint, {self.recomputed} computed again"
         place = f"iteration {self.iteration}" + (f", row {self.row}" if self.row is not None else "")
         return f"{place}, {self.column}: {self.recorded} in the ledger, {self.recomputed} computed again"
 
