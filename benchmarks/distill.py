@@ -18,7 +18,7 @@ from xray_runtime.config.sft import SFTConfig
 class DistillConfig(SFTConfig):
     """That of `sft`, with the teacher's layout."""
 
-    teacher: xray.FrozenConfig = xray.FrozenConfig()
+    frozen: xray.FrozenConfig = xray.FrozenConfig()
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,7 @@ class DistillInputs:
 def distill_models(config: DistillConfig) -> dict[str, xray.ModelRole]:
     return {
         "student": xray.trained(config, "student", batch_size=config.batch_size, data="data", reply_tokens=64),
-        "teacher": xray.ModelRole(
-            use="frozen", layout=config.teacher, field="teacher", shape="teacher", data="data", reply_tokens=64
-        ),
+        "teacher": xray.frozen(config.frozen, "teacher", data="data", reply_tokens=64),
     }
 
 
@@ -59,7 +57,7 @@ def distill(stage: xray.Stage[DistillConfig, DistillInputs], out: Path, recorder
     cursor = Cursor(len(rows), derive_seed(stage.seed, stage.name, "order"))
     specs = {
         "student": ModelSpec(student, SFTObjective(), training=config),
-        "teacher": ModelSpec(stage.inputs.teacher.path, SFTObjective(), frozen=config.teacher),
+        "teacher": ModelSpec(stage.inputs.teacher.path, SFTObjective(), frozen=config.frozen),
     }
     with stage.open_models(specs) as models:
         state = Resumable(recorder, {"student": models["student"]}, cursor=cursor)

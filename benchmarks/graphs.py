@@ -1,4 +1,4 @@
-"""Eight graphs that `any_graph` runs and `tests/unit/planning/test_any_graph.py` plans: five examples, and three here."""
+"""Eight graphs that `any_graph` runs and a unit test plans: five examples, and three here."""
 
 from __future__ import annotations
 

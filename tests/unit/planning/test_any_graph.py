@@ -192,7 +192,7 @@ def test_layouts_go_where_a_kind_says(tmp_path: Path) -> None:
         distill(xray.fresh_base(chats, **SIZES), large, chats)
     machine = Machine(num_devices=8, memory_bytes=24 * GIB)
     chosen, text = choose_layouts(graph.calls["distill"], machine)
-    teacher, engine = chosen.config.teacher, chosen.config.engine
+    teacher, engine = chosen.config.frozen, chosen.config.engine
     assert isinstance(engine, EngineConfig)
     assert teacher.tensor_parallel == teacher.num_workhorses == 2
     assert (engine.tensor_parallel, engine.zero) == (1, 0)
@@ -285,7 +285,7 @@ def test_what_cannot_be_planned_is_one_line(tmp_path: Path) -> None:
         DistillInputs,
         Model,
         "benchmarks.distill:distill",
-        models=lambda config: {"judge": ModelRole(use="frozen", layout=config.teacher, field="teacher", shape=None)},
+        models=lambda config: {"judge": ModelRole(use="frozen", layout=config.frozen, field="frozen", shape=None)},
     )
     with recording() as graph:
         chats = xray.prepare(source="chitchat")
