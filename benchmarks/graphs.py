@@ -89,7 +89,7 @@ GRAPHS: dict[str, GraphCase] = {
         "ppo",
         {"method": {"choices": ["grpo", "rloo"]}, "ppo.lr": LR},
         "reward/mean",
-        small={"iterations": 3, "sft.steps": 30, "ppo.prompts_per_iteration": 2, "benchmark.num_prompts": 8},
+        small={"iterations": 3, "sft.steps": 30, "ppo.prompts_per_iteration": 4, "benchmark.num_prompts": 8},
     ),
     "own kind": GraphCase(
         "benchmarks.graphs:distillation",
