@@ -122,11 +122,12 @@ class Commands:
         return ["run", self.case.flow, *self._settings(), "--output", str(output)]
 
     def _is_at_work(self, output: Path) -> bool:
-        """Whether the main stage has done a step, or, where it has none, holds its models."""
-        steps = list(output.glob(f"records/{self.case.until}-*/metrics.jsonl"))
-        return any(path.stat().st_size for path in steps) or (
-            self.case.until == "evaluate" and any(output.glob("logs/evaluate/*"))
-        )
+        """Whether the main stage has done two steps, or, where it has none, holds its models."""
+        if self.case.until == "evaluate":
+            return any(output.glob("logs/evaluate/*"))
+        files = output.glob(f"records/{self.case.until}-*/metrics.jsonl")
+        # The last line may be half written.
+        return any('"step": 1,' in path.read_text().rpartition("\n")[0] for path in files)
 
     def _xray(self, *arguments: str, both: bool = False) -> str:
         """Run the command; returns what it printed, with `both` also to stderr. Raises CellError if it fails."""

@@ -62,7 +62,7 @@ class GraphCase:
 
 
 LR = {"low": 1e-5, "high": 1e-3, "log": True}
-FEW_CHATS = {"prepare.max_conversations": 200}
+FEW_CHATS = {"prepare.max_conversations": 200, "prepare.context_messages": 1}
 FEW_REPLIES = {"ppo.prompts_per_iteration": 8, "ppo.max_new_tokens": 8}
 FEW_JUDGED = {"evaluate.num_prompts": 8, "evaluate.max_new_tokens": 8}
 GRAPHS: dict[str, GraphCase] = {
@@ -121,7 +121,7 @@ GRAPHS: dict[str, GraphCase] = {
         {"sft.lr": {"low": 1e-4, "high": 1e-2}},
         "sft/heldout_loss",
         "min",
-        small={"steps": 30} | FEW_CHATS,
+        small={"steps": 60} | FEW_CHATS,
     ),
     "evaluate alone": GraphCase(
         "benchmarks.graphs:evaluate_alone",
