@@ -34,7 +34,7 @@ class Subject(BaseModel):
     parameters: dict[str, Any] = {}
     """The flow's parameters."""
     fields: dict[str, Any] = {}
-    """`STAGE.FIELD` → value; overrides the flow."""
+    """`STAGE.FIELD` or `runtime.FIELD` → value; overrides the flow."""
 
     @property
     def name(self) -> str:
@@ -69,7 +69,7 @@ class Subject(BaseModel):
                 fields[path] = value
             else:
                 raise ConfigError(
-                    f"{what}{path}: is not allowed: must be STAGE.FIELD, or one of the flow's parameters: "
+                    f"{what}{path}: is not allowed: must be STAGE.FIELD, runtime.FIELD, or one of the flow's parameters: "
                     f"{', '.join(known) or 'it has none'}"
                 )
         return self.model_copy(update={"parameters": parameters, "fields": fields})
@@ -108,7 +108,7 @@ class Subject(BaseModel):
                 waits_for = error.stage
         stages = [name for _, graph in graphs for name in graph.calls]
         for path in self.fields if waits_for is None else ():
-            if not any(path.startswith(f"{name}.") for name in stages):
+            if not any(path.startswith(f"{name}.") for name in (*stages, "runtime")):
                 raise ConfigError(f"{path}: is not a field of a stage; the stages are {', '.join(stages) or 'none'}")
         return graphs, waits_for
 
@@ -192,6 +192,17 @@ def add_working_directory() -> None:
     """Add the working directory to the module path, for users' flows, functions and environments."""
     if (directory := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, directory)
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Import modules that a command line names, such as those that register stage kinds. Raises ConfigError."""
+    add_working_directory()
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(f"--import: {name!r} cannot be imported ({reason})") from error
 
 
 def load_flow(name: str) -> Any:

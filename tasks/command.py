@@ -23,7 +23,7 @@ class Command:
     on_open: Callable[[Workspace], None] | None = None
     """Called with every workspace that opens, to show progress."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """`STAGE.FIELD` → value; overrides the flow."""
+    """`STAGE.FIELD` or `runtime.FIELD` → value; overrides the flow."""
     place: Path | None = None
     tags: Mapping[str, str] | None = None
     tracking_uri: str | None = None

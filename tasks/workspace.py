@@ -110,7 +110,7 @@ class Workspace(Graph):
             self.output,
             project=project,
             seed=seed,
-            storage=runtime.storage,
+            storage=self.runtime.storage,
             record=record,
             gates=gates,
             terms={

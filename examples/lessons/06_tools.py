@@ -33,7 +33,7 @@ def calculate(equation: str) -> int:
 
 
 def environment() -> Any:
-    """Of one episode: 1 where the last reply is the number alone."""
+    """An episode's environment; the reward is 1 if the last reply is the number alone."""
     return from_tools([calculate], lambda task, reply: float(reply.strip() == task["answer"]))()
 
 
@@ -45,7 +45,7 @@ def write_rows(questions: Path, conversations: Path) -> None:
         user = {"role": "user", "content": equation}
         call = {"type": "function", "function": {"name": "calculate", "arguments": {"equation": equation}}}
         result = str(calculate(equation))
-        row = {"conversation_id": equation}  # By its name a question is held out of both files, or of neither.
+        row = {"conversation_id": equation}  # A question is held out of both files or of neither: the id decides.
         asked += json.dumps(row | {"prompt": [user], "completion": "?", "answer": result}) + "\n"
         for answer in (result, str(draw.randrange(90))):
             messages = [

@@ -32,7 +32,7 @@ class Job(BaseModel):
     """A user's own flow, as `module:flow`."""
     parameters: dict[str, Any] = {}
     fields: dict[str, Any] = {}
-    """`STAGE.FIELD` → value, which overrides the flow's."""
+    """`STAGE.FIELD` or `runtime.FIELD` → value; overrides the flow."""
     replace_output: bool = False
     """Whether the workspace of the flow uses `output` instead of its own directory."""
     until: str | None = None

@@ -1,4 +1,4 @@
-"""`xray rollouts` and `xray replay`: the rollouts of a policy, and whether its training is reproducible."""
+"""`xray rollouts` and `xray replay`: the rollouts of a policy, and whether a stage is reproducible."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xray.cli.errors import root_cause_only
 from xray.cli.job import FAILED
 from xray.cli.lineage import AsJson, Output, Ref, Tracking
 from xray.deployments.local_ray import running_ray
-from xray.flows.subject import add_working_directory
+from xray.flows.subject import import_modules
 from xray_runtime.processes import kill_tagged, start_reaper
 from xray_runtime.terminal import print_indented
 
@@ -87,20 +87,27 @@ def _number(value: float | str) -> str:
 
 def replay(
     ref: Ref,
-    iteration: Annotated[int, typer.Option(min=0, help="Last iteration to recompute, counted from 0.")],
+    iteration: Annotated[
+        int | None,
+        typer.Option(min=0, help="Last iteration of PPO to recompute, counted from 0. Default: the whole stage."),
+    ] = None,
+    modules: Annotated[
+        list[str] | None,
+        typer.Option("--import", metavar="MODULE", help="Module that registers a stage kind of your own; repeatable."),
+    ] = None,
     output: Output = None,
     tracking_uri: Tracking = None,
     as_json: AsJson = False,
 ) -> None:
-    """Recompute a policy's training from its inputs, up to an iteration, and compare every byte.
+    """Recompute a stage from its inputs, of PPO up to an iteration, and compare every byte.
 
-    Rollouts are compared with the ledger, weights with the digests in it, and after the last iteration with the
-    checkpoint. Exit codes: 0 the same, 1 different (the first difference is named) or failed, 2 bad input.
+    Rollouts are compared with the ledger, weights with the digests in it, and at the end of the stage every file with
+    the checkpoint's. Exit codes: 0 the same, 1 different (the first difference is named) or failed, 2 bad input.
     """
     from xray_runtime.lineage.reference import resolve
     from xray_runtime.lineage.replay import replayable
 
-    add_working_directory()
+    import_modules(modules or [])
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
     store, node = resolve(ref, output, tracking_uri)
     stage = replayable(node, store.graph, iteration)
@@ -131,7 +138,7 @@ def _changes(stage: Replayable, scratch: Path) -> list[str]:
     return differences(stage.node.manifest.identity, now)
 
 
-def _run(stage: Replayable, iteration: int, scratch: Path, console: Console) -> Replay:
+def _run(stage: Replayable, iteration: int | None, scratch: Path, console: Console) -> Replay:
     from xray_runtime.lineage.replay import replay as run_replay
     from xray_runtime.workers.opening import model_opener
 
@@ -140,8 +147,8 @@ def _run(stage: Replayable, iteration: int, scratch: Path, console: Console) -> 
     # In a run, warnings of libraries go to the stage's log.
     warnings.simplefilter("ignore")
 
-    def show(done: int, total: int, note: str) -> None:
-        console.print(Text(f"iteration {done} of {total} {note}", style="dim"))
+    def show(done: int, total: int, unit: str, note: str) -> None:
+        console.print(Text(f"{done} of {total} {unit} {note}".rstrip(), style="dim"))
 
     with root_cause_only():
         return run_replay(stage, iteration, opener, scratch, show)
@@ -155,8 +162,10 @@ def _summary(result: Replay) -> list[str]:
     )
     if result.difference is None:
         weights = f"; weights {result.weights[:12]}" if result.weights else ""
-        count = f"{len(result.compared)} iterations, to iteration {result.iteration}"
-        return [*notes, f"the same bytes: rollouts of {count}{weights}"]
+        parts = [f"{result.files} files of the checkpoint"] if result.files else []
+        if result.compared:
+            parts.append(f"rollouts of {len(result.compared)} iterations, to iteration {max(result.compared)}")
+        return [*notes, f"the same bytes: {', '.join(parts)}{weights}"]
     lines = [*notes, f"DIFFERENT: {result.difference}"]
     if result.changed_since:
         lines.append("Recomputing gives the published bytes: the file was changed afterwards (see `xray audit`).")

@@ -90,10 +90,10 @@ def _job(target: str, overrides: list[str], output: Path | None) -> tuple[dict[s
     directory = (output or Path("runs") / output_name(target)).absolute()
     config = subject.config
     if config is None:
-        if subject.fields:
-            # Refuse a field that belongs to no stage.
-            subject.recorded_graphs()
-        return subject.job() | {"replace_output": output is not None}, RuntimeConfig(), directory
+        # Refuse a field that belongs to no stage.
+        graphs = subject.recorded_graphs()[0] if subject.fields else []
+        runtime = graphs[0][1].runtime if graphs else RuntimeConfig()
+        return subject.job() | {"replace_output": output is not None}, runtime, directory
     check_before_start(recorded_graph(config))
     return subject.job(), config.runtime, directory
 

@@ -193,9 +193,10 @@ def _used(row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference between two shards of an iteration."""
+    """The first difference between what was published and what is computed again."""
 
-    iteration: int
+    iteration: int | None
+    """None: of the checkpoint as a whole."""
     row: int | None
     """None: the difference is not in one row."""
     column: str
@@ -203,6 +204,8 @@ class Difference:
     recomputed: str
 
     def __str__(self) -> str:
+        if self.iteration is None:
+            return f"{self.column}: {self.recorded} in the checkpoint, {self.recomputed} computed again"
         position = f"iteration {self.iteration}" + (f", row {self.row}" if self.row is not None else "")
         return f"{position}, {self.column}: {self.recorded} in the ledger, {self.recomputed} computed again"
 

@@ -30,7 +30,7 @@ class Planning:
     """Planning mode, in which workspaces only record their graphs."""
 
     fields: Mapping[str, Any]
-    """`STAGE.FIELD` → value, overrides for these graphs."""
+    """`STAGE.FIELD` or `runtime.FIELD` → value; overrides for these graphs."""
     graphs: list[tuple[Path, Graph]] = field(default_factory=list)
     """The graphs with their output directories."""
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from xray_runtime.config.allowed_imports import check_import
 from xray_runtime.config.paths import put
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.validation import CombinationError, ConfigError
+from xray_runtime.config.validation import CombinationError, ConfigError, validate_as
 from xray_runtime.graph.artifacts import Artifact
 from xray_runtime.graph.binding import Binding, article, check_functions, hint
 from xray_runtime.graph.current import CURRENT
@@ -31,6 +31,8 @@ from xray_runtime.planning.auto import check_left_open
 STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 """Stage names are parts of file names."""
 MAX_SEED = 2**31
+RUNTIME = "runtime."
+"""Begins the path of a field of a workspace's runtime, where others begin with a stage."""
 
 
 class OnlyPlannedError(RuntimeError):
@@ -68,10 +70,10 @@ class Graph:
         seed: every random choice derives from it.
         defaults: defaults for fields of any stage whose kind has them: generator, frozen, …
         shorten: give every stage a step or two, for the determinism check.
-        fields: `STAGE.FIELD` → value; overrides the stage's call.
+        fields: `STAGE.FIELD` → value, which overrides the stage's call; `runtime.FIELD` overrides `runtime`.
 
     Raises:
-        ConfigError: the seed is not allowed, or no kind has a field of a default's name.
+        ConfigError: the seed or a field of the runtime is not allowed, or no kind has a field of a default's name.
     """
 
     def __init__(
@@ -86,8 +88,8 @@ class Graph:
         if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < MAX_SEED:
             raise ConfigError(f"seed: {seed!r} is not allowed: must be a whole number from 0 to {MAX_SEED - 1}")
         _check_defaults(defaults or {})
-        self.seed, self.runtime = seed, runtime or RuntimeConfig()
         self.defaults, self.shorten, self.fields = dict(defaults or {}), shorten, dict(fields or {})
+        self.seed, self.runtime = seed, _with_fields(runtime or RuntimeConfig(), self.fields)
         self.calls: dict[str, StageCall] = {}
         self._handles: dict[str, Handle] = {}
 
@@ -209,6 +211,14 @@ def recording(seed: int = 0, runtime: RuntimeConfig | None = None, defaults: Any
     """A graph that only records the stages called in the block."""
     with Graph(seed, runtime, defaults) as graph:
         yield graph
+
+
+def _with_fields(runtime: RuntimeConfig, fields: Mapping[str, Any]) -> RuntimeConfig:
+    """`runtime` with the values of `runtime.FIELD`. Raises ConfigError."""
+    chosen = {path.removeprefix(RUNTIME): value for path, value in fields.items() if path.startswith(RUNTIME)}
+    if not chosen:
+        return runtime
+    return validate_as(RuntimeConfig, runtime.model_dump(exclude_unset=True) | chosen, where="runtime")
 
 
 def _check_defaults(defaults: Mapping[str, Any]) -> None:

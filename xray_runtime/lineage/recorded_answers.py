@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from xray_runtime.graph.inputs import PPOInputs
 
 
-def servers(config: PPOConfig) -> list[int]:
-    """Indices of the reward's terms that are services or judges."""
-    return [n for n, term in enumerate(config.rewards) if term.service is not None or term.judge is not None]
+def servers(config: Any) -> list[int]:
+    """Indices of the reward's terms that are services or judges; none of a stage without a reward."""
+    terms = getattr(config, "rewards", [])
+    return [n for n, term in enumerate(terms) if term.service is not None or term.judge is not None]
 
 
 def restore_answers(

@@ -1,13 +1,14 @@
-"""Replay: the iterations of a published PPO stage computed again, each compared with the ledger.
+"""Replay: a published stage computed again, and every byte compared.
 
-Snapshots are removed when a stage is published, so a replay starts from the stage's inputs, with its body and config,
-and ends after the given iteration. The ledger has a digest of the weights after it, which the next iteration sent to
-its generator; the weights after the last iteration are the checkpoint's.
+Snapshots are removed when a stage is published, so a replay starts from the stage's inputs, with its body and config.
+A PPO stage may end after a given iteration: each is compared with the ledger, which has a digest of the weights after
+it, since the next iteration sent them to its generator. Where a stage runs to its end, the files are compared with the
+checkpoint's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,15 +38,16 @@ if TYPE_CHECKING:
     from xray_runtime.store.identity import Identity
     from xray_runtime.store.snapshots import Snapshot
 
-OnProgress = Callable[[int, int, str], None]
-"""(iterations done, their total, note)."""
+OnProgress = Callable[[int, int, str, str], None]
+"""(done, total, unit, note), as a stage's recorder takes them."""
 
 
 @dataclass
 class Replay:
     """The result of a replay."""
 
-    iteration: int
+    iteration: int | None
+    """The last one that is compared. None: the stage is computed to its end."""
     compared: list[int] = field(default_factory=list)
     """Iterations whose rollouts are equal in every byte."""
     difference: Difference | None = None
@@ -54,12 +56,14 @@ class Replay:
     """Whether the replay equals what was published: then the file was changed later."""
     weights: str | None = None
     """Digest of the trained weights, if they were compared."""
+    files: int = 0
+    """Files of the checkpoint that are equal in every byte, once the stage came to its end."""
     taken: list[str] = field(default_factory=list)
     """Sources of reward that are servers, whose answers may vary: their scores are taken from the ledger."""
 
     @property
     def is_same(self) -> bool:
-        return self.difference is None and self.iteration in self.compared
+        return self.difference is None and (self.files > 0 or self.iteration in self.compared)
 
     def to_json(self) -> dict[str, Any]:
         found = self.difference
@@ -67,6 +71,7 @@ class Replay:
             "same": self.is_same,
             "iteration": self.iteration,
             "compared": self.compared,
+            "files": self.files,
             "weights": self.weights,
             "taken": self.taken,
             "difference": None if found is None else vars(found) | {"changed_since": self.changed_since},
@@ -97,29 +102,39 @@ class Replayable:
         return found[0]
 
 
-def replayable(node: Node, graph: Graph, iteration: int) -> Replayable:
-    """The stage of a checkpoint, ready to replay up to `iteration`.
+def replayable(node: Node, graph: Graph, iteration: int | None) -> Replayable:
+    """The stage of a checkpoint, ready to replay up to `iteration`, or to its end.
 
     Raises:
-        ConfigError: it has no ledger, or none of that iteration; a parent is missing or damaged; a function cannot be
-            imported; or its rewards come from servers, and the ledger lacks some of the replies they scored.
+        ConfigError: it has no ledger of that iteration; its kind is unknown; it reads what is not in the store; a
+            parent is missing or damaged; a function cannot be imported; or its rewards come from servers, and no ledger
+            has all replies they scored.
     """
     manifest, kind = node.manifest, node.kind
-    kept = require_ledger(node)
-    require_iteration(iteration, kept)
+    kept = iterations(node.directory / LEDGER) if iteration is None else require_ledger(node)
+    if iteration is not None:
+        require_iteration(iteration, kept)
     if kind is None:
-        raise ConfigError(f"REF: {node.name} is not allowed: its stage kind {manifest.kind!r} is unknown here")
+        raise ConfigError(
+            f"REF: {node.name} is not allowed: its stage kind {manifest.kind!r} is unknown here; name the module that "
+            "registers it with --import"
+        )
     values = {name: value for name, value in manifest.config.items() if name != "runtime"}
     try:
         config = config_of(kind, values)
-        runtime = RuntimeConfig(**manifest.config["runtime"])
+        runtime = RuntimeConfig(**(manifest.config["runtime"] if kind.computes else {}))
     except (ValueError, KeyError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"REF: {node.name}: this version of X-ray cannot read its config ({reason})") from None
-    if servers(config) and (kept[: iteration + 1] != list(range(iteration + 1)) or config.ledger.tokens == "hashed"):
+    if outside := ", ".join(kind.outside(config)):
         raise ConfigError(
-            f"REF: {node.name} is not allowed: its rewards come from servers, and its ledger does not hold the replies "
-            f"of all iterations to {iteration}"
+            f"REF: {node.name} is not allowed: it reads {outside} from outside the store, which has only a digest of it"
+        )
+    last = last_iteration(iteration, kept)
+    if servers(config) and (kept[: last + 1] != list(range(last + 1)) or config.ledger.tokens == "hashed"):
+        raise ConfigError(
+            f"REF: {node.name} is not allowed: its rewards come from servers, and no ledger holds the replies of all "
+            f"iterations to {last}"
         )
     for role, sha256 in manifest.parents.items():
         parent = graph.nodes.get(sha256)
@@ -137,10 +152,19 @@ def replayable(node: Node, graph: Graph, iteration: int) -> Replayable:
     return Replayable(node, kind, config, runtime, kind.inputs_at(paths))
 
 
+def last_iteration(iteration: int | None, kept: Sequence[int]) -> int:
+    """The last iteration that a replay up to `iteration` compares, of those `kept` in a ledger; 0 without a ledger."""
+    return iteration if iteration is not None else max(kept, default=0)
+
+
 def replay(
-    stage: Replayable, iteration: int, open_models: OpenModels, scratch: Path, progress: OnProgress = lambda *_: None
+    stage: Replayable,
+    iteration: int | None,
+    open_models: OpenModels,
+    scratch: Path,
+    progress: OnProgress = lambda *_: None,
 ) -> Replay:
-    """Compute `stage` again up to `iteration`, and compare each iteration that the ledger has.
+    """Compute `stage` again up to `iteration`, or to its end; compare each iteration that a ledger has, and the files.
 
     Args:
         open_models: `workers.opening.model_opener`.
@@ -153,9 +177,10 @@ def replay(
     output = stage.node.directory.parents[1]
     seal = seal_of(output) if has_signing_key(output) else process_seal()
     journal = Journal(scratch, seal=seal)
-    result = Replay(
-        iteration, taken=restore_answers(stage.node.directory, stage.config, stage.inputs, iteration, journal)
-    )
+    result = Replay(iteration)
+    if kept := iterations(stage.ledger):
+        last = last_iteration(iteration, kept)
+        result.taken = restore_answers(stage.node.directory, stage.config, stage.inputs, last, journal)
     out = scratch / "out"
     out.mkdir()
     recorder = _ReplayRecorder(stage, result, out, progress)
@@ -164,8 +189,10 @@ def replay(
     @contextmanager
     def watched(specs: Mapping[str, Any]) -> Iterator[dict[str, ModelHandle]]:
         with open_models(specs) as models:
-            generator: Any = _WatchedGenerator(models["generator"], recorder.sent)
-            yield models | {"generator": generator}
+            if "generator" in models:
+                generator: Any = _WatchedGenerator(models["generator"], recorder.sent)
+                models = models | {"generator": generator}
+            yield models
 
     body: Stage[Any, Any] = Stage(
         manifest.stage, manifest.seed, stage.config, stage.inputs, stage.runtime, watched, kept=scratch, seal=seal
@@ -196,12 +223,13 @@ class _ReplayRecorder:
         if step in self._kept:
             self._compare(step)
             self._result.compared.append(step)
-        if step > self._result.iteration:
+        if self._result.iteration is not None and step > self._result.iteration:
             # There is no digest of the weights; but this iteration, which started from them, is equal.
             raise _Done
 
     def progress(self, done: int, total: int, unit: str, note: str = "") -> None:
-        self._progress(done, min(self._result.iteration + 1, total), note)
+        last = self._result.iteration
+        self._progress(done, total if last is None else min(last + 1, total), unit, note)
 
     def _compare(self, step: int) -> None:
         name = shard_path(Path(LEDGER), step).as_posix()
@@ -226,7 +254,8 @@ class _ReplayRecorder:
                 self._end(Difference(version, None, path.name, str(error), "a sound shard"))
             if recorded is not None and digest != recorded:
                 self._end(Difference(version - 1, None, "weights after it", recorded, str(digest)))
-            if version > self._result.iteration and recorded is not None:
+            last = self._result.iteration
+            if last is not None and version > last and recorded is not None:
                 self._result.weights = digest
                 raise _Done
 
@@ -241,6 +270,7 @@ class _ReplayRecorder:
             made = file_sha256(path) if path.is_file() else "no such file"
             if made != entry.sha256:
                 self._end(Difference(self._result.iteration, None, entry.path, entry.sha256, made))
+            self._result.files += 1
             if entry.path == WEIGHTS_FILE:
                 self._result.weights = made
 

@@ -160,7 +160,7 @@ def test_people_see_a_table_and_reasons() -> None:
         (["examples.two_judges:nobody"], "'examples.two_judges:nobody' cannot be imported (AttributeError: "),
         (
             ["examples.two_judges:two_judges", "--set", "stepz=3"],
-            "--set stepz: is not allowed: must be STAGE.FIELD, or",
+            "--set stepz: is not allowed: must be STAGE.FIELD, runtime.FIELD, or",
         ),
         (["examples.two_judges:two_judges", "--set", "ppo.lr=-1"], "ppo.lr: -1 is not allowed: must be greater than 0"),
         (["configs/tiny.yaml", "--set", "sft.stepps=3"], "sft.stepps: unknown field (did you mean steps?)"),

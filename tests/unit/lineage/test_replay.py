@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,11 +17,14 @@ import pytest
 from tests.unit.lineage.commands import xray
 from tests.unit.lineage.synthetic import Lifecycle, ledger
 from tests.unit.rl.loop import PPOModel, World, attempt, make_inputs
+from xray_runtime.config.engines import Section
 from xray_runtime.config.ppo import LedgerConfig, PPOConfig, RewardTerm
 from xray_runtime.config.rewards import ServiceConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.ledger import Shard, read_shard, shard_path
+from xray_runtime.graph.artifacts import Artifact
 from xray_runtime.graph.inputs import PPOInputs
+from xray_runtime.graph.kind import KINDS, NoInputs, StageKind
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve
 from xray_runtime.lineage.replay import OnProgress, Replay, replay, replayable
@@ -107,7 +111,7 @@ class Published:
         return WorldOfFiles(**{"surer_by": SURER} | facts, parent=self.inputs.policy.path)
 
     def replay(
-        self, iteration: int, scratch: Path, world: World | None = None, progress: OnProgress = lambda *_: None
+        self, iteration: int | None, scratch: Path, world: World | None = None, progress: OnProgress = lambda *_: None
     ) -> Replay:
         world = world or self.world()
 
@@ -150,7 +154,7 @@ def test_any_iteration_comes_out_the_same(published: Published, tmp_path: Path, 
     world = published.world()
     told: list[tuple[int, int]] = []
     result = published.replay(
-        iteration, tmp_path / "again", world, lambda done, total, note: told.append((done, total))
+        iteration, tmp_path / "again", world, lambda done, total, unit, note: told.append((done, total))
     )
     assert result.is_same
     assert result.compared == list(range(iteration + 1))
@@ -159,6 +163,8 @@ def test_any_iteration_comes_out_the_same(published: Published, tmp_path: Path, 
         "same": True,
         "iteration": iteration,
         "compared": result.compared,
+        # The last iteration ends the stage: weights, and what came with the policy.
+        "files": 1 + len(list(published.inputs.policy.path.iterdir())) if iteration == 3 else 0,
         "weights": result.weights,
         "taken": [],
         "difference": None,
@@ -166,6 +172,72 @@ def test_any_iteration_comes_out_the_same(published: Published, tmp_path: Path, 
     assert told == [(done, iteration + 1) for done in range(1, iteration + 2)]
     # Nothing is computed past what is asked for but what shows its weights.
     assert len([call for call in world.calls if call.startswith("generator generate")]) == iteration + 1
+
+
+def test_a_whole_stage_comes_out_the_same(published: Published, tmp_path: Path) -> None:
+    result = published.replay(None, tmp_path / "again")
+    assert result.is_same
+    assert result.compared == [0, 1, 2, 3]
+    assert result.files == 1 + len(list(published.inputs.policy.path.iterdir()))
+    assert result.weights is not None
+    other = published.replay(None, tmp_path / "other", published.world(surer_by=2 * SURER))
+    assert not other.is_same
+    assert other.difference is not None
+    assert (other.difference.iteration, other.difference.column) == (0, "weights after it")
+
+
+def test_a_stage_without_a_ledger_is_computed_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a kind of one's own, without models: all of its files are compared."""
+    words = iter(["same", "same", "other"])
+
+    def write(stage: Any, out: Path, recorder: Any) -> int:
+        recorder.metrics({"words/words": 1.0}, 0)
+        recorder.progress(1, 1, "words", "written")
+        (out / "words.txt").write_text(f"{stage.config.lines} {stage.seed} {next(words)}")
+        (out / "count.json").write_text("1")
+        return 1
+
+    kind = StageKind("words", WordsConfig, NoInputs, Artifact, write)
+    life = Lifecycle(tmp_path, tracking=False)
+    files = {"words.txt": b"2 7 same", "count.json": b"1"}
+    life.add(
+        "words", "words", files, {}, {"lines": 2, "runtime": {"device": "cpu", "threads": 2}}, seed=7, type="Model"
+    )
+    place, node = resolve("words", tmp_path, None)
+    with pytest.raises(ConfigError, match="its stage kind 'words' is unknown here; name the module that registers it"):
+        replayable(node, place.graph, None)
+    monkeypatch.setitem(KINDS, "words", kind)
+    with pytest.raises(ConfigError, match="it has no ledger; must be a stage of kind 'ppo'"):
+        replayable(node, place.graph, 0)
+
+    def again(name: str) -> Replay:
+        (tmp_path / name).mkdir()
+        return replay(replayable(node, place.graph, None), None, open_no_models, tmp_path / name)
+
+    found = again("first")
+    assert (found.is_same, found.files, found.compared) == (True, 2, [])
+    assert again("second").is_same
+    found = again("third")
+    assert not found.is_same
+    recorded, recomputed = (hashlib.sha256(text).hexdigest() for text in (b"2 7 same", b"2 7 other"))
+    assert str(found.difference) == f"words.txt: {recorded} in the checkpoint, {recomputed} computed again"
+
+
+def open_no_models(specs: Mapping[str, Any]) -> contextlib.AbstractContextManager[dict[str, ModelHandle]]:
+    raise AssertionError("it has no models")
+
+
+class WordsConfig(Section):
+    lines: int = 1
+
+
+def test_what_was_read_from_outside_is_not_replayed(tmp_path: Path) -> None:
+    """Its record has a digest in place of the file's name."""
+    life = Lifecycle(tmp_path, tracking=False)
+    life.add("prepare", "prepare", {}, {}, {"source": "file:" + "ab" * 32})
+    place, node = resolve("prepare", tmp_path, None)
+    with pytest.raises(ConfigError, match=r"REF: prepare \w+ is not allowed: it reads source from outside the store"):
+        replayable(node, place.graph, None)
 
 
 def test_a_changed_token_is_named_by_replay_and_by_the_audit(published: Published, tmp_path: Path) -> None:
@@ -286,7 +358,10 @@ def test_what_cannot_be_replayed_is_said_first(published: Published, tmp_path: P
         published.replay(0, tmp_path / "changed")
     parent.write_text(kept)
     assert xray("replay", "ppo", "--output", published.output, "--iteration", 9).exit_code == 2
-    assert xray("replay", "ppo", "--output", published.output).exit_code == 2
+    assert xray("replay", "sft", "--output", published.output).exit_code == 2
+    said = xray("replay", "ppo", "--output", published.output, "--import", "no_such_module")
+    assert said.exit_code == 2
+    assert "--import: 'no_such_module' cannot be imported (ModuleNotFoundError: " in said.output
     place.graph.nodes.pop(node.sha256)
     _, ppo = resolve("ppo", published.output, None)
     with pytest.raises(ConfigError, match=r"policy \w+ of ppo \w+ is not in the store"):
@@ -340,7 +415,7 @@ def test_without_all_replies_what_servers_answered_is_not_known(
     said = config.model_dump(mode="json") | {"runtime": {"device": "cpu", "threads": 2}}
     life.add("ppo", "ppo", dict(sorted(ledger().items())[first:]), {}, said)
     place, node = resolve("ppo", tmp_path, None)
-    with pytest.raises(ConfigError, match="and its ledger does not hold the replies of all iterations to 1"):
+    with pytest.raises(ConfigError, match="and no ledger holds the replies of all iterations to 1"):
         replayable(node, place.graph, 1)
 
 

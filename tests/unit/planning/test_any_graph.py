@@ -2,161 +2,85 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import xray
+from benchmarks.graphs import GRAPHS, SIZES
 from xray.cli.explain import explained
 from xray.flows.search import SearchConfig, search_space
 from xray.flows.subject import Subject
 from xray.flows.trials import Search
 from xray.flows.tune import _next_trials
-from xray_runtime.config.engines import EngineConfig, FrozenConfig
-from xray_runtime.config.sft import SFTConfig
+from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.graph.artifacts import Dataset, Model
+from xray_runtime.graph.artifacts import Model
 from xray_runtime.graph.graph import Graph, recording
-from xray_runtime.graph.kind import StageKind
+from xray_runtime.graph.kind import KINDS, StageKind
 from xray_runtime.planning.auto import choose_layouts, plan
 from xray_runtime.planning.changes import Changes
 from xray_runtime.planning.demand import check_call
-from xray_runtime.planning.roles import ModelRole, trained
+from xray_runtime.planning.roles import ModelRole
 from xray_runtime.planning.stage_workload import base_of
 from xray_runtime.planning.workload import GIB, Machine, Role
 
-HERE = "tests.unit.planning.test_any_graph"
 ONE = Machine(num_devices=1, memory_bytes=80 * GIB)
 EIGHT = Machine(num_devices=8, memory_bytes=80 * GIB)
 LAPTOP = Machine(num_devices=1, memory_bytes=16 * GIB, device="cpu")
 NODES: list[dict[str, float]] = [{"CPU": 64.0, "GPU": 8.0}]
-SIZES: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2}
 PARAMETERS = 512 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 448 + 2 * 64) + 64
 """Of a fresh model of `SIZES`: embeddings; attention, MLP and norms of two layers; the last norm."""
 
 
-class DistillConfig(SFTConfig):
-    """Of a kind of the user's own: a student is trained beside a frozen teacher."""
-
-    teacher: FrozenConfig = FrozenConfig()
-
-
-@dataclass(frozen=True)
-class DistillInputs:
-    student: Model
-    teacher: Model
-    data: Dataset
-
-
-def distill_models(config: DistillConfig) -> dict[str, ModelRole]:
-    return {
-        "student": trained(config, "student", batch_size=config.batch_size, data="data", reply_tokens=64),
-        "teacher": ModelRole(
-            use="frozen", layout=config.teacher, field="teacher", shape="teacher", data="data", reply_tokens=64
-        ),
-    }
-
-
-# Not registered: the registry is of the whole process.
-distill = StageKind("distill", DistillConfig, DistillInputs, Model, f"{HERE}:run", models=distill_models)
-
-
-def distillation(output: str = "runs/distillation", steps: int = 10) -> None:
-    with xray.workspace(output):
-        chats = xray.prepare(source="chitchat", max_prompt_tokens=64)
-        small = xray.fresh_base(chats, **SIZES, name="small")
-        large = xray.fresh_base(chats, **SIZES | {"num_layers": 8}, name="large")
-        teacher = xray.sft(large, data=chats, steps=steps, name="teacher")
-        distill(small, teacher, chats, steps=steps)
-
-
-def sft_alone(output: str = "runs/sft", steps: int = 10, runtime: dict[str, Any] | None = None) -> None:
-    with xray.workspace(output, runtime=runtime or {}):
-        chats = xray.prepare(source="chitchat", max_prompt_tokens=64)
-        xray.sft(xray.fresh_base(chats, **SIZES), data=chats, steps=steps)
-
-
-def evaluate_alone(output: str = "runs/evaluate", num_prompts: int = 16) -> None:
-    with xray.workspace(output):
-        chats = xray.prepare(source="chitchat", max_prompt_tokens=64)
-        base = xray.fresh_base(chats, **SIZES)
-        xray.evaluate(base, against=base, prompts=chats, gold="vader", num_prompts=num_prompts)
-
-
 JUDGED = {"generator", "before", "after"}
 PPO = {"generator", "policy", "reference"}
-GRAPHS: dict[str, tuple[str, dict[str, set[str]], dict[str, Any], str]] = {
-    # The flow, the models of its stages, what is searched, and until where.
-    "two judges": (
-        "examples.two_judges:two_judges",
-        {
-            "sft": {"policy"},
-            "upbeat-judge": {"reward"},
-            "interesting-judge": {"reward"},
-            "ppo": PPO | {"rewards.0", "rewards.1"},
-            "evaluate": JUDGED | {"rewards.0"},
-        },
-        {"steps": {"low": 10, "high": 50}, "ppo.rewards.1.weight": {"low": 0.1, "high": 1.0}},
-        "ppo",
-    ),
-    "online DPO": (
-        "examples.online_dpo:online_dpo",
-        {
-            "sft": {"policy"},
-            "pairs-1": {"generator"},
-            "dpo-1": {"policy"},
-            "pairs-2": {"generator"},
-            "dpo-2": {"policy"},
-            "evaluate": JUDGED,
-        },
-        {"dpo-2.beta": {"low": 0.01, "high": 1.0, "log": True}},
-        "dpo-2",
-    ),
-    "tools": (
-        "examples.lessons.06_tools:tools",
-        {"sft": {"policy"}, "ppo": PPO, "before": {"generator"}, "after": {"generator"}},
-        {"iterations": {"choices": [10, 20]}, "ppo.lr": {"low": 1e-5, "high": 1e-3, "log": True}},
-        "ppo",
-    ),
-    "own kind": (
-        f"{HERE}:distillation",
-        {"teacher": {"policy"}, "distill": {"student", "teacher"}},
-        {"distill.lr": {"low": 1e-5, "high": 1e-3}},
-        "distill",
-    ),
-    "rejection sampling": (
-        "examples.lessons.03_own_reward:own_reward",
-        {
-            "sft": {"policy"},
-            "best-1": {"generator"},
-            "sft-1": {"policy"},
-            "best-2": {"generator"},
-            "sft-2": {"policy"},
-            "evaluate": JUDGED,
-        },
-        {"best-1.samples": {"low": 2, "high": 16}},
-        "sft-1",
-    ),
-    "own advantage": (
-        "examples.lessons.04_own_algorithm:own_algorithm",
-        {"sft": {"policy"}, "ppo": PPO, "evaluate": JUDGED},
-        {"ppo.kl.coef": {"low": 0.0, "high": 0.1}, "iterations": {"low": 2, "high": 10}},
-        "ppo",
-    ),
-    "SFT alone": (f"{HERE}:sft_alone", {"sft": {"policy"}}, {"sft.lr": {"low": 1e-4, "high": 1e-2}}, "sft"),
-    "evaluate alone": (
-        f"{HERE}:evaluate_alone",
-        {"evaluate": JUDGED},
-        {"evaluate.temperature": {"choices": [0.5, 1.0]}},
-        "evaluate",
-    ),
+MODELS: dict[str, dict[str, set[str]]] = {
+    "two judges": {
+        "sft": {"policy"},
+        "upbeat-judge": {"reward"},
+        "interesting-judge": {"reward"},
+        "ppo": PPO | {"rewards.0", "rewards.1"},
+        "evaluate": JUDGED | {"rewards.0"},
+    },
+    "online DPO": {
+        "sft": {"policy"},
+        "pairs-1": {"generator"},
+        "dpo-1": {"policy"},
+        "pairs-2": {"generator"},
+        "dpo-2": {"policy"},
+        "evaluate": JUDGED,
+    },
+    "tools": {"sft": {"policy"}, "ppo": PPO, "before": {"generator"}, "after": {"generator"}},
+    "own kind": {"teacher": {"policy"}, "distill": {"student", "teacher"}},
+    "rejection sampling": {
+        "sft": {"policy"},
+        "best-1": {"generator"},
+        "sft-1": {"policy"},
+        "best-2": {"generator"},
+        "sft-2": {"policy"},
+        "evaluate": JUDGED,
+    },
+    "own advantage": {"sft": {"policy"}, "ppo": PPO, "evaluate": JUDGED},
+    "SFT alone": {"sft": {"policy"}},
+    "evaluate alone": {"evaluate": JUDGED},
 }
+"""Graph → the models of each of its stages that has some."""
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    """What a graph registers is gone afterwards: the registry is of the whole process."""
+    before = dict(KINDS)
+    yield
+    for name in KINDS.keys() - before.keys():
+        del KINDS[name]
 
 
 def subject(name: str, output: Path, **parameters: Any) -> Subject:
-    return Subject(flow=GRAPHS[name][0], parameters={"output": str(output), **parameters})
+    return Subject(flow=GRAPHS[name].flow, parameters={"output": str(output), **parameters})
 
 
 @pytest.mark.parametrize("machine", [ONE, EIGHT, LAPTOP], ids=["1 GPU", "8 GPUs", "CPU"])
@@ -166,7 +90,7 @@ def test_every_stage_with_models_is_planned_and_laid_out(name: str, machine: Mac
     planned = plan(graph, machine, nodes=NODES)
     assert planned.fits
     found = {stage: {p.role.name for p in chosen.roles} for stage, chosen in planned.stages.items()}
-    assert found == GRAPHS[name][1]
+    assert found == MODELS[name]
     for call in graph.calls.values():
         chosen, text = choose_layouts(call, machine, NODES)
         assert (text is not None) == (call.name in planned.stages)
@@ -191,8 +115,9 @@ def test_every_stage_with_models_is_planned_and_laid_out(name: str, machine: Mac
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_every_graph_is_searched(name: str, tmp_path: Path) -> None:
-    _, _, fields, until = GRAPHS[name]
-    wanted = SearchConfig.model_validate({"fields": fields, "until": until, "metric": "any/metric", "trials": 1})
+    case = GRAPHS[name]
+    wanted = {"fields": case.fields, "until": case.until, "metric": case.metric, "mode": case.mode, "trials": 1}
+    wanted = SearchConfig.model_validate(wanted)
     searched = subject(name, tmp_path)
     space = search_space(searched, wanted)
     trial = next(_next_trials(Search(tmp_path, searched, wanted, space)))
@@ -212,7 +137,7 @@ def test_every_graph_is_searched(name: str, tmp_path: Path) -> None:
     assert set(calls) == set(before)
 
 
-@pytest.mark.parametrize("name", sorted(GRAPHS.keys() - {"own kind"}))
+@pytest.mark.parametrize("name", GRAPHS)
 def test_every_graph_is_explained(name: str, tmp_path: Path) -> None:
     graph = subject(name, tmp_path).recorded()
     lines = explained(graph, tmp_path)
@@ -258,6 +183,8 @@ def test_a_teacher_has_the_shape_of_what_made_it(tmp_path: Path) -> None:
 
 def test_layouts_go_where_a_kind_says(tmp_path: Path) -> None:
     """A teacher of 9 billion parameters in float32, 36 GB, is cut to fit GPUs of 24 GiB; its student is not."""
+    from benchmarks.distill import distill
+
     wide = {"hidden_size": 4096, "num_layers": 40, "num_heads": 32, "num_kv_heads": 32, "intermediate_size": 12288}
     with recording() as graph:
         chats = xray.prepare(source="chitchat", max_prompt_tokens=64)
@@ -265,7 +192,7 @@ def test_layouts_go_where_a_kind_says(tmp_path: Path) -> None:
         distill(xray.fresh_base(chats, **SIZES), large, chats)
     machine = Machine(num_devices=8, memory_bytes=24 * GIB)
     chosen, text = choose_layouts(graph.calls["distill"], machine)
-    teacher, engine = chosen.config.teacher, chosen.config.engine
+    teacher, engine = chosen.config.frozen, chosen.config.engine
     assert isinstance(engine, EngineConfig)
     assert teacher.tensor_parallel == teacher.num_workhorses == 2
     assert (engine.tensor_parallel, engine.zero) == (1, 0)
@@ -322,6 +249,15 @@ def test_what_auto_chooses_cannot_be_written_too(tmp_path: Path) -> None:
         written.recorded()
 
 
+def test_the_runtime_of_a_flow_is_set_from_outside(tmp_path: Path) -> None:
+    said = subject("SFT alone", tmp_path, runtime={"threads": 3})
+    chosen = said.with_values({"runtime.parallel": "auto", "runtime.snapshot_every": 2}).recorded()
+    assert (chosen.runtime.parallel, chosen.runtime.snapshot_every, chosen.runtime.threads) == ("auto", 2, 3)
+    assert {call.runtime.parallel for call in chosen.calls.values()} == {"auto"}
+    with pytest.raises(ConfigError, match=r"^runtime\.thread: unknown field \(did you mean threads\?\)"):
+        said.with_values({"runtime.thread": 2}).recorded()
+
+
 def only(graph: Graph, **changes: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         plan(graph, ONE, Changes(**changes))
@@ -330,6 +266,8 @@ def only(graph: Graph, **changes: Any) -> str:
 
 
 def test_what_cannot_be_planned_is_one_line(tmp_path: Path) -> None:
+    from benchmarks.distill import DistillConfig, DistillInputs
+
     with recording() as nothing:
         xray.prepare(source="chitchat")
     assert only(nothing) == "this graph cannot be planned: no stage has models"
@@ -346,8 +284,8 @@ def test_what_cannot_be_planned_is_one_line(tmp_path: Path) -> None:
         DistillConfig,
         DistillInputs,
         Model,
-        f"{HERE}:run",
-        models=lambda config: {"judge": ModelRole(use="frozen", layout=config.teacher, field="teacher", shape=None)},
+        "benchmarks.distill:distill",
+        models=lambda config: {"judge": ModelRole(use="frozen", layout=config.frozen, field="frozen", shape=None)},
     )
     with recording() as graph:
         chats = xray.prepare(source="chitchat")
@@ -361,7 +299,7 @@ def test_what_cannot_be_planned_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"stepz": {"low": 1, "high": 2}}, "fields.stepz: is not allowed: must be STAGE.FIELD, or a parameter of the"),
+        ({"stepz": {"low": 1, "high": 2}}, "fields.stepz: is not allowed: must be STAGE.FIELD, runtime.FIELD, or one"),
         ({"sft.stepz": {"low": 1, "high": 2}}, "sft.stepz: unknown field (did you mean steps?)"),
         (
             {"stf.lr": {"low": 1, "high": 2}},

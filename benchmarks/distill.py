@@ -1,0 +1,75 @@
+"""A stage kind of one's own with two models: a student is trained on the replies that a frozen teacher finds likeliest.
+
+In a module of its own, since importing it registers the kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import xray
+from xray.data import TRAIN
+from xray_runtime.config.sft import SFTConfig
+
+
+class DistillConfig(SFTConfig):
+    """That of `sft`, with the teacher's layout."""
+
+    frozen: xray.FrozenConfig = xray.FrozenConfig()
+
+
+@dataclass(frozen=True)
+class DistillInputs:
+    student: xray.Model
+    teacher: xray.Model
+    data: xray.Dataset
+
+
+def distill_models(config: DistillConfig) -> dict[str, xray.ModelRole]:
+    return {
+        "student": xray.trained(config, "student", batch_size=config.batch_size, data="data", reply_tokens=64),
+        "teacher": xray.frozen(config.frozen, "teacher", data="data", reply_tokens=64),
+    }
+
+
+@xray.stage_kind("distill", config=DistillConfig, inputs=DistillInputs, output=xray.Model, models=distill_models)
+def distill(stage: xray.Stage[DistillConfig, DistillInputs], out: Path, recorder: xray.Recorder) -> int:
+    """Each step the teacher scores a batch, and the student learns the likelier half of it."""
+    from xray_runtime.data.batching import Cursor
+    from xray_runtime.data.conversations import ConversationTokens
+    from xray_runtime.data.rows import num_response_tokens, take
+    from xray_runtime.models.causal_lm import load_tokenizer
+    from xray_runtime.models.objectives import SFTObjective
+    from xray_runtime.seeding import derive_seed
+    from xray_runtime.training.dataset import max_prompt_tokens
+    from xray_runtime.training.resumable import Resumable
+    from xray_runtime.training.schedule import lr_at
+    from xray_runtime.training.steps import SFTSums, StepTotals, read_step
+    from xray_runtime.workers.model_spec import ModelSpec
+    from xray_runtime.workers.protocols import get
+
+    config, student, data = stage.config, stage.inputs.student.path, stage.inputs.data.path
+    limits = max_prompt_tokens(data, student, 64), 64
+    rows = ConversationTokens(data / TRAIN, load_tokenizer(student), *limits, stage.seal)
+    cursor = Cursor(len(rows), derive_seed(stage.seed, stage.name, "order"))
+    specs = {
+        "student": ModelSpec(student, SFTObjective(), training=config),
+        "teacher": ModelSpec(stage.inputs.teacher.path, SFTObjective(), frozen=config.frozen),
+    }
+    with stage.open_models(specs) as models:
+        state = Resumable(recorder, {"student": models["student"]}, cursor=cursor)
+        for step in range(state.restore(), config.steps):
+            batch = rows.take(cursor.take(config.batch_size))
+            nll = get(models["teacher"].score.remote(batch))["nll"]
+            likely = take(batch, np.argsort(nll, kind="stable")[: max(len(nll) // 2, 1)])
+            tokens = num_response_tokens(likely)
+            totals, lr = StepTotals(tokens=tokens).to_wire(), lr_at(config, step, config.steps)
+            made = read_step(SFTSums, get(models["student"].train.remote(likely, totals, lr)))
+            recorder.metrics({"distill/loss": made.sums.nll / tokens}, step)
+            recorder.progress(step + 1, config.steps, "steps")
+            state.step_done(step + 1, config.steps)
+        get(models["student"].save.remote(out))
+    return config.steps
