@@ -69,8 +69,8 @@ class Subject(BaseModel):
                 fields[path] = value
             else:
                 raise ConfigError(
-                    f"{what}{path}: is not allowed: must be STAGE.FIELD, runtime.FIELD, or one of the flow's parameters: "
-                    f"{', '.join(known) or 'it has none'}"
+                    f"{what}{path}: is not allowed: must be STAGE.FIELD, runtime.FIELD, or one of the flow's "
+                    f"parameters: {', '.join(known) or 'it has none'}"
                 )
         return self.model_copy(update={"parameters": parameters, "fields": fields})
 
