@@ -172,8 +172,8 @@ def _encoded(pairs: Pairs[Any], replies: dict[str, Reply], tokenizer: Any, repor
         prompts = encode_prompts(tokenizer, [pair.prompt for pair in part])
         columns = []
         for text, calls in replies.values():
-            replies = [(pair.prompt, getattr(pair, text), getattr(pair, calls)) for pair in part]
-            encoded = encode_replies_to(tokenizer, replies)
+            rows = [(pair.prompt, getattr(pair, text), getattr(pair, calls)) for pair in part]
+            encoded = encode_replies_to(tokenizer, rows)
             ids = [prompt + reply for prompt, reply in zip(prompts, encoded, strict=True)]
             columns.append(pa.array(ids, IDS))
         columns.append(pa.array(list(map(len, prompts)), pa.int32()))

@@ -199,7 +199,7 @@ def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Reco
         numbers |= {name: mean, f"{name}_ci95": [low, high]}
     numbers |= {"ended": float(played.ended[scored.view(-1).numpy()].mean())} | episode_means(played.episodes)
     prompt_texts = [prompt_text(messages) for messages, _ in prompts[:: config.samples]]
-    episodes = zip(played.response_ids, played.episodes.response_mask, rewards.view(-1).tolist(), strict=True)
+    outcomes = zip(played.response_ids, played.episodes.response_mask, rewards.view(-1).tolist(), strict=True)
     shown = [
         {
             "prompt": prompt,
@@ -207,7 +207,7 @@ def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Reco
             "reward": None if math.isnan(reward) else reward,
         }
         for prompt, (ids, sampled, reward) in zip(
-            prompt_texts, islice(episodes, None, None, config.samples), strict=True
+            prompt_texts, islice(outcomes, None, None, config.samples), strict=True
         )
     ]
     return SuiteResult(numbers, prompt_texts, shown[: config.num_samples_shown])

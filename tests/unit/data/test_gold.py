@@ -122,12 +122,12 @@ def test_a_function_that_was_handed_over_needs_no_import() -> None:
     for answer, why in {
         (1.0,): "must return one number per reply; for 2 replies it returned 1",
         (1.0, math.nan): "must return one finite number per reply; of 2 numbers 1 are finite",
-        "12": "must return a list of numbers, one a reply, not '12'",
+        "12": "must return a list of numbers, one per reply, not '12'",
     }.items():
         broken = load_gold("__main__:f", {"__main__:f": lambda prompts, replies, answer=answer: answer})
         with pytest.raises(ValueError, match=f"^gold: '__main__:f' {why}$"):
             broken(["p", "p"], ["a", "abc"])
     # Its keys once became scores.
     keyed = load_gold("__main__:f", {"__main__:f": lambda prompts, replies: {1: "a", 2: "b"}})
-    with pytest.raises(ValueError, match=r"one a reply, not \{1: 'a', 2: 'b'\}"):
+    with pytest.raises(ValueError, match=r"one per reply, not \{1: 'a', 2: 'b'\}"):
         keyed(["p", "p"], ["a", "abc"])

@@ -203,10 +203,10 @@ def test_preference(record: dict[str, Any], expected: Any) -> None:
             {"text": "x", "id": 1},
             r"file line 3: the columns 'id', 'text' match no supported form: messages; conversations \+ chosen \+",
         ),
-        ({}, r"file line 3: the columns \(none\) are of no form"),
+        ({}, r"file line 3: the columns \(none\) match no supported form"),
         (
             {"instruction": "x"},
-            r"file line 3: the columns 'instruction' are of no form .* \+ output \(Alpaca\)",
+            r"file line 3: the columns 'instruction' match no supported form .* \+ output \(Alpaca\)",
         ),
         ({"instruction": 3, "output": "x"}, "file line 3: instruction and input must be strings"),
         (
