@@ -72,7 +72,7 @@ class Rollout:
 class Model(nn.Module):
     """A causal transformer of two layers: ids [B, L] → logits [B, L, V]."""
 
-    def __init__(self, width: int = 96) -> None:
+    def __init__(self, width: int = 64) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(V, width), nn.Embedding(P + T, width)
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
@@ -121,7 +121,7 @@ def reply_logprobs(model: Model, ids: Tensor) -> Tensor:
     return logprobs.view(-1, T)
 
 
-def sft(model: Model, data: Data, steps: int, batch: int = 128) -> None:
+def sft(model: Model, data: Data, steps: int, batch: int = 64) -> None:
     """Learn what people replied: the mean log-probability of their words rises."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step in range(steps):
@@ -204,7 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", choices=sorted(set(ESTIMATORS) - {"gae"}), default="grpo")
     parser.add_argument("--loss", choices=sorted(POLICY_LOSSES), default="ppo")
-    parser.add_argument("--sft-steps", type=int, default=600)
+    parser.add_argument("--sft-steps", type=int, default=400)
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
