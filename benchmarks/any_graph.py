@@ -79,7 +79,7 @@ class Commands:
     def resume(self) -> None:
         output = self.directory / "resumed"
         shutil.rmtree(output, ignore_errors=True)
-        command = [XRAY, *self._run_command(output)]
+        command: list[str] = [str(XRAY), *self._run_command(output)]
         with open(self.directory / "killed.log", "wb") as log:
             process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=log, stderr=log)
             deadline = time.monotonic() + LIMIT_S

@@ -26,9 +26,9 @@ def distillation(output: str = "runs/distillation", steps: int = 10) -> None:
 
 
 @flow(task_runner=xray.task_runner(), persist_result=False)
-def sft_alone(output: str = "runs/sft", steps: int = 10, runtime: dict[str, Any] | None = None) -> None:
+def sft_alone(output: str = "runs/sft", steps: int = 10, runtime: Any = None) -> None:
     """Nothing but SFT."""
-    with xray.workspace(output, project="sft-alone", runtime=runtime or {}):
+    with xray.workspace(output, project="sft-alone", runtime=runtime):
         chats = xray.prepare(source="chitchat", max_prompt_tokens=64)
         xray.sft(xray.fresh_base(chats, **SIZES), data=chats, steps=steps)
 

@@ -20,7 +20,7 @@ from xray_runtime.data.rows import Ragged
 from xray_runtime.models.objectives import ReferenceObjective, SFTObjective
 from xray_runtime.planning.memory import Layout, Memory, scoring_memory, training_memory
 from xray_runtime.planning.shapes import from_pretrained
-from xray_runtime.planning.workload import trained_so
+from xray_runtime.planning.workload import training_options
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.pool import start
 from xray_runtime.workers.workhorse import RankInfo
@@ -129,7 +129,7 @@ def test_a_trained_model_is_held_as_predicted(
 ) -> None:
     engine = EngineConfig(zero_stage=stage, num_workhorses=RANKS, precision=precision)
     shape = from_pretrained(PretrainedBase(model=str(model)))
-    width, options = trained_so(lora, engine, "cpu")
+    width, options = training_options(lora, engine, "cpu")
     layout = Layout(zero_stage=stage, dp=RANKS)
     predicted: Memory = training_memory(shape, width, layout, tokens=12, positions=8, options=options)
     spec = ModelSpec(model, SFTObjective(), training=SFTConfig(engine=engine, lora=lora))

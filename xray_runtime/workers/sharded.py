@@ -34,7 +34,7 @@ from xray_runtime.models.objectives import Scores, Tensors
 from xray_runtime.models.padding import pad
 from xray_runtime.planning.auto import choose, engine_of
 from xray_runtime.planning.shapes import from_pretrained
-from xray_runtime.planning.workload import Role, Workload, trained_so
+from xray_runtime.planning.workload import Role, Workload, training_options
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.opening import model_opener
 from xray_runtime.workers.placement import cluster_machine
@@ -119,7 +119,7 @@ class Sharded:
         """
         runtime = runtime or RuntimeConfig()
         base, machine = PretrainedBase(model=str(model)), cluster_machine(runtime)
-        weight_bytes, options = trained_so(training.lora, training.engine, machine.device)
+        weight_bytes, options = training_options(training.lora, training.engine, machine.device)
         shape = from_pretrained(base)
         workload = Workload(
             roles=(
