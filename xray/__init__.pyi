@@ -255,7 +255,7 @@ def benchmark(
     frozen: _FrozenConfig = ...,
     name: str | None = None,
 ) -> Handle:
-    """One suite on one policy. What is measured is absolute; who wins over whom is `evaluate`'s. See
+    """One suite on one policy. Its numbers are absolute; `evaluate` compares models. Writes the files
     above.
 
     Inputs, in this order or by name:
@@ -302,7 +302,7 @@ def benchmark(
     k: list[int] = ...,
     name: str | None = None,
 ) -> Handle:
-    """One suite on one policy. What is measured is absolute; who wins over whom is `evaluate`'s. See
+    """One suite on one policy. Its numbers are absolute; `evaluate` compares models. Writes the files
     above.
 
     Inputs, in this order or by name:
@@ -365,7 +365,7 @@ def benchmark(
     lists: dict[str, list[str] | str],
     name: str | None = None,
 ) -> Handle:
-    """One suite on one policy. What is measured is absolute; who wins over whom is `evaluate`'s. See
+    """One suite on one policy. Its numbers are absolute; `evaluate` compares models. Writes the files
     above.
 
     Inputs, in this order or by name:
@@ -428,7 +428,7 @@ def benchmark(
     success: float = 1.0,
     name: str | None = None,
 ) -> Handle:
-    """One suite on one policy. What is measured is absolute; who wins over whom is `evaluate`'s. See
+    """One suite on one policy. Its numbers are absolute; `evaluate` compares models. Writes the files
     above.
 
     Inputs, in this order or by name:
@@ -570,7 +570,7 @@ def compare(
     environment: _EnvironmentConfig | None = None,
     name: str | None = None,
 ) -> Handle:
-    """A candidate against the present champion, on held-out prompts that neither was trained on. Writes
+    """A candidate against the current champion, on held-out prompts that neither was trained on. Writes
     comparison.json, samples.json and prompts.json, as the evaluation does.
 
     Inputs, in this order or by name:
@@ -734,8 +734,8 @@ def evaluate(
     name: str | None = None,
 ) -> Handle:
     """A policy against the model it came from, on held-out prompts. Writes evaluation.json (the
-    `evaluation` of lifecycle.json), samples.json (pairs a person can read) and prompts.json (all
-    prompts it was done on, for whoever checks that none was trained on).
+    `evaluation` of lifecycle.json), samples.json (readable pairs) and prompts.json (all prompts, for
+    the check that none was trained on).
 
     Inputs, in this order or by name:
       policy: Model
@@ -920,8 +920,8 @@ def lm_eval(
     generator: _GeneratorConfig = ...,
     name: str | None = None,
 ) -> Handle:
-    """A task, or a group, of EleutherAI's lm-evaluation-harness that lies on disk, asked of WholeModels.
-    Writes benchmark.json, prompts.json and samples.json, as `benchmark` does.
+    """A task, or a group, of EleutherAI's lm-evaluation-harness from a directory. Writes benchmark.json,
+    prompts.json and samples.json, as `benchmark` does.
 
     Inputs, in this order or by name:
       policy: Model
