@@ -206,7 +206,7 @@ def test_preference(record: dict[str, Any], expected: Any) -> None:
         ({}, r"file line 3: the columns \(none\) match no supported form"),
         (
             {"instruction": "x"},
-            r"file line 3: the columns 'instruction' match no supported form .* \+ output \(Alpaca\)",
+            r"file line 3: the columns 'instruction' match no supported form: .* \+ output \(Alpaca\)",
         ),
         ({"instruction": 3, "output": "x"}, "file line 3: instruction and input must be strings"),
         (
