@@ -361,7 +361,10 @@ def test_what_cannot_be_planned_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"stepz": {"low": 1, "high": 2}}, "fields.stepz: is not allowed: must be STAGE.FIELD, or a parameter of the"),
+        (
+            {"stepz": {"low": 1, "high": 2}},
+            "fields.stepz: is not allowed: must be STAGE.FIELD, or one of the flow's parameters",
+        ),
         ({"sft.stepz": {"low": 1, "high": 2}}, "sft.stepz: unknown field (did you mean steps?)"),
         (
             {"stf.lr": {"low": 1, "high": 2}},
