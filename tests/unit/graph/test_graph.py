@@ -164,19 +164,19 @@ def test_the_innermost_graph_counts() -> None:
         (lambda data, base: xray.sft(base, base), "sft.data: <Model llm> is not allowed: must be a Dataset"),
         (
             lambda data, base: xray.sft("gpt2", data),
-            "sft.base: 'gpt2' is not allowed: must be a Model , the result of a stage",
+            "sft.base: 'gpt2' is not allowed: must be a Model, the result of a stage",
         ),
         (
             lambda data, base: xray.sft(base, ["x"]),
-            "sft.data: ['x'] is not allowed: must be a Dataset , the result of a stage",
+            "sft.data: ['x'] is not allowed: must be a Dataset, the result of a stage",
         ),
         (
             lambda data, base: xray.sft(base, data=["x"]),
-            "sft.data: ['x'] is not allowed: must be a Dataset , the result of a stage",
+            "sft.data: ['x'] is not allowed: must be a Dataset, the result of a stage",
         ),
         (
             lambda data, base: xray.sft(xray.base, data),
-            "sft.base: base is not allowed: must be a Model , the result of a stage",
+            "sft.base: base is not allowed: must be a Model, the result of a stage",
         ),
         (lambda data, base: xray.sft(base), "sft.data: is required: a Dataset"),
         (lambda data, base: xray.sft(data=data), "sft.base: is required: a Model"),
@@ -204,7 +204,7 @@ def test_the_innermost_graph_counts() -> None:
         ),
         (
             lambda data, base: xray.ppo(base, data, rewards=["x:y"]),
-            "ppo.rewards.0: 'x:y' is not allowed: must be a RewardModel , the result of a stage",
+            "ppo.rewards.0: 'x:y' is not allowed: must be a RewardModel, the result of a stage",
         ),
         (
             lambda data, base: xray.preferences(source="gold", gold="vader"),
@@ -298,7 +298,7 @@ def test_registering_takes_a_policy_and_its_evaluation(graph: Graph) -> None:
         "register.evaluation: <Model base> is not allowed: must be an Evaluation"
     )
     assert refused(lambda: xray.register("sft")) == (  # type: ignore[arg-type]
-        "register.policy: 'sft' is not allowed: must be a Model , the result of a stage"
+        "register.policy: 'sft' is not allowed: must be a Model, the result of a stage"
     )
 
 
@@ -529,8 +529,8 @@ def test_a_named_function_must_be_allowed(source: Any, graph: Graph, monkeypatch
 )
 def test_what_is_no_function_is_no_reward(function: Any, shown: str) -> None:
     assert refused(lambda: reward(function)) == (
-        f"reward: {shown} is not allowed: must be a function, 'module:function', or reward models; or nothing, with "
-        "set verifier, service or judge"
+        f"reward: {shown} is not allowed: must be a function, 'module:function', or reward models; or leave it "
+        "out and set verifier, service or judge"
     )
 
 
@@ -626,10 +626,10 @@ def test_only_numbers_weigh(graph: Graph) -> None:
 
 def test_weights_are_for_rewards(graph: Graph) -> None:
     data, base, _ = parts()
-    assert "must be a Model , the result of a stage" in refused(lambda: xray.sft(0.5 * base, data))
+    assert "must be a Model, the result of a stage" in refused(lambda: xray.sft(0.5 * base, data))
     seen = refused(lambda: xray.compare(base, base, data, seen=[0.5 * data]))
     assert seen.startswith("compare.seen.0: Weighted(")
-    assert seen.endswith("must be an Artifact , the result of a stage")
+    assert seen.endswith("must be an Artifact, the result of a stage")
 
 
 # Defaults, the seed, plans

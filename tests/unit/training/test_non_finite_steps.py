@@ -255,7 +255,7 @@ def test_an_iteration_may_lose_all_its_steps(inputs: PPOInputs, tmp_path: Path) 
 
     recorder = attempt(inputs, tmp_path / "out", Faulty(), model=Always, iterations=1, max_skipped_steps=2)
     assert recorder.points[0]["training/skipped_steps"] == 2.0
-    with pytest.raises(NonFiniteError, match=r"left out number 3; max_skipped_steps = 2"):
+    with pytest.raises(NonFiniteError, match=r"skipped steps: 3; max_skipped_steps = 2"):
         attempt(inputs, tmp_path / "more", Faulty(), model=Always, iterations=2, max_skipped_steps=2)
 
 
@@ -264,7 +264,7 @@ def test_how_many_were_left_out_is_remembered(inputs: PPOInputs, tmp_path: Path)
     first = attempt(inputs, tmp_path / "first", world, model=Broken, iterations=3, max_skipped_steps=1)
     assert [snapshot.state["skipped"] for snapshot in first.snapshots] == [{"count": 1}] * 2
     again = Faulty(role="policy", method="train", change=setting("grad_norm", NAN))
-    with pytest.raises(NonFiniteError, match="number 2; max_skipped_steps = 1"):
+    with pytest.raises(NonFiniteError, match="skipped steps: 2; max_skipped_steps = 1"):
         attempt(
             inputs,
             tmp_path / "again",
