@@ -172,8 +172,8 @@ def test_a_type_has_one_meaning() -> None:
     other = type("Model", (Artifact,), {"__module__": "somewhere.else"})
     said = refused(lambda: stage_kind("mine", config=Fields, output=other)(body))
     assert said == (
-        "stage kind 'mine': the type Model of somewhere.else is not allowed: xray_runtime.graph.artifacts has one of "
-        "this name"
+        "stage kind 'mine': the type Model of somewhere.else is not allowed: xray_runtime.graph.artifacts has a type "
+        "of this name"
     )
     own = type("Outline", (Artifact,), {})
     stage_kind("mine", config=Fields, output=own)(body)
