@@ -299,14 +299,7 @@ def test_what_cannot_be_planned_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-<<<<<<< HEAD
         ({"stepz": {"low": 1, "high": 2}}, "fields.stepz: is not allowed: must be STAGE.FIELD, runtime.FIELD, or one"),
-=======
-        (
-            {"stepz": {"low": 1, "high": 2}},
-            "fields.stepz: is not allowed: must be STAGE.FIELD, or one of the flow's parameters",
-        ),
->>>>>>> i27-w2
         ({"sft.stepz": {"low": 1, "high": 2}}, "sft.stepz: unknown field (did you mean steps?)"),
         (
             {"stf.lr": {"low": 1, "high": 2}},
