@@ -157,19 +157,19 @@ def new_state(
         ConfigError: a running service would have to move, or a database cannot be used.
     """
     state = old.model_copy(deep=True) if old is not None else State(tag=uuid.uuid4().hex)
-    asked: dict[str, int] = {name: port for name, port in ports.items() if port is not None}
+    requested: dict[str, int] = {name: port for name, port in ports.items() if port is not None}
     running = {name for name, started in state.started.items() if started.find()}
     if running:
         if host is not None and host != state.host:
             raise ConfigError(
                 f"--host: {host!r} is not allowed while the servers use {state.host!r}: `xray down` first"
             )
-        for name, port in asked.items():
+        for name, port in requested.items():
             if port != state.ports[name]:
                 text = f"--{name}-port: {port} is not allowed while {state.ports[name]} is in use: `xray down` first"
                 raise ConfigError(text)
     state.host = host or state.host
-    state.ports = state.ports | asked
+    state.ports = state.ports | requested
     for name, port in state.ports.items():
         same = [other for other, taken in state.ports.items() if taken == port and other != name]
         if same:

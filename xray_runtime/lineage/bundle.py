@@ -263,8 +263,8 @@ def import_checkpoints(
             os.rename(temporary, there)
             with contextlib.suppress(OSError):
                 temporary.parent.rmdir()
-    brought = {source.graph.nodes[sha].directory.name: sha for sha in order}
-    log_checkpoints(output, signing_key(output), brought, here=False)
+    imported = {source.graph.nodes[sha].directory.name: sha for sha in order}
+    log_checkpoints(output, signing_key(output), imported, here=False)
     if tracking_uri is not None:
         _record(open_lineage_store(output, tracking_uri), order, tracking_uri, experiment)
 

@@ -166,18 +166,18 @@ class _Numbers:
         """The results by each independent judge. Raises _MissingError where there is none."""
         results = self._node.results.get("judges")
         listed = results.items() if isinstance(results, dict) else ()
-        said = {name: found for name, found in listed if isinstance(found, dict) and found.get("judges") is True}
+        by_judge = {name: found for name, found in listed if isinstance(found, dict) and found.get("judges") is True}
         if "verdicts" not in self._node.manifest.parents:
-            said.pop(PEOPLE, None)
-        if not said:
+            by_judge.pop(PEOPLE, None)
+        if not by_judge:
             raise _MissingError(f"{self._node.name} has no judge", NO_JUDGE)
         try:
             dependent = leaky_judges(self._graph, self._node)
         except ValueError as error:
             raise _MissingError(str(error)) from None
-        independent = [_Judged(self, name, found) for name, found in said.items() if name not in dependent]
+        independent = [_Judged(self, name, found) for name, found in by_judge.items() if name not in dependent]
         if not independent:
-            whys = "; ".join(f"{name}: {dependent[name]}" for name in said)
+            whys = "; ".join(f"{name}: {dependent[name]}" for name in by_judge)
             raise _MissingError(f"no judge of {self._node.name} is independent ({whys})", NO_JUDGE)
         return independent
 
@@ -252,12 +252,12 @@ def _length(e: _Numbers, bound: float) -> tuple[bool, str]:
 
 def _judge_drop(e: _Numbers, bound: float) -> tuple[bool, str]:
     judges = e.judges()
-    said = ", ".join(f"{j.number('delta'):+.3f} ({j.name})" for j in judges)
+    falls = ", ".join(f"{j.number('delta'):+.3f} ({j.name})" for j in judges)
     fell = not all(-j.number("delta") <= bound for j in judges)
     if not e.has("reward_after"):
-        return not fell, f"score {said}; a fall of at most {bound}"
+        return not fell, f"score {falls}; a fall of at most {bound}"
     rise = e["reward_after"] - e["reward_before"]
-    return rise <= 0 or not fell, f"reward {rise:+.3f}, score {said}; a fall of at most {bound}"
+    return rise <= 0 or not fell, f"reward {rise:+.3f}, score {falls}; a fall of at most {bound}"
 
 
 def _regression(c: _Numbers, bound: float) -> tuple[bool, str]:

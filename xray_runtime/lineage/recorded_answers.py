@@ -73,10 +73,10 @@ def _take_scores(
     for source in sources:
         scores = table[SCORE + source].to_pylist()
         whys = table[FAILURE + source].to_pylist() if FAILURE + source in table.column_names else [None] * len(scores)
-        for asked in (np.flatnonzero(rounds == attempt) for attempt in np.unique(rounds)):
+        for indices in (np.flatnonzero(rounds == attempt) for attempt in np.unique(rounds)):
             # Rows of one round were scored together, in order.
-            batch = Batch([], [replies[i] for i in asked], [messages[i] for i in asked], {}, {"step": number})
-            keyed = zip(journal.keys(f"rewards/{source}", batch), asked, strict=True)
+            batch = Batch([], [replies[i] for i in indices], [messages[i] for i in indices], {}, {"step": number})
+            keyed = zip(journal.keys(f"rewards/{source}", batch), indices, strict=True)
             journal.write(source, number, [(k, Score(scores[i], whys[i])) for k, i in keyed if scores[i] is not None])
     return sources
 
@@ -87,8 +87,8 @@ def _of_environment(table: pa.Table, number: int, rollout_size: int, tokenizer: 
     lines = []
     for row, attempt, version, ids, mask, answers in zip(*(table[n].to_pylist() for n in columns), strict=True):
         rollout = rollout_name(purpose_of(attempt), number, version)
-        said = [text for own, text in turns(tokenizer, np.array(ids), np.array(mask)) if own]
+        replies = [text for own, text in turns(tokenizer, np.array(ids), np.array(mask)) if own]
         for turn, answer in enumerate(json.loads(answers)):  # the first answers the reset
-            key = answer_key(rollout, row - attempt * rollout_size, said[:turn])
+            key = answer_key(rollout, row - attempt * rollout_size, replies[:turn])
             lines.append({"key": key, "source": ENVIRONMENT, "step": number, **answer})
     return lines

@@ -12,7 +12,7 @@ from xray_runtime.store.identity import file_sha256
 
 
 @dataclass
-class Found:
+class QueryResult:
     """The result of a query."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -40,7 +40,7 @@ def require_iteration(iteration: int, kept: list[int]) -> None:
         raise ConfigError(f"--iteration: {iteration} is not allowed: must be one of {kept[0]} to {kept[-1]}")
 
 
-def find_rollouts(node: Node, query: Query, limit: int | None) -> Found:
+def find_rollouts(node: Node, query: Query, limit: int | None) -> QueryResult:
     """The rows of a checkpoint's ledger that match `query`, in order; the first `limit` of them as text.
 
     Raises:
@@ -48,7 +48,7 @@ def find_rollouts(node: Node, query: Query, limit: int | None) -> Found:
     """
     from xray_runtime.models.causal_lm import load_tokenizer
 
-    kept, found, tokenizer = require_ledger(node), Found(), None
+    kept, found, tokenizer = require_ledger(node), QueryResult(), None
     for iteration in query.iterations:
         require_iteration(iteration, kept)
     listed = {entry.path: entry.sha256 for entry in node.manifest.files}

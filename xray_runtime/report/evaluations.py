@@ -63,7 +63,7 @@ def measured(kind: StageKind, directory: Path) -> Measured:
     # Each judge has its own column of wins.
     left_out = {"samples", "win_rate"} if judges else {"samples"}
     numbers = {
-        f"win_rate by {judge}": Number(said["win_rate"], *said["win_rate_ci95"]) for judge, said in judges.items()
+        f"win_rate by {judge}": Number(result["win_rate"], *result["win_rate_ci95"]) for judge, result in judges.items()
     }
     for name, value in sorted(found.items()):
         if isinstance(value, int | float) and not isinstance(value, bool) and name not in left_out:

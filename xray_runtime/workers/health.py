@@ -80,10 +80,10 @@ class HealthMonitor:
         """
         waiting = dict(zip(refs, range(len(refs)) if ranks is None else ranks, strict=True))
         failures: dict[int, Exception] = {}
-        asked: dict[int, tuple[Ref[Heartbeat], float]] = {}
+        pending: dict[int, tuple[Ref[Heartbeat], float]] = {}
         while waiting and not failures:
             failures |= _gather(waiting, HEARTBEAT_SECONDS)
-            failures |= self._poll(asked, set(waiting.values()))
+            failures |= self._poll(pending, set(waiting.values()))
         if not failures:
             answers: list[T] = ray.get(refs)
             return answers
@@ -93,11 +93,11 @@ class HealthMonitor:
         rank = min(failures, key=lambda r: _consequence(failures[r]))
         raise self._explained(rank, failures[rank], sorted(set(waiting.values()) - failures.keys()))
 
-    def _poll(self, asked: dict[int, tuple[Ref[Heartbeat], float]], ranks: set[int]) -> dict[int, Exception]:
-        """The ranks that hang or wait too long. `asked`: rank → (pending heartbeat, time of the request)."""
+    def _poll(self, pending: dict[int, tuple[Ref[Heartbeat], float]], ranks: set[int]) -> dict[int, Exception]:
+        """The ranks that hang or wait too long. `pending`: rank → (pending heartbeat, time of the request)."""
         failures: dict[int, Exception] = {}
         for rank in ranks:
-            ref, since = asked.get(rank, (None, 0.0))
+            ref, since = pending.get(rank, (None, 0.0))
             if ref is not None and not ray.wait([ref], timeout=0)[0]:
                 limit = self._hang_timeout_s * self._load(rank)
                 if time.monotonic() - since > limit:
@@ -107,7 +107,7 @@ class HealthMonitor:
             with contextlib.suppress(RayError):
                 if ref is not None:
                     self._heartbeats[rank] = get(ref)
-            asked[rank] = (request_heartbeat(self._workhorses[rank]), time.monotonic())
+            pending[rank] = (request_heartbeat(self._workhorses[rank]), time.monotonic())
         waits = {rank: self._heartbeats[rank].waits_s for rank in ranks if rank in self._heartbeats}
         # All ranks wait for the slowest machine.
         limit = self._collective_timeout_s * max(map(self._load, range(len(self._workhorses))), default=1.0)

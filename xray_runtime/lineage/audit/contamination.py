@@ -74,8 +74,8 @@ class Spans:
     def _trained(self, dataset: str) -> tuple[Iterable[str], Iterable[str]]:
         node = self._graph.nodes[dataset]
         if not node.is_data:
-            asked = [(prompt_text(one.prompt), one.reply) for one in _verdicts(self._graph, node)]
-            return map("\n".join, asked), (prompt for prompt, _ in asked)
+            judged = [(prompt_text(one.prompt), one.reply) for one in _verdicts(self._graph, node)]
+            return map("\n".join, judged), (prompt for prompt, _ in judged)
         path = _side(node, "train")
         return _conversations(path), pairs_of(path).prompt_texts()
 
@@ -112,9 +112,9 @@ def _verdicts(graph: Graph, policy: Node) -> Iterator[LabelledReply]:
 
 def _conversations(path: Path) -> Iterator[str]:
     for row in pairs_of(path):
-        asked = prompt_text(row.prompt)
+        prompt = prompt_text(row.prompt)
         for reply in [row.response] if isinstance(row, Example) else [row.chosen, row.rejected]:
-            yield f"{asked}\n{reply}"
+            yield f"{prompt}\n{reply}"
 
 
 def _asked(node: Node) -> list[str]:
@@ -143,17 +143,17 @@ def check_evaluation(node: Node, graph: Graph, prompts: Prompts, spans: Spans) -
     if not node.sides:
         return
     try:
-        asked = _json(node, "prompts.json")
+        prompts = _json(node, "prompts.json")
         samples = [str(sample["prompt"]) for sample in _json(node, "samples.json")]
         count = _json(node, node.results_file or "")["samples"]
-        if not isinstance(asked, list) or not all(isinstance(prompt, str) for prompt in asked):
+        if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
             raise ValueError("prompts.json is not a list of texts")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         yield Finding(node.name, "evaluation-inconsistent", f"its files cannot be read ({type(error).__name__})")
         return
-    if count != len(asked) or not set(samples) <= set(asked):
+    if count != len(prompts) or not set(samples) <= set(prompts):
         yield Finding(node.name, "evaluation-inconsistent", "its prompts, samples and counts do not agree")
-    questions = frozenset(asked)
+    questions = frozenset(prompts)
     heldout = prompts.of(node.manifest.dataset or "", "heldout")
     # Only some datasets have rows for choosing checkpoints.
     chosen_by = prompts.of(node.manifest.dataset or "", "validation") or TextSet()

@@ -113,18 +113,18 @@ def check_registry(
     """Registered versions and aliases of `audited`; with `everything` every alias that was decided."""
     judged = {sha for sha in audited if store.graph.judgements_of(sha, Evaluation)}
     for (name, number), version in sorted(mlflow.versions.items()):
-        said: str | None = version.tags.get("xray.sha256")
+        recorded: str | None = version.tags.get("xray.sha256")
         label = f"{name}/{number}"
         pointed = mlflow.model_sha(version.source.removeprefix("models:/"))
-        if said not in audited and pointed not in audited:
+        if recorded not in audited and pointed not in audited:
             continue
-        if said is None or said != pointed:
-            detail = f"it says {str(said)[:12]} and points to {str(pointed)[:12]}"
+        if recorded is None or recorded != pointed:
+            detail = f"it says {str(recorded)[:12]} and points to {str(pointed)[:12]}"
             yield Finding(label, "registry-changed", detail)
-        elif Path(version.tags.get("xray.uri", "")).name != store.graph.nodes[said].directory.name:
+        elif Path(version.tags.get("xray.uri", "")).name != store.graph.nodes[recorded].directory.name:
             yield Finding(label, "registry-changed", "its tag xray.uri names another directory")
-        elif said not in judged:
-            yield Finding(label, "evaluation-missing", f"{said[:12]} has no evaluation in the store")
+        elif recorded not in judged:
+            yield Finding(label, "evaluation-missing", f"{recorded[:12]} has no evaluation in the store")
         yield from _check_version(mlflow, view, label, version)
     aliases = {(m.name, alias): str(number) for m in mlflow.registered for alias, number in m.aliases.items()}
     known = {(v.name, str(v.version)): v.tags.get("xray.sha256") for v in mlflow.versions.values()}
@@ -139,11 +139,11 @@ def check_registry(
         elif known.get((name, target)) != decision.checkpoint:
             yield Finding(label, "registry-changed", f"version {target} is not {decision.checkpoint[:12]} any more")
     # In a store that several directories share, another one may have decided about checkpoints copied from there.
-    brought = {entry.checkpoint for entry in view.published.values() if entry.action == "bring"}
+    imported = {entry.checkpoint for entry in view.published.values() if entry.action == "bring"}
     for (name, alias), target in sorted(aliases.items()):
         version = mlflow.versions.get((name, target))
         pointed = mlflow.model_sha(version.source.removeprefix("models:/")) if version is not None else None
-        here = {known.get((name, target)), pointed} & (audited - brought if store.artifacts is None else audited)
+        here = {known.get((name, target)), pointed} & (audited - imported if store.artifacts is None else audited)
         if here and (name, alias) not in view.decided:
             yield Finding(f"{name}@{alias}", "alias-moved", f"no decision put it to version {target}")
 

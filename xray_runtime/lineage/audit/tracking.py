@@ -40,8 +40,8 @@ def check_tracking(
 ) -> Iterator[Finding]:
     """The records of `changed` and the registry of `nodes` in MLflow; with `everything` also the runs of the log, and
     models that the store lacks."""
-    asked = store.tracking_uri and ("" if store.artifacts is not None else strip_credentials(store.tracking_uri))
-    for address in sorted({run.tracking for run in view.runs.values()} - {asked}):
+    checked_uri = store.tracking_uri and ("" if store.artifacts is not None else strip_credentials(store.tracking_uri))
+    for address in sorted({run.tracking for run in view.runs.values()} - {checked_uri}):
         if address or (store.output / "mlflow.db").is_file():
             where = address or "mlflow.db"
             yield Finding("MLflow", "tracking-unchecked", f"runs are recorded in {where}, which was not asked")
@@ -59,7 +59,7 @@ def check_tracking(
         found += check_pages(mlflow, store, audited)
         if everything:
             found += check_orphans(mlflow, store, view.pruned)
-            found += _check_runs(mlflow, view, asked)
+            found += _check_runs(mlflow, view, checked_uri)
     # A damaged database raises errors of many kinds; each means that MLflow cannot be read.
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0][:200]
@@ -68,7 +68,7 @@ def check_tracking(
     yield from found
 
 
-def _check_runs(mlflow: RegistryView, view: LogView, asked: str | None) -> Iterator[Finding]:
+def _check_runs(mlflow: RegistryView, view: LogView, checked_uri: str | None) -> Iterator[Finding]:
     """The runs of whole lifecycles, and the marks of the log that MLflow keeps."""
     for run_id, run in mlflow.runs.items():
         reason = view.contradicts(run.data.tags.get(LOG_TAG, ""))
@@ -76,7 +76,7 @@ def _check_runs(mlflow: RegistryView, view: LogView, asked: str | None) -> Itera
             yield Finding(LOG, "log-shorter", f"{reason} (run {run_id[:12]} in MLflow)")
     for run_id, began in view.runs.items():
         run = mlflow.runs.get(run_id)
-        if began.tracking != asked:
+        if began.tracking != checked_uri:
             continue
         if run is None:
             yield Finding(f"run {run_id[:12]}", "mlflow-run-missing", f"lifecycle run {run_id}")
@@ -92,7 +92,7 @@ def _check_runs(mlflow: RegistryView, view: LogView, asked: str | None) -> Itera
             "name": (run.info.run_name, began.name),
             "experiment": (experiment.name if experiment is not None else "", began.experiment),
         }
-        differing += [name for name, (shown, said) in facts.items() if shown != said]
+        differing += [name for name, (shown, logged) in facts.items() if shown != logged]
         ended = view.ended.get(run_id)
         # A run that is killed after its end was signed still runs according to MLflow.
         if ended is not None and run.info.status not in (*STATUSES.get(ended.status, ()), "RUNNING"):
