@@ -12,7 +12,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sources import SourceTerms
 from xray_runtime.config.validation import validate_as
 from xray_runtime.graph.artifacts import Evaluation, Model
-from xray_runtime.graph.current import current_graph, is_planning
+from xray_runtime.graph.current import Planning, current_graph, is_planning
 from xray_runtime.graph.graph import Graph
 from xray_runtime.graph.handles import Handle
 
@@ -61,10 +61,7 @@ def workspace(
     """
     planned = is_planning()
     if planned is not None:
-        if not isinstance(runtime, RuntimeConfig):
-            runtime = validate_as(RuntimeConfig, dict(runtime or {}), where="runtime")
-        with Graph(seed, runtime, defaults, fields=planned.fields) as graph:
-            planned.graphs.append((Path(output).absolute(), graph))
+        with _recorded(planned, Path(output).absolute(), seed, runtime, defaults) as graph:
             yield graph
         return
     options = defaults | {
@@ -87,6 +84,22 @@ def workspace(
 
             script = stack.enter_context(Script(Path(output).absolute()))
         yield stack.enter_context(_opened(output, options, script))
+
+
+@contextlib.contextmanager
+def _recorded(
+    planned: Planning,
+    output: Path,
+    seed: int,
+    runtime: RuntimeConfig | Mapping[str, Any] | None,
+    defaults: dict[str, Any],
+) -> Iterator[Graph]:
+    """A graph that is planned and not run."""
+    if not isinstance(runtime, RuntimeConfig):
+        runtime = validate_as(RuntimeConfig, dict(runtime or {}), where="runtime")
+    with Graph(seed, runtime, defaults, fields=planned.fields) as graph:
+        planned.graphs.append((output, graph))
+        yield graph
 
 
 @contextlib.contextmanager

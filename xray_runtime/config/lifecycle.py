@@ -197,7 +197,7 @@ class LifecycleConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _combinations(self) -> Self:
+    def _runtime_fits(self) -> Self:
         direct = self.runtime.weight_transfer in ("nccl", "ipc")
         if direct and (self.runtime.device == "cpu" or self.generator.engine != "vllm"):
             raise ValueError(
@@ -216,6 +216,10 @@ class LifecycleConfig(Section):
                 stage.check_runtime(self.runtime)
             except ValueError as error:
                 raise ValueError(f"ppo.stages.{number}.{error}") from None
+        return self
+
+    @model_validator(mode="after")
+    def _training_is_complete(self) -> Self:
         if (self.dpo is not None) == (self.ppo is not None):
             raise ValueError("ppo must be null where dpo is set" if self.dpo is not None else "ppo or dpo must be set")
         judged = self.evaluate.heldout_reward_model is not None
@@ -232,6 +236,10 @@ class LifecycleConfig(Section):
             raise ValueError("reward_ref must be null where reward_base names a reward model")
         if self.dpo is None and not (self.reward or self.reward_ref or self.reward_base or self.rewards):
             raise ValueError("rewards must name a source where reward, reward_ref and reward_base are null")
+        return self
+
+    @model_validator(mode="after")
+    def _data_has_what_is_read(self) -> Self:
         for sources, terms in {"rewards": self.rewards, "evaluate.judges": self.evaluate.judges}.items():
             for number, term in enumerate(terms):
                 for field, column in term.columns.items():
@@ -244,6 +252,10 @@ class LifecycleConfig(Section):
                 f"preferences.source 'ratings' needs data.source 'chitchat' (got {self.data.source!r}): "
                 "only those conversations carry ratings"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _fresh_base_fits(self) -> Self:
         if isinstance(self.base, FreshBase):
             degree = self.generator.tensor_parallel
             if self.base.num_heads % degree or self.base.num_kv_heads % degree:
