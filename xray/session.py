@@ -64,18 +64,8 @@ def workspace(
         with _recorded(planned, Path(output).absolute(), seed, runtime, defaults) as graph:
             yield graph
         return
-    options = defaults | {
-        "project": project,
-        "seed": seed,
-        "runtime": runtime,
-        "until": until,
-        "gates": gates,
-        "terms": terms,
-        "record": record,
-        "place": place,
-        "tags": tags,
-        "tracking_uri": tracking_uri,
-    }
+    options = defaults | {"project": project, "seed": seed, "runtime": runtime, "until": until, "gates": gates}
+    options |= {"terms": terms, "record": record, "place": place, "tags": tags, "tracking_uri": tracking_uri}
     with contextlib.ExitStack() as stack:
         script = None
         # Commands have their own display and signal handlers.

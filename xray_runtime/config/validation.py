@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -137,8 +137,9 @@ def _is_model(thing: Any) -> bool:
 
 
 def _tag_values(model: type[BaseModel]) -> tuple[Any, ...]:
-    first = next(iter(model.model_fields.values()))
-    return get_args(first.annotation)
+    """The values of the discriminator: the first field that is a Literal."""
+    annotations = (field.annotation for field in model.model_fields.values())
+    return next((get_args(annotation) for annotation in annotations if get_origin(annotation) is Literal), ())
 
 
 def _tags(root: type[BaseModel], owner: Any, loc: list[int | str], tag: str) -> list[Any]:
