@@ -63,7 +63,7 @@ def step(model: Any, **mood: float) -> Any:
     ("number", "within", "says"),
     [
         (signal.SIGKILL, AFTERMATH_SECONDS, r"died: .*exit detail"),
-        (signal.SIGSTOP, LIMIT_SECONDS + 2 * HEARTBEAT_SECONDS + AFTERMATH_SECONDS, r"gave no sign of life for \d+ s"),
+        (signal.SIGSTOP, LIMIT_SECONDS + 2 * HEARTBEAT_SECONDS + AFTERMATH_SECONDS, r"sent no heartbeat for \d+ s"),
     ],
     ids=["killed", "stopped"],
 )

@@ -29,8 +29,8 @@ LONG = 900.0
 class Chat(BaseHTTPRequestHandler):
     """Where people are told of things."""
 
-    def __init__(self, error_summary: list[str], *arguments: Any) -> None:
-        self._told = error_summary
+    def __init__(self, notifications: list[str], *arguments: Any) -> None:
+        self._told = notifications
         super().__init__(*arguments)
 
     def do_POST(self) -> None:
@@ -43,10 +43,10 @@ class Operator:
     """Somebody with a terminal, and with Prefect's page open: the page asks what `ask` asks."""
 
     def __init__(self, home: Path) -> None:
-        self.home, self.error_summary = home, list[str]()
+        self.home, self.notifications = home, list[str]()
         self.variables: dict[str, str] = {}
         """With these other commands work on what `up` started: it prints them."""
-        self._chat = HTTPServer(("127.0.0.1", 0), partial(Chat, self.error_summary))
+        self._chat = HTTPServer(("127.0.0.1", 0), partial(Chat, self.notifications))
         threading.Thread(target=self._chat.serve_forever, daemon=True).start()
         self._ports = {name: free_port() for name in PORTS}
 

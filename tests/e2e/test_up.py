@@ -78,8 +78,8 @@ def test_what_died_is_repaired_while_a_lifecycle_goes_on(operator: Operator, sch
     repaired = operator.pids()
     assert repaired.pop("worker") != first.pop("worker")
     assert repaired == first
-    operator.until(lambda: bool(operator.error_summary), "nobody is told of the run that failed")
-    (told,) = operator.error_summary
+    operator.until(lambda: bool(operator.notifications), "nobody is told of the run that failed")
+    (told,) = operator.notifications
     assert told.startswith("audit /nowhere failed: ")
     assert told.endswith(f"/runs/flow-run/{lost}")
     assert "\n" not in told
@@ -190,7 +190,7 @@ def test_links_lead_from_a_run_to_its_models_and_back(operator: Operator, retrie
 
 def test_a_candidate_is_approved_on_its_page(operator: Operator, waiting: str, retried: str, pages: Pages) -> None:
     """The candidate has become another while the promotion waited: nobody's word holds for what they did not see."""
-    operator.until(lambda: any("waits for approval" in text for text in operator.error_summary), "no one is notified")
+    operator.until(lambda: any("waits for approval" in text for text in operator.notifications), "no one is notified")
     pages.run(waiting)
     first = operator.asked(waiting)
     pages.approve("Promote version 1 of")
@@ -209,7 +209,7 @@ def test_down_suspends_a_run_at_work_and_up_lets_it_go_on(operator: Operator, pa
     parameters = operator.ask("deployments/name/lifecycle/lifecycle-tiny")["parameters"]
     config = parameters["config"] | {"seed": 1}
     config["ppo"]["stages"][1]["iterations"] = 150
-    run, told = operator.start("lifecycle/lifecycle-tiny", parameters | {"config": config}), len(operator.error_summary)
+    run, told = operator.start("lifecycle/lifecycle-tiny", parameters | {"config": config}), len(operator.notifications)
     pages.run(run)
     operator.until(lambda: "ppo-2" in operator.artifacts(run), "ppo-2 does not begin")
     pages.picture("before-down")
@@ -227,7 +227,7 @@ def test_down_suspends_a_run_at_work_and_up_lets_it_go_on(operator: Operator, pa
     states = [state["name"] for state in operator.ask(f"flow_run_states/?flow_run_id={run}")]
     assert [state for state in states if state in ("Suspended", "Resuming")] == ["Suspended", "Resuming"]
     assert not {"Crashed", "Failed", "AwaitingRetry"} & set(states)
-    assert operator.error_summary[told:] == []
+    assert operator.notifications[told:] == []
     assert len(operator.artifact_keys(run)) == len(set(operator.artifact_keys(run)))
 
     calm = operator.start("lifecycle/lifecycle-tiny", {"config": config, "output": str(tmp_path)})

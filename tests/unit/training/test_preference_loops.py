@@ -151,7 +151,7 @@ def test_after_a_crash_the_best_version_of_before_is_found(root: Path) -> None:
 
 @pytest.mark.parametrize("num_pairs", [PAIRS, 10 * PAIRS])
 def test_pairs_to_train_on_must_be_left(root: Path, num_pairs: int) -> None:
-    with pytest.raises(ValueError, match=rf"stage.validation.num_pairs: {num_pairs} of 10 for training leaves 10 for validation"):
+    with pytest.raises(ValueError, match=rf"stage.validation.num_pairs: {num_pairs} of 10 for training leaves 10"):
         chosen_by_validation(root, "out", num_pairs=num_pairs)
 
 
@@ -295,7 +295,7 @@ def test_ktos_best_version_of_before_a_crash_is_found(root: Path) -> None:
 
 
 def test_replies_to_train_on_must_be_left(root: Path) -> None:
-    with pytest.raises(ValueError, match=r"stage.validation.num_replies: 99 of 20 for training leaves 20 for validation"):
+    with pytest.raises(ValueError, match=r"stage.validation.num_replies: 99 of 20 for training leaves 20"):
         kto_chosen_by_validation(root, "out", num_replies=99)
 
 
