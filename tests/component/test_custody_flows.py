@@ -155,7 +155,10 @@ def test_an_audit_that_finds_something_says_so_everywhere(server: str, tmp_path:
     next(broken.glob("checkpoints/sft-*/model.safetensors")).write_bytes(b"other")
     runs = {output.name: start("audit/audit", output=str(output)) for output in (whole, broken)}
     drawn = start("lineage/lineage", output=str(whole), reference=f"{NAME}@candidate")
-    assert {name: ended(run).name for name, run in runs.items()} == {"whole": "Completed", "broken": "Failed"}
+    final = {name: ended(run) for name, run in runs.items()}
+    assert {name: s.name for name, s in final.items()} == {"whole": "Completed", "broken": "Failed"}, final[
+        "whole"
+    ].message
     assert artifacts(server, runs["whole"])[0].startswith("**sound**")
     assert "| broken | file-changed | sft" in artifacts(server, runs["broken"])[0]
     (event,) = until(lambda: events(server, "xray.audit.broken"), "no event")

@@ -277,7 +277,7 @@ def _tell_second(model: Any, what: Callable[[Any], None]) -> None:
 
 def _fail_once(generator: Any) -> None:
     """The next write into the engine breaks off after its first tensor."""
-    held = generator._engine._held
+    held = generator._engine.weights
     write = held._write
 
     def failing(weights: Any, version: int) -> None:
@@ -290,7 +290,7 @@ def _fail_once(generator: Any) -> None:
 
 def _die(generator: Any) -> None:
     """The next write into the engine ends the process after its first tensor."""
-    held = generator._engine._held
+    held = generator._engine.weights
     write = held._write
 
     def dying(weights: Any, version: int) -> None:

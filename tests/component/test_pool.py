@@ -23,6 +23,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.models.objectives import SFTObjective
+from xray_runtime.planning.roles import ModelRole, frozen, sampled
 from xray_runtime.workers.generator import Generator
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
@@ -92,9 +93,13 @@ def test_the_next_stage_finds_its_processes_ready(pool: Any, holders: Any) -> No
     leased = lease(pool, stage, runtime)
     before = num_idle(pool)
     # One of the two is there already, leased to the stage at work. Models of several ranks get no process here.
-    layouts: Any = {"policy": EngineConfig(), "reference": FrozenConfig(), "large": FrozenConfig(num_workhorses=2)}
+    roles = {
+        "policy": ModelRole("trained", EngineConfig(), "engine", "base"),
+        "reference": frozen(FrozenConfig(), "base"),
+        "large": frozen(FrozenConfig(num_workhorses=2), "base"),
+    }
     for _ in range(2):
-        prestart_models(layouts, runtime, RUN_ID)
+        prestart_models(roles, runtime, RUN_ID)
         ray.get(pool.ping.remote(), timeout=SECONDS)
     assert num_idle(pool) == before + 1
     [workhorse] = ray.get(pool.acquire.remote(Learner, runtime, 1, next_stage), timeout=SECONDS)
@@ -104,8 +109,9 @@ def test_the_next_stage_finds_its_processes_ready(pool: Any, holders: Any) -> No
     assert {"torch", "deepspeed", "transformers"} <= loaded
     # Nothing is started that has to wait for CPUs, nor where there is no pool.
     greedy = runtime.model_copy(update={"cpus_per_workhorse": 1000.0})
-    prestart_models({"generator": GeneratorConfig()}, greedy, RUN_ID)
-    prestart_models({"generator": GeneratorConfig()}, runtime, "nobody's")
+    generator = {"generator": sampled(GeneratorConfig(), "base")}
+    prestart_models(generator, greedy, RUN_ID)
+    prestart_models(generator, runtime, "nobody's")
     ray.get(pool.ping.remote())
     assert num_idle(pool) == before
 

@@ -143,17 +143,17 @@ def check_evaluation(node: Node, graph: Graph, prompts: Prompts, spans: Spans) -
     if not node.sides:
         return
     try:
-        prompts = _json(node, "prompts.json")
+        recorded = _json(node, "prompts.json")
         samples = [str(sample["prompt"]) for sample in _json(node, "samples.json")]
         count = _json(node, node.results_file or "")["samples"]
-        if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
+        if not isinstance(recorded, list) or not all(isinstance(prompt, str) for prompt in recorded):
             raise ValueError("prompts.json is not a list of texts")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         yield Finding(node.name, "evaluation-inconsistent", f"its files cannot be read ({type(error).__name__})")
         return
-    if count != len(prompts) or not set(samples) <= set(prompts):
+    if count != len(recorded) or not set(samples) <= set(recorded):
         yield Finding(node.name, "evaluation-inconsistent", "its prompts, samples and counts do not agree")
-    questions = frozenset(prompts)
+    questions = frozenset(recorded)
     heldout = prompts.of(node.manifest.dataset or "", "heldout")
     # Only some datasets have rows for choosing checkpoints.
     chosen_by = prompts.of(node.manifest.dataset or "", "validation") or TextSet()
