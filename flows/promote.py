@@ -7,6 +7,7 @@ again if the review has changed. `rollback` undoes the last promotion.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -54,34 +55,40 @@ Ask = Callable[[str], Approval]
 """Asks a person, given the review as text."""
 
 
+@flow(name="promote", flow_run_name="promote {name}", persist_result=False)
+def promote(
+    output: str,
+    name: str,
+    candidate: str | None = None,
+    gates: PromotionConfig | None = None,
+    tracking_uri: str | None = None,
+    public_key: str | None = None,
+    verdicts: str | None = None,
+) -> dict[str, Any]:
+    """Make a candidate champion of the registered model `name`, if it passes and a person approves.
+
+    Args:
+        output: output directory of the lifecycle.
+        candidate: as in `xray lineage`; by default the version with the alias `candidate`.
+        gates: bounds set by hand; all others come from the record of the candidate's evaluation.
+        verdicts: human verdicts on candidate and champion, as `xray preferences` published them, for the
+            comparison.
+
+    Raises:
+        NotPromoted: the audit, a gate or a person refused.
+    """
+    return _promote(output, name, candidate, gates, tracking_uri, public_key, verdicts, _ask_on_page)
+
+
 def promote_flow(ask: Ask) -> Flow[..., dict[str, Any]]:
-    """The flow `promote`; `ask` asks the person."""
+    """The flow `promote`, for a process in which `ask` asks the person."""
 
-    @flow(name="promote", flow_run_name="promote {name}", persist_result=False)
-    def promote(
-        output: str,
-        name: str,
-        candidate: str | None = None,
-        gates: PromotionConfig | None = None,
-        tracking_uri: str | None = None,
-        public_key: str | None = None,
-        verdicts: str | None = None,
-    ) -> dict[str, Any]:
-        """Make a candidate champion of the registered model `name`, if it passes and a person approves.
+    @flow(name=promote.name, flow_run_name=promote.flow_run_name, persist_result=False)
+    @functools.wraps(promote.fn)
+    def asking(*parameters: Any) -> dict[str, Any]:
+        return _promote(*parameters, ask)
 
-        Args:
-            output: output directory of the lifecycle.
-            candidate: as in `xray lineage`; by default the version with the alias `candidate`.
-            gates: bounds set by hand; all others come from the record of the candidate's evaluation.
-            verdicts: human verdicts on candidate and champion, as `xray preferences` published them, for the
-                comparison.
-
-        Raises:
-            NotPromoted: the audit, a gate or a person refused.
-        """
-        return _promote(output, name, candidate, gates, tracking_uri, public_key, verdicts, ask)
-
-    return promote
+    return asking
 
 
 def _promote(
@@ -261,7 +268,3 @@ def _publish(text: str, root: Path) -> None:
 
 def _escape(text: str) -> str:
     return re.sub(r"([\\*`])", r"\\\1", text).replace("\n", " ").replace("<", "&lt;")
-
-
-promote = promote_flow(_ask_on_page)
-"""The flow for deployments, which suspends itself with a form on its page."""

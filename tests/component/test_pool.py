@@ -94,7 +94,7 @@ def test_the_next_stage_finds_its_processes_ready(pool: Any, holders: Any) -> No
     before = num_idle(pool)
     # One of the two is there already, leased to the stage at work. Models of several ranks get no process here.
     roles = {
-        "policy": ModelRole("trained", EngineConfig(), "engine", "base"),
+        "policy": ModelRole(use="trained", layout=EngineConfig(), field="engine", shape="base"),
         "reference": frozen(FrozenConfig(), "base"),
         "large": frozen(FrozenConfig(num_workhorses=2), "base"),
     }
