@@ -77,7 +77,7 @@ def promote(
     Raises:
         NotPromoted: the audit, a gate or a person refused.
     """
-    return _promote(output, name, candidate, gates, tracking_uri, public_key, verdicts, _ask_on_page)
+    return _promote(_ask_on_page, output, name, candidate, gates, tracking_uri, public_key, verdicts)
 
 
 def promote_flow(ask: Ask) -> Flow[..., dict[str, Any]]:
@@ -86,12 +86,13 @@ def promote_flow(ask: Ask) -> Flow[..., dict[str, Any]]:
     @flow(name=promote.name, flow_run_name=promote.flow_run_name, persist_result=False)
     @functools.wraps(promote.fn)
     def asking(*parameters: Any) -> dict[str, Any]:
-        return _promote(*parameters, ask)
+        return _promote(ask, *parameters)
 
     return asking
 
 
 def _promote(
+    ask: Ask,
     output: str,
     name: str,
     candidate: str | None,
@@ -99,7 +100,6 @@ def _promote(
     tracking_uri: str | None,
     public_key: str | None,
     verdicts: str | None,
-    ask: Ask,
 ) -> dict[str, Any]:
     root = Path(output).absolute()
     public = Path(public_key) if public_key else None
