@@ -34,7 +34,7 @@ UNFITTING = {
 
 
 def ask(service: str, requirements: str) -> dict[str, Any]:
-    """What pip-audit answers, as JSON. Raises OSError with one line where the service cannot be asked."""
+    """The report of pip-audit, as JSON. Raises OSError with one line if the service cannot be reached."""
     command = [str(BIN / "pip-audit"), "--requirement", "/dev/stdin", "--no-deps", "--disable-pip"]
     command += ["--vulnerability-service", service, "--format", "json", "--desc", "off", "--progress-spinner", "off"]
     try:
@@ -60,7 +60,7 @@ def vulnerable(answer: dict[str, Any]) -> tuple[int, list[str]]:
 
 
 def unfitting(text: str) -> list[str]:
-    """What `uv pip check` says that has no reason."""
+    """Lines of `uv pip check` that no exception explains."""
     return [
         line for line in text.splitlines() if line.startswith("The package") and not line.startswith(tuple(UNFITTING))
     ]

@@ -69,14 +69,14 @@ def fails(problems):
 
 
 def wanted(extra, version):
-    """What STAMP holds once all is installed: a moved checkout, another Python or build must not pass for this one."""
+    """The content of STAMP after an installation; it changes with the checkout's path, the Python and the build."""
     read = ("pyproject.toml", "setup.py", "constraints.txt", ".ci/install.py")
     pinned = b"".join((ROOT / name).read_bytes() for name in read)
     return [extra, version, str(ROOT), hashlib.sha256(pinned).hexdigest()]
 
 
 def environment():
-    """Where uv looks for local wheels: it does not read pip's variable, whose separator is a space."""
+    """Variables that show uv the local wheels: it does not read pip's variable, whose separator is a space."""
     links = os.environ.get("UV_FIND_LINKS") or ",".join(os.environ.get("PIP_FIND_LINKS", "").split())
     return {**os.environ, "UV_FIND_LINKS": links, "VIRTUAL_ENV": str(VENV)}
 

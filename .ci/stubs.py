@@ -1,6 +1,6 @@
-"""Writes xray/__init__.pyi, which says of `xray` what is only known at run time: stage kinds, their inputs and fields.
+"""Write xray/__init__.pyi, for what is only known at run time: stage kinds, their inputs and fields.
 
-`make stubs` after a change of the schema; a test fails where the file is out of date.
+Run `make stubs` after a change of the schema; a test fails while the file is out of date.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from xray_runtime.graph.kind_help import description, tag
 from xray_runtime.stages import kinds
 
 STUB = Path(__file__).resolve().parents[1] / "xray" / "__init__.pyi"
-HEAD = '''"""What type checkers and editors know of `xray`. `make stubs` writes this file from the code."""
+HEAD = '''"""Types of `xray` for type checkers and editors. `make stubs` writes this file from the code."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -50,14 +50,14 @@ _Reward: TypeAlias = Weighable | Callable[..., Any] | _RewardTerm
 _Body: TypeAlias = Callable[[Stage[_C, _I], Path, Recorder], int]
 """
 WRITTEN = ("workspace", "checkpoint", "register", "reward", "stage_kind", "task_runner", "Result", "Workspace")
-"""What is written out here: to import it would have every user's type checker read Ray and MLflow."""
+"""Names declared in the stub itself: importing them would make users' type checkers read Ray and MLflow."""
 KNOWN = {
     *("Any", "Callable", "Handle", "Mapping", "None", "Path", "Result"),
     *("bool", "dict", "float", "int", "list", "str", "tuple"),
 }
-"""Annotations that the stub has the names of."""
+"""Names that annotations in the stub may use."""
 MORE = {"xray_runtime.graph.graph": ("Graph",), "xray_runtime.config.runtime": ("RuntimeConfig",)}
-"""Names that the stub needs beside those it passes on."""
+"""Names that the stub needs in addition to those it re-exports."""
 SHARED = ("generator", "frozen", "gold")
 """Fields that a workspace may give to every stage that has them."""
 
@@ -68,29 +68,29 @@ class Types:
     def __init__(self) -> None:
         self.sections: dict[str, str] = {}
 
-    def of_field(self, field: FieldInfo) -> str:
-        """The type of a config field; a function may be handed over where one may be named."""
-        text = self.of(field.annotation)
+    def text_of_field(self, field: FieldInfo) -> str:
+        """The type of a config field; a field that may name a function also takes the function."""
+        text = self.text_of(field.annotation)
         if takes_function(field.annotation, field.metadata):
             text = text.replace("str", "str | Callable[..., Any]", 1)
         return text
 
-    def of(self, annotation: Any) -> str:
+    def text_of(self, annotation: Any) -> str:
         """Any annotation."""
         origin, arguments = get_origin(annotation), get_args(annotation)
         if origin is Annotated:
-            text = self.of(arguments[0])
+            text = self.text_of(arguments[0])
             return f"{text} | Callable[..., Any]" if takes_function(arguments[0], arguments[1:]) else text
         if annotation is None or annotation is types.NoneType:
             return "None"
         if origin in (typing.Union, types.UnionType):
-            return " | ".join(dict.fromkeys(self.of(part) for part in arguments))
+            return " | ".join(dict.fromkeys(self.text_of(part) for part in arguments))
         if origin is Literal:
             return f"Literal[{', '.join(map(quoted, arguments))}]"
         if origin is tuple:
-            return f"tuple[{', '.join(map(self.of, arguments))}] | list[{self.of(arguments[0])}]"
+            return f"tuple[{', '.join(map(self.text_of, arguments))}] | list[{self.text_of(arguments[0])}]"
         if origin in (list, dict, collections.abc.Mapping, collections.abc.Sequence):
-            return f"{origin.__name__}[{', '.join(map(self.of, arguments))}]"
+            return f"{origin.__name__}[{', '.join(map(self.text_of, arguments))}]"
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             return self.section(annotation)
         return "Any" if annotation is Any else str(annotation.__name__)
@@ -99,11 +99,11 @@ class Types:
         """The name of a section's TypedDict."""
         name = f"_{section.__name__}"
         if name not in self.sections:
-            self.sections[name] = ""  # of a section that holds itself
+            self.sections[name] = ""  # for a section that contains itself
             lines = [f"class {name}(TypedDict, total=False):"]
             for field, info in section.model_fields.items():
-                text = self.of_field(info)
-                # A union is told apart by it, so it must be there.
+                text = self.text_of_field(info)
+                # The discriminator of a union must be given.
                 is_tag = text.startswith("Literal[") and text.count(",") == 0 and info.default is not None
                 lines.append(f"    {field}: {f'Required[{text}]' if info.is_required() or is_tag else text}")
             self.sections[name] = "\n".join(lines if len(lines) > 1 else [*lines, "    ..."])
@@ -111,7 +111,7 @@ class Types:
 
 
 def takes_function(annotation: Any, metadata: Any) -> bool:
-    """Whether a text names a function that may be handed over as an object: one that need not be importable by name."""
+    """Whether a text field names a function and also takes the function, which need not be importable by name."""
     parts = [inner for part in metadata for inner in (part.metadata if isinstance(part, FieldInfo) else [part])]
     checked = [part.func.__name__ for part in parts if isinstance(part, AfterValidator)]
     named = any(":[" in str(getattr(p, "pattern", "")) or isinstance(p, BuiltInOrFunction) for p in parts)
@@ -130,7 +130,7 @@ def keywords(section: type[BaseModel], known: Types, without: collections.abc.Co
     """The fields of a section as keyword parameters."""
     for name, field in section.model_fields.items():
         if name not in without:
-            text = known.of_field(field)
+            text = known.text_of_field(field)
             is_required = field.is_required() and name not in SHARED
             yield f"{name}: {text}" + ("" if is_required else f" = {default(field.default)}")
 
@@ -143,7 +143,7 @@ def function(name: str, parameters: list[str], returns: str, docstring: str, *, 
     return "\n".join(lines)
 
 
-def of_kind(kind: StageKind, known: Types) -> Iterator[str]:
+def kind_functions(kind: StageKind, known: Types) -> Iterator[str]:
     """One function, or an overload for each section that its config may be."""
     inputs = []
     for name, role in kind.roles.items():
@@ -156,17 +156,17 @@ def of_kind(kind: StageKind, known: Types) -> Iterator[str]:
     for number, section in enumerate(kind.sections):
         chosen = tag(kind.config, section)
         without = [*kind.roles, *([chosen[0]] if chosen else [])]
-        of_tag = []
+        tag_parameter = []
         if chosen:
-            of_tag = [f"{chosen[0]}: {known.of_field(section.model_fields[chosen[0]])}"]
-            of_tag[0] += f" = {quoted(chosen[1])}" if number == 0 else ""
-        parameters = [*inputs, "*", *of_tag, *keywords(section, known, without), "name: str | None = None"]
+            tag_parameter = [f"{chosen[0]}: {known.text_of_field(section.model_fields[chosen[0]])}"]
+            tag_parameter[0] += f" = {quoted(chosen[1])}" if number == 0 else ""
+        parameters = [*inputs, "*", *tag_parameter, *keywords(section, known, without), "name: str | None = None"]
         yield function(
             kind.name, parameters, "Handle", description(kind, [section]), is_overload=len(kind.sections) > 1
         )
 
 
-def of_workspace(known: Types) -> str:
+def workspace_function(known: Types) -> str:
     parameters = []
     typed = {"runtime": f"RuntimeConfig | {known.section(RuntimeConfig)} | None"}
     typed["terms"] = f"Mapping[str, {known.section(SourceTerms)}] | None"
@@ -174,7 +174,7 @@ def of_workspace(known: Types) -> str:
         if parameter.kind is parameter.VAR_KEYWORD:
             fields = [field for kind in shipped() for s in kind.sections for field in s.model_fields.items()]
             for shared in SHARED:
-                widest = max((known.of_field(info) for field, info in fields if field == shared), key=len)
+                widest = max((known.text_of_field(info) for field, info in fields if field == shared), key=len)
                 parameters.append(f"{shared}: {widest} = ...")
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parameters:
@@ -183,7 +183,7 @@ def of_workspace(known: Types) -> str:
     return function("workspace", parameters, "AbstractContextManager[Graph]", str(workspace.__doc__))
 
 
-def of_reward(known: Types) -> str:
+def reward_function(known: Types) -> str:
     from xray_runtime.graph.handles import reward
 
     parameters = ["source: Callable[..., Any] | str | Handle | Sequence[Handle] | None = None", "*"]
@@ -191,7 +191,7 @@ def of_reward(known: Types) -> str:
     return function("reward", parameters, "RewardSource", str(reward.__doc__))
 
 
-def of_stage_kind() -> str:
+def stage_kind_function() -> str:
     parameters = ["name: str", "*", "inputs: type[_I] = ...", "config: Any = ...", "output: type[Artifact] = ..."]
     given = {"name", "inputs", "config", "output", "body"}
     for field in dataclasses.fields(StageKind):
@@ -201,8 +201,8 @@ def of_stage_kind() -> str:
     return function("stage_kind", parameters, "Callable[[_Body[_C, _I]], StageKind]", str(xray.stage_kind.__doc__))
 
 
-def of_function(described: Any) -> str:
-    """A function as it stands in the code."""
+def declaration(described: Any) -> str:
+    """The declaration of a function."""
     parameters = []
     for name, parameter in inspect.signature(described).parameters.items():
         if name == "self":
@@ -215,7 +215,7 @@ def of_function(described: Any) -> str:
     return function(described.__name__, parameters, returns, inspect.getdoc(described) or "")
 
 
-def of_class(described: type[Any], bases: str = "") -> str:
+def class_declaration(described: type[Any], bases: str = "") -> str:
     """The public members of a class that it defines itself."""
     lines = [f"class {described.__name__}{bases}:"]
     if dataclasses.is_dataclass(described):
@@ -225,7 +225,7 @@ def of_class(described: type[Any], bases: str = "") -> str:
             continue
         if isinstance(member, property):
             lines.append("    @property")
-        lines += [f"    {line}" for line in of_function(getattr(member, "fget", member)).splitlines()]
+        lines += [f"    {line}" for line in declaration(getattr(member, "fget", member)).splitlines()]
     return "\n".join(lines)
 
 
@@ -240,10 +240,10 @@ def shipped() -> list[StageKind]:
 def stub() -> str:
     """The whole file."""
     known = Types()
-    functions = [text for kind in shipped() for text in of_kind(kind, known)]
-    functions += [of_workspace(known), of_reward(known), of_stage_kind()]
-    functions += [of_function(xray.checkpoint), of_function(xray.register)]
-    functions += [of_class(xray.Result), of_class(xray.Workspace, "(Graph)")]
+    functions = [text for kind in shipped() for text in kind_functions(kind, known)]
+    functions += [workspace_function(known), reward_function(known), stage_kind_function()]
+    functions += [declaration(xray.checkpoint), declaration(xray.register)]
+    functions += [class_declaration(xray.Result), class_declaration(xray.Workspace, "(Graph)")]
     # `flow` takes no runner of another future, though a RayTaskRunner is one.
     functions.append(function("task_runner", [], "TaskRunner[PrefectFuture[Any]]", str(xray.task_runner.__doc__)))
     imports = [
@@ -258,7 +258,7 @@ def stub() -> str:
 
 
 def formatted(text: str) -> str:
-    """As `make lint` wants it."""
+    """The text in the style of `make lint`."""
     ruff = str(Path(sys.executable).with_name("ruff"))
     for arguments in (["check", "--select", "I", "--fix-only", "--quiet"], ["format"]):
         command = [ruff, *arguments, "--stdin-filename", str(STUB), "-"]

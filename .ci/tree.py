@@ -37,7 +37,7 @@ def assemble() -> Path:
             path.unlink(missing_ok=True)
     for name, target in links.items():
         if not (TREE / name).is_symlink():
-            # Of two processes that do this, the second finds it done.
+            # Another process may do this at the same time; the rename is atomic.
             temporary = TREE / f".{os.getpid()}"
             temporary.symlink_to(target)
             temporary.replace(TREE / name)

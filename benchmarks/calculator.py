@@ -40,7 +40,7 @@ def is_right(task: Mapping[str, Any], reply: str) -> float:
 
 
 def environment() -> Any:
-    """Of one episode."""
+    """The environment of one episode."""
     return from_tools([calculate], is_right)()
 
 

@@ -1,8 +1,8 @@
-"""What the examples take and gain: minutes, and a score before and after. The rows of `examples/README.md`.
+"""Measure the examples: minutes, and a score before and after, as rows of `examples/README.md`.
 
     python -m benchmarks.examples [--only 01_first_graph guess_number …] [--output DIR]
 
-Each is run whole, as a user runs it, into a directory of its own; a run that is there already is only read.
+Each example runs whole, as a user runs it, in its own directory; a finished run is only read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Example(NamedTuple):
 
     flow: str
     evaluated: str | None = None
-    """What the evaluation measures before and after."""
+    """The metric of the evaluation, before and after."""
     column: str | None = None
     """Else a number of the table of evaluations."""
     policies: tuple[str, str] = ("sft", "ppo")

@@ -51,9 +51,9 @@ class GraphCase:
     until: str
     """The stage that is killed, replayed and measured by the search."""
     fields: dict[str, Any]
-    """What the search tries."""
+    """The search space."""
     metric: str
-    """What the search measures: a metric of `until`."""
+    """The metric of `until` that the search optimizes."""
     mode: str = "max"
     small: dict[str, Any] = field(default_factory=dict)
     """`--set` of real runs."""

@@ -1,8 +1,10 @@
-"""A tiny Llama in float64, so that what must be equal is equal to the last digits."""
+"""A tiny Llama in float64, for comparisons to the last digits, and a copy of X-ray's package to edit."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from xray_runtime.store.seal import Seal, process_seal
 TINY = FreshBase(
     vocab_size=300, hidden_size=32, num_layers=3, num_heads=1, num_kv_heads=1, intermediate_size=48, max_positions=64
 )
+
+ROOT = Path(__file__).parents[2]
 
 Pairs = Sequence[tuple[Sequence[int], Sequence[int]]]
 """(prompt ids, reply ids) of each row."""
@@ -65,3 +69,13 @@ def intruder() -> Seal:
     """The seal of somebody who does not have the run's key."""
     made: Seal = process_seal.__wrapped__()
     return made
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """X-ray's own package under another name, to be edited."""
+    folder = tmp_path_factory.mktemp("copy")
+    shutil.copytree(ROOT / "xray_runtime", folder / "xray_copied", ignore=shutil.ignore_patterns("__pycache__"))
+    for path in (folder / "xray_copied").rglob("*.py"):
+        path.write_text(path.read_text(encoding="utf-8").replace("xray_runtime", "xray_copied"), encoding="utf-8")
+    return folder

@@ -40,13 +40,13 @@ class Sign:
     """`judge/SOURCE/JUDGE`, `silent/JUDGE`, `ensemble/SOURCE`, `length`, `repetition`, `phrase`, `kl`; a metric is
     `hacking/NAME`."""
     text: str
-    """What was seen, in plain words."""
+    """The observation, in plain words."""
 
 
 def signs(
     first: Sequence[Points], last: Sequence[Points], weights: Mapping[str, float], bounds: WatchConfig, num_prompts: int
 ) -> list[Sign]:
-    """What speaks for a hacked reward, by the bounds of the config.
+    """Signs of a hacked reward, by the bounds of the config.
 
     Args:
         first, last: of equally many iterations each.

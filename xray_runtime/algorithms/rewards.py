@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SourceScores:
-    """What the sources say of some replies."""
+    """The sources' scores of a batch of replies."""
 
     values: Mapping[str, Tensor]
     """Source → its raw score of each reply [B] float32; NaN where it has none."""
@@ -27,7 +27,7 @@ class SourceScores:
     """Source that may fail → why it has no score of each reply [B]; None where it has one, or does not apply."""
 
     def failed(self, source: str) -> Tensor:
-        """Where `source` has no score that it should have [B] bool."""
+        """True for each reply whose score by `source` failed [B] bool."""
         return self.applies[source] & self.values[source].isnan()
 
 

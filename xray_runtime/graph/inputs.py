@@ -96,7 +96,7 @@ class EvaluateInputs:
     judges: list[RewardModel] = field(default_factory=list)
     """Reward models that the policy was not trained on."""
     verdicts: Judgements | None = None
-    """What people said of replies of these two: one more judge."""
+    """Human verdicts on replies of these two: one more judge."""
 
 
 @dataclass(frozen=True)
@@ -122,4 +122,4 @@ class CompareInputs:
     """Datasets and preferences of the champion that the candidate does not have: prompts in their training part are not
     used."""
     verdicts: Judgements | None = None
-    """What people said of replies of these two: one more judge."""
+    """Human verdicts on replies of these two: one more judge."""

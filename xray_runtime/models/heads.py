@@ -27,7 +27,7 @@ from xray_runtime.models.packing import can_pack, packed_states, use_packed_atte
 from xray_runtime.models.padding import pad, unpad
 
 HEAD_PREFIX = "scalar."
-"""What names of the scalar head's parameters begin with; Hugging Face knows no such head."""
+"""Prefix of the scalar head's parameter names; Hugging Face models have no such head."""
 
 
 class HeadedLM(nn.Module):

@@ -1,7 +1,7 @@
-"""What a model is trained for and scored by: one small class a role, pure torch over a `HeadedLM`.
+"""Objectives: how each role is trained and scored, one small class a role, in pure torch over a `HeadedLM`.
 
-Here is what all share, and SFT and the reference; `reward_objective` and `ppo_objectives` have the others, in files of
-their own: who changes one algorithm recomputes nothing that another trained.
+This module has the shared code, SFT and the reference; `reward_objective` and `ppo_objectives` have the others.
+Separate files keep the stage keys apart: a change of one algorithm recomputes nothing that another trained.
 
 An objective has `score(module, rows)`, without gradient, and `loss(module, rows, totals)`, this micro-batch's share of
 the loss: a sum divided by *global* counts in `totals`, plus sums for the log. A new algorithm is a new objective;
@@ -50,7 +50,7 @@ def last_hidden(module: HeadedLM, rows: Tensors) -> Tensor:
 
 
 def response_positions(rows: Tensors) -> Tensor:
-    """Where response tokens stand among all tokens [R]; the state before each predicts it."""
+    """Indices of response tokens among all tokens [R]; the state before each predicts it."""
     lengths = rows["lengths"]
     first = lengths.cumsum(0) - lengths + rows["prompt_lengths"]
     places = torch.arange(len(rows["input_ids"]), device=first.device)
@@ -64,7 +64,7 @@ def response_logprobs(module: HeadedLM, hidden: Tensor, rows: Tensors, temperatu
 
 
 def by_row(flat: Tensor, rows: Tensors) -> list[Tensor]:
-    """What belongs to response tokens [R], row by row."""
+    """Values of response tokens [R], split by row."""
     return list(flat.split((rows["lengths"] - rows["prompt_lengths"]).tolist()))
 
 

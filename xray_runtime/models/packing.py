@@ -25,7 +25,7 @@ VARLEN_HEAD_SIZES = range(8, 257, 8)
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where the sequences of a row begin and end."""
+    """Start and end of each sequence of a row."""
 
     lengths: list[int]
     offsets: Tensor
@@ -83,7 +83,7 @@ def _attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What attention puts out [1, N, a, d], of query [1, a, N, d], key and value (of fewer heads, maybe)."""
+    """The output of attention [1, N, a, d], for query [1, a, N, d], key and value (which may have fewer heads)."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if bounds is None:

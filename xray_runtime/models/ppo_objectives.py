@@ -53,7 +53,7 @@ class PPOObjective:
         logprobs, entropy = response_logprobs(module, hidden, rows, config.temperature)
         lengths = rows["lengths"] - rows["prompt_lengths"]
         replies = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
-        # What an environment said between the turns was not the policy's choice.
+        # The policy did not choose the environment's tokens between its turns.
         mask = _counted(logprobs, rows)
         share = mask
         if config.loss_mean == "replies":
@@ -115,7 +115,7 @@ def _as_sampled(rows: Tensors) -> Tensors:
 
 
 def _mean_over(config: PPOStageConfig, totals: dict[str, float]) -> float:
-    """What sums over the whole minibatch, of `tokens` tokens in `rows` replies, are divided by."""
+    """The divisor of sums over the whole minibatch, which has `tokens` tokens in `rows` replies."""
     if config.loss_mean == "tokens":
         return totals["tokens"]
     return totals["rows"] * (config.max_response_tokens if config.loss_mean == "fixed" else 1)

@@ -75,7 +75,7 @@ def trunk_digest(directory: Path, top_layers: int) -> str:
 
 
 def _above_trunk(config: dict[str, Any], top_layers: int) -> tuple[str, ...]:
-    """What the names of weights above a frozen trunk begin with."""
+    """Prefixes of the names of weights above a frozen trunk."""
     layers = config["num_hidden_layers"]
     return (*(f"model.layers.{n}." for n in range(layers - top_layers, layers)), "model.norm.")
 

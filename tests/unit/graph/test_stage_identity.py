@@ -11,7 +11,6 @@ import importlib
 import importlib.metadata
 import linecache
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -412,16 +411,6 @@ def test_what_a_light_kind_depends_on() -> None:
         *(f"xray_runtime.{name}" for name in ("preparation", "preparation.prepare")),
     }
     assert len(code_of(PREPARE)) < len(code_of(BASE)) < len(code_of(SFT)) < len(code_of(PPO))
-
-
-@pytest.fixture(scope="module")
-def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """X-ray's own package under another name, to be edited."""
-    folder = tmp_path_factory.mktemp("copy")
-    shutil.copytree(ROOT / "xray_runtime", folder / "xray_copied", ignore=shutil.ignore_patterns("__pycache__"))
-    for path in (folder / "xray_copied").rglob("*.py"):
-        path.write_text(path.read_text(encoding="utf-8").replace("xray_runtime", "xray_copied"), encoding="utf-8")
-    return folder
 
 
 def files_of(folder: Path) -> dict[str, Path]:

@@ -6,7 +6,6 @@ import hashlib
 import importlib.machinery
 import importlib.metadata
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -208,19 +207,9 @@ def test_a_compiled_module_is_known_by_its_version_or_bytes(folder: Path) -> Non
     assert digests["xxhash._xxhash"] == hashlib.sha256(version.encode()).hexdigest()
 
 
-@pytest.fixture(scope="module")
-def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """X-ray's own package under another name, to be edited."""
-    folder = tmp_path_factory.mktemp("copy")
-    shutil.copytree(ROOT / "xray_runtime", folder / "xray_copy", ignore=shutil.ignore_patterns("__pycache__"))
-    for path in (folder / "xray_copy").rglob("*.py"):
-        path.write_text(path.read_text(encoding="utf-8").replace("xray_runtime", "xray_copy"), encoding="utf-8")
-    return folder
-
-
 def modules(folder: Path) -> dict[str, Path]:
     """Name → file of every module of the copy."""
-    paths = sorted((folder / "xray_copy").rglob("*.py"))
+    paths = sorted((folder / "xray_copied").rglob("*.py"))
     names = [".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__") for path in paths]
     return dict(zip(names, paths, strict=True))
 
@@ -235,10 +224,10 @@ def with_every_module(folder: Path, edit: Callable[[Path], None]) -> dict[str, P
 
 def test_an_edit_changes_a_stage_if_and_only_if_it_is_reached(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(copied)
-    roots = [f"xray_copy.{name}" for name in ("preparation.prepare", "training.sft", "rl.ppo")]
+    roots = [f"xray_copied.{name}" for name in ("preparation.prepare", "training.sft", "rl.ppo")]
 
     def digests() -> dict[str, dict[str, str]]:
-        return {root: module_digests([root], ["xray_copy"]) for root in roots}
+        return {root: module_digests([root], ["xray_copied"]) for root in roots}
 
     before = digests()
     assert len(before[roots[0]]) < len(before[roots[1]]) < len(before[roots[2]]) < len(modules(copied))

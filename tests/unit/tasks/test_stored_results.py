@@ -9,26 +9,15 @@ from typing import Any
 
 import pytest
 
+from tests.unit.store.published import IDENTITY, KEY
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import RESULTS, find_result, keep_result
 from xray_runtime.lineage.log import log_files
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.store.checkpoints import CHECKPOINTS, Store
-from xray_runtime.store.identity import Identity
 from xray_runtime.store.shared import SharedStore, StorageError
 from xray_runtime.tracking.recorder import records_directory
 
-IDENTITY = Identity(
-    stage="sft",
-    kind="sft",
-    config={"lr": 1e-3},
-    seed=0,
-    parents={"base": "cd" * 32},
-    functions={},
-    code={"xray_runtime.training.sft": "ef" * 32},
-    versions={"torch": "2"},
-)
-KEY = IDENTITY.key
 FILE = f"sft-{KEY[:12]}.json"
 
 
