@@ -1,4 +1,4 @@
-"""What type checkers and editors know of `xray`. `make stubs` writes this file from the code."""
+"""Types of `xray` for type checkers and editors. `make stubs` writes this file from the code."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -583,7 +583,7 @@ def compare(
           Datasets and preferences of the champion that the candidate does not have: prompts in their
           training part are not used.
       verdicts: Judgements, optional
-          What people said of replies of these two: one more judge.
+          Human verdicts on replies of these two: one more judge.
 
     Fields, by name:
       rewards: list of RewardTerm; default empty
@@ -746,7 +746,7 @@ def evaluate(
       judges: any number of RewardModel
           Reward models that the policy was not trained on.
       verdicts: Judgements, optional
-          What people said of replies of these two: one more judge.
+          Human verdicts on replies of these two: one more judge.
 
     Fields, by name:
       rewards: list of RewardTerm; default empty

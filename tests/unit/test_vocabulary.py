@@ -43,7 +43,7 @@ BANNED_NAMES = frozenset(
 )
 """Whole names, whatever their case, that say a metaphor or a participle where the field has a noun."""
 BANNED_TYPES = frozenset(("Seen", "Since", "Made", "Found", "_Life"))
-OPENING = re.compile(r"(?:Of|Whoever|Whose|Nobody) ")
+OPENING = re.compile(r"(?:Of|What|Who|Whoever|Whose|Nobody) ")
 """Openings of comments and docstrings that are no subject."""
 
 
