@@ -71,3 +71,11 @@ class Tells(Breaks):
         step = super().step(reply)
         info = {"tool_errors": 1, "is_last": step.terminated, "said": reply, "no name": 7}
         return replace(step, reward=step.reward + 2 * (reply == "yes"), info=info)
+
+
+class HasTools(Clock):
+    """Its tool is not described in alphabetical order, and a chat template writes it as it is described."""
+
+    def reset(self, task: Mapping[str, Any], seed: int) -> Start:  # type: ignore[override]
+        super().reset(task, seed)
+        return Start(tools=[{"type": "function", "function": {"name": "look"}}])
