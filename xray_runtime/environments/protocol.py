@@ -84,7 +84,7 @@ def as_start(value: Any) -> Start:
 
 
 def as_step(value: Any) -> Step:
-    """Check the return value of `step`; its reward becomes a float.
+    """Check the return value of `step`; its reward becomes a float, and its info is sorted by name.
 
     Raises:
         ValueError: it is not valid; names the field, its value and what is allowed.
@@ -101,7 +101,8 @@ def as_step(value: Any) -> Step:
     if not isinstance(value.info, dict):
         raise ValueError(f"Step.info is {_shown(value.info)}: must be a dict")
     _check_json("Step.info", value.info)
-    return Step(value.messages, reward, value.terminated, value.truncated, value.info)
+    info = dict(sorted(value.info.items(), key=lambda item: str(item[0])))
+    return Step(value.messages, reward, value.terminated, value.truncated, info)
 
 
 def _check_messages(owner: str, messages: Any, roles: tuple[str, ...]) -> None:

@@ -95,7 +95,8 @@ def rollout_of(episodes: Sequence[Episode], version: int) -> Rollout:
         episode_reward=np.array(rewards, np.float64),
         failure=np.array([e.failure for e in episodes], object),
         info=np.array([json.dumps(e.info, sort_keys=True) for e in episodes], object),
-        answers=np.array([json.dumps([_in_order(answer) for answer in e.answers]) for e in episodes], object),
+        # Not sorted: a chat template writes tools and messages in their own order.
+        answers=np.array([json.dumps(e.answers) for e in episodes], object),
     )
     return Rollout(
         response_ids=Ragged.of(e.ids for e in episodes),
@@ -116,12 +117,3 @@ def episode_means(episodes: EpisodeColumns) -> dict[str, float]:
     names = sorted({name for info in infos for name in info})
     means = {f"info/{name}": float(np.mean([info.get(name, 0.0) for info in infos])) for name in names}
     return {"turns": float(episodes.turns[valid].mean()), **means} if infos else {}
-
-
-def _in_order(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer with its numbers by name. Messages and tools stay as they are: a chat template writes them so."""
-    found = dict(answer)
-    if isinstance(body := found.get("answer"), dict):
-        numbers = {"info": dict(sorted(body["info"].items()))} if "info" in body else {}
-        found["answer"] = dict(sorted((body | numbers).items()))
-    return found
