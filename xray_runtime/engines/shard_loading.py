@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from xray_runtime.engines.states import hugging_face_name, slice_for
+from xray_runtime.engines.states import hugging_face_name
 from xray_runtime.models.causal_lm import load_model, skeleton
 from xray_runtime.models.heads import BorrowedHead, HeadedLM
 from xray_runtime.models.tensor_file import WEIGHTS_FILE
@@ -123,9 +123,19 @@ def load_shard(
 
 def read(checkpoint: Path, name: str, split: Split | None = None, tensor_rank: int = 0) -> Tensor:
     """A tensor of a checkpoint by its Hugging Face name in float32, or this rank's slice of it."""
+    if split is None:
+        return read_slice(checkpoint, name)
+    low = sum(split.sizes[:tensor_rank])
+    return read_slice(checkpoint, name, split.dim, low, low + split.sizes[tensor_rank])
+
+
+def read_slice(checkpoint: Path, name: str, dim: int = 0, low: int = 0, high: int | None = None) -> Tensor:
+    """The slice `low` to `high` along `dim` of a tensor of a checkpoint in float32, which is all that is read."""
     # Opened for each tensor: pages of a mapped file stay in memory until it is closed.
     with safe_open(checkpoint / WEIGHTS_FILE, framework="pt") as file:
-        return slice_for(file.get_slice(name), split, tensor_rank).to(torch.float32, copy=True)
+        whole = file.get_slice(name)
+        part: Tensor = whole[:] if high is None else whole[(*[slice(None)] * dim, slice(low, high))]
+        return part.to(torch.float32, copy=True)
 
 
 def _names(checkpoint: Path) -> set[str]:

@@ -149,6 +149,12 @@ class StageRecorder:
     def resume(self) -> Snapshot | None:
         return self._newest
 
+    def refuse_snapshot(self, problem: str) -> None:
+        """Resume from the snapshot before the newest, in which a rank found a damaged shard."""
+        assert self._newest is not None
+        self._snapshots.refuse(self._newest, problem)
+        self.begin()
+
     def snapshot_due(self, step: int) -> bool:
         return self._interrupted is not None or self._snapshots.due(step)
 

@@ -15,6 +15,7 @@ from xray_runtime.data.batching import micro_batches
 from xray_runtime.data.rows import Ragged, Rows, num_rows, take
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.processes import at_low_priority
+from xray_runtime.store.shards import read_shards, shard_problem
 from xray_runtime.workers.trunk_memory import TrunkMemory
 from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
 
@@ -236,6 +237,11 @@ class Learner(Workhorse):
             self.engine.save(directory)
         except NonFiniteError as error:
             raise NonFiniteError(f"{self._who}: {error}") from None
+
+    def check_state(self, directory: Path, number: int, checkers: int) -> str | None:
+        """Why a snapshot must not be loaded, if this rank finds it: it reads every `checkers`-th shard."""
+        found = (shard_problem(directory, shard) for shard in read_shards(directory)[number::checkers])
+        return next((problem for problem in found if problem is not None), None)
 
     def load_state(self, directory: Path) -> None:
         """Continue from a snapshot of `save_state`, written under any layout."""

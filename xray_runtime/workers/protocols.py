@@ -108,6 +108,7 @@ class ModelHandle(Protocol):
     load_weights: Method[[WeightUpdate], int]
     save: Save
     save_state: Method[[Path], None]
+    check_state: Method[[Path], str | None]
     load_state: Method[[Path], None]
     sleep: Method[[], None]
     wake_up: Method[[], None]
@@ -158,6 +159,7 @@ class WorkhorseHandle(FileReceiverHandle, Protocol):
     begin_save: Method[[Path], None]
     save: Method[[Path, str | None], list[str]]
     save_state: Method[[Path], None]
+    check_state: Method[[Path, int, int], str | None]
     load_state: Method[[Path], None]
     sleep: Method[[], None]
     wake_up: Method[[], None]

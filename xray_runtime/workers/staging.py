@@ -110,14 +110,22 @@ class FileStager:
         local = [rank for rank in range(len(self._nodes)) if not self.is_remote(rank)]
         return local[:1] + sorted(self._receivers.values())
 
+    def disk(self, rank: int) -> str | None:
+        """The node whose own disk a rank uses; None for this node's disk."""
+        return self._nodes[rank] if self.is_remote(rank) else None
+
     def stage_in(self, directory: Path) -> list[Path]:
-        """The path of a directory for each rank. It must not change any more: it is copied once and kept."""
+        """The path of a directory for each rank. It must not change any more: it is copied once and kept until it is
+        forgotten."""
         if directory not in self._staged:
-            self._staged[directory] = self.stage_in_once(directory)
+            self._staged[directory] = self._copy(directory)
         return self._staged[directory]
 
-    def stage_in_once(self, directory: Path) -> list[Path]:
-        """As `stage_in` for a directory that is read once; `remove` it afterwards."""
+    def forget(self, directory: Path) -> None:
+        """Remove the copies of a directory."""
+        self.remove(self._staged.pop(directory))
+
+    def _copy(self, directory: Path) -> list[Path]:
         found = self.output_directories(directory)
         ranks = list(self._receivers.values())
         for path in _files(directory) if ranks else []:
@@ -157,7 +165,7 @@ class FileStager:
         return found
 
     def remove(self, directories: list[Path]) -> None:
-        """Remove directories of `stage_in_once` or `output_directories`."""
+        """Remove directories of `output_directories`."""
         ranks = list(self._receivers.values())
         if ranks:
             calls = [self._workhorses[rank].remove_directory.remote(directories[rank]) for rank in ranks]

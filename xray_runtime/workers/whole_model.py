@@ -228,11 +228,26 @@ class WholeModel:
             shutil.rmtree(copy)
         self._stager.remove(directories)
 
+    def check_state(self, directory: Path) -> str | None:
+        """Why a snapshot must not be loaded, in one line; None where no shard is damaged. The ranks on a disk divide
+        its shards."""
+        directories = self._stager.stage_in(directory)
+        # Ranks with their own disk have a copy each.
+        disks = [self._stager.disk(rank) for rank in range(len(directories))]
+        checks = [
+            w.check_state.remote(own, disks[:rank].count(disks[rank]), disks.count(disks[rank]))
+            for rank, (w, own) in enumerate(zip(self._workhorses, directories, strict=True))
+        ]
+        problem = next((found for found in self._get(checks) if found is not None), None)
+        if problem is not None:
+            self._stager.forget(directory)
+        return problem
+
     def load_state(self, directory: Path) -> None:
-        """Continue from a snapshot."""
-        directories = self._stager.stage_in_once(directory)
+        """Continue from a snapshot that `check_state` found sound."""
+        directories = self._stager.stage_in(directory)
         self._get([w.load_state.remote(own) for w, own in zip(self._workhorses, directories, strict=True)])
-        self._stager.remove(directories)
+        self._stager.forget(directory)
 
     def _check_finite(self, answers: Sequence[Rows], ranks: Iterable[int]) -> None:
         for rank, answer in zip(ranks, answers, strict=True):
