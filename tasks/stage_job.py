@@ -152,6 +152,7 @@ class StageJob:
             seal_of(self._output),
             self._store.shared,
             (lambda question: ask_person(self._spec.name, question, self._progress)) if shown else None,
+            self._spec.runtime.snapshot_every_s,
         )
         self._progress.on_stop = recorder.interrupt
         _on_sigterm(functools.partial(recorder.interrupt, WorkerEndedError))

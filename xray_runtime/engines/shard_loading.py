@@ -15,6 +15,7 @@ from xray_runtime.engines.states import hugging_face_name
 from xray_runtime.models.causal_lm import load_model, skeleton
 from xray_runtime.models.heads import BorrowedHead, HeadedLM
 from xray_runtime.models.tensor_file import WEIGHTS_FILE
+from xray_runtime.signs import part_done
 
 if TYPE_CHECKING:
     from xray_runtime.engines.training.tensor import Split
@@ -112,6 +113,7 @@ def load_shard(
             partition(new)
         for owner, key in places[id(old)]:
             owner._parameters[key] = new
+        part_done()
     head = getattr(module.lm, "lm_head", None)
     if isinstance(head, BorrowedHead):
         value = weights.embedding() if head.weight.is_meta else head.weight.detach()

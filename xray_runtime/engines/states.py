@@ -21,6 +21,7 @@ from torch import Tensor
 from xray_runtime.algorithms.finite import all_finite
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.files import write_atomic
+from xray_runtime.signs import part_done
 from xray_runtime.store.shards import Piece, Shard, index_path, overlaps, read_shards
 
 WEIGHT = "weight"
@@ -83,6 +84,7 @@ def write(
             block = tensor.detach().cpu().float().contiguous().numpy().data
             out.write(block)
             digest.update(block)
+            part_done()
         out.flush()
         os.fsync(out.fileno())
     found = {
@@ -132,6 +134,7 @@ class Reader:
                 view = buffer[BYTES * into : BYTES * (into + count)]
                 self._fill(file, view, piece.offset + BYTES * place)
                 filled += count
+        part_done()
         if filled != wanted.size or key not in self._pieces:
             raise ValueError(f"the snapshot has no {key}, or only a part of it: it is of another model")
         return found

@@ -19,6 +19,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -67,12 +68,15 @@ class Snapshots:
 
     Args:
         every: steps between periodic snapshots.
+        every_s: seconds after which one is due even if fewer steps were made.
         seal: signs snapshots; only those with its signature are read.
         shared: keeps copies below `snapshots/` and the name of `directory`.
     """
 
-    def __init__(self, directory: Path, every: int, seal: Seal, shared: SharedStore | None = None) -> None:
-        self.directory, self._every, self._seal = directory, every, seal
+    def __init__(
+        self, directory: Path, every: int, seal: Seal, shared: SharedStore | None = None, every_s: float = math.inf
+    ) -> None:
+        self.directory, self._every, self._every_s, self._seal = directory, every, every_s, seal
         self._shared, self._folder = shared, f"{SNAPSHOTS}/{directory.name}"
         self.kept = SharedFolder(shared, f"{self._folder}/{KEPT}") if shared is not None else None
         directory.mkdir(parents=True, exist_ok=True)
@@ -84,6 +88,8 @@ class Snapshots:
             log.warning("%s: a snapshot that was never finished; removed", left)
             shutil.rmtree(left, ignore_errors=True)
         self._start, self._spent = time.monotonic(), 0.0
+        self._last = self._start
+        """When the last snapshot was written."""
         self._refused: set[str] = set()
         """Names of snapshots here with a damaged shard."""
         self._fetched: set[str] = set()
@@ -99,8 +105,11 @@ class Snapshots:
             raise FencedError(f"{self.directory.name}: another attempt at this stage has started; this one stops")
 
     def due(self, step: int) -> bool:
-        """Whether a periodic snapshot is due after `step` steps: every so many, within MAX_SHARE of the time."""
-        return step % self._every == 0 and self._spent <= MAX_SHARE * (time.monotonic() - self._start)
+        """Whether a periodic snapshot is due after `step` steps: every so many steps and every so many seconds, within
+        MAX_SHARE of the time."""
+        now = time.monotonic()
+        wanted = step % self._every == 0 or now - self._last >= self._every_s
+        return wanted and self._spent <= MAX_SHARE * (now - self._start)
 
     def latest(self) -> Snapshot | None:
         """The newest whole snapshot; torn or changed ones are skipped, with a line in the log.
@@ -198,7 +207,8 @@ class Snapshots:
         for old in self.directory.glob("step-" + "[0-9]" * 10):
             if old != place:
                 shutil.rmtree(old, ignore_errors=True)
-        self._spent += time.monotonic() - start
+        self._last = time.monotonic()
+        self._spent += self._last - start
 
     def clear(self) -> None:
         """Remove everything: the stage is published."""

@@ -119,7 +119,7 @@ class WholeModelHandle(ModelHandle, Protocol):
 
     ping: Method[[], None]
     build: Method[
-        [str, RuntimeConfig, Path, ModelSpec | GeneratorSpec, list[WorkhorseHandle], int, str], list[WorkerInfo]
+        [str, RuntimeConfig, Path, ModelSpec | GeneratorSpec, list[WorkhorseHandle], int, str, str], list[WorkerInfo]
     ]
     unload: Method[[bool], None]
     where: Method[[], list[Device]]

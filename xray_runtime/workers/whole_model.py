@@ -23,6 +23,7 @@ from xray_runtime.errors import NonFiniteError
 from xray_runtime.weights.device_transfer import Device, Transport, choose
 from xray_runtime.workers.health import HealthMonitor, WorkhorseError
 from xray_runtime.workers.nodes import WorkerInfo, check_environment
+from xray_runtime.workers.progress import find_progress
 from xray_runtime.workers.protocols import Ref, WholeModelHandle, WorkhorseHandle, get
 from xray_runtime.workers.staging import FileStager
 from xray_runtime.workers.workhorse import RankInfo
@@ -55,6 +56,7 @@ class WholeModel:
         workhorses: list[WorkhorseHandle],
         num_replicas: int,
         environment_digest: str,
+        run_id: str = "",
     ) -> list[WorkerInfo]:
         """Load the model on its Workhorses and join them to one process group.
 
@@ -64,6 +66,7 @@ class WholeModel:
             workhorses: in order of rank.
             num_replicas: number of whole copies of the model.
             environment_digest: digest of the code and libraries that each must have.
+            run_id: of the run whose progress actor learns that the Workhorses are at work, if it has one.
 
         Returns:
             Info of each Workhorse.
@@ -76,7 +79,13 @@ class WholeModel:
         layout, size = spec.layout, len(workhorses)
         self._topology = Topology(data=size) if isinstance(layout, GeneratorConfig) else Topology.of(layout)
         timeouts = (self._runtime.hang_timeout_s, self._runtime.collective_timeout_s)
-        self._health = HealthMonitor(self._role, workhorses, self._log_dir, *timeouts)
+        progress = find_progress(run_id)
+
+        def alive(parts: int) -> None:
+            if progress is not None:
+                progress.alive.remote(log_dir.name, parts)
+
+        self._health = HealthMonitor(self._role, workhorses, self._log_dir, *timeouts, alive)
         up = [workhorse.rendezvous.remote() for workhorse in workhorses]
         # A starting process does not answer heartbeats yet.
         ray.wait(up, num_returns=len(up))

@@ -203,6 +203,19 @@ def test_periodic_snapshots_take_a_small_share_of_the_time(tmp_path: Path) -> No
     assert not any(snapshots.due(step) for step in range(1, 16))
 
 
+def test_long_steps_have_snapshots_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 700 s, of which the snapshots take none: every third ends 1800 s or more after the last snapshot."""
+    now = 0.0
+    monkeypatch.setattr("xray_runtime.store.snapshots.time.monotonic", lambda: now)
+    snapshots, written = Snapshots(tmp_path, every=7, every_s=1800.0, seal=process_seal()), []
+    for step in range(1, 13):
+        now = 700.0 * step
+        if snapshots.due(step):
+            write_snapshot(snapshots, step)
+            written.append(step)
+    assert written == [3, 6, 7, 10]
+
+
 def recorder(output: Path) -> StageRecorder:
     return StageRecorder(output, "sft", "k" * 64, None, lambda *_: None, every=1, seal=process_seal())
 
