@@ -235,7 +235,7 @@ def check_numbers(stage: str, built: Path, results: str | None) -> None:
     """Raises NonFiniteError if a weight, or a number in the file of results, is NaN or infinite."""
     with naming(stage):
         if any(built.rglob("*.safetensors")):
-            from xray_runtime.models.tensor_file import check_finite
+            from xray_runtime.models.weight_files import check_finite
 
             check_finite(built)
         if results is not None and (built / results).is_file():

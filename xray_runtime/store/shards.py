@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,8 @@ from xray_runtime.store.digest_memory import FileState
 from xray_runtime.store.identity import file_sha256
 
 INDEX_SUFFIX = ".shard.json"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+"""Hugging Face's index of a checkpoint's files of weights; see `models.weight_files`."""
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -132,6 +134,34 @@ def recorded_sha256(file: Path) -> str:
         if shard.file == file.name and shard.size == file.stat().st_size:
             return shard.sha256
     return file_sha256(file)
+
+
+class WeightsIndex(BaseModel):
+    """Hugging Face's index of a checkpoint's files of weights."""
+
+    metadata: dict[str, Any] = {}
+    weight_map: dict[str, Annotated[str, Field(pattern=r"^[^/]+$")]]
+
+    @property
+    def sha256(self) -> dict[str, str]:
+        """The recorded digests of its files."""
+        return dict(self.metadata.get("sha256", {}))
+
+
+def read_index(directory: Path) -> WeightsIndex | None:
+    """The index of a checkpoint's files of weights; None without one. Raises ValueError: it is damaged."""
+    path = directory / WEIGHTS_INDEX
+    try:
+        return WeightsIndex.model_validate_json(path.read_bytes()) if path.is_file() else None
+    except ValidationError as error:
+        raise ValueError(f"{path}: damaged or not an index of weights ({str(error).splitlines()[0]})") from error
+
+
+def written_sha256(file: Path) -> str:
+    """The digest of a file that this run has just written: of a shard by the rank that wrote it, else of its bytes."""
+    index = read_index(file.parent) if file.suffix == ".safetensors" else None
+    recorded = index.sha256.get(file.name) if index is not None else None
+    return recorded or recorded_sha256(file)
 
 
 def shard_problem(directory: Path, shard: Shard) -> str | None:

@@ -34,7 +34,7 @@ from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import file_entries
 from xray_runtime.store.seal import Seal
-from xray_runtime.store.shards import recorded_sha256
+from xray_runtime.store.shards import recorded_sha256, written_sha256
 from xray_runtime.store.shared import DamagedError, SharedFolder, SharedStore
 
 log = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ class Snapshots:
             return
         if self._shared.read(f"{self._folder}/{OWNER}") != self._token.encode():
             raise FencedError(f"{self.directory.name}: another attempt at this stage has started; this one stops")
-        self._shared.put(f"{self._folder}/{place.name}", place)
+        self._shared.put(f"{self._folder}/{place.name}", place, written_sha256)
         # Later ones stay: an attempt that took over since the check may have written them.
         for name in self._shared.names(self._folder):
             if name.startswith("step-") and name < place.name:
@@ -259,4 +259,4 @@ def snapshot_problem(
 
 def _synced_sha256(path: Path) -> str:
     sync(path)
-    return recorded_sha256(path)
+    return written_sha256(path)

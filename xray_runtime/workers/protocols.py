@@ -106,6 +106,7 @@ class ModelHandle(Protocol):
     generate: Method[[Rows, Sampling, int], Rows]
     follow: Method[[ModelHandle, int], str | None]
     load_weights: Method[[WeightUpdate], int]
+    load_checkpoint: Method[[Path, int], None]
     save: Save
     save_state: Method[[Path], None]
     check_state: Method[[Path], str | None]
@@ -156,8 +157,9 @@ class WorkhorseHandle(FileReceiverHandle, Protocol):
     train: Method[[Rows, dict[str, float], float, int], dict[str, float]]
     export_weights: Method[[int, bool], WeightUpdate | None]
     send_weights: Method[[int, Transport, tuple[str, int], list[WorkhorseHandle], int], None]
-    begin_save: Method[[Path], None]
+    begin_save: Method[[Path, int, int], None]
     save: Method[[Path, str | None], list[str]]
+    finish_save: Method[[Path, int, int], dict[str, str]]
     save_state: Method[[Path], None]
     check_state: Method[[Path, int, int], str | None]
     load_state: Method[[Path], None]
@@ -167,5 +169,6 @@ class WorkhorseHandle(FileReceiverHandle, Protocol):
     # Generator
     generate: Method[[Rows, Sampling, int], Rows]
     load_weights: Method[[WeightUpdate], int]
+    load_checkpoint: Method[[Path, int], None]
     revert_weights: Method[[], None]
     receive: Method[[str, dict[str, Any], int], None]

@@ -105,14 +105,10 @@ class FileStager:
         """Whether a rank does not share this node's disk."""
         return self._nodes[rank] in self._receivers
 
-    def leaders(self) -> list[int]:
-        """One rank for each disk, beginning with this node's disk if any rank uses it."""
-        local = [rank for rank in range(len(self._nodes)) if not self.is_remote(rank)]
-        return local[:1] + sorted(self._receivers.values())
-
-    def disk(self, rank: int) -> str | None:
-        """The node whose own disk a rank uses; None for this node's disk."""
-        return self._nodes[rank] if self.is_remote(rank) else None
+    def peers(self) -> list[tuple[int, int]]:
+        """For each rank (its number among the ranks that use the same disk, how many these are)."""
+        disks = [node if self.is_remote(rank) else None for rank, node in enumerate(self._nodes)]
+        return [(disks[:rank].count(disk), disks.count(disk)) for rank, disk in enumerate(disks)]
 
     def stage_in(self, directory: Path) -> list[Path]:
         """The path of a directory for each rank. It must not change any more: it is copied once and kept until it is

@@ -20,6 +20,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.rows import Rows, balance, join, merge, non_finite, num_rows, shard, take
 from xray_runtime.engines.topology import Topology
 from xray_runtime.errors import NonFiniteError
+from xray_runtime.store.shards import WEIGHTS_INDEX
 from xray_runtime.weights.device_transfer import Device, Transport, choose
 from xray_runtime.workers.health import HealthMonitor, WorkhorseError
 from xray_runtime.workers.nodes import WorkerInfo, check_environment
@@ -181,6 +182,12 @@ class WholeModel:
             raise
         return update.version
 
+    def load_checkpoint(self, directory: Path, version: int) -> None:
+        """Load a checkpoint, which differs from this generator's only in its weights, as `version`."""
+        directories = self._stager.stage_in(directory)
+        ranks = zip(self._workhorses, directories, strict=True)
+        self._get([w.load_checkpoint.remote(own, version) for w, own in ranks])
+
     def follow(self, policy: WholeModelHandle, version: int) -> str | None:
         """Load `policy`'s weights as `version` into this generator, by the fastest transport between their devices.
 
@@ -217,16 +224,27 @@ class WholeModel:
         self._call(lambda w: w.wake_up.remote())
 
     def save(self, directory: Path, head_file: str | None = None) -> None:
-        """Write the model in Hugging Face form."""
-        directories, leaders = self._stager.output_directories(directory), self._stager.leaders()
-        self._get([self._workhorses[rank].begin_save.remote(directories[rank]) for rank in leaders], leaders)
-        ranks = zip(self._workhorses, directories, strict=True)
-        written = self._get([w.save.remote(own, head_file) for w, own in ranks])
+        """Write the model in Hugging Face form.
+
+        The ranks on a disk divide copying; afterwards those on this node's disk divide looking at the files and hashing
+        them, if there are several.
+        """
+        from xray_runtime.models.weight_files import write_digests
+
+        directories, peers = self._stager.output_directories(directory), self._stager.peers()
+        ranks = list(zip(self._workhorses, directories, peers, strict=True))
+        self._get([w.begin_save.remote(own, *peer) for w, own, peer in ranks])
+        written = self._get([w.save.remote(own, head_file) for w, own, _ in ranks])
         for rank, copy in self._stager.stage_out(directories, directory).items():
             # All ranks of that node wrote their tensors into one copy of the model.
             names = [name for r, own in enumerate(directories) if own == directories[rank] for name in written[r]]
             _merge_copy(copy, directory, names, head_file)
         self._stager.remove(directories)
+        if (directory / WEIGHTS_INDEX).exists():
+            here = [rank for rank, own in enumerate(directories) if own == directory]
+            calls = [self._workhorses[rank].finish_save.remote(directory, *peers[rank]) for rank in here]
+            digests = {name: sha256 for own in self._get(calls, here) for name, sha256 in own.items()}
+            write_digests(directory, directory, digests)
 
     def save_state(self, directory: Path) -> None:
         """Write a snapshot of model and optimizer into `directory`; every rank writes its shard."""
@@ -241,12 +259,8 @@ class WholeModel:
         """Why a snapshot must not be loaded, in one line; None where no shard is damaged. The ranks on a disk divide
         its shards."""
         directories = self._stager.stage_in(directory)
-        # Ranks with their own disk have a copy each.
-        disks = [self._stager.disk(rank) for rank in range(len(directories))]
-        checks = [
-            w.check_state.remote(own, disks[:rank].count(disks[rank]), disks.count(disks[rank]))
-            for rank, (w, own) in enumerate(zip(self._workhorses, directories, strict=True))
-        ]
+        ranks = zip(self._workhorses, directories, self._stager.peers(), strict=True)
+        checks = [w.check_state.remote(own, *peer) for w, own, peer in ranks]
         problem = next((found for found in self._get(checks) if found is not None), None)
         if problem is not None:
             self._stager.forget(directory)
@@ -299,13 +313,13 @@ class WholeModel:
 
 def _merge_copy(copy: Path, directory: Path, names: Iterable[str], head_file: str | None) -> None:
     """Merge another node's `copy` of the model into `directory`, and remove the copy."""
-    from xray_runtime.models.tensor_file import WEIGHTS_FILE, copy_tensors
+    from xray_runtime.models.weight_files import copy_tensors, weight_files
 
-    if not (directory / WEIGHTS_FILE).exists():
+    if not weight_files(directory):
         # Without a rank on this node, the first copy becomes the model.
         shutil.copytree(copy, directory, dirs_exist_ok=True)
     else:
-        copy_tensors(copy / WEIGHTS_FILE, directory / WEIGHTS_FILE, names)
+        copy_tensors(copy, directory, names)
         if head_file is not None and (copy / head_file).exists():
             (directory / head_file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(copy / head_file, directory / head_file)

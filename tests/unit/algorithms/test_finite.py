@@ -16,7 +16,7 @@ from xray_runtime.algorithms.moments import RunningMoments
 from xray_runtime.algorithms.statistics import explained_variance
 from xray_runtime.data.rows import Ragged, non_finite
 from xray_runtime.errors import NonFiniteError
-from xray_runtime.models.tensor_file import check_finite
+from xray_runtime.models.weight_files import check_finite
 
 WRONG = [math.nan, math.inf, -math.inf]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

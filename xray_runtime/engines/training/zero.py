@@ -55,7 +55,8 @@ class ZeroEngine(PlainScorer):
 
         self.stage, self._on_disk = training.engine.zero, training.engine.offload == "nvme"
         self._mesh, self._splits, self._grad_clip = mesh, weights.splits, training.grad_clip
-        self.writes = mesh.data_rank == mesh.tensor_rank == 0 if mesh else dist.get_rank() == 0
+        self.turn = mesh.turn if mesh is not None else (dist.get_rank(), dist.get_world_size())
+        self.writes = not self.turn[0]
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,

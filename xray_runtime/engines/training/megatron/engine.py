@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from xray_runtime.config.engines import TrainingConfig
 from xray_runtime.engines import states
 from xray_runtime.engines.engine import MicroBatch
-from xray_runtime.engines.shard_loading import read_slice
+from xray_runtime.engines.shard_loading import read
 from xray_runtime.engines.topology import Topology
 from xray_runtime.engines.training.deepspeed_setup import MOMENTS
 from xray_runtime.engines.training.megatron.model import MegatronLM
@@ -32,6 +32,7 @@ from xray_runtime.engines.training.megatron.weights import check_llama, llama
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import sequences
 from xray_runtime.models.padding import pad
+from xray_runtime.models.weight_files import weight_files
 from xray_runtime.store.shards import Piece
 
 
@@ -60,7 +61,8 @@ class MegatronEngine:
         # Rows are scattered by our grid, so Megatron's must be the same.
         assert rank == topology.rank(self._stage, data_rank, self._tensor_rank)
         self._num_stages, self._peers = topology.pipeline, parallel_state.get_tensor_model_parallel_group()
-        self.writes = data_rank == self._tensor_rank == 0
+        self.turn = data_rank * topology.tensor + self._tensor_rank, topology.data * topology.tensor
+        self.writes = not self.turn[0]
         self.module: Any = MegatronLM(config, topology, module.lm.model.rotary_emb.inv_freq, scalar_head=has_head)
         self.module.to(device).eval()
         layers = topology.layers(self._stage, config.num_hidden_layers)
@@ -68,12 +70,13 @@ class MegatronEngine:
         self._parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
         assert self._parameters.keys() == self._fused.keys()
         given = {states.hugging_face_name(name): tensor for name, tensor in module.state_dict().items()}
+        files = weight_files(checkpoint)
         for name, fused in self._fused.items():
             parameter = self._parameters[name]
             # Megatron's norms use these.
             tensor_parallel.set_tensor_model_parallel_attributes(parameter, fused.dim is not None, fused.dim or 0, 1)
             slices = [
-                read_slice(checkpoint, plain, piece.dim, piece.low, piece.high)
+                read(files, plain, piece.dim, piece.low, piece.high)
                 if given[plain].is_meta
                 else given[plain].narrow(piece.dim, piece.low, piece.high - piece.low)
                 for plain, piece in self._slices(name)
