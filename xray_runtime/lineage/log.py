@@ -27,6 +27,7 @@ from xray_runtime.lineage.log_entries import (
     Line,
     Published,
     Record,
+    Recorded,
     RunBegan,
     RunEnded,
 )
@@ -57,6 +58,8 @@ class LogView:
     """Runs that ended and were not resumed."""
     decisions: list[Decision] = field(default_factory=list)
     pruned: set[str] = field(default_factory=set)
+    recorded: Head = EMPTY
+    """The chain of recorded answers must still have this line."""
 
     @property
     def head(self) -> Head:
@@ -118,6 +121,8 @@ class LogView:
             self.runs[entry.run_id] = entry
         elif isinstance(entry, RunEnded):
             self.ended[entry.run_id] = entry
+        elif isinstance(entry, Recorded):
+            self.recorded = Head(entry.entries, entry.head)
 
 
 def _is_at_work(output: Path, run_id: str) -> bool:

@@ -43,14 +43,19 @@ def read_signed_lines(path: Path, record: type[InTotoRecord[Any]]) -> Iterator[L
     except OSError as error:
         raise ValueError(f"{path.name} cannot be read ({error.strerror})") from None
     for number, text in enumerate(content.splitlines(keepends=True), start=1):
-        if not text.endswith(b"\n"):
-            raise ValueError(f"line {number} is cut short")
-        try:
-            found = record.model_validate_json(base64.b64decode(json.loads(text)["payload"], validate=True))
-        except (ValidationError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"line {number} is no entry ({type(error).__name__})") from None
-        files = {subject.name: subject.digest.sha256 for subject in found.subject}
-        yield Line(number, hashlib.sha256(text).hexdigest(), text, found.predicate, files)
+        yield parse_line(number, text, record)
+
+
+def parse_line(number: int, text: bytes, record: type[InTotoRecord[Any]]) -> Line:
+    """A line, unchecked. Raises ValueError if it is no entry."""
+    if not text.endswith(b"\n"):
+        raise ValueError(f"line {number} is cut short")
+    try:
+        found = record.model_validate_json(base64.b64decode(json.loads(text)["payload"], validate=True))
+    except (ValidationError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"line {number} is no entry ({type(error).__name__})") from None
+    files = {subject.name: subject.digest.sha256 for subject in found.subject}
+    return Line(number, hashlib.sha256(text).hexdigest(), text, found.predicate, files)
 
 
 def sound_lines(lines: Iterable[Line], verifier: Verifier | None) -> Iterator[Line]:
@@ -82,8 +87,8 @@ def sound_lines(lines: Iterable[Line], verifier: Verifier | None) -> Iterator[Li
 
 def append_signed_line(
     path: Path, record: type[InTotoRecord[Any]], entry: Any, files: Mapping[str, str], private: Path
-) -> None:
-    """Sign an entry and write it to the end of a file: after a crash it is there whole or not at all.
+) -> bytes:
+    """Sign an entry and write it to the end of a file: after a crash it is there whole or not at all. Returns the line.
 
     Args:
         record: the kind of statement that lines of this file are.
@@ -102,11 +107,13 @@ def append_signed_line(
         # Overwrite a line that a power cut left half written.
         file.truncate(end)
         file.seek(end)
-        file.write(envelope(content, PAYLOAD_TYPE, private).encode() + b"\n")
+        line = envelope(content, PAYLOAD_TYPE, private).encode() + b"\n"
+        file.write(line)
         file.flush()
         os.fsync(file.fileno())
     if end == 0:
         sync(path.parent)
+    return line
 
 
 def _whole_end(file: Any) -> tuple[int, bytes]:

@@ -22,6 +22,7 @@ from xray_runtime.lineage.audit.contamination import Prompts, Spans, check_datas
 from xray_runtime.lineage.audit.files import check_files, check_kept, check_record
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.audit.log import check_heads, check_published, read_log
+from xray_runtime.lineage.audit.recorded import check_recorded
 from xray_runtime.lineage.audit.verified import RECORD, Baseline, last_head, read_baseline, write_record
 from xray_runtime.lineage.card import CHECKPOINT_LINE
 from xray_runtime.lineage.graph import Node
@@ -136,6 +137,7 @@ def audit(
         found += check_record(store, view)
         found += check_files(store, view)
         found += check_kept(store.output, trusted, hashing and baseline is None)
+        found += check_recorded(store, view, verifier, hashing)
     from xray_runtime.lineage.audit.tracking import check_tracking
 
     found += check_tracking(store, view, nodes, everything, changed)
