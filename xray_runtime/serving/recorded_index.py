@@ -17,7 +17,7 @@ COLUMNS = ["kind", "id", "answer", "user", "application", "model"]
 
 @dataclass
 class Answer:
-    """What feedback needs to know of a recorded answer."""
+    """The facts about a recorded answer that its feedback is checked against."""
 
     user: str
     """Pseudonym."""
@@ -35,7 +35,7 @@ class RecordedIndex:
 
     @classmethod
     def read(cls, output: Path, chain: ChainView) -> RecordedIndex:
-        """Of everything on disk. Raises ValueError if a segment is damaged."""
+        """The index of everything on disk. Raises ValueError if a segment is damaged."""
         index = cls()
         for number in chain.segments:
             index.add(read_segment(output / RECORDED / segment_name(number), COLUMNS))

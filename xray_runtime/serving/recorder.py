@@ -1,4 +1,4 @@
-"""Keeps what the replicas of `xray serve --record` copy to it: one Ray actor beside the command.
+"""The recorder of `xray serve --record`: one Ray actor beside the command keeps the answers that replicas copy to it.
 
 Rows wait in memory until their segment is on disk; only then is a call of `keep` or `feedback` answered. If the disk is
 full or away, writing is tried again, the replicas' outboxes fill, and they count what is lost. If this process is

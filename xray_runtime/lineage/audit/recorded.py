@@ -1,4 +1,4 @@
-"""What `xray serve --record` kept, in an audit: the chain, its segments, and the models that they name."""
+"""Recorded answers in an audit: the chain, its segments, and the models that they name."""
 
 from __future__ import annotations
 
