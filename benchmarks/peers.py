@@ -42,8 +42,8 @@ LOSSES = {"sft": "sft/loss", "reward": "reward_model/loss", "dpo": "dpo/loss", "
 TOLERANCE = 0.01
 """Of two losses of the same rows, relative to the larger, and to 0.1 where both are smaller."""
 LEVEL = 0.99
-COLUMNS = ("size", "lengths", "method", "", "seconds an update", "TRL ÷ it")
-COLUMNS += ("tokens a second", "peak, MiB", "of the matrix rate", "loss, or reward")
+COLUMNS = ["size", "lengths", "method", "", "seconds an update", "TRL ÷ it"]
+COLUMNS += ["tokens a second", "peak, MiB", "of the matrix rate", "loss, or reward"]
 
 
 @dataclass
@@ -64,12 +64,11 @@ def run_xray(work: Work, method: str, turn: int, side: Side) -> None:
     with peak_memory(lambda: here.children(recursive=True)) as peak:
         found = steps(work.stage(method, turn).result(), work.output)
         side.peaks.append(peak())
+    side.seconds += [step["seconds"] for step in found if "seconds" in step]
     if method in SAMPLING:
-        side.seconds += [step["seconds/total"] for step in found[1:]]
         side.lengths += [step["rollout/length"] for step in found]
         side.curves.append([step["reward/mean"] for step in found])
     else:
-        side.seconds += [step["seconds"] for step in found if "seconds" in step]
         side.curves.append([step[LOSSES[method]] for step in found if LOSSES[method] in step])
 
 

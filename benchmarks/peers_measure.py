@@ -42,7 +42,7 @@ class TRL:
     """A process that has imported TRL and trains in forked copies of itself."""
 
     def __init__(self, root: Path, version: str) -> None:
-        command = [environment(root / f"trl-{version}", version), "-m", "benchmarks.peers_trl"]
+        command = [str(environment(root / f"trl-{version}", version)), "-m", "benchmarks.peers_trl"]
         self._log = (root / f"trl-{version}.log").open("w+")
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
         self._process = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
@@ -53,7 +53,7 @@ class TRL:
         found, out = [], self._process.stdout
         assert out is not None
         for line in out:
-            if line.startswith("{"):
+            if line.startswith('{"'):
                 found.append(json.loads(line))
             if line in ("READY\n", "DONE 0\n"):
                 return found

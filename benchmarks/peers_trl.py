@@ -83,7 +83,7 @@ def classifier(directory: str) -> Any:
 def as_given(trainer: Any) -> Any:
     """A trainer whose rows are tokens already: X-ray's, so that both sides have the same."""
 
-    class AsGiven(trainer):  # type: ignore[misc]
+    class AsGiven(trainer):
         def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
             return dataset
 

@@ -22,8 +22,9 @@ GROUPS, SAMPLES, PROMPT, TURN = 5, 8, 40, 12
 
 
 @ray.remote(max_calls=1)
-def _replies(directory: Path, caching: bool) -> tuple[list[Rows], list[int]]:
-    """(replies of five calls, tokens that each call found in the cache), from an engine in a process of its own."""
+def _replies(directory: Path, caching: bool) -> tuple[list[Rows], list[int], int]:
+    """(replies of five calls, tokens that each call found in the cache, blocks of the cache), from an engine in a
+    process of its own."""
     import vllm
 
     found: list[int] = []
@@ -38,7 +39,7 @@ def _replies(directory: Path, caching: bool) -> tuple[list[Rows], list[int]]:
             return outputs
 
     vllm.LLM = LLM
-    engine = Generation(directory, 64, GeneratorConfig(), RuntimeConfig(threads=1), EngineRank("cpu"))
+    engine: Any = Generation(directory, 64, GeneratorConfig(), RuntimeConfig(threads=1), EngineRank("cpu"))
     rng = np.random.default_rng(5)
     prompts = [rng.integers(5, 280, PROMPT).tolist() for _ in range(GROUPS)]
     many = [prompt for prompt in prompts for _ in range(SAMPLES)]
@@ -52,7 +53,8 @@ def _replies(directory: Path, caching: bool) -> tuple[list[Rows], list[int]]:
     calls = [sample(many, seeds), sample(many[9:10], seeds[9:10]), sample(later, seeds)]
     weights = load_file(directory / "model.safetensors")
     engine._sampler.write(((name, tensor * 1.5) for name, tensor in sorted(weights.items())), 0)
-    return [*calls, sample(many, seeds), sample(later[3:4], seeds[3:4])], found
+    blocks = engine._sampler._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    return [*calls, sample(many, seeds), sample(later[3:4], seeds[3:4])], found, blocks
 
 
 @pytest.mark.usefixtures("cluster")
@@ -60,11 +62,15 @@ def test_the_cache_changes_no_bit(tiny_model: Path) -> None:
     """In groups, alone, in a second turn, and with other weights."""
     variables = {"OMP_NUM_THREADS": "1", "MKL_CBWR": "AUTO"}
     run = _replies.options(runtime_env={"env_vars": variables})
-    (cached, found), (plain, nothing) = ray.get([run.remote(tiny_model, caching) for caching in (True, False)])
+    (cached, found, blocks), (plain, nothing, _) = ray.get(
+        [run.remote(tiny_model, caching) for caching in (True, False)]
+    )
     for with_cache, without in zip(cached, plain, strict=True):
         same(with_cache, without)
     assert nothing == [0] * 5
     # All but the first reply of a group share its block, then all do; a weight update empties the cache.
     groups, rows = GROUPS * (SAMPLES - 1), GROUPS * SAMPLES
     assert found == [32 * groups, 32, 32 * rows, 32 * groups, 32]
+    # 256 sequences of 64 tokens in blocks of 32, and as many again: not all that a GiB would hold.
+    assert blocks == 2 * 256 * 2
     assert not np.array_equal(cached[0]["rollout_logprobs"].values, cached[3]["rollout_logprobs"].values)
