@@ -30,7 +30,7 @@ class Generator(Workhorse):
     def _load_vllm(self) -> None:
         from xray_runtime.engines.generation.vllm import load_vllm
 
-        load_vllm(self.runtime, resolve_device(self.runtime.device))
+        load_vllm(resolve_device(self.runtime.device))
 
     def build(self, spec: GeneratorSpec, rank_info: RankInfo) -> None:
         """Start the engine on the checkpoint, or load the checkpoint into the previous model's engine."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
@@ -249,7 +249,10 @@ class WholeModel:
         replicas = self._topology.data
         if num_rows(rows) < replicas:
             raise ValueError(f"{self._role}: {num_rows(rows)} rows are too few for {replicas} replicas")
-        shards = [ray.put(each) for each in shard(rows, replicas)]
+        shards: list[Any] = shard(rows, replicas)
+        if len(self._workhorses) > replicas:
+            # Several ranks read one copy. A single reader gets small rows with the call itself, which is faster.
+            shards = [ray.put(each) for each in shards]
         ranks = enumerate(self._workhorses)
         answers = self._get([call(w, shards[self._topology.data_rank(rank)]) for rank, w in ranks])
         return [answers[rank] for rank in self._reporting()]
