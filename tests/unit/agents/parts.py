@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -39,8 +39,8 @@ class FakeGenerator:
     """Samples bytes in place of merged tokens, which the tokenizer would write as others."""
 
     tokenizer: Any
-    text: str | None = None
-    """Every reply; None: a few letters, which the seed decides."""
+    text: str | Callable[[int], str | None] | None = None
+    """Every reply, or a function of its seed; None: a few letters, which the seed decides."""
     pause: threading.Event | None = None
     error: Exception | None = None
     batches: list[int] = field(default_factory=list)
@@ -54,7 +54,8 @@ class FakeGenerator:
         replies, logprobs, ended = [], [], []
         for prompt, seed in zip(rows["input_ids"], rows["seed"].tolist(), strict=True):
             draw = random.Random(seed)
-            text = self.text if self.text is not None else "".join(draw.choices("anthoi", k=draw.randint(1, 6)))
+            text = self.text(seed) if callable(self.text) else self.text
+            text = "".join(draw.choices("anthoi", k=draw.randint(1, 6))) if text is None else text
             ids = [self.tokenizer.convert_tokens_to_ids(self._byte(b)) for b in text.encode()]
             ids = [*ids, self.tokenizer.eos_token_id][: sampling.max_new_tokens]
             before, found = prompt.tolist(), []
