@@ -110,10 +110,11 @@ class AgentEpisode:
             pending = self._by_body[digest]
             self._cancelled -= set(self._keys[pending])
             return pending
-        place, sampling = self._tree.place(request), self._sampling(request)
+        place, options = self._tree.place(request), self._options(request)
+        sampling = replace(self._policy.sampling, **options)
         self._check_limits(request, place, sampling)
         keys = self._take_keys(place, request)
-        pending = asyncio.ensure_future(self._answer(request, place, sampling, keys))
+        pending = asyncio.ensure_future(self._answer(request, place, sampling, options, keys))
         # An error of a call whose client went away is nobody's.
         pending.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._by_body[digest], self._keys[pending] = pending, keys
@@ -181,17 +182,18 @@ class AgentEpisode:
         if self.is_over:
             raise RefusedError("the episode is over", 403)
 
-    def _sampling(self, request: Request) -> Sampling:
+    def _options(self, request: Request) -> dict[str, Any]:
+        """How its sampling differs from the stage's."""
         if request.biases and not self._limits.leave_out:
             name, value = next(iter(request.biases.items()))
             raise RefusedError(
                 f"{name} = {value} is not allowed: the reply would not be a sample of the policy that is trained; "
                 "leave it out, or set environment.untrainable to leave_out"
             )
-        sampling = self._policy.sampling
-        length = min(request.max_tokens or sampling.max_new_tokens, sampling.max_new_tokens)
-        biases: dict[str, Any] = request.biases
-        return replace(sampling, max_new_tokens=length, stop=request.stop, **biases)
+        options: dict[str, Any] = dict(request.biases)
+        if request.max_tokens is not None and request.max_tokens < self._policy.sampling.max_new_tokens:
+            options["max_new_tokens"] = request.max_tokens
+        return options | ({"stop": request.stop} if request.stop else {})
 
     def _check_limits(self, request: Request, place: Place, sampling: Sampling) -> None:
         limits = self._limits
@@ -217,8 +219,12 @@ class AgentEpisode:
         self._begun[first] = begun + request.n
         return [place.key(self.name, request, begun + choice) for choice in range(request.n)]
 
-    async def _answer(self, request: Request, place: Place, sampling: Sampling, keys: list[str]) -> list[Reply]:
-        calls = await asyncio.gather(*(self._sampled(key, place, sampling, not request.biases) for key in keys))
+    async def _answer(
+        self, request: Request, place: Place, sampling: Sampling, options: dict[str, Any], keys: list[str]
+    ) -> list[Reply]:
+        calls = await asyncio.gather(
+            *(self._sampled(key, place, sampling, options, not request.biases) for key in keys)
+        )
         fresh = [call for call in calls if call.key not in self._known]
         if fresh:
             # Written before the answer leaves: after a kill the agent must get the same one.
@@ -232,13 +238,15 @@ class AgentEpisode:
             replies.append(reply)
         return replies
 
-    async def _sampled(self, key: str, place: Place, sampling: Sampling, is_trained: bool) -> Call:
+    async def _sampled(
+        self, key: str, place: Place, sampling: Sampling, options: dict[str, Any], is_trained: bool
+    ) -> Call:
         if key in self._known:
             return self._known[key]
         seed = self._policy.seed_of(key)
         found = await self._policy.sampler.sample(place.prompt, seed, sampling, self._policy.version)
         parent = place.parent.key if place.parent else None
-        return Call(key, parent, place.prompt, seed, *found, is_trained, place.new)
+        return Call(key, parent, place.prompt, seed, *found, is_trained, options, place.new)
 
     def _reply(self, call: Call, request: Request) -> Reply:
         text = before_stop(self._policy.decode(call.ids), request.stop)
@@ -255,4 +263,6 @@ def call_to_json(call: Call) -> dict[str, Any]:
 
 def call_from_json(given: Mapping[str, Any]) -> Call:
     """The call of a line of the journal."""
-    return Call(**{each.name: given[each.name] for each in fields(Call)})
+    # JSON has no tuples.
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in given["options"].items()}
+    return Call(**{each.name: given[each.name] for each in fields(Call)} | {"options": options})

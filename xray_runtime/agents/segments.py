@@ -50,6 +50,8 @@ class Call:
     ended: bool
     is_trained: bool
     """False: it was sampled from another distribution than the policy's."""
+    options: dict[str, Any]
+    """How it was sampled, where that differs from the stage's sampling."""
     request: list[str] = field(default_factory=list)
     """What its history adds to the parent's, one text a message, to name differences."""
 

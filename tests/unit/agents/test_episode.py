@@ -45,7 +45,7 @@ def test_64_episodes_call_at_once_and_get_what_they_get_alone(world: World, toke
 
 
 def test_a_seed_depends_on_the_place_alone(world: World, tokenizer: Any) -> None:
-    """Two runs of one episode whose sub-agents race in another order, with other dates and random ids in their texts."""
+    """Two runs of one episode: its sub-agents race in another order, with other dates and random ids in their texts."""
     texts = [f"sub-agent {number} at 2026-01-0{number + 1}T10:00:00Z 0123456789abcdef{number}" for number in range(4)]
     client = world.openai(world.open())
     first = {text[:12]: ask(client, text) for text in texts}
@@ -95,8 +95,7 @@ def test_limits_of_calls_and_tokens_end_the_episode(world: World) -> None:
     for _ in range(2):
         ask(world.openai(short), max_tokens=10)
     with pytest.raises(openai.PermissionDeniedError):
-        for _ in range(20):
-            ask(world.openai(short), max_tokens=10)
+        [ask(world.openai(short), max_tokens=10) for _ in range(20)]
     assert short.broken == "replies of more than max_sampled_tokens = 20 tokens"
     narrow = world.open("narrow", replace(LIMITS, context=30))
     with pytest.raises(openai.BadRequestError, match="more than the context's 30") as error:

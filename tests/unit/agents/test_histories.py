@@ -1,4 +1,4 @@
-"""A thousand generated histories: every sampled token is in the loss once, and none was encoded again."""
+"""Generated histories: every sampled token is in the loss once, and none was encoded again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import random
 from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 from tests.unit.agents.parts import LIMITS, TOOL, FakeGenerator, logprob_of
 from xray_runtime.agents.episode import AgentEpisode, Policy
@@ -17,7 +19,6 @@ from xray_runtime.data.chat_format import chat_format
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.seeding import derive_seed
 
-HISTORIES = 1000
 CALL = '<tool_call>\n{"name": "look", "arguments": {"b": 1, "a": [2]}}\n</tool_call>'
 
 
@@ -132,15 +133,16 @@ def problems(calls: list[Call], found: list[Row], expected: list[tuple[str, str]
     return wrong
 
 
-def test_every_sampled_token_is_in_the_loss_once_and_none_is_encoded_again(tokenizer: Any) -> None:
+@pytest.mark.parametrize("histories", [100, pytest.param(1000, marks=pytest.mark.long)])
+def test_every_sampled_token_is_in_the_loss_once_and_none_is_encoded_again(tokenizer: Any, histories: int) -> None:
     num_rows, num_calls = 0, 0
-    for number, (episode, agent) in enumerate(played(tokenizer, range(HISTORIES))):
+    for number, (episode, agent) in enumerate(played(tokenizer, range(histories))):
         found = rows(episode.calls(), episode.trained())
         assert problems(episode.calls(), found, agent.expected_parents) == [], number
         shuffled = random.Random(number).sample(episode.calls(), len(episode.calls()))
         assert rows(shuffled, episode.trained()) == found
         num_rows, num_calls = num_rows + len(found), num_calls + len(episode.calls())
-    assert HISTORIES < num_rows < num_calls
+    assert histories < num_rows < num_calls
 
 
 def test_a_gateway_that_encodes_again_fails_that_test(tokenizer: Any, monkeypatch: Any) -> None:
