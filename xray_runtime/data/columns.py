@@ -63,6 +63,7 @@ ROLLOUT = (
     Column("failure", "[B]", "str", "rl.episode", "rl.reward_sources", "reason of the failure, or empty"),
     Column("info", "[B]", "str", "rl.episode", "rl.metrics", "JSON: other values of the environment"),
     Column("answers", "[B]", "str", "rl.episode", "lineage.replay", "JSON: the environment's answers"),
+    Column("branches", "[B, …]", "int64", "rl.agent_records", "rl.agent_rows", "branches of an agent's episode"),
 )
 """`rl.types.Rollout`. The columns from `prompt_ids` on, and `response_mask`, exist only for episodes."""
 

@@ -99,7 +99,7 @@ class PipelineEngine(StageScorer):
 
     def __init__(self, inner: ZeroEngine, mesh: Mesh) -> None:
         super().__init__(inner.module, mesh)
-        self._inner, self.writes = inner, inner.writes
+        self._inner, self.writes, self.turn = inner, inner.writes, inner.turn
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
         return self._inner.forward(task, *args)
