@@ -153,6 +153,7 @@ class StageJob:
             seal_of(self._output),
             self._store.shared,
             (lambda question: ask_person(self._spec.name, question, self._progress)) if shown else None,
+            self._spec.runtime.snapshot_every_s,
         )
         self._progress.on_stop = recorder.interrupt
         _on_sigterm(functools.partial(recorder.interrupt, WorkerEndedError))
@@ -237,7 +238,7 @@ def check_numbers(stage: str, built: Path, results: str | None) -> None:
     """Raises NonFiniteError if a weight, or a number in the file of results, is NaN or infinite."""
     with naming(stage):
         if any(built.rglob("*.safetensors")):
-            from xray_runtime.models.tensor_file import check_finite
+            from xray_runtime.models.weight_files import check_finite
 
             check_finite(built)
         if results is not None and (built / results).is_file():

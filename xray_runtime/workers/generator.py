@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.engines import GeneratorConfig
@@ -56,6 +57,11 @@ class Generator(Workhorse):
         assert self._engine is not None
         self._engine.weights.load(update)
         return self._engine.weights.version
+
+    def load_checkpoint(self, directory: Path, version: int) -> None:
+        """Load the weights of a checkpoint as `version`."""
+        assert self._engine is not None
+        self._engine.restart(directory, version)
 
     def revert_weights(self) -> None:
         """Undo the last `load_weights`, because another replica failed."""

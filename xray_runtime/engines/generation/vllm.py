@@ -9,6 +9,7 @@ from typing import Any
 
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.generation.sampling import EngineRank, Reply, Sampling
+from xray_runtime.signs import part_done
 from xray_runtime.weights.versioned import Tensors
 
 PREFILL_TOKENS = 8192
@@ -108,7 +109,18 @@ class VLLMSampler:
         if rank.world_size > 1:
             _unlink_shared_memory()
         self._llm.init_weight_transfer_engine({"init_info": {}})
+        self._count_steps()
         self._sleep()
+
+    def _count_steps(self) -> None:
+        engine: Any = self._llm.llm_engine
+        step = engine.step
+
+        def counted() -> Any:
+            part_done()
+            return step()
+
+        engine.step = counted
 
     def _sleep(self) -> None:
         # Level 1 moves the weights to host memory and drops the KV cache.
