@@ -55,19 +55,23 @@ class FileStager:
         """Whether a rank does not share this node's disk."""
         return self._nodes[rank] in self._receivers
 
-    def leaders(self) -> list[int]:
-        """One rank for each disk, beginning with this node's disk if any rank uses it."""
-        local = [rank for rank in range(len(self._nodes)) if not self.is_remote(rank)]
-        return local[:1] + sorted(self._receivers.values())
+    def peers(self) -> list[tuple[int, int]]:
+        """For each rank (its number among the ranks that use the same disk, how many these are)."""
+        disks = [node if self.is_remote(rank) else None for rank, node in enumerate(self._nodes)]
+        return [(disks[:rank].count(disk), disks.count(disk)) for rank, disk in enumerate(disks)]
 
     def stage_in(self, directory: Path) -> list[Path]:
-        """The path of a directory for each rank. It must not change any more: it is copied once and kept."""
+        """The path of a directory for each rank. It must not change any more: it is copied once and kept until it is
+        forgotten."""
         if directory not in self._staged:
-            self._staged[directory] = self.stage_in_once(directory)
+            self._staged[directory] = self._copy(directory)
         return self._staged[directory]
 
-    def stage_in_once(self, directory: Path) -> list[Path]:
-        """As `stage_in` for a directory that is read once; `remove` it afterwards."""
+    def forget(self, directory: Path) -> None:
+        """Remove the copies of a directory."""
+        self.remove(self._staged.pop(directory))
+
+    def _copy(self, directory: Path) -> list[Path]:
         found = self.output_directories(directory)
         ranks = list(self._receivers.values())
         for path in model_files(directory) if ranks else []:
@@ -107,7 +111,7 @@ class FileStager:
         return found
 
     def remove(self, directories: list[Path]) -> None:
-        """Remove directories of `stage_in_once` or `output_directories`."""
+        """Remove directories of `output_directories`."""
         ranks = list(self._receivers.values())
         if ranks:
             calls = [self._workhorses[rank].remove_directory.remote(directories[rank]) for rank in ranks]
