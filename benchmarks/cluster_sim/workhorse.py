@@ -18,6 +18,8 @@ import ray
 from benchmarks.cluster_sim.cost import STATE_BYTES, WEIGHT_BYTES, Call, Cost, Part
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.files import write_atomic
+from xray_runtime.store.shards import Piece, Shard, index_path, read_shards, shard_problem
 from xray_runtime.weights.device_transfer import Device
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.heartbeat import Heartbeat
@@ -27,6 +29,8 @@ from xray_runtime.workers.workhorse import RankInfo, Workhorse
 if TYPE_CHECKING:
     from xray_runtime.workers.whole_model import WholeModel
 
+ELEMENT_BYTES = 4
+"""Shards hold float32."""
 LOGPROB = np.float32(-2.0)
 """Of every token, by policy and generator."""
 
@@ -146,18 +150,29 @@ class SimWorkhorse(Workhorse):
         return update.version
 
     def save_state(self, directory: Path) -> None:
-        """This rank's shard: bytes of its own, so that no file system stores them once."""
+        """This rank's shard with its index, as real engines leave them."""
         self._work("snapshot")
         part, rank = self.spec.part, self.rank_info.rank
-        size = int(STATE_BYTES * part.num_parameters / part.num_gpus / self.spec.scale.parameters)
+        elements = int(STATE_BYTES * part.num_parameters / self.spec.scale.parameters / ELEMENT_BYTES)
+        whole = Piece.of((elements,))
+        own = whole.between(elements * rank // part.num_gpus, elements * (rank + 1) // part.num_gpus)
+        content = bytes([rank % 256]) * (ELEMENT_BYTES * own.size)
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / f"rank-{rank}").write_bytes(hashlib.shake_128(str(rank).encode()).digest(size))
+        file = directory / f"rank-{rank:05d}.safetensors"
+        file.write_bytes(content)
+        digest = hashlib.sha256(content).hexdigest()
+        shard = Shard(file=file.name, sha256=digest, size=len(content), step=self.version, pieces={"weight/all": own})
+        write_atomic(index_path(file), shard.model_dump_json())
+
+    def check_state(self, directory: Path, number: int, checkers: int) -> str | None:
+        found = (shard_problem(directory, shard) for shard in read_shards(directory)[number::checkers])
+        return next((problem for problem in found if problem is not None), None)
 
     def load_state(self, directory: Path) -> None:
         self._work("snapshot")
-        (directory / f"rank-{self.rank_info.rank}").read_bytes()
+        (directory / f"rank-{self.rank_info.rank:05d}.safetensors").read_bytes()
 
-    def begin_save(self, directory: Path) -> None:
+    def begin_save(self, directory: Path, number: int, copiers: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
 
     def save(self, directory: Path, head_file: str | None) -> list[str]:
