@@ -108,8 +108,9 @@ def config_page() -> str:
     lines = [
         "# Config",
         "",
-        "What `xray run CONFIG`, `xray tune --search SEARCH` and `xray serve --record --set` read. Unknown fields are refused; every mistake is one "
-        "line with the field, the value and what is allowed. This page is made from the code.",
+        "What `xray run CONFIG`, `xray tune --search SEARCH` and `xray serve --record --set` read. Unknown fields are "
+        "refused; every mistake is one line with the field, the value and what is allowed. This page is made from the "
+        "code.",
     ]
     for section in _all_sections():
         lines += ["", f"## {section.__name__}", "", _doc(section), "", *_fields(section)]

@@ -38,7 +38,7 @@ class Exchange:
 
 
 def texts_of(exchange: Exchange) -> dict[str, Any]:
-    """`{"request": …, "answer": …}`: the request as it came, and choices or output of the answer, with `usage` if whole.
+    """`{"request": …, "answer": …}`: the request as it came; choices or output of the answer, and its `usage`.
 
     A streamed answer is put together: it is what would have come whole. Raises ValueError if either is not JSON.
     """
