@@ -190,6 +190,7 @@ class _RuntimeConfig(TypedDict, total=False):
     generator_memory_gib: float
     gpu_memory_fraction: float
     snapshot_every: int
+    snapshot_every_s: float
     on_out_of_memory: Literal["halve", "fail"]
     micro_batch_divisor: int
     retries: int

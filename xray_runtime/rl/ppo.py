@@ -36,7 +36,7 @@ from xray_runtime.graph.artifacts import VALUE_HEAD
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
-from xray_runtime.models.tensor_file import same_trunk
+from xray_runtime.models.weight_files import same_trunk
 from xray_runtime.rl.episodes import EpisodeSampler, open_episodes
 from xray_runtime.rl.experience import build_experience, scaled_rewards
 from xray_runtime.rl.hacking_monitor import HackingMonitor

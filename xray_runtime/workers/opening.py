@@ -103,7 +103,14 @@ def _open(
         found = acquisition.acquire()
         builds = [
             models[role].build.remote(
-                role, runtime, log_dir, spec, found[role], requests[role].demand.num_replicas, environment_digest()
+                role,
+                runtime,
+                log_dir,
+                spec,
+                found[role],
+                requests[role].demand.num_replicas,
+                environment_digest(),
+                run_id,
             )
             for role, spec in specs.items()
         ]
