@@ -38,6 +38,30 @@ def load_vllm(runtime: RuntimeConfig, device: str) -> Any:
     return vllm
 
 
+def engine_options(runtime: RuntimeConfig, rank: EngineRank) -> dict[str, Any]:
+    """Options of `vllm.LLM` that depend on the device and on the number of ranks."""
+    on_cpu = rank.device == "cpu"
+    options: dict[str, Any] = {
+        "dtype": "float32" if on_cpu else "bfloat16",
+        # CUDA graphs, on GPUs.
+        "enforce_eager": on_cpu,
+        # On CPU vLLM fails on a seeded request whose prompt it has cut in two ("Generator does not use offset").
+        "enable_chunked_prefill": not on_cpu,
+    }
+    if not on_cpu:
+        options["gpu_memory_utilization"] = runtime.gpu_memory_fraction
+    if runtime.generator_sleeps:
+        options["enable_sleep_mode"] = True
+    if rank.world_size > 1:
+        options |= {
+            "tensor_parallel_size": rank.world_size,
+            "distributed_executor_backend": "external_launcher",
+            # It looks for its peers among the visible devices, and every Workhorse sees only its own.
+            "disable_custom_all_reduce": True,
+        }
+    return options
+
+
 class VLLMSampler:
     """One vLLM engine in this process, or one tensor-parallel rank of it.
 
@@ -52,32 +76,21 @@ class VLLMSampler:
         from xray_runtime.weights import vllm_transfer
 
         vllm_transfer.register()
-        options: dict[str, Any] = {} if device == "cpu" else {"gpu_memory_utilization": runtime.gpu_memory_fraction}
         self._sleeps, self._asleep = runtime.generator_sleeps, False
-        if self._sleeps:
-            options["enable_sleep_mode"] = True
         if rank.world_size > 1:
             _launch(rank)
-            options |= {
-                "tensor_parallel_size": rank.world_size,
-                "distributed_executor_backend": "external_launcher",
-            }
         self._llm = self._vllm.LLM(
             str(directory),
             skip_tokenizer_init=True,
             # No pickles, and no code from the checkpoint.
             load_format="safetensors",
             trust_remote_code=False,
-            dtype="float32" if device == "cpu" else "bfloat16",
-            enforce_eager=device == "cpu",
             max_model_len=max_length,
             enable_prefix_caching=False,
-            # On CPU vLLM fails on a seeded request whose prompt it has cut in two ("Generator does not use offset").
-            enable_chunked_prefill=device != "cpu",
             max_num_batched_tokens=max(PREFILL_TOKENS, max_length),
             logprobs_mode="processed_logprobs",
             weight_transfer_config=WeightTransferConfig(backend=vllm_transfer.BACKEND),
-            **options,
+            **engine_options(runtime, rank),
         )
         if rank.world_size > 1:
             _unlink_shared_memory()
