@@ -26,7 +26,8 @@ class RuntimeConfig(Section):
     cpus_per_workhorse: NonNegative = 0.2
     """Ray CPUs that one Workhorse reserves. Below 1 several share a core, which suits a laptop but not a cluster."""
     gpus_per_workhorse: NonNegative = 1.0
-    """Ray GPUs that one Workhorse reserves on CUDA."""
+    """GPUs of one Workhorse on CUDA. Below 1 the models of a stage share GPUs: one half lets two models use each GPU.
+    The stage reserves whole GPUs, and no GPU has two ranks of one model."""
     generator_replicas: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of copies of the generator; each prompt goes to the least loaded. On CPU replies do not depend on it."""
     generator_sleeps: bool = False
