@@ -30,9 +30,10 @@ from xray_runtime.engines.topology import Topology
 from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.ppo_objectives import PPOObjective
+from xray_runtime.models.row_tensors import as_tensors
 from xray_runtime.planning.memory import Layout, Memory, training_memory
 from xray_runtime.planning.shapes import from_pretrained
-from xray_runtime.workers.learner import Learner, as_tensors
+from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
 
 BASE = FreshBase(

@@ -27,7 +27,7 @@ from xray_runtime.data.sources import chitchat_conversations
 from xray_runtime.data.text_rows import text_rows
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.ppo_objectives import PPOObjective
-from xray_runtime.workers.learner import as_tensors
+from xray_runtime.models.row_tensors import as_tensors
 
 NUM_ROWS = 32
 """The quickstart's minibatch."""

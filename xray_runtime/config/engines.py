@@ -214,6 +214,22 @@ class TrainingConfig(Section):
         return self
 
 
+FUSED_LAYERS = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+"""Linear layers that vLLM holds as one."""
+
+
+def check_fused_layers(lora: LoRAConfig, weight_transfer: str) -> None:
+    """Raises ValueError if `lora` trains a part of a layer that vLLM holds as one, since `weight_transfer` replaces
+    whole layers."""
+    trained = set(lora.target_modules or LINEAR_LAYERS)
+    for fused in FUSED_LAYERS:
+        if trained & fused and fused - trained:
+            raise ValueError(
+                f"lora.target_modules: {sorted(trained & fused)} without {sorted(fused - trained)} is not allowed with "
+                f"runtime.weight_transfer = {weight_transfer!r}: only 'plasma' updates a part of a fused layer"
+            )
+
+
 def check_whole_layers(lora: LoRAConfig | None, engine: EngineConfig, name: str) -> None:
     """Raises ValueError if `engine`, the field `name`, cannot train adapters."""
     if lora is not None and engine.library == "megatron":

@@ -36,9 +36,10 @@ class RuntimeConfig(Section):
     trainer_sleeps: bool = False
     """CUDA only: while replies are sampled, move the weights and optimizer states of trained models to host memory and
     free their GPU memory for the generator."""
-    weight_transfer: Literal["auto", "plasma", "nccl", "ipc"] = "plasma"
+    weight_transfer: Literal["auto", "plasma", "nccl", "ipc"] = "auto"
     """How the trainer sends weights to the generator. `plasma`: shared memory on one machine, else Ray's object store;
-    `ipc`: CUDA IPC on the same GPUs; `nccl`: between GPUs (both vLLM only). `auto`: chosen by their placement."""
+    `ipc`: CUDA IPC on the same GPUs; `nccl`: between GPUs (both vLLM only). `auto`: `ipc` or `nccl` where both models
+    are on GPUs, no rank holds a part of the policy, and whole layers are trained; else `plasma`."""
     parallel: Literal["as_written", "auto"] = "as_written"
     """`auto`: the planner's memory model chooses every layout, and on CUDA the shares of a GPU, for the cluster when a
     stage is called; the stage's record shows them."""

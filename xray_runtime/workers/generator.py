@@ -51,6 +51,11 @@ class Generator(Workhorse):
         if self._engine is not None:
             self._engine.weights.forget()
 
+    def layers_of(self, names: set[str]) -> set[str]:
+        """`names` and the tensors that must be loaded together with them."""
+        assert self._engine is not None
+        return self._engine.layers_of(names)
+
     def load_weights(self, update: WeightUpdate) -> int:
         """Verify and load `update`; returns the version now held."""
         assert self._engine is not None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from xray_runtime.engines.engine import Engine, MicroBatch
-    from xray_runtime.weights.device_transfer import Transport
+    from xray_runtime.weights.device_transfer import Sender, Transport
     from xray_runtime.weights.object_store import WeightUpdate
     from xray_runtime.weights.shared_memory import SharedWriter
     from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
@@ -33,6 +33,7 @@ class Learner(Workhorse):
     """One rank of a model that is trained or only scores."""
 
     _shared: SharedWriter | None = None
+    _sender: Sender | None = None
     _trunks: TrunkMemory
 
     def load_libraries(self) -> None:
@@ -102,6 +103,9 @@ class Learner(Workhorse):
         self.engine = self.scorer = self.module = self._published = None
         self._trunks = TrunkMemory()
         self._shared = None
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
         gc.collect()
 
     def sleep(self) -> None:
@@ -193,6 +197,7 @@ class Learner(Workhorse):
         import torch
 
         from xray_runtime.engines.engine import MicroBatch
+        from xray_runtime.models.row_tensors import as_tensors
 
         tokens, packed = rows["input_ids"].lengths, self.module.packs
         if "rejected_ids" in rows:
@@ -242,22 +247,31 @@ class Learner(Workhorse):
         assert self.engine is not None
         self.engine.load(directory)
 
-    def export_weights(self, version: int, shared: bool) -> WeightUpdate | None:
+    def export_weights(self, version: int, shared: bool, dtype: str | None = None) -> WeightUpdate | None:
         """This pipeline stage's trained weights by Hugging Face name, on one of its ranks; None on the others.
 
         Args:
             shared: in memory that readers on this machine map, not in the object store.
+            dtype: to send them in; None: as they are.
         """
+        import torch
+
         from xray_runtime.weights.object_store import pack
         from xray_runtime.weights.shared_memory import SharedWriter
 
         tensors = self._weights(head=False)
+        if dtype is not None:
+            tensors = ((name, tensor.to(getattr(torch, dtype))) for name, tensor in tensors)
         if self.engine is not None and self.engine.writes:
             self._shared = self._shared or SharedWriter()
             return pack(tensors, version, self._shared if shared else None)
         for _ in tensors:
             pass
         return None
+
+    def weight_names(self) -> set[str]:
+        """Names of the trained weights; a collective."""
+        return {name for name, _ in self._weights(head=False)}
 
     def send_weights(
         self,
@@ -267,13 +281,13 @@ class Learner(Workhorse):
         receivers: list[WorkhorseHandle],
         per_replica: int,
     ) -> None:
-        """Send trainable weights from GPU to GPU; see `weights.device_transfer.send`."""
-        from xray_runtime.weights.device_transfer import send
+        """Send trainable weights from GPU to GPU; see `weights.device_transfer.Sender`."""
+        from xray_runtime.weights.device_transfer import Sender
 
-        # Gathered once for the shapes only, which no layout knows otherwise.
-        metadata = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._weights(head=False)]
-        tensors = functools.partial(self._weights, head=False)
-        send(transport, tensors, metadata, self.rank_info.rank, meet, receivers, per_replica, version)
+        if self._sender is None:
+            tensors = functools.partial(self._weights, head=False)
+            self._sender = Sender(transport, tensors, self.rank_info.rank, receivers, per_replica)
+        self._sender.send(version, meet)
 
     def begin_save(self, directory: Path) -> None:
         """Write the model in Hugging Face form with the weights it was loaded with."""
@@ -331,17 +345,3 @@ class Learner(Workhorse):
                 yield from self._published(name, tensor).items()
             elif head:
                 yield name, tensor
-
-
-def as_tensors(rows: Rows, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Rows as objectives read them."""
-    import torch
-
-    columns = {name: column.values if isinstance(column, Ragged) else column for name, column in rows.items()}
-    columns["lengths"] = rows["input_ids"].lengths
-    if "rejected_ids" in rows:
-        columns["rejected_lengths"] = rows["rejected_ids"].lengths
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(column)) for name, column in columns.items()}
-    # uint16 is bfloat16, see `Learner.trunk`.
-    bits = {name: tensor.view(torch.bfloat16) for name, tensor in tensors.items() if tensor.dtype == torch.uint16}
-    return {name: tensor.to(device) for name, tensor in (tensors | bits).items()}

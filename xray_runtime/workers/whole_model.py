@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -20,7 +20,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.rows import Rows, balance, join, merge, non_finite, num_rows, shard, take
 from xray_runtime.engines.topology import Topology
 from xray_runtime.errors import NonFiniteError
-from xray_runtime.weights.device_transfer import Device, Transport, choose
+from xray_runtime.weights.device_transfer import Device, Transport, choose, obstacle
 from xray_runtime.workers.health import HealthMonitor, WorkhorseError
 from xray_runtime.workers.nodes import WorkerInfo, check_environment
 from xray_runtime.workers.protocols import Ref, WholeModelHandle, WorkhorseHandle, get
@@ -36,12 +36,23 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class _Way:
+    """How weights come from a policy to a generator."""
+
+    transport: Transport
+    shared: bool
+    """Whether both are on one machine."""
+    dtype: str | None
+    """What they are sent in by `plasma`; None: as they are."""
+
+
 class WholeModel:
     """The proxy of one model, and later of another; `opening` starts it."""
 
     _workhorses: list[WorkhorseHandle]
-    _ways: dict[WholeModelHandle, tuple[Transport, bool]]
-    """Policy → transport of its weights, and whether it is on this generator's machine."""
+    _ways: dict[WholeModelHandle, _Way]
+    """Policy → how its weights come to this generator."""
 
     def ping(self) -> None:
         """Answers as long as this WholeModel lives."""
@@ -152,9 +163,10 @@ class WholeModel:
         self._check_finite([replies[first] for first in firsts], firsts)
         return join([replies[first] for first in firsts], [load for load, _ in answers])
 
-    def export_weights(self, version: int, shared: bool = False) -> WeightUpdate:
+    def export_weights(self, version: int, shared: bool = False, dtype: str | None = None) -> WeightUpdate:
         """The trainable weights as version `version`, in shared memory of this machine or in the object store."""
-        updates = [u for u in self._call(lambda w: w.export_weights.remote(version, shared)) if u is not None]
+        exports = self._call(lambda w: w.export_weights.remote(version, shared, dtype))
+        updates = [update for update in exports if update is not None]
         return replace(updates[0], buckets=tuple(bucket for update in updates for bucket in update.buckets))
 
     def load_weights(self, update: WeightUpdate) -> int:
@@ -177,19 +189,37 @@ class WholeModel:
 
         Returns a digest of the weights; None after a transfer from GPU to GPU, which does not read them.
         """
-        assert isinstance(self._spec.layout, GeneratorConfig)
         if policy not in self._ways:
-            theirs, ours = get(policy.where.remote()), self.where()
-            transport = choose(self._runtime.weight_transfer, self._spec.layout, theirs, ours)
-            self._ways[policy] = transport, len({device.machine for device in [*theirs, *ours]}) == 1
-        transport, shared = self._ways[policy]
-        if transport == "plasma":
-            update = get(policy.export_weights.remote(version, shared))
+            self._ways[policy] = self._way(policy)
+        way = self._ways[policy]
+        if way.transport == "plasma":
+            update = get(policy.export_weights.remote(version, way.shared, way.dtype))
             self.load_weights(update)
             return update.digest
         per_replica = len(self._workhorses) // self._num_replicas
-        get(policy.send_weights.remote(version, transport, self._workhorses, per_replica))
+        get(policy.send_weights.remote(version, way.transport, self._workhorses, per_replica))
         return None
+
+    def _way(self, policy: WholeModelHandle) -> _Way:
+        assert isinstance(self._spec.layout, GeneratorConfig)
+        wanted = self._runtime.weight_transfer
+        theirs, ours = get(policy.where.remote()), self.where()
+        transport = choose(wanted, self._spec.layout, theirs, ours)
+        if transport != "plasma":
+            trained = get(policy.whole_weight_names.remote())
+            together = self._call(lambda w: w.layers_of.remote(trained or set()))[0]
+            if why := obstacle(trained, together):
+                if wanted != "auto":
+                    raise ValueError(f"runtime.weight_transfer: {wanted!r} is not allowed: {why}; 'plasma' works")
+                transport = "plasma"
+        # vLLM holds bfloat16 on GPUs, so that more would be sent in vain.
+        half = self._spec.layout.engine == "vllm" and all(device.gpu is not None for device in ours)
+        on_one_machine = len({device.machine for device in [*theirs, *ours]}) == 1
+        return _Way(transport, on_one_machine, "bfloat16" if half else None)
+
+    def whole_weight_names(self) -> set[str] | None:
+        """Names of the trained weights; None if no rank has all of them whole."""
+        return None if self._topology.is_split else self._call(lambda w: w.weight_names.remote())[0]
 
     def send_weights(
         self, version: int, transport: Transport, receivers: list[WorkhorseHandle], per_replica: int
