@@ -1,4 +1,4 @@
-"""A trainer's connection with a generator, with vLLM's own interface and no GPU: what travels, and how often it meets."""
+"""A trainer's connection with a generator, without a GPU: what travels, and how often they meet."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -11,10 +11,18 @@ from xray_runtime.config.engines import Count, Fraction, NonNegative, Positive, 
 
 
 class RuntimeConfig(Section):
-    """Where and how the work runs. `device` and `threads` are in every stage key; nothing else changes a result."""
+    """Where and how the work runs. `device` and `threads`, and on CUDA `reproducible` and `tf32`, are in every stage
+    key; nothing else changes a result."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: CUDA if it is present."""
+    reproducible: bool = False
+    """CUDA only (a CPU always is): the same bits from the same run on the same GPUs. Sets deterministic kernels in
+    torch, cuBLAS and cuDNN, one algorithm in NCCL, and vLLM's batch-invariant kernels. Training becomes slower,
+    sampling much slower; an operator without a deterministic form fails."""
+    tf32: bool = False
+    """CUDA only: round the factors of float32 products to 10 bits, which is several times faster. Products in bfloat16
+    are not affected."""
     threads: Annotated[int, Field(ge=1, le=256)] = 2
     """CPU threads of a Workhorse whose model works alone. Models that work at the same time (all that score a rollout;
     policy and separate critic) share them equally, rounded down, at least one each. With a PPO stage's `lag: 1` the
@@ -75,6 +83,11 @@ class RuntimeConfig(Section):
     """Restarts of the whole run after its driver or Ray was lost; each continues from finished stages and snapshots."""
     stall_timeout_s: Annotated[float, Field(ge=10.0)] = 1800.0
     """A run without progress for this long is killed and restarted."""
+
+    def in_keys(self) -> dict[str, Any]:
+        """The fields that change results; they are in every stage key."""
+        found: dict[str, Any] = {"device": self.device, "threads": self.threads}
+        return found | ({"reproducible": self.reproducible, "tf32": self.tf32} if self.device == "cuda" else {})
 
     @model_validator(mode="after")
     def _chosen_once(self) -> Self:

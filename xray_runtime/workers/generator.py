@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 class Generator(Workhorse):
     """One sampling engine, or one rank of an engine that is split over several Workhorses."""
 
+    samples = True
     _engine: Generation | None = None
 
     def load_libraries(self, config: GeneratorConfig) -> None:

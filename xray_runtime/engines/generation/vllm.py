@@ -26,6 +26,9 @@ def environment(runtime: RuntimeConfig, device: str) -> dict[str, str]:
         # Some of vLLM's samplers compile themselves even in eager mode, which takes 15 s at the first call.
         settings["TORCH_COMPILE_DISABLE"] = "1"
         settings["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    elif runtime.reproducible:
+        # Kernels whose sums do not depend on the batch. Each reply has its own seed anyway.
+        settings["VLLM_BATCH_INVARIANT"] = "1"
     return settings
 
 
