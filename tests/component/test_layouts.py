@@ -42,9 +42,9 @@ from xray_runtime.models.causal_lm import load_model, skeleton
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.models.reward_objective import RewardObjective
-from xray_runtime.models.row_tensors import as_tensors
 from xray_runtime.weights.object_store import unpack
 from xray_runtime.workers.learner import Learner
+from xray_runtime.workers.micro_batches import as_tensors
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.workhorse import RankInfo
 
@@ -60,7 +60,7 @@ MEGATRON_DP = MEGATRON | {"num_workhorses": 4}
 
 @pytest.fixture(scope="module")
 def batches(tiny_model: Path) -> list[Rows]:
-    return global_batches(tiny_model, count=2, num_rows=9)
+    return global_batches(tiny_model, count=2, num_rows=9, group_size=3)
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +225,7 @@ def test_a_model_goes_on_under_another_layout(
         ranks = run_ranks(spec, tmp_path, part, batches, range(ends[number], ends[number + 1]), came, goes)
         run = collect(spec, ranks)
         losses += run.losses.tolist()
-        names = {name for file in goes.glob("*") for name in load_file(file)}
+        names = {name for file in goes.glob("*.safetensors") for name in load_file(file)}
         assert names == {f"{kind}/{n}" for kind in ("weight", "exp_avg", "exp_avg_sq") for n in alone.weights}
         came = goes
     np.testing.assert_allclose(losses, alone.losses, atol=1e-5 * np.abs(alone.losses).max())

@@ -23,7 +23,7 @@ from xray_runtime.config.engines import (
     check_one_row_each,
     check_whole_layers,
 )
-from xray_runtime.config.environment import EnvironmentConfig
+from xray_runtime.config.environment import AnyEnvironment
 from xray_runtime.config.methods import Method, with_method
 from xray_runtime.config.rewards import RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
@@ -113,7 +113,7 @@ class PPOStageConfig(TrainingConfig):
     """Sampling temperature; training log-probabilities use the same temperature."""
     stop: Stop = Field(default_factory=list)
     """Texts that end a reply, in addition to the tokens that end a turn; the reply includes them."""
-    environment: EnvironmentConfig | None = None
+    environment: AnyEnvironment | None = None
     """The environment that answers replies in multi-turn rollouts; its rewards are added. None: a single turn."""
     lag: Literal[0, 1] = 0
     """`1`: sample the next rollout with the current weights while the update runs. From the second iteration on,

@@ -71,6 +71,8 @@ class RuntimeConfig(Section):
     snapshot_every: Count = 10
     """Steps (SFT, reward model) or iterations (PPO) between snapshots, from which an interrupted stage continues. There
     are fewer if they would take more than 4% of a stage's time."""
+    snapshot_every_s: Annotated[float, Field(ge=1.0)] = 1800.0
+    """Seconds after which a snapshot is due even if fewer steps were made; the 4% hold here too."""
     on_out_of_memory: Literal["halve", "fail"] = "halve"
     """`halve`: a stage that runs out of memory continues with micro-batches of half the size and the same global batch;
     results differ only in float rounding. `fail`: the stage fails."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 
 from xray_runtime.algorithms.kl import kl_summary
 from xray_runtime.algorithms.statistics import distinct_n
@@ -22,7 +21,6 @@ from xray_runtime.rl.policy_replies import PolicyReplies, sample_policy
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.dataset import max_prompt_tokens
 from xray_runtime.training.prompts import UniquePrompts
-from xray_runtime.weights.object_store import pack
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
@@ -65,8 +63,7 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
     with stage.open_models(specs) as models:
         for version, side in enumerate(SIDES):
             if version:
-                weights = load_file(policy / "model.safetensors")
-                get(models["generator"].load_weights.remote(pack(sorted(weights.items()), version)))
+                get(models["generator"].load_checkpoint.remote(policy, version))
             replies[side] = sample_policy(
                 stage, models["generator"], before, tokenizer, prompts, columns, limit, recorder.log_dir, version
             )

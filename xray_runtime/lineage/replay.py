@@ -289,6 +289,8 @@ class _ReplayRecorder:
     def resume(self) -> Snapshot | None:
         return None
 
+    def refuse_snapshot(self, problem: str) -> None: ...
+
     def snapshot_due(self, step: int) -> bool:
         return False
 

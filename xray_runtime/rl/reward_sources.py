@@ -24,7 +24,7 @@ from xray_runtime.data.rows import first_alike, non_finite, row_keys
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.graph.artifacts import REWARD_HEAD
 from xray_runtime.models.reward_objective import RewardObjective
-from xray_runtime.models.tensor_file import same_trunk
+from xray_runtime.models.weight_files import same_trunk
 from xray_runtime.rewards.functions import FunctionSource
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rewards.judge import JudgeSource

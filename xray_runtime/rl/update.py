@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from xray_runtime.data.rows import Rows, num_response_tokens, take
+from xray_runtime.rl.agent_rows import BRANCHES, BranchRows
 from xray_runtime.rl.types import Experience, to_rows
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.finite import SkippedSteps
@@ -99,6 +100,7 @@ class Updater:
         return count
 
     def _step(self, batch: Rows, at: int, kl_coef: float) -> MinibatchStep:
+        batch = BranchRows.of(batch).rows if BRANCHES in batch else batch
         config, tokens = self._config, float(num_response_tokens(batch))
         totals = StepTotals(tokens=tokens, rows=len(batch["id"]), kl_coef=kl_coef).to_wire()
         at_once = (1 if self._critic is None else 2) + config.lag

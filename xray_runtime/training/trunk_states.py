@@ -20,7 +20,7 @@ import numpy as np
 from xray_runtime.config.engines import with_precision
 from xray_runtime.data.derived import Derived, computed_key
 from xray_runtime.data.rows import Ragged, Rows, join_column
-from xray_runtime.models.tensor_file import trunk_digest
+from xray_runtime.models.weight_files import trunk_digest
 from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:

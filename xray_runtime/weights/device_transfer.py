@@ -77,6 +77,40 @@ def obstacle(trained: Set[str] | None, together: Set[str]) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Route:
+    """How weights come from a trainer to a generator."""
+
+    transport: Transport
+    shared: bool
+    """Whether both are on one machine."""
+    dtype: str | None
+    """What `plasma` sends them in; None: as they are."""
+
+
+def choose_route(
+    wanted: Literal["auto", "plasma", "nccl", "ipc"],
+    config: GeneratorConfig,
+    trainer: Sequence[Device],
+    generator: Sequence[Device],
+    names: Callable[[], tuple[Set[str] | None, Set[str]]],
+) -> Route:
+    """The route of weights from `trainer`'s ranks to `generator`'s; `names` finds the arguments of `obstacle`.
+
+    Raises:
+        ValueError: `wanted` cannot work between these devices, or would send wrong weights.
+    """
+    transport = choose(wanted, config, trainer, generator)
+    if transport != "plasma" and (why := obstacle(*names())):
+        if wanted != "auto":
+            raise ValueError(f"runtime.weight_transfer: {wanted!r} is not allowed: {why}; 'plasma' works")
+        transport = "plasma"
+    # vLLM holds bfloat16 on GPUs, so that more would be sent in vain.
+    half = config.engine == "vllm" and all(device.gpu is not None for device in generator)
+    on_one_machine = len({device.machine for device in [*trainer, *generator]}) == 1
+    return Route(transport, on_one_machine, "bfloat16" if half else None)
+
+
 class _Receivers:
     """All generator ranks as the single client of vLLM's trainer engines."""
 

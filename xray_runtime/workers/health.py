@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -52,6 +53,7 @@ class HealthMonitor:
         workhorses: in order of rank.
         hang_timeout_s: a rank without a heartbeat for so long hangs.
         collective_timeout_s: longest wait in one collective.
+        alive: called when heartbeats show that ranks have done parts of their work; gets their number.
     """
 
     def __init__(
@@ -61,9 +63,11 @@ class HealthMonitor:
         log_dir: Path,
         hang_timeout_s: float,
         collective_timeout_s: float,
+        alive: Callable[[int], None] = lambda parts: None,
     ) -> None:
         self._role, self._workhorses, self._log_dir = role, workhorses, log_dir
         self._hang_timeout_s, self._collective_timeout_s = hang_timeout_s, collective_timeout_s
+        self._alive = alive
         self._heartbeats: dict[int, Heartbeat] = {}
         """Rank → its last heartbeat."""
 
@@ -79,23 +83,24 @@ class HealthMonitor:
             Exception: an exception of a rank, with a note on rank, host and log.
         """
         waiting = dict(zip(refs, range(len(refs)) if ranks is None else ranks, strict=True))
+        answers: dict[Ref[T], T] = {}
         failures: dict[int, Exception] = {}
         pending: dict[int, tuple[Ref[Heartbeat], float]] = {}
         while waiting and not failures:
-            failures |= _gather(waiting, HEARTBEAT_SECONDS)
+            failures |= _gather(waiting, answers, HEARTBEAT_SECONDS)
             failures |= self._poll(pending, set(waiting.values()))
         if not failures:
-            answers: list[T] = ray.get(refs)
-            return answers
+            return [answers[ref] for ref in refs]
         deadline = time.monotonic() + AFTERMATH_SECONDS
         while waiting and len(refs) > 1 and time.monotonic() < deadline:
-            failures |= _gather(waiting, max(deadline - time.monotonic(), 0.0))
+            failures |= _gather(waiting, answers, max(deadline - time.monotonic(), 0.0))
         rank = min(failures, key=lambda r: _consequence(failures[r]))
         raise self._explained(rank, failures[rank], sorted(set(waiting.values()) - failures.keys()))
 
     def _poll(self, pending: dict[int, tuple[Ref[Heartbeat], float]], ranks: set[int]) -> dict[int, Exception]:
         """The ranks that hang or wait too long. `pending`: rank → (pending heartbeat, time of the request)."""
         failures: dict[int, Exception] = {}
+        parts = 0
         for rank in ranks:
             ref, since = pending.get(rank, (None, 0.0))
             if ref is not None and not ray.wait([ref], timeout=0)[0]:
@@ -106,8 +111,11 @@ class HealthMonitor:
             # If a heartbeat fails, the current call fails too, with the reason.
             with contextlib.suppress(RayError):
                 if ref is not None:
-                    self._heartbeats[rank] = get(ref)
+                    before, self._heartbeats[rank] = self._heartbeats.get(rank), get(ref)
+                    parts += self._heartbeats[rank].parts - (before.parts if before is not None else 0)
             pending[rank] = (request_heartbeat(self._workhorses[rank]), time.monotonic())
+        if parts > 0:
+            self._alive(parts)
         waits = {rank: self._heartbeats[rank].waits_s for rank in ranks if rank in self._heartbeats}
         # All ranks wait for the slowest machine.
         limit = self._collective_timeout_s * max(map(self._load, range(len(self._workhorses))), default=1.0)
@@ -151,14 +159,14 @@ class HealthMonitor:
         return "\n".join([f"last lines of {path}:", *path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]])
 
 
-def _gather(waiting: dict[Ref[T], int], timeout_s: float) -> dict[int, Exception]:
-    """Wait for one of the calls, and remove finished ones from `waiting`; returns rank → its exception."""
+def _gather(waiting: dict[Ref[T], int], answers: dict[Ref[T], T], timeout_s: float) -> dict[int, Exception]:
+    """Wait for one of the calls, and move finished ones from `waiting` to `answers`; returns rank → its exception."""
     failures: dict[int, Exception] = {}
     ray.wait(list(waiting), num_returns=1, timeout=timeout_s)
     for ref in ray.wait(list(waiting), num_returns=len(waiting), timeout=0)[0]:
         rank = waiting.pop(ref)
         try:
-            ray.get(ref, timeout=0)
+            answers[ref] = ray.get(ref, timeout=0)
         except GetTimeoutError:
             waiting[ref] = rank
         except Exception as error:

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from xray_runtime.cores import load
+from xray_runtime.signs import parts_done
 
 if TYPE_CHECKING:
     from xray_runtime.workers.protocols import Ref, WorkhorseHandle
@@ -30,6 +31,8 @@ class Heartbeat:
     """Seconds it has been waiting in one collective; 0: it is not waiting."""
     doing: str
     """Function, file and line that it is executing."""
+    parts: int
+    """Parts of work it has done (`signs`)."""
     load: float
     """Load of its machine (`cores.load`)."""
 
@@ -54,7 +57,7 @@ class HeartbeatSource:
         if self.work_thread in frames:
             frame = frames[self.work_thread]
             code, line = f"{frame.f_code.co_qualname} in {frame.f_code.co_filename}", frame.f_lineno
-        return Heartbeat(socket.gethostname(), os.getpid(), waits_s, f"{code}:{line}", load())
+        return Heartbeat(socket.gethostname(), os.getpid(), waits_s, f"{code}:{line}", parts_done(), load())
 
 
 def request_heartbeat(workhorse: WorkhorseHandle) -> Ref[Heartbeat]:

@@ -112,6 +112,7 @@ def _open(
                     found[role],
                     requests[role].demand.num_replicas,
                     environment_digest(),
+                    run_id,
                 )
                 for role in roles
             ]

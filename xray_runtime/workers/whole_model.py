@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
@@ -20,9 +20,11 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.rows import Rows, balance, join, merge, non_finite, num_rows, shard, take
 from xray_runtime.engines.topology import Topology
 from xray_runtime.errors import NonFiniteError
-from xray_runtime.weights.device_transfer import Device, Transport, choose, obstacle
+from xray_runtime.store.shards import WEIGHTS_INDEX
+from xray_runtime.weights.device_transfer import Device, Route, Transport, choose_route
 from xray_runtime.workers.health import HealthMonitor, WorkhorseError
 from xray_runtime.workers.nodes import WorkerInfo, check_environment
+from xray_runtime.workers.progress import find_progress
 from xray_runtime.workers.protocols import Ref, WholeModelHandle, WorkhorseHandle, get
 from xray_runtime.workers.staging import FileStager
 from xray_runtime.workers.workhorse import RankInfo
@@ -36,22 +38,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Way:
-    """How weights come from a policy to a generator."""
-
-    transport: Transport
-    shared: bool
-    """Whether both are on one machine."""
-    dtype: str | None
-    """What they are sent in by `plasma`; None: as they are."""
-
-
 class WholeModel:
     """The proxy of one model, and later of another; `opening` starts it."""
 
     _workhorses: list[WorkhorseHandle]
-    _ways: dict[WholeModelHandle, _Way]
+    _routes: dict[WholeModelHandle, Route]
     """Policy → how its weights come to this generator."""
 
     def ping(self) -> None:
@@ -66,6 +57,7 @@ class WholeModel:
         workhorses: list[WorkhorseHandle],
         num_replicas: int,
         environment_digest: str,
+        run_id: str = "",
     ) -> list[WorkerInfo]:
         """Load the model on its Workhorses and join them to one process group.
 
@@ -75,6 +67,7 @@ class WholeModel:
             workhorses: in order of rank.
             num_replicas: number of whole copies of the model.
             environment_digest: digest of the code and libraries that each must have.
+            run_id: of the run whose progress actor learns that the Workhorses are at work, if it has one.
 
         Returns:
             Info of each Workhorse.
@@ -83,11 +76,17 @@ class WholeModel:
             ConfigError: a Workhorse has another environment.
         """
         self._role, self._runtime, self._log_dir = role, runtime, log_dir
-        self._spec, self._workhorses, self._num_replicas, self._ways = spec, workhorses, num_replicas, {}
+        self._spec, self._workhorses, self._num_replicas, self._routes = spec, workhorses, num_replicas, {}
         layout, size = spec.layout, len(workhorses)
         self._topology = Topology(data=size) if isinstance(layout, GeneratorConfig) else Topology.of(layout)
         timeouts = (self._runtime.hang_timeout_s, self._runtime.collective_timeout_s)
-        self._health = HealthMonitor(self._role, workhorses, self._log_dir, *timeouts)
+        progress = find_progress(run_id)
+
+        def alive(parts: int) -> None:
+            if progress is not None:
+                progress.alive.remote(log_dir.name, parts)
+
+        self._health = HealthMonitor(self._role, workhorses, self._log_dir, *timeouts, alive)
         up = [workhorse.rendezvous.remote() for workhorse in workhorses]
         # A starting process does not answer heartbeats yet.
         ray.wait(up, num_returns=len(up))
@@ -115,7 +114,7 @@ class WholeModel:
     def unload(self, reused: bool) -> None:
         """Remove the model's staged files and, if the Workhorses are `reused`, free its memory."""
         self._call(lambda w: w.unload.remote() if reused else w.remove_directories.remote())
-        self._workhorses, self._ways = [], {}
+        self._workhorses, self._routes = [], {}
 
     def score(self, rows: Rows, at_once: int = 1) -> Rows:
         """`Learner.score` of all rows, in order. Raises NonFiniteError if a score is not finite."""
@@ -184,38 +183,36 @@ class WholeModel:
             raise
         return update.version
 
+    def load_checkpoint(self, directory: Path, version: int) -> None:
+        """Load a checkpoint, which differs from this generator's only in its weights, as `version`."""
+        directories = self._stager.stage_in(directory)
+        ranks = zip(self._workhorses, directories, strict=True)
+        self._get([w.load_checkpoint.remote(own, version) for w, own in ranks])
+
     def follow(self, policy: WholeModelHandle, version: int) -> str | None:
         """Load `policy`'s weights as `version` into this generator, by the fastest transport between their devices.
 
         Returns a digest of the weights; None after a transfer from GPU to GPU, which does not read them.
         """
-        if policy not in self._ways:
-            self._ways[policy] = self._way(policy)
-        way = self._ways[policy]
-        if way.transport == "plasma":
-            update = get(policy.export_weights.remote(version, way.shared, way.dtype))
+        if policy not in self._routes:
+            self._routes[policy] = self._route(policy)
+        route = self._routes[policy]
+        if route.transport == "plasma":
+            update = get(policy.export_weights.remote(version, route.shared, route.dtype))
             self.load_weights(update)
             return update.digest
         per_replica = len(self._workhorses) // self._num_replicas
-        get(policy.send_weights.remote(version, way.transport, self._workhorses, per_replica))
+        get(policy.send_weights.remote(version, route.transport, self._workhorses, per_replica))
         return None
 
-    def _way(self, policy: WholeModelHandle) -> _Way:
-        assert isinstance(self._spec.layout, GeneratorConfig)
-        wanted = self._runtime.weight_transfer
-        theirs, ours = get(policy.where.remote()), self.where()
-        transport = choose(wanted, self._spec.layout, theirs, ours)
-        if transport != "plasma":
+    def _route(self, policy: WholeModelHandle) -> Route:
+        def names() -> tuple[set[str] | None, set[str]]:
             trained = get(policy.whole_weight_names.remote())
-            together = self._call(lambda w: w.layers_of.remote(trained or set()))[0]
-            if why := obstacle(trained, together):
-                if wanted != "auto":
-                    raise ValueError(f"runtime.weight_transfer: {wanted!r} is not allowed: {why}; 'plasma' works")
-                transport = "plasma"
-        # vLLM holds bfloat16 on GPUs, so that more would be sent in vain.
-        half = self._spec.layout.engine == "vllm" and all(device.gpu is not None for device in ours)
-        on_one_machine = len({device.machine for device in [*theirs, *ours]}) == 1
-        return _Way(transport, on_one_machine, "bfloat16" if half else None)
+            return trained, self._call(lambda w: w.layers_of.remote(trained or set()))[0]
+
+        assert isinstance(self._spec.layout, GeneratorConfig)
+        devices = get(policy.where.remote()), self.where()
+        return choose_route(self._runtime.weight_transfer, self._spec.layout, *devices, names)
 
     def whole_weight_names(self) -> set[str] | None:
         """Names of the trained weights; None if no rank has all of them whole."""
@@ -238,16 +235,27 @@ class WholeModel:
         self._call(lambda w: w.wake_up.remote())
 
     def save(self, directory: Path, head_file: str | None = None) -> None:
-        """Write the model in Hugging Face form."""
-        directories, leaders = self._stager.output_directories(directory), self._stager.leaders()
-        self._get([self._workhorses[rank].begin_save.remote(directories[rank]) for rank in leaders], leaders)
-        ranks = zip(self._workhorses, directories, strict=True)
-        written = self._get([w.save.remote(own, head_file) for w, own in ranks])
+        """Write the model in Hugging Face form.
+
+        The ranks on a disk divide copying; afterwards those on this node's disk divide looking at the files and hashing
+        them, if there are several.
+        """
+        from xray_runtime.models.weight_files import write_digests
+
+        directories, peers = self._stager.output_directories(directory), self._stager.peers()
+        ranks = list(zip(self._workhorses, directories, peers, strict=True))
+        self._get([w.begin_save.remote(own, *peer) for w, own, peer in ranks])
+        written = self._get([w.save.remote(own, head_file) for w, own, _ in ranks])
         for rank, copy in self._stager.stage_out(directories, directory).items():
             # All ranks of that node wrote their tensors into one copy of the model.
             names = [name for r, own in enumerate(directories) if own == directories[rank] for name in written[r]]
             _merge_copy(copy, directory, names, head_file)
         self._stager.remove(directories)
+        if (directory / WEIGHTS_INDEX).exists():
+            here = [rank for rank, own in enumerate(directories) if own == directory]
+            calls = [self._workhorses[rank].finish_save.remote(directory, *peers[rank]) for rank in here]
+            digests = {name: sha256 for own in self._get(calls, here) for name, sha256 in own.items()}
+            write_digests(directory, directory, digests)
 
     def save_state(self, directory: Path) -> None:
         """Write a snapshot of model and optimizer into `directory`; every rank writes its shard."""
@@ -258,11 +266,22 @@ class WholeModel:
             shutil.rmtree(copy)
         self._stager.remove(directories)
 
+    def check_state(self, directory: Path) -> str | None:
+        """Why a snapshot must not be loaded, in one line; None where no shard is damaged. The ranks on a disk divide
+        its shards."""
+        directories = self._stager.stage_in(directory)
+        ranks = zip(self._workhorses, directories, self._stager.peers(), strict=True)
+        checks = [w.check_state.remote(own, *peer) for w, own, peer in ranks]
+        problem = next((found for found in self._get(checks) if found is not None), None)
+        if problem is not None:
+            self._stager.forget(directory)
+        return problem
+
     def load_state(self, directory: Path) -> None:
-        """Continue from a snapshot."""
-        directories = self._stager.stage_in_once(directory)
+        """Continue from a snapshot that `check_state` found sound."""
+        directories = self._stager.stage_in(directory)
         self._get([w.load_state.remote(own) for w, own in zip(self._workhorses, directories, strict=True)])
-        self._stager.remove(directories)
+        self._stager.forget(directory)
 
     def _check_finite(self, answers: Sequence[Rows], ranks: Iterable[int]) -> None:
         for rank, answer in zip(ranks, answers, strict=True):
@@ -279,7 +298,10 @@ class WholeModel:
         replicas = self._topology.data
         if num_rows(rows) < replicas:
             raise ValueError(f"{self._role}: {num_rows(rows)} rows are too few for {replicas} replicas")
-        shards = [ray.put(each) for each in shard(rows, replicas)]
+        shards: list[Any] = shard(rows, replicas)
+        if len(self._workhorses) > replicas:
+            # Several ranks read one copy. A single reader gets small rows with the call itself, which is faster.
+            shards = [ray.put(each) for each in shards]
         ranks = enumerate(self._workhorses)
         answers = self._get([call(w, shards[self._topology.data_rank(rank)]) for rank, w in ranks])
         return [answers[rank] for rank in self._reporting()]
@@ -305,13 +327,13 @@ class WholeModel:
 
 def _merge_copy(copy: Path, directory: Path, names: Iterable[str], head_file: str | None) -> None:
     """Merge another node's `copy` of the model into `directory`, and remove the copy."""
-    from xray_runtime.models.tensor_file import WEIGHTS_FILE, copy_tensors
+    from xray_runtime.models.weight_files import copy_tensors, weight_files
 
-    if not (directory / WEIGHTS_FILE).exists():
+    if not weight_files(directory):
         # Without a rank on this node, the first copy becomes the model.
         shutil.copytree(copy, directory, dirs_exist_ok=True)
     else:
-        copy_tensors(copy / WEIGHTS_FILE, directory / WEIGHTS_FILE, names)
+        copy_tensors(copy, directory, names)
         if head_file is not None and (copy / head_file).exists():
             (directory / head_file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(copy / head_file, directory / head_file)

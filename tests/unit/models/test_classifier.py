@@ -28,9 +28,9 @@ from xray_runtime.models.causal_lm import load_model, load_tokenizer
 from xray_runtime.models.classifier import load_classifier
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.reward_objective import RewardObjective
-from xray_runtime.models.row_tensors import as_tensors
 from xray_runtime.preparation.reward_base import run
 from xray_runtime.rl.reward_reader import RewardReader
+from xray_runtime.workers.micro_batches import as_tensors
 from xray_runtime.workers.protocols import Ready
 
 SIZES = {

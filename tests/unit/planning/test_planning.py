@@ -21,8 +21,10 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.planning.auto import GraphPlan, choose_layouts, plan, plan_call
 from xray_runtime.planning.changes import UNCHANGED, Changes
 from xray_runtime.planning.demand import check_call
-from xray_runtime.planning.memory import PROCESS_BYTES, Layout, Memory, kv_cache_bytes
-from xray_runtime.planning.plan import Plan, search
+from xray_runtime.planning.generator_memory import kv_cache_bytes
+from xray_runtime.planning.memory import PROCESS_BYTES, Layout, Memory
+from xray_runtime.planning.plan import Plan
+from xray_runtime.planning.search import search
 from xray_runtime.planning.stage_workload import stage_workload
 from xray_runtime.planning.suggestions import Suggestion, suggest
 from xray_runtime.planning.workload import GIB, Machine, Workload, from_parameters

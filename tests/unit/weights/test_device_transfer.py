@@ -52,7 +52,7 @@ class Follower(WholeModel):
     def __init__(self, wanted: Transport | str) -> None:
         self._spec: Any = SimpleNamespace(layout=VLLM)
         self._runtime = RuntimeConfig(weight_transfer=wanted)  # type: ignore[arg-type]
-        self._ways, self._workhorses, self._num_replicas = {}, [], 1
+        self._routes, self._workhorses, self._num_replicas = {}, [], 1
         self.loaded: list[Any] = []
 
     def where(self) -> list[Device]:

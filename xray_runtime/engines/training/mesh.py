@@ -47,6 +47,11 @@ class Mesh:
     def is_last(self) -> bool:
         return self.stage == self.topology.pipeline - 1
 
+    @property
+    def turn(self) -> tuple[int, int]:
+        """(number, count): this rank's place among those of its stage."""
+        return self.data_rank * self.topology.tensor + self.tensor_rank, self.topology.data * self.topology.tensor
+
     def at_stage(self, stage: int) -> int:
         """The rank at another pipeline stage with the same rows and slice."""
         return self.topology.rank(stage, self.data_rank, self.tensor_rank)
