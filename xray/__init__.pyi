@@ -49,7 +49,7 @@ class _FrozenConfig(TypedDict, total=False):
     tensor_parallel: int
     pipeline_parallel: int
     zero_stage: Literal[0, 3]
-    precision: Literal["float32", "bfloat16"]
+    precision: Literal["auto", "float32", "bfloat16"]
 
 class _GeneratorConfig(TypedDict, total=False):
     engine: Literal["vllm", "deepspeed", "transformers"]
@@ -118,7 +118,7 @@ class _EngineConfig(TypedDict, total=False):
     library: Literal["deepspeed", "megatron"]
     zero_stage: int | None
     micro_batch_tokens: int
-    precision: Literal["float32", "bfloat16"]
+    precision: Literal["auto", "float32", "bfloat16"]
     activation_checkpointing: bool
     offload: Literal["none", "cpu", "nvme"]
     nvme_path: str | None
@@ -174,6 +174,8 @@ class _SFTValidation(TypedDict, total=False):
 
 class _RuntimeConfig(TypedDict, total=False):
     device: Literal["auto", "cpu", "cuda"]
+    reproducible: bool
+    tf32: bool
     threads: int
     niceness: int
     cpus_per_workhorse: float
