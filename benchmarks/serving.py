@@ -144,7 +144,7 @@ def main() -> None:
         "--port",
         str(ports[OURS]),
     ]
-    settings = environment(runtime, device) | {"OMP_NUM_THREADS": str(runtime.threads)}
+    settings = environment(device) | {"OMP_NUM_THREADS": str(runtime.threads)}
     mark = start_reaper()
     print(f"{machine()}; {args.clients} clients, {args.requests} requests each, {args.new_tokens} tokens an answer\n")
     table(["", "", "tokens/s", f"÷ {PLAIN}", "seconds a request", "seconds to the first bytes", "CPU ms a token"], [])

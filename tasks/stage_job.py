@@ -38,6 +38,7 @@ from xray_runtime.lineage.log import log_checkpoints
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.statement import OutsideSource, RunFacts
 from xray_runtime.lineage.terms import terms_of
+from xray_runtime.models.transformers_import import import_transformers
 from xray_runtime.report.figures import read_metrics, training_figure
 from xray_runtime.store.checkpoints import load_manifest
 from xray_runtime.store.content_digest import check_unchanged
@@ -174,6 +175,8 @@ class StageJob:
         parents = {parent.path.name: parent.sha256 for parent in self._parents.values()}
         log_checkpoints(self._output, key, parents, here=False)
         with store.building(spec.name, self._key) as built:
+            if self._kind.models(self._config):
+                import_transformers()
 
             def body(runtime: RuntimeConfig) -> int:
                 return self._kind.run(self._stage(runtime, recorder), built, recorder)

@@ -43,7 +43,8 @@ from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.weights.object_store import unpack
-from xray_runtime.workers.learner import Learner, as_tensors
+from xray_runtime.workers.learner import Learner
+from xray_runtime.workers.micro_batches import as_tensors
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.workhorse import RankInfo
 
@@ -59,7 +60,7 @@ MEGATRON_DP = MEGATRON | {"num_workhorses": 4}
 
 @pytest.fixture(scope="module")
 def batches(tiny_model: Path) -> list[Rows]:
-    return global_batches(tiny_model, count=2, num_rows=9)
+    return global_batches(tiny_model, count=2, num_rows=9, group_size=3)
 
 
 @pytest.fixture(scope="module")

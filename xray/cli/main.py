@@ -12,6 +12,7 @@ from xray.cli import artifacts, chat, compare, keys, lineage, rollouts, tune, up
 from xray.cli.errors import Commands
 from xray.cli.plan import plan
 from xray.cli.promote import promote
+from xray.cli.recorded import recorded
 from xray.cli.run import run
 from xray.cli.serve import serve
 from xray_runtime.config.validation import ConfigError
@@ -36,7 +37,7 @@ def automations() -> None:
 COMMANDS: tuple[Any, ...] = (
     *(run, plan, tune.tune, up.up, up.down, up.status),
     *(lineage.lineage, lineage.diff, lineage.audit, rollouts.rollouts, rollouts.replay),
-    *(chat.chat, compare.compare, compare.preferences, promote, serve),
+    *(chat.chat, compare.compare, compare.preferences, promote, serve, recorded),
     *(artifacts.prune, artifacts.export, artifacts.import_, artifacts.fetch),
 )
 """Commands, in the order of `xray --help`."""

@@ -94,6 +94,14 @@ def row_keys(rows: Rows) -> list[bytes]:
     return [np.append(ids, length).astype(np.int64).tobytes() for ids, length in both]
 
 
+def alike_prompts(rows: Rows) -> np.ndarray:
+    """For each sequence, the first one with the same prompt: of rows [B], of pairs all chosen ones and then all
+    rejected ones [2B]."""
+    lengths = rows["prompt_lengths"]
+    sides = [rows[name] for name in ("input_ids", "rejected_ids") if name in rows]
+    return first_alike(prompt.tobytes() for side in sides for prompt in side.heads(np.minimum(lengths, side.lengths)))
+
+
 def first_alike(keys: Iterable[Hashable]) -> np.ndarray:
     """For each row, the first row with the same key [B] int64."""
     first: dict[Hashable, int] = {}

@@ -15,8 +15,9 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.planning.changes import UNCHANGED, Changes
 from xray_runtime.planning.demand import Resources, check_call
 from xray_runtime.planning.memory import Layout
-from xray_runtime.planning.plan import Plan, search
+from xray_runtime.planning.plan import Plan
 from xray_runtime.planning.roles import CHOSEN, Use
+from xray_runtime.planning.search import search
 from xray_runtime.planning.stage_workload import stage_workload
 from xray_runtime.planning.workload import Machine, Workload
 
@@ -60,18 +61,22 @@ def plan(
     if not stages:
         raise ConfigError("this graph cannot be planned: no stage has models")
     trains = any(plan.workload.of_use("trained") for plan in stages.values())
-    if not trains and replace(changes, generator_sleeps=False) != UNCHANGED:
+    if not trains and changes != UNCHANGED:
         raise ConfigError("LoRA, offload and micro-batches are not allowed: no stage trains a model")
     return GraphPlan(stages)
 
 
 def plan_call(call: StageCall, machine: Machine, nodes: Sequence[Resources] | None = None) -> Plan | None:
-    """The first plan of a stage that fits and that its config and `nodes` accept, or else the nearest; None if the
+    """The preferred plan of a stage that fits and that its config and `nodes` accept, or else the nearest; None if the
     stage has no models. Raises ConfigError like `plan`."""
     workload = stage_workload(call, machine.device)
 
     def accept(found: Plan) -> None:
         chosen = with_layouts(call, found)
+        try:
+            chosen.config.check_runtime(chosen.runtime)
+        except ValueError as error:
+            raise ConfigError(f"{call.name}.{error}") from None
         if nodes is not None:
             check_call(chosen, machine.device, nodes)
 
@@ -97,7 +102,7 @@ def choose_layouts(
 
 
 def choose(workload: Workload, machine: Machine) -> Plan:
-    """The first plan that fits. Raises ConfigError if none does."""
+    """The preferred plan that fits. Raises ConfigError if none does."""
     found = search(workload, machine)
     _check_fits(found)
     return found
@@ -107,7 +112,10 @@ def engine_of(plan: Plan) -> dict[str, Any]:
     """The plan's `EngineConfig` fields for trained models."""
     layout = plan.layouts["trained"]
     engine = {"library": "deepspeed", "zero_stage": layout.zero_stage, **_layout_fields(layout)}
-    return engine | ({"activation_checkpointing": True} if plan.recomputes else {})
+    engine |= {"activation_checkpointing": True} if plan.recomputes else {}
+    if "micro_batch_tokens" in plan.workload.open_choices:
+        engine["micro_batch_tokens"] = plan.workload.micro_batch_tokens
+    return engine | ({"offload": "cpu"} if "offload" in plan.workload.open_choices and plan.offloads else {})
 
 
 def with_layouts(call: StageCall, plan: Plan) -> StageCall:
@@ -129,7 +137,12 @@ def with_layouts(call: StageCall, plan: Plan) -> StageCall:
         generators = [p.memory.total for p in plan.roles if p.role.use == "sampled"]
         if generators:
             needed = math.ceil(100 * max(generators) / plan.machine.memory_bytes) / 100
-            runtime["gpu_memory_fraction"] = GENERATOR_SHARE if share == 1 else needed
+            runtime |= {
+                "gpu_memory_fraction": GENERATOR_SHARE if share == 1 else needed,
+                "generator_replicas": plan.layouts["sampled"].dp,
+                "generator_sleeps": plan.workload.generator_sleeps,
+                "trainer_sleeps": plan.workload.trainer_sleeps,
+            }
     config = call.kind.validated(data, where=call.name)
     return replace(call, config=config, runtime=call.runtime.model_copy(update=runtime))
 

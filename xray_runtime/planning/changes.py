@@ -21,7 +21,6 @@ class Changes:
     lora_rank: int | None = None
     offload: bool = False
     """Optimizer states in host memory."""
-    generator_sleeps: bool = False
     micro_batch_tokens: int | None = None
 
     def of_call(self, call: StageCall) -> StageCall:
@@ -39,16 +38,17 @@ class Changes:
             layout.update(engine)
             if self.lora_rank is not None:
                 section(data, role.field.rpartition(".")[0])["lora"] = {"rank": self.lora_rank}
-        sleeps = call.runtime.generator_sleeps or self.generator_sleeps
-        runtime = call.runtime.model_copy(update={"generator_sleeps": sleeps, "parallel": "auto"})
+        runtime = call.runtime.model_copy(update={"parallel": "auto"})
         return replace(call, config=call.kind.validated(data, where=call.name), runtime=runtime)
 
     def of_parameters(self, count: float, sequence_tokens: int) -> Workload:
         """The models of PPO with `count` parameters each, with these changes."""
         options = Options(lora_rank=self.lora_rank, offload=self.offload, least_zero_stage=int(self.offload))
         workload = from_parameters(count, sequence_tokens, options)
-        tokens = self.micro_batch_tokens or workload.micro_batch_tokens
-        return replace(workload, micro_batch_tokens=tokens, generator_sleeps=self.generator_sleeps)
+        if self.micro_batch_tokens is None:
+            return workload
+        others = workload.open_choices - {"micro_batch_tokens"}
+        return replace(workload, micro_batch_tokens=self.micro_batch_tokens, open_choices=others)
 
 
 UNCHANGED = Changes()

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from xray_runtime.planning.auto import GraphPlan
+from xray_runtime.planning.disk import disk_bytes
 from xray_runtime.planning.memory import Layout, Memory
 from xray_runtime.planning.plan import Plan, RolePlan
 from xray_runtime.planning.suggestions import Suggestion
@@ -57,7 +58,12 @@ def as_dict(planned: GraphPlan, suggestions: list[Suggestion], note: str | None)
 def _stage(chosen: Plan) -> dict[str, Any]:
     return {
         "placement": chosen.placement,
-        "in_turn": chosen.fullest.in_turn,
+        "in_turn": chosen.workload.generator_sleeps,
+        "trainer_sleeps": chosen.workload.trainer_sleeps,
+        "micro_batch_tokens": chosen.workload.micro_batch_tokens,
+        "seconds": {phase: round(seconds, 3) for phase, seconds in chosen.seconds.items()},
+        "bottleneck": chosen.bottleneck,
+        "disk_gb": {what: _gb(size) for what, size in disk_bytes(chosen.workload).items()},
         "peak_gb": _gb(chosen.fullest.peak_bytes),
         "layout": {
             p.role.name: {
@@ -106,7 +112,7 @@ def show(console: Console, planned: GraphPlan, content: dict[str, Any]) -> None:
         highlight=False,
     )
     verdict = "" if planned.fits else "[red]no plan fits; nearest:[/red] "
-    turn = ", generator and trainers in turn" if content["in_turn"] else ""
+    turn = ", generator and other models in turn" if content["in_turn"] else ""
     at = f" ({planned.fullest})" if len(planned.stages) > 1 else ""
     console.print(f"{verdict}[bold]{chosen.placement}[/bold]{turn}{at}", highlight=False)
     console.print("GB on one device", style="italic")
@@ -118,6 +124,13 @@ def show(console: Console, planned: GraphPlan, content: dict[str, Any]) -> None:
             name = stage if not number else ""
             rows.append((name, p.role.name, str(p.layout.num_devices), *cells, _layout_text(p)))
     print_table(console, ("stage", "model", "devices", *sizes, "layout"), rows, right=sizes)
+    for stage, found in planned.stages.items():
+        if found.seconds:
+            console.print(f"[bold]seconds[/bold]  {stage}: {_seconds_text(found)}", highlight=False, soft_wrap=True)
+    for stage, found in planned.stages.items():
+        disk = ", ".join(f"{what} {_short(size)}" for what, size in disk_bytes(found.workload).items())
+        if disk:
+            console.print(f"[bold]disk, GB[/bold]  {stage}: {disk}", highlight=False, soft_wrap=True)
     states = "  ".join(f"{stage}: {size:.4g}" for stage, size in content.get("model_state_gb", {}).items())
     if states:
         text = f"[bold]policy's states[/bold] over all devices by ZeRO stage, GB  {states}"
@@ -130,6 +143,14 @@ def show(console: Console, planned: GraphPlan, content: dict[str, Any]) -> None:
     ):
         for line in lines:
             console.print(f"[bold]{title}[/bold]  {line}", highlight=False, soft_wrap=True)
+
+
+def _seconds_text(found: Plan) -> str:
+    """An iteration by phase, estimated by the cost model."""
+    phases = ", ".join(f"{phase} {seconds:.3g}" for phase, seconds in found.seconds.items())
+    turns = ["generator"] * found.workload.generator_sleeps + ["trainer"] * found.workload.trainer_sleeps
+    asleep = f"; asleep in turn: {', '.join(turns)}" if turns else ""
+    return f"{found.iteration_s:.3g} an iteration ({phases}), most in {found.bottleneck}{asleep}"
 
 
 def _layout_text(p: RolePlan) -> str:

@@ -8,8 +8,8 @@ Symbols: N parameters, L layers, h hidden, a heads, d head size, k key-value hea
 w bytes of a weight; ZeRO stage × tensor parallel `tp` × pipeline parallel `pp` × data parallel `dp`.
 
 Sources: model states after ZeRO (Rajbhandari et al. 2020, §3 and §5); activations counted in the manner of
-Korthikanti et al. 2022 (§4), for a Llama without dropout, with fused attention (no a·s² term, Dao et al. 2022);
-LoRA after Hu et al. 2021.
+Korthikanti et al. 2022 (§4), for a Llama without dropout; fused attention keeps no scores (Dao et al. 2022), other
+attention a·s² of them; LoRA after Hu et al. 2021.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ ZERO_BUCKET = 500_000_000
 """Elements of DeepSpeed's buffer for reducing gradients (default of `reduce_bucket_size`)."""
 LIVE_PARAMETERS = 1_000_000_000
 """Most parameters that ZeRO-3 keeps gathered (DeepSpeed's default of `stage3_max_live_parameters`)."""
-GENERATOR_BATCH_TOKENS = 16_384
-"""Tokens of vLLM's prefill pass (default of `max_num_batched_tokens` on large GPUs)."""
 MAX_LOGITS = 2**24
 """Logits computed at a time (a copy of `algorithms.logprobs.MAX_LOGITS`, which needs torch)."""
 PROCESS_BYTES = 500_000_000
@@ -176,17 +174,33 @@ def layer_activation_bytes(shape: ModelShape, tokens: int, weight_bytes: int, tp
     return tokens * (norms + attention + 4 * w * _ceil(shape.intermediate_size, tp))
 
 
+def score_bytes(shape: ModelShape, tokens: int, length: int, weight_bytes: int, tp: int = 1) -> int:
+    """Attention scores that one layer without fused attention keeps: w·a·s² for each sequence of `length` tokens, the
+    softmax's output."""
+    return weight_bytes * _ceil(shape.num_heads, tp) * tokens * length
+
+
 def activation_bytes(
-    shape: ModelShape, tokens: int, weight_bytes: int, layout: Layout, num_layers: int | None = None
+    shape: ModelShape,
+    tokens: int,
+    weight_bytes: int,
+    layout: Layout,
+    num_layers: int | None = None,
+    scored_length: int = 0,
 ) -> int:
     """Bytes that a training pass over `tokens` tokens keeps for the backward pass on the first pipeline stage.
 
     Without checkpointing, every layer's activations; with it, w·h per token and layer (Korthikanti et al. 2022, §5) and
     one layer's activations at a time. A pipeline's first stage has pp micro-batches in flight (1F1B), so `pp` saves
-    nothing here. The final norm is added. `num_layers`: number of trained layers (None: all).
+    nothing here. The final norm is added.
+
+    Args:
+        num_layers: number of trained layers (None: all).
+        scored_length: tokens of a sequence whose attention scores are kept; 0: fused attention keeps none.
     """
     layers = _ceil(shape.num_layers if num_layers is None else num_layers, layout.pp) * layout.pp
     layer = layer_activation_bytes(shape, tokens, weight_bytes, layout.tp)
+    layer += score_bytes(shape, tokens, scored_length, weight_bytes, layout.tp)
     final_norm = tokens * ((FLOAT32_BYTES + 2 * weight_bytes) * shape.hidden_size + FLOAT32_BYTES)
     if layout.checkpointing:
         return layers * tokens * weight_bytes * shape.hidden_size + layer + final_norm
@@ -207,12 +221,6 @@ def trunk_bytes(shape: ModelShape, tokens: int, weight_bytes: int) -> int:
     return weight_bytes * tokens * shape.hidden_size
 
 
-def kv_cache_bytes(shape: ModelShape, tokens: int, weight_bytes: int, tp: int = 1, pp: int = 1) -> int:
-    """Keys and values of `tokens` cached tokens: 2·L·k·d·w each, split by tp (whole heads) and pp (whole layers)."""
-    layers, kv_heads = _ceil(shape.num_layers, pp), _ceil(shape.num_kv_heads, tp)
-    return 2 * layers * kv_heads * shape.head_size * weight_bytes * tokens
-
-
 def training_memory(
     shape: ModelShape,
     weight_bytes: int,
@@ -223,6 +231,7 @@ def training_memory(
     top_layers: int | None = None,
     branches: int = 0,
     options: Options = PLAIN,
+    scored_length: int = 0,
 ) -> Memory:
     """A model under training.
 
@@ -231,6 +240,7 @@ def training_memory(
         positions: number of these that get logits.
         top_layers: number of trained layers above a frozen trunk (None: all).
         branches: number of frozen models that share the trunk and add their own top layers.
+        scored_length: as in `activation_bytes`.
     """
     held = device_parameters(shape, layout.tp, layout.pp)
     trained = held
@@ -251,7 +261,7 @@ def training_memory(
         gradients=round(gradients),
         optimizer=0 if options.offload else round(optimizer),
         buffers=min(ZERO_BUCKET, trained) * bucket_width if layout.zero_stage else 0,
-        activations=activation_bytes(shape, tokens, weight_bytes, layout, top_layers),
+        activations=activation_bytes(shape, tokens, weight_bytes, layout, top_layers, scored_length),
         logits=logit_bytes(shape, positions),
     )
     return replace(
@@ -261,39 +271,22 @@ def training_memory(
     )
 
 
-def scoring_memory(shape: ModelShape, weight_bytes: int, layout: Layout, *, tokens: int, positions: int) -> Memory:
+def scoring_memory(
+    shape: ModelShape, weight_bytes: int, layout: Layout, *, tokens: int, positions: int, scored_length: int = 0
+) -> Memory:
     """A frozen model that scores `tokens` tokens in one pass: one layer's activations at a time."""
+    scores = score_bytes(shape, tokens, scored_length, weight_bytes, layout.tp)
     held = device_parameters(shape, layout.tp, layout.pp)
     return Memory(
         weights=round(held * weight_bytes / (layout.dp if layout.zero_stage >= 3 else 1)),
         buffers=_gathered_bytes(held, weight_bytes, layout),
-        activations=layer_activation_bytes(shape, tokens, weight_bytes, layout.tp),
+        activations=layer_activation_bytes(shape, tokens, weight_bytes, layout.tp) + scores,
         logits=logit_bytes(shape, positions),
-        loading=_reading_bytes(shape, weight_bytes, layout),
+        loading=reading_bytes(shape, weight_bytes, layout),
     )
 
 
-def generation_memory(
-    shape: ModelShape,
-    weight_bytes: int,
-    layout: Layout,
-    *,
-    sequences: int,
-    cached_tokens: int,
-    reserved_kv_bytes: int = 0,
-) -> Memory:
-    """vLLM with a KV cache of `cached_tokens`, at least `reserved_kv_bytes`, sampling `sequences` at a time."""
-    kv_cache = kv_cache_bytes(shape, cached_tokens, weight_bytes, layout.tp, layout.pp)
-    return Memory(
-        weights=device_parameters(shape, layout.tp, layout.pp, split_vocabulary=True) * weight_bytes,
-        activations=layer_activation_bytes(shape, GENERATOR_BATCH_TOKENS, weight_bytes, layout.tp),
-        logits=logit_bytes(shape, sequences),
-        kv_cache=max(kv_cache, reserved_kv_bytes),
-        loading=_reading_bytes(shape, weight_bytes, layout),
-    )
-
-
-def _reading_bytes(shape: ModelShape, weight_bytes: int, layout: Layout) -> int:
+def reading_bytes(shape: ModelShape, weight_bytes: int, layout: Layout) -> int:
     """Extra memory while a model is read one float32 tensor at a time: the largest tensor, before it is rounded or,
     under ZeRO-3, sharded.
     """
@@ -310,7 +303,7 @@ def _loading_bytes(
     trained parameters, or the states it then creates. Master weights are read after that. ZeRO-3 also creates gradients
     and bucket at this point, and ZeRO-1 the float32 sums of half-precision gradients.
     """
-    reading = _reading_bytes(shape, weight_bytes, layout)
+    reading = reading_bytes(shape, weight_bytes, layout)
     flat = weight_bytes * trained // (layout.dp if layout.zero_stage >= 3 else 1) if layout.zero_stage else 0
     states = memory.optimizer
     if layout.zero_stage >= 3:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from xray_runtime.config.engines import FrozenConfig, GeneratorConfig, LayoutConfig, LoRAConfig, TrainingConfig
 
 Use = Literal["trained", "frozen", "sampled"]
+ALL_USES: tuple[Use, ...] = get_args(Use)
 CHOSEN = ("library", "num_workhorses", "zero_stage", "tensor_parallel", "pipeline_parallel")
 """The fields of a layout that `auto` chooses."""
 
@@ -32,6 +33,12 @@ class ModelRole:
     """Number of rows in one request, such as a rollout."""
     batch_size: int = 1
     """Rows of one optimizer step: the most data-parallel ranks that a trained model can use."""
+    epochs: int = 1
+    """Passes over the rows of one request."""
+    sequences_per_row: int = 1
+    """2 if a row is a pair of replies."""
+    kept_rollouts: int = 0
+    """Rollouts of a sampled model that the stage keeps in its checkpoint."""
     scores_tokens: bool = True
     """True if it computes logits; a critic or reward model computes one number instead."""
     trainable_layers: int | None = None

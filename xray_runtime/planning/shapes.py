@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.config.base import FreshBase, PretrainedBase
+from xray_runtime.planning.known_shapes import KNOWN_CONFIGS
 from xray_runtime.store.hub import check_on_hub
 from xray_runtime.store.location import NO_CODE, locate
 
 EXACT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""`model_type`s whose parameters are counted exactly; others with the same fields are counted as a Llama."""
+"""`model_type`s whose parameters are counted exactly and whose layers can be split; others with the same fields are
+counted as a Llama."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,8 @@ class ModelShape:
     """Input and output embeddings are one matrix."""
     extra_layer_parameters: int = 0
     """Biases and norms of one layer that a Llama does not have."""
+    family: str = "llama"
+    """Hugging Face's `model_type`."""
 
     @property
     def embedding_parameters(self) -> int:
@@ -109,6 +113,7 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
         vocab_size=config["vocab_size"],
         tied=bool(config.get("tie_word_embeddings", False)),
         extra_layer_parameters=extra,
+        family=family,
     )
 
 
@@ -121,6 +126,8 @@ def from_pretrained(config: PretrainedBase, field: str = "base.model") -> ModelS
     Raises:
         ValueError: it cannot be found or read, or is not a Llama-like model.
     """
+    if config.model in KNOWN_CONFIGS and not Path(config.model).exists():
+        return from_hf_config(KNOWN_CONFIGS[config.model])
     check_on_hub(config.model, field, "model")
     name, gguf = locate(config.model, field)
     try:
@@ -165,6 +172,7 @@ def _from_gguf(path: Path) -> ModelShape:
         intermediate_size=number("feed_forward_length"),
         vocab_size=sizes["token_embd.weight"] // hidden,
         tied="output.weight" not in sizes,
+        family=family,
     )
     return replace(shape, extra_layer_parameters=(sum(sizes.values()) - shape.num_parameters) // shape.num_layers)
 

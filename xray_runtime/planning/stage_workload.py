@@ -8,23 +8,18 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.base import FreshBase, PretrainedBase
-from xray_runtime.config.engines import EngineConfig, GeneratorConfig
+from xray_runtime.config.engines import EngineConfig, GeneratorConfig, with_precision
 from xray_runtime.config.prepare import PROMPT_TOKENS
 from xray_runtime.config.sft import REPLY_TOKENS
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.planning.memory import (
-    FLOAT32_BYTES,
-    HALF_BYTES,
-    PLAIN,
-)
+from xray_runtime.planning.memory import FLOAT32_BYTES, HALF_BYTES, PLAIN
 from xray_runtime.planning.roles import ModelRole
-from xray_runtime.planning.shapes import ModelShape, from_fresh, from_pretrained
+from xray_runtime.planning.shapes import EXACT_FAMILIES, ModelShape, from_fresh, from_pretrained
+from xray_runtime.planning.workload import GIB, OpenChoice, Role, Workload, training_options
 
 if TYPE_CHECKING:
     from xray_runtime.graph.graph import StageCall
     from xray_runtime.graph.handles import Handle
-
-from xray_runtime.planning.workload import GIB, Role, Workload, training_options
 
 
 def stage_workload(call: StageCall, device: str) -> Workload | None:
@@ -54,7 +49,35 @@ def stage_workload(call: StageCall, device: str) -> Workload | None:
         reserved_kv_bytes=round(call.runtime.generator_memory_gib * GIB) if device == "cpu" else 0,
         generator_replicas=call.runtime.generator_replicas,
         generator_sleeps=call.runtime.generator_sleeps,
+        trainer_sleeps=call.runtime.trainer_sleeps,
+        device="cpu" if device == "cpu" else "cuda",
+        through_host=call.runtime.weight_transfer == "plasma",
+        open_choices=frozenset(_open_choices(call, engines)) if device != "cpu" else frozenset(),
     )
+
+
+def _open_choices(call: StageCall, engines: list[EngineConfig]) -> Iterator[OpenChoice]:
+    """What the config leaves at its default."""
+    runtime, defaults = call.runtime, type(call.runtime).model_fields
+    roles = call.kind.models(call.config).values()
+    vllm = all(r.layout.engine == "vllm" for r in roles if isinstance(r.layout, GeneratorConfig))
+    if all(engine.micro_batch_tokens == EngineConfig().micro_batch_tokens for engine in engines):
+        yield "micro_batch_tokens"
+    if runtime.generator_replicas == defaults["generator_replicas"].default:
+        yield "generator_replicas"
+    if vllm and not runtime.generator_sleeps and not runtime.trainer_sleeps and _may_sleep(call):
+        yield "sleep"
+    if all(engine.offload == "none" for engine in engines):
+        yield "offload"
+
+
+def _may_sleep(call: StageCall) -> bool:
+    """Whether generator and trained models may take turns."""
+    try:
+        call.config.check_runtime(call.runtime.model_copy(update={"generator_sleeps": True}))
+    except ValueError:
+        return False
+    return True
 
 
 def _planned(call: StageCall, name: str, role: ModelRole, branches: int, device: str) -> Role:
@@ -71,7 +94,7 @@ def _planned(call: StageCall, name: str, role: ModelRole, branches: int, device:
         width, options = training_options(role.lora, layout, device)
     elif isinstance(layout, GeneratorConfig):
         width = FLOAT32_BYTES if device == "cpu" else HALF_BYTES
-    elif getattr(layout, "precision", "float32") == "bfloat16":
+    elif getattr(with_precision(layout, device), "precision", "float32") == "bfloat16":
         width = HALF_BYTES
     return Role(
         name=name,
@@ -83,7 +106,10 @@ def _planned(call: StageCall, name: str, role: ModelRole, branches: int, device:
         branches=role.branches + branches,
         options=options,
         in_one_piece=isinstance(layout, GeneratorConfig) and layout.engine == "transformers",
-        model=None if isinstance(source, FreshBase) else source,
+        model=None if isinstance(source, FreshBase) or shape.family in EXACT_FAMILIES else source,
+        epochs=role.epochs,
+        sequences_per_row=role.sequences_per_row,
+        kept_rollouts=role.kept_rollouts,
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.planning.auto import GraphPlan, plan
 from xray_runtime.planning.changes import Changes
-from xray_runtime.planning.plan import MAX_DEVICES
+from xray_runtime.planning.search import MAX_DEVICES
 from xray_runtime.planning.workload import GIB, Machine, local_node
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ def suggest(planner: Planner, changes: Changes, planned: GraphPlan) -> Iterator[
     enough = 2 * math.ceil(nearest.fullest.peak_bytes / GIB)
     now = math.floor(machine.memory_bytes / GIB)
     # A pass has at least one sequence, and a config allows no fewer than 16 tokens.
-    most = workload.micro_batch_tokens - max(workload.sequence_tokens, 16)
+    written = "micro_batch_tokens" not in workload.open_choices
+    most = workload.micro_batch_tokens - max(workload.sequence_tokens, 16) if written else 0
     for suggestion, low, high in (
         (devices, machine.num_devices + 1, MAX_DEVICES),
         (memory, now + 1, now + enough),
@@ -93,12 +94,9 @@ def suggest(planner: Planner, changes: Changes, planned: GraphPlan) -> Iterator[
         least = _least(suggestion, fits, low, high)
         if least is not None:
             yield least
-    simple = [
-        changed("a generator that releases its memory while the other models work", generator_sleeps=True),
-        changed(f"LoRA adapters of rank {LORA_RANK} instead of training all weights", lora_rank=LORA_RANK),
-        changed("optimizer states in host memory (ZeRO-Offload)", offload=True),
-    ]
-    yield from (suggestion for suggestion in simple if fits(suggestion))
+    adapters = changed(f"LoRA adapters of rank {LORA_RANK} instead of training all weights", lora_rank=LORA_RANK)
+    if fits(adapters):
+        yield adapters
 
 
 def _least(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal, get_args
 
 import psutil
 
-from xray_runtime.config.engines import EngineConfig, LoRAConfig
+from xray_runtime.config.engines import EngineConfig, LoRAConfig, with_precision
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.cores import usable_cores
+from xray_runtime.planning.generator_memory import generation_memory
 from xray_runtime.planning.memory import (
     FLOAT32_BYTES,
     HALF_BYTES,
@@ -18,7 +19,6 @@ from xray_runtime.planning.memory import (
     Layout,
     Memory,
     Options,
-    generation_memory,
     scoring_memory,
     training_memory,
     trunk_bytes,
@@ -26,16 +26,17 @@ from xray_runtime.planning.memory import (
 from xray_runtime.planning.roles import Use
 from xray_runtime.planning.shapes import ModelShape, from_parameter_count
 
-if TYPE_CHECKING:
-    pass
-
 GIB = 2**30
 USABLE = 0.9
 """Share of a device's memory that a plan may use; the rest is for fragmentation, communication and other processes."""
 
-CACHED_SEQUENCES, CACHED_TOKENS = 32, 65_536
-"""Planned size of a generator's KV cache: this many full sequences, but at most this many tokens and at least one
+CACHED_SEQUENCES, CACHED_TOKENS = 8, 16_384
+"""Unit of a generator's planned KV cache: this many full sequences, but at most this many tokens and at least one
 sequence. In vLLM, further sequences wait."""
+
+
+OpenChoice = Literal["micro_batch_tokens", "generator_replicas", "sleep", "offload"]
+OPEN_CHOICES: frozenset[OpenChoice] = frozenset(get_args(OpenChoice))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,11 @@ class Machine:
     @property
     def usable_bytes(self) -> int:
         return int(USABLE * self.memory_bytes)
+
+    @property
+    def node_size(self) -> int:
+        """Number of devices of one node."""
+        return self.devices_per_node or self.num_devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +79,12 @@ class Role:
     """Its engine cannot split it."""
     model: str | None = None
     """Its pretrained base model, which may not support splitting; None: a Llama."""
+    epochs: int = 1
+    """Passes over each rollout."""
+    sequences_per_row: int = 1
+    """2 for pairs."""
+    kept_rollouts: int = 0
+    """Only for a sampled role: rollouts that the stage keeps in its checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +108,15 @@ class Workload:
     generator_replicas: int = 1
     generator_sleeps: bool = False
     """The generator releases its memory while the other models work."""
+    trainer_sleeps: bool = False
+    """Trained models release theirs while the generator works."""
+    cache_scale: int = 4
+    """Size of the KV cache, in units of `CACHED_SEQUENCES` and `CACHED_TOKENS`."""
+    device: Literal["cpu", "cuda"] = "cuda"
+    through_host: bool = False
+    """Weights go to the generator through host memory."""
+    open_choices: frozenset[OpenChoice] = frozenset()
+    """What the planner may choose on GPUs, besides layouts and recomputation."""
 
     def of_use(self, use: Use) -> list[Role]:
         return [role for role in self.roles if role.use == use]
@@ -107,18 +128,27 @@ class Workload:
 
     def recomputing(self) -> Workload:
         """The workload with activations of trained models recomputed in the backward pass."""
+        return self.with_options(checkpointing=True)
 
-        def again(role: Role) -> Role:
-            return replace(role, options=replace(role.options, checkpointing=True)) if role.use == "trained" else role
+    def with_options(self, **changes: Any) -> Workload:
+        """The workload with these fields of `Options` for its trained models."""
 
-        return replace(self, roles=tuple(again(role) for role in self.roles))
+        def changed(role: Role) -> Role:
+            options = replace(role.options, **changes)
+            if options.offload:
+                options = replace(options, least_zero_stage=max(options.least_zero_stage, 1))
+            return replace(role, options=options) if role.use == "trained" else role
+
+        return replace(self, roles=tuple(changed(role) for role in self.roles))
 
     def memory(self, role: Role, layout: Layout) -> Memory:
         """Memory of `role` on one of its devices."""
         shape, width = role.shape, role.weight_bytes
+        scored_length = self.sequence_tokens if self._keeps_scores(role) else 0
         if role.use == "sampled":
-            sequences = min(CACHED_SEQUENCES, _ceil(self.rollout_size, layout.dp))
-            cached = max(min(sequences * self.sequence_tokens, CACHED_TOKENS), self.sequence_tokens)
+            sequences = min(CACHED_SEQUENCES * self.cache_scale, _ceil(self.rollout_size, layout.dp))
+            most = CACHED_TOKENS * self.cache_scale
+            cached = max(min(sequences * self.sequence_tokens, most), self.sequence_tokens)
             return generation_memory(
                 shape,
                 width,
@@ -126,9 +156,10 @@ class Workload:
                 sequences=sequences,
                 cached_tokens=cached,
                 reserved_kv_bytes=self.reserved_kv_bytes,
+                on_gpu=self.device == "cuda",
             )
         tokens, positions = self._pass(role, self.score_tokens)
-        scoring = scoring_memory(shape, width, layout, tokens=tokens, positions=positions)
+        scoring = scoring_memory(shape, width, layout, tokens=tokens, positions=positions, scored_length=scored_length)
         if role.use == "frozen":
             return scoring
         tokens, positions = self._pass(role, self.micro_batch_tokens)
@@ -141,6 +172,7 @@ class Workload:
             top_layers=role.top_layers,
             branches=role.branches,
             options=role.options,
+            scored_length=scored_length,
         )
         # A trained model scores as well, at another time.
         passes = (training.activations, training.logits), (scoring.activations, scoring.logits)
@@ -149,9 +181,19 @@ class Workload:
             activations += trunk_bytes(shape, self.sequence_tokens * _ceil(self.rollout_size, layout.dp), width)
         return replace(training, activations=activations, logits=logits)
 
+    def running_sequences(self, layout: Layout) -> int:
+        """Sequences that one replica of the generator samples at a time."""
+        cached = max(CACHED_TOKENS * self.cache_scale // self.sequence_tokens, 1)
+        return min(CACHED_SEQUENCES * self.cache_scale, _ceil(self.rollout_size, layout.dp), cached)
+
+    def _keeps_scores(self, role: Role) -> bool:
+        # On CUDA, torch has no fused attention for float32 with grouped heads.
+        grouped = role.shape.num_kv_heads < role.shape.num_heads
+        return self.device == "cuda" and role.weight_bytes == FLOAT32_BYTES and grouped
+
     def _pass(self, role: Role, max_tokens: int) -> tuple[int, int]:
         """(tokens, positions that get logits) of one pass; a sequence longer than `max_tokens` is a pass of its own."""
-        tokens = max(max_tokens, self.sequence_tokens)
+        tokens = max(max_tokens, self.sequence_tokens * role.sequences_per_row)
         return tokens, _ceil(tokens * self.response_tokens, self.sequence_tokens) if role.scores_tokens else 0
 
 
@@ -160,6 +202,7 @@ def training_options(lora: LoRAConfig | None, engine: EngineConfig, device: str)
 
     On CPU, device memory is host memory, so offloading to it saves nothing.
     """
+    engine = with_precision(engine, device)
     mixed = engine.precision == "bfloat16"
     options = Options(
         lora_rank=lora.rank if lora is not None else None,
@@ -201,6 +244,7 @@ def from_parameters(count: float, sequence_tokens: int, options: Options = PLAIN
         batch_size=512,
         rollout_size=512,
         micro_batch_tokens=4096,
+        open_choices=OPEN_CHOICES,
     )
 
 

@@ -34,16 +34,25 @@ def ppo_models(config: PPOConfig) -> dict[str, ModelRole]:
         "rows": config.rollout_size,
         "reply_tokens": config.max_response_tokens,
     }
-    whole, step = config.trainable_layers is None, config.minibatch_size
+    whole = config.trainable_layers is None
+    steps: dict[str, Any] = {"batch_size": config.minibatch_size, "epochs": config.epochs, **facts}
     # With a frozen trunk, the reference is a branch of the policy.
     models = {
-        "generator": sampled(config.generator, "policy", **facts),
-        "policy": trained(config, "policy", batch_size=step, branches=0 if whole else 1, **facts),
+        "generator": sampled(config.generator, "policy", kept_rollouts=_kept_rollouts(config), **facts),
+        "policy": trained(config, "policy", branches=0 if whole else 1, **steps),
     }
     if whole:
         models["reference"] = frozen(config.frozen, "policy", **facts)
     models |= scoring_models(config, trunk=None if whole else "policy", **facts)
     if config.critic_in_use == "separate":
         field = "engine" if config.critic_engine is None else "critic_engine"
-        models["critic"] = trained(config, "policy", batch_size=step, field=field, scores_tokens=False, **facts)
+        models["critic"] = trained(config, "policy", field=field, scores_tokens=False, **steps)
     return models
+
+
+def _kept_rollouts(config: PPOConfig) -> int:
+    """Rollouts in the ledger of a finished stage."""
+    keep = config.ledger.keep
+    if keep == "none":
+        return 0
+    return config.iterations if keep == "all" else min(keep, config.iterations)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOConfig
     from xray_runtime.graph.inputs import PPOInputs
     from xray_runtime.graph.kind import Stage
-    from xray_runtime.rl.episodes import Episodes
+    from xray_runtime.rl.episodes import EpisodeSampler
     from xray_runtime.workers.model_spec import ModelSpec
 
 
@@ -76,7 +76,7 @@ class Validation:
         """Specs of the judges that are models, to open with the stage's other models."""
         return self._sources.specs() if self._own and self._config is not None else {}
 
-    def sample(self, generator: ModelHandle, iteration: int, episodes: Episodes | None = None) -> Rollout | None:
+    def sample(self, generator: ModelHandle, iteration: int, episodes: EpisodeSampler | None = None) -> Rollout | None:
         """Replies of the generator's version, after `iteration` updates; None if no validation is due.
 
         Args:
@@ -85,7 +85,7 @@ class Validation:
         due = self._config is not None and iteration % self._config.every == 0
         return self._replies(generator, iteration, episodes) if due else None
 
-    def _replies(self, generator: ModelHandle, version: int, episodes: Episodes | None) -> Rollout:
+    def _replies(self, generator: ModelHandle, version: int, episodes: EpisodeSampler | None) -> Rollout:
         if episodes is not None:
             return episodes.sample(self._prompts, self._columns, version, "validation")
         name = self._stage.seed, self._stage.name, "validation"
@@ -129,7 +129,7 @@ class Validation:
         return float(torch.nanmean(self._sources.scaled(scores).double()))
 
     def finish(
-        self, models: Mapping[str, ModelHandle], out: Path, iterations: int, episodes: Episodes | None = None
+        self, models: Mapping[str, ModelHandle], out: Path, iterations: int, episodes: EpisodeSampler | None = None
     ) -> int:
         """Save the kept policy into `out`; returns its number of iterations."""
         if self._config is None:

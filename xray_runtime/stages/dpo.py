@@ -9,7 +9,12 @@ from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.graph.artifacts import Model
 from xray_runtime.graph.inputs import DPOInputs
 from xray_runtime.graph.kind import StageKind, register
-from xray_runtime.planning.roles import trained
+from xray_runtime.planning.roles import ModelRole, trained
+
+
+def dpo_models(config: DPOConfig) -> dict[str, ModelRole]:
+    pairs: dict[str, Any] = {"batch_size": config.batch_size, "data": "preferences", "sequences_per_row": 2}
+    return {"policy": trained(config, "policy", **pairs)}
 
 
 def check_dpo(config: DPOConfig, inputs: Mapping[str, Any]) -> None:
@@ -24,7 +29,7 @@ DPO = register(
         DPOInputs,
         Model,
         "xray_runtime.training.dpo:run",
-        models=lambda config: {"policy": trained(config, "policy", batch_size=config.batch_size, data="preferences")},
+        models=dpo_models,
         check=check_dpo,
         shorten=lambda config: config.model_copy(update={"epochs": 1}),
         panels=[

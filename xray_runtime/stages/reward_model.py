@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.graph.artifacts import REWARD_HEAD, RewardModel
 from xray_runtime.graph.inputs import RewardModelInputs
@@ -10,7 +12,8 @@ from xray_runtime.planning.roles import ModelRole, trained
 
 
 def reward_models(config: RewardConfig) -> dict[str, ModelRole]:
-    return {"reward": trained(config, "policy", batch_size=config.batch_size, data="data", scores_tokens=False)}
+    pairs: dict[str, Any] = {"batch_size": config.batch_size, "data": "data", "sequences_per_row": 2}
+    return {"reward": trained(config, "policy", scores_tokens=False, **pairs)}
 
 
 REWARD_MODEL = register(

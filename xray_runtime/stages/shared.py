@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from xray_runtime.config.best_of_n import GroupsConfig
+from xray_runtime.config.environment import AgentConfig
 from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.ppo import JudgingConfig, PPOConfig
 from xray_runtime.config.prepare import DataConfig
@@ -30,8 +31,10 @@ def gold_functions(config: Any) -> list[str]:
 def called_functions(config: Any) -> list[str]:
     terms = [*getattr(config, "rewards", []), *getattr(config, "judges", [])]
     environment = getattr(config, "environment", None)
-    environments = [environment.path] if environment is not None else []
-    return gold_functions(config) + environments + [term.function for term in terms if term.function is not None]
+    # An environment's class, or an agent's function.
+    names = [getattr(environment, name, None) for name in ("path", "agent")]
+    names += [term.function for term in terms]
+    return gold_functions(config) + [name for name in names if name is not None]
 
 
 def num_samples(config: GroupsConfig) -> int:
@@ -44,7 +47,12 @@ def fewer_prompts(config: Any) -> Any:
 
 
 def check_rewards(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
-    if getattr(config, "environment", None) is not None:
+    environment = getattr(config, "environment", None)
+    if environment is not None:
+        if isinstance(environment, AgentConfig) and any(term.roles for term in config.rewards):
+            raise ValueError(
+                "rewards: a reward model is not allowed with an agent, whose episode is no conversation of one history"
+            )
         check_terms(config, inputs)
         return
     if not config.rewards:

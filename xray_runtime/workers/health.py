@@ -83,17 +83,17 @@ class HealthMonitor:
             Exception: an exception of a rank, with a note on rank, host and log.
         """
         waiting = dict(zip(refs, range(len(refs)) if ranks is None else ranks, strict=True))
+        answers: dict[Ref[T], T] = {}
         failures: dict[int, Exception] = {}
         pending: dict[int, tuple[Ref[Heartbeat], float]] = {}
         while waiting and not failures:
-            failures |= _gather(waiting, HEARTBEAT_SECONDS)
+            failures |= _gather(waiting, answers, HEARTBEAT_SECONDS)
             failures |= self._poll(pending, set(waiting.values()))
         if not failures:
-            answers: list[T] = ray.get(refs)
-            return answers
+            return [answers[ref] for ref in refs]
         deadline = time.monotonic() + AFTERMATH_SECONDS
         while waiting and len(refs) > 1 and time.monotonic() < deadline:
-            failures |= _gather(waiting, max(deadline - time.monotonic(), 0.0))
+            failures |= _gather(waiting, answers, max(deadline - time.monotonic(), 0.0))
         rank = min(failures, key=lambda r: _consequence(failures[r]))
         raise self._explained(rank, failures[rank], sorted(set(waiting.values()) - failures.keys()))
 
@@ -159,14 +159,14 @@ class HealthMonitor:
         return "\n".join([f"last lines of {path}:", *path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]])
 
 
-def _gather(waiting: dict[Ref[T], int], timeout_s: float) -> dict[int, Exception]:
-    """Wait for one of the calls, and remove finished ones from `waiting`; returns rank → its exception."""
+def _gather(waiting: dict[Ref[T], int], answers: dict[Ref[T], T], timeout_s: float) -> dict[int, Exception]:
+    """Wait for one of the calls, and move finished ones from `waiting` to `answers`; returns rank → its exception."""
     failures: dict[int, Exception] = {}
     ray.wait(list(waiting), num_returns=1, timeout=timeout_s)
     for ref in ray.wait(list(waiting), num_returns=len(waiting), timeout=0)[0]:
         rank = waiting.pop(ref)
         try:
-            ray.get(ref, timeout=0)
+            answers[ref] = ray.get(ref, timeout=0)
         except GetTimeoutError:
             waiting[ref] = rank
         except Exception as error:

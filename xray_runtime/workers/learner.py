@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xray_runtime.data.batching import micro_batches
 from xray_runtime.data.rows import Ragged, Rows, num_rows, take
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.processes import at_low_priority
 from xray_runtime.signs import part_done
 from xray_runtime.store.shards import read_shards, shard_problem
+from xray_runtime.workers.micro_batches import as_tensors, row_groups
 from xray_runtime.workers.trunk_memory import TrunkMemory
 from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from xray_runtime.engines.engine import Engine, MicroBatch
-    from xray_runtime.weights.device_transfer import Transport
+    from xray_runtime.weights.device_transfer import Sender, Transport
     from xray_runtime.weights.object_store import WeightUpdate
     from xray_runtime.weights.shared_memory import SharedWriter
     from xray_runtime.workers.model_spec import ModelSpec
@@ -35,6 +35,7 @@ class Learner(Workhorse):
     """One rank of a model that is trained or only scores."""
 
     _shared: SharedWriter | None = None
+    _sender: Sender | None = None
     _trunks: TrunkMemory
 
     def load_libraries(self) -> None:
@@ -95,6 +96,7 @@ class Learner(Workhorse):
         self.engine = self.scorer = self.module = self._published = None
         self._trunks = TrunkMemory()
         self._shared = None
+        self._sender = None
         gc.collect()
 
     def sleep(self) -> None:
@@ -146,7 +148,8 @@ class Learner(Workhorse):
         return {"trunk": Ragged(np.concatenate(states), rows["input_ids"].offsets)}
 
     def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
-        """One optimizer step over `rows`; returns this rank's sums for the log, and `grad_norm`. `at_once` as above.
+        """One optimizer step over `rows`; returns this rank's sums for the log, the number of tokens that it computed,
+        and `grad_norm`. `at_once` as above.
 
         If this rank's loss or the whole gradient is not finite, no rank steps, and `grad_norm` is not finite.
 
@@ -155,15 +158,20 @@ class Learner(Workhorse):
         """
         import torch
 
+        from xray_runtime.models.objectives import num_computed_tokens
+
         assert self.engine is not None
         assert self.spec.training is not None
         max_tokens = self.spec.training.engine.micro_batch_tokens // self.runtime.micro_batch_divisor
         sums: dict[str, torch.Tensor] = {}
+        computed_tokens = 0
 
         def loss(batch: MicroBatch) -> torch.Tensor:
             value, stats = self.scorer.forward(self.spec.objective.loss, batch.tensors, totals)
             if not batch.rows:
                 return value * 0.0
+            nonlocal computed_tokens
+            computed_tokens += num_computed_tokens(self.module, batch.tensors)
             for name, stat in stats.items():
                 sums[name] = sums.get(name, torch.zeros_like(stat)) + stat
             finite = torch.stack([value.detach().float(), *(stat.float() for stat in stats.values())]).isfinite().all()
@@ -175,23 +183,20 @@ class Learner(Workhorse):
             if not math.isfinite(norm):
                 for _ in self._weights(head=True):
                     pass
-        return {name: float(v) for name, v in sums.items()} | {"grad_norm": norm}
+        found = {name: float(v) for name, v in sums.items()}
+        return found | {"computed_tokens": float(computed_tokens), "grad_norm": norm}
 
     @property
     def _score_tokens(self) -> int:
         return self.spec.score_tokens // self.runtime.micro_batch_divisor
 
     def _micro_batches(self, rows: Rows, max_tokens: int) -> Iterator[MicroBatch]:
-        """Micro-batches of rows with similar lengths; the same number on every rank."""
+        """Micro-batches of rows with the same prompts or similar lengths; the same number on every rank."""
         import torch
 
         from xray_runtime.engines.engine import MicroBatch
 
-        tokens, packed = rows["input_ids"].lengths, self.module.packs
-        if "rejected_ids" in rows:
-            rejected = rows["rejected_ids"].lengths
-            tokens = tokens + rejected if packed else 2 * np.maximum(tokens, rejected)
-        groups = micro_batches(tokens.tolist(), max_tokens, packed=packed)
+        groups = row_groups(rows, max_tokens, packed=self.module.packs)
         count = len(groups)
         if self.rank_info.world_size > 1:
             most = torch.tensor(count, device=self.device)
@@ -211,6 +216,8 @@ class Learner(Workhorse):
         """Trunk states of a micro-batch: given, remembered or new."""
         import torch
 
+        from xray_runtime.models.objectives import prompts_of
+
         lengths, states = tensors["lengths"].tolist(), tensors.get("trunk")
         if states is None:
             missing = torch.tensor(int(self._trunks.lacks(ids)), device=self.device)
@@ -218,7 +225,8 @@ class Learner(Workhorse):
                 # A sharded trunk's pass is a collective: either all ranks make it or none.
                 torch.distributed.all_reduce(missing, torch.distributed.ReduceOp.MAX)
             if missing:
-                states = self.scorer.forward(type(self.module).trunk, tensors["input_ids"], tensors["lengths"])
+                entering = tensors["input_ids"], tensors["lengths"], prompts_of(tensors)
+                states = self.scorer.forward(type(self.module).trunk, *entering)
         if states is not None:
             self._trunks.add(ids, states, lengths)
         return self._trunks.packed(ids, lengths)
@@ -241,11 +249,12 @@ class Learner(Workhorse):
         assert self.engine is not None
         self.engine.load(directory)
 
-    def export_weights(self, version: int, shared: bool) -> WeightUpdate | None:
+    def export_weights(self, version: int, shared: bool, dtype: str | None = None) -> WeightUpdate | None:
         """This pipeline stage's trained weights by Hugging Face name, on one of its ranks; None on the others.
 
         Args:
             shared: in memory that readers on this machine map, not in the object store.
+            dtype: to send them in; None: as they are.
         """
         from xray_runtime.weights.object_store import pack
         from xray_runtime.weights.shared_memory import SharedWriter
@@ -253,10 +262,14 @@ class Learner(Workhorse):
         tensors = self._weights(head=False)
         if self.engine is not None and self.engine.writes:
             self._shared = self._shared or SharedWriter()
-            return pack(tensors, version, self._shared if shared else None)
+            return pack(tensors, version, self._shared if shared else None, dtype)
         for _ in tensors:
             pass
         return None
+
+    def weight_names(self) -> set[str]:
+        """Names of the trained weights; a collective."""
+        return {name for name, _ in self._weights(head=False)}
 
     def send_weights(
         self,
@@ -266,13 +279,13 @@ class Learner(Workhorse):
         receivers: list[WorkhorseHandle],
         per_replica: int,
     ) -> None:
-        """Send trainable weights from GPU to GPU; see `weights.device_transfer.send`."""
-        from xray_runtime.weights.device_transfer import send
+        """Send trainable weights from GPU to GPU; see `weights.device_transfer.Sender`."""
+        from xray_runtime.weights.device_transfer import Sender
 
-        # Gathered once for the shapes only, which no layout knows otherwise.
-        metadata = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._weights(head=False)]
-        tensors = functools.partial(self._weights, head=False)
-        send(transport, tensors, metadata, self.rank_info.rank, meet, receivers, per_replica, version)
+        if self._sender is None:
+            tensors = functools.partial(self._weights, head=False)
+            self._sender = Sender(transport, tensors, self.rank_info.rank, receivers, per_replica)
+        self._sender.send(version, meet)
 
     def begin_save(self, directory: Path, number: int, copiers: int) -> None:
         """Write this rank's part, `number` of `copiers`, of the model in Hugging Face form as it was loaded."""
@@ -334,17 +347,3 @@ class Learner(Workhorse):
                 yield from self._published(name, tensor).items()
             elif head:
                 yield name, tensor
-
-
-def as_tensors(rows: Rows, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Rows as objectives read them."""
-    import torch
-
-    columns = {name: column.values if isinstance(column, Ragged) else column for name, column in rows.items()}
-    columns["lengths"] = rows["input_ids"].lengths
-    if "rejected_ids" in rows:
-        columns["rejected_lengths"] = rows["rejected_ids"].lengths
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(column)) for name, column in columns.items()}
-    # uint16 is bfloat16, see `Learner.trunk`.
-    bits = {name: tensor.view(torch.bfloat16) for name, tensor in tensors.items() if tensor.dtype == torch.uint16}
-    return {name: tensor.to(device) for name, tensor in (tensors | bits).items()}

@@ -1,0 +1,223 @@
+"""Seconds of one iteration on GPUs: a stated model, not a measurement. It ranks plans; it promises no time.
+
+An iteration is one rollout with its scoring and updates, or one optimizer step of a stage that only trains. Every
+sequence is taken to be as long as the config allows.
+
+    generate   decoding: a step reads the weights and the cache of all running sequences; prefill is compute
+    score      one forward pass of each frozen model, and of each trained one for its old log-probabilities
+    update     passes (forward 1, backward 2, recomputation 1; adapters save a third) beside ZeRO's collectives, which
+               overlap with them; then tensor-parallel all-reduces, the pipeline's bubble and the optimizer's traffic
+    sync       weights to the generator
+    sleep      memory that moves to the host and back, for models that take turns
+
+FLOPs of a forward pass: 2 a weight and token, and 2·S·a·d a layer for causal attention (Korthikanti et al. 2022,
+appendix A). Collectives of n ranks move (n - 1)/n of their bytes, all-reduces twice that (Patarasuk & Yuan 2009).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from xray_runtime.planning.generator_memory import GENERATOR_BATCH_TOKENS, kv_cache_bytes
+from xray_runtime.planning.gpus import gpu_of
+from xray_runtime.planning.memory import (
+    FLOAT32_BYTES,
+    HALF_BYTES,
+    Layout,
+    Memory,
+    device_parameters,
+    gradient_bytes,
+    lora_parameters,
+)
+from xray_runtime.planning.roles import ALL_USES, Use
+
+if TYPE_CHECKING:
+    from xray_runtime.planning.workload import Machine, Role, Workload
+
+MFU = 0.4
+"""Share of peak FLOP/s in large passes."""
+HALF_SPEED_TOKENS = 512
+"""Tokens of a pass that reaches half of `MFU`."""
+BANDWIDTH = 0.7
+"""Share of peak memory and host rates."""
+COLLECTIVE = 0.5
+"""Share of peak link rates in collectives."""
+LAYER_S = 3e-4
+"""Least time of one layer's forward pass: its kernels are started one by one."""
+STEP_S = 4e-3
+"""vLLM's own work for one decoding step."""
+REDUCE_S = 15e-6
+"""Least time of one all-reduce."""
+HOST_COPY_RATE = 1.3e9
+"""Bytes/s of weights that are sent through host memory: copied, hashed, and verified."""
+HOST_ADAM_RATE = 20e9
+"""Bytes/s of AdamW in host memory, per GPU."""
+ADAM_BYTES = 28
+"""Traffic of an AdamW step per parameter: gradient, master and moments read, master, moments and weight written."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """Rates of one machine's GPUs, after the assumed shares, in FLOP/s and bytes/s."""
+
+    machine: Machine
+
+    def flops(self, weight_bytes: int, tokens: float) -> float:
+        """FLOP/s of a pass over `tokens` tokens."""
+        gpu = gpu_of(self.machine.memory_bytes)
+        peak = gpu.half_flops if weight_bytes < FLOAT32_BYTES else gpu.single_flops
+        return MFU * peak * tokens / (tokens + HALF_SPEED_TOKENS)
+
+    @property
+    def memory(self) -> float:
+        return BANDWIDTH * gpu_of(self.machine.memory_bytes).memory_rate
+
+    @property
+    def host(self) -> float:
+        return BANDWIDTH * gpu_of(self.machine.memory_bytes).host_rate
+
+    def ring(self, ranks: int, stride: int = 1) -> float:
+        """Bytes/s of a collective of `ranks` GPUs, `stride` apart. Beyond one node it uses the network shares of all
+        its GPUs on a node."""
+        gpu, node = gpu_of(self.machine.memory_bytes), self.machine.node_size
+        if ranks * stride <= node:
+            return COLLECTIVE * gpu.peer_rate
+        return COLLECTIVE * min(gpu.peer_rate, gpu.network_rate * max(node // stride, 1))
+
+
+def forward_flops(role: Role, workload: Workload) -> float:
+    """FLOPs of one forward pass of one sequence."""
+    shape, length = role.shape, workload.sequence_tokens
+    weights = shape.num_layers * shape.layer_parameters() * length
+    logits = shape.embedding_parameters * workload.response_tokens if role.scores_tokens else 0
+    attention = shape.num_layers * shape.num_heads * shape.head_size * length * length
+    return 2.0 * (weights + logits + attention)
+
+
+def score_seconds(role: Role, layout: Layout, workload: Workload, machine: Machine) -> float:
+    """One forward pass of a rollout."""
+    links, rows = Links(machine), math.ceil(workload.rollout_size / layout.dp)
+    tokens = max(workload.score_tokens, workload.sequence_tokens)
+    passes = math.ceil(rows * workload.sequence_tokens / tokens)
+    flops = rows * forward_flops(role, workload) / (layout.tp * layout.pp)
+    compute = max(flops / links.flops(role.weight_bytes, tokens), passes * role.shape.num_layers * LAYER_S)
+    gathered = passes * _gather_bytes(role, layout) / links.ring(layout.dp)
+    return max(compute, gathered) + passes * _split_seconds(role, layout, tokens, links)
+
+
+def update_seconds(role: Role, layout: Layout, workload: Workload, machine: Machine) -> float:
+    """The updates of one iteration, or one step of a stage without a rollout."""
+    links, options, shape = Links(machine), role.options, role.shape
+    steps = max(role.epochs * workload.rollout_size // workload.batch_size, 1)
+    rows = math.ceil(workload.batch_size / layout.dp) * role.sequences_per_row
+    pass_tokens = max(workload.micro_batch_tokens, workload.sequence_tokens * role.sequences_per_row)
+    tokens = min(pass_tokens, rows * workload.sequence_tokens)
+    passes = math.ceil(rows * workload.sequence_tokens / tokens)
+    # A forward pass counts 1. Adapters need no gradients of the weights; a trunk is computed once per rollout.
+    share = 1.0 if role.top_layers is None else role.top_layers / shape.num_layers
+    weight = (2.0 if options.lora_rank is not None else 3.0) + (1.0 if options.checkpointing else 0.0)
+    flops = rows * forward_flops(role, workload) * weight * share / (layout.tp * layout.pp)
+    least = passes * math.ceil(shape.num_layers * share / layout.pp) * LAYER_S * weight
+    compute = max(flops / links.flops(role.weight_bytes, tokens), least)
+    compute *= (passes + layout.pp - 1) / passes
+    trained, ring = trained_parameters(role, layout), links.ring(layout.dp, layout.tp)
+    gradients = trained * gradient_bytes(role.weight_bytes, layout.zero_stage, options.float32_sums)
+    # ZeRO 2 and 3 reduce gradients after every pass, lower stages once a step.
+    reductions = passes if layout.zero_stage >= 2 else 2 if layout.zero_stage == 0 else 1
+    moved = reductions * gradients * (layout.dp - 1) / layout.dp
+    moved += 2 * passes * _gather_bytes(role, layout)
+    if layout.zero_stage in (1, 2):
+        moved += trained * role.weight_bytes * (layout.dp - 1) / layout.dp
+    split = (2 + options.checkpointing) * passes * _split_seconds(role, layout, tokens, links)
+    return steps * (max(compute, moved / ring) + split + _optimizer_seconds(role, layout, trained, links))
+
+
+def generate_seconds(role: Role, layout: Layout, workload: Workload, machine: Machine) -> float:
+    """A rollout on `layout.dp` replicas."""
+    links, shape = Links(machine), role.shape
+    rows = math.ceil(workload.rollout_size / layout.dp)
+    running = workload.running_sequences(layout)
+    weights = device_parameters(shape, layout.tp, split_vocabulary=True)
+    prompt = workload.sequence_tokens - workload.response_tokens
+    cached = kv_cache_bytes(shape, running * (prompt + workload.response_tokens // 2), role.weight_bytes, layout.tp)
+    read = (weights * role.weight_bytes + cached) / links.memory
+    compute = running * 2 * weights / links.flops(role.weight_bytes, GENERATOR_BATCH_TOKENS)
+    reduced = _split_seconds(role, layout, running, links)
+    step = max(read, compute) + reduced + STEP_S
+    prefill = rows * prompt * 2 * weights / links.flops(role.weight_bytes, GENERATOR_BATCH_TOKENS)
+    return math.ceil(rows / running) * workload.response_tokens * step + prefill
+
+
+def sync_seconds(policy: Role, layout: Layout, workload: Workload, machine: Machine, *, shared: bool) -> float:
+    """The policy's weights to the generator; `shared`: on the same GPUs."""
+    size = policy.shape.num_parameters
+    if workload.through_host or layout.tp * layout.pp > 1:
+        return size * FLOAT32_BYTES / HOST_COPY_RATE
+    links = Links(machine)
+    gathered = size * HALF_BYTES / links.ring(layout.dp) if layout.zero_stage == 3 and layout.dp > 1 else 0.0
+    return gathered + size * HALF_BYTES / (links.memory if shared else links.ring(machine.num_devices))
+
+
+def iteration_seconds(
+    workload: Workload, layouts: Mapping[Use, Layout], machine: Machine, *, shared: bool
+) -> dict[str, float]:
+    """Phase → seconds. Args: layouts: use → layout; shared: all models are on the same GPUs."""
+    trained, frozen, sampled = map(workload.of_use, ALL_USES)
+    found: dict[str, float] = {}
+    if sampled:
+        found["generate"] = sum(generate_seconds(r, layouts["sampled"], workload, machine) for r in sampled)
+    scored = [score_seconds(role, layouts["frozen"], workload, machine) for role in frozen]
+    if sampled:
+        scored += [score_seconds(role, layouts["trained"], workload, machine) for role in trained]
+    if scored:
+        found["score"] = sum(scored) if shared else max(scored)
+    if trained:
+        updates = [update_seconds(role, layouts["trained"], workload, machine) for role in trained]
+        found["update"] = sum(updates) if shared else max(updates)
+    if trained and sampled:
+        found["sync"] = sync_seconds(trained[0], layouts["trained"], workload, machine, shared=shared)
+    asleep = ["sampled"] * workload.generator_sleeps + ["trained"] * workload.trainer_sleeps
+    if asleep:
+        memory = [workload.memory(role, layouts[role.use]) for role in workload.roles if role.use in asleep]
+        found["sleep"] = sleep_seconds(memory, machine)
+    return found
+
+
+def sleep_seconds(memory: Sequence[Memory], machine: Machine) -> float:
+    """Weights and optimizer states of models on one GPU, to host memory and back."""
+    return 2 * sum(m.weights + m.optimizer for m in memory) / Links(machine).host
+
+
+def trained_parameters(role: Role, layout: Layout) -> int:
+    """Parameters that one rank trains, without ZeRO."""
+    shape, tp, pp = role.shape, layout.tp, layout.pp
+    if role.options.lora_rank is not None:
+        return lora_parameters(shape, role.options.lora_rank, tp, pp, targets=role.options.lora_targets)
+    if role.top_layers is not None:
+        return role.top_layers * shape.layer_parameters(tp)
+    return device_parameters(shape, tp, pp)
+
+
+def _gather_bytes(role: Role, layout: Layout) -> float:
+    """Bytes that a rank receives to have all weights once under ZeRO-3."""
+    whole = role.shape.num_parameters * role.weight_bytes
+    return whole * (layout.dp - 1) / layout.dp if layout.zero_stage == 3 else 0.0
+
+
+def _split_seconds(role: Role, layout: Layout, tokens: float, links: Links) -> float:
+    """Two all-reduces a layer of a forward pass over `tokens` tokens, under tensor parallelism."""
+    if layout.tp == 1:
+        return 0.0
+    size = 2 * tokens * role.shape.hidden_size * role.weight_bytes * (layout.tp - 1) / layout.tp
+    return 2 * math.ceil(role.shape.num_layers / layout.pp) * (size / links.ring(layout.tp) + REDUCE_S)
+
+
+def _optimizer_seconds(role: Role, layout: Layout, trained: int, links: Links) -> float:
+    own = trained / (layout.dp if layout.zero_stage else 1)
+    if role.options.offload:
+        moved = own * (FLOAT32_BYTES + role.weight_bytes) / links.host
+        return moved + own * ADAM_BYTES / HOST_ADAM_RATE
+    return own * ADAM_BYTES / links.memory
