@@ -84,12 +84,8 @@ class RuntimeConfig(Section):
     restarts: Annotated[int, Field(ge=0, le=100)] = 3
     """Restarts of the whole run after its driver or Ray was lost; each continues from finished stages and snapshots."""
     stall_timeout_s: Annotated[float, Field(ge=10.0)] = 1800.0
-    """A run without progress for this long is killed and restarted."""
-
-    def in_keys(self) -> dict[str, Any]:
-        """The fields that change results; they are in every stage key."""
-        found: dict[str, Any] = {"device": self.device, "threads": self.threads}
-        return found | ({"reproducible": self.reproducible, "tf32": self.tf32} if self.device == "cuda" else {})
+    """A run without progress for this long is killed and restarted. A micro-batch or a step of generation is progress
+    too."""
 
     @model_validator(mode="after")
     def _chosen_once(self) -> Self:
