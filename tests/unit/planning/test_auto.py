@@ -72,7 +72,9 @@ def ppo_workload(config: LifecycleConfig) -> Workload:
 
 
 # The model and the data of `custom.yaml` are the reader's.
-PRESETS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem != "custom" and not path.stem.startswith("gpu-"))
+PRESETS = sorted(
+    path for path in (ROOT / "configs").glob("*.yaml") if path.stem != "custom" and not path.stem.startswith("gpu-")
+)
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
