@@ -183,7 +183,7 @@ class Scorer:
         if self._rewards.branches:
             inputs["policy"] = rows | whole | {"added_ends": rows["input_ids"].lengths < whole["input_ids"].lengths}
         if self._one_trunk:
-            trunk_rows = {"input_ids": inputs["policy"]["input_ids"], "id": rows["id"]}
+            trunk_rows = {name: inputs["policy"][name] for name in ("input_ids", "prompt_lengths", "id")}
             states = get(models["policy"].trunk.remote(trunk_rows, 1 + self._config.lag))["trunk"]
             inputs["critic"] = rows | {"trunk": states.heads(rows["input_ids"].lengths)}
         return inputs
