@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -149,12 +150,16 @@ class Scorer:
         # With a lag, the generator works at the same time.
         at_once = len(inputs) + len(rewards.roles) + self._config.lag
         calls = [models[role].score.remote(rows, at_once) for role, rows in inputs.items()]
-        answers = get_all([*calls, *rewards.requests(models, messages, replies, whole, at_once)])
-        outputs: Rows = {}
-        for answer in answers[: len(calls)]:
-            outputs |= answer if branches is None else branches.merged(answer)
+
+        @cache
+        def outputs() -> Rows:
+            merged: Rows = {}
+            for answer in get_all(calls):
+                merged |= answer if branches is None else branches.merged(answer)
+            return merged
+
         sources = rewards.scores(
-            answers[len(calls) :],
+            rewards.requests(models, messages, replies, whole, at_once),
             [prompt_text(message) for message in messages],
             replies,
             outputs,
@@ -164,7 +169,7 @@ class Scorer:
             episodes=episode_scores(rollout),
             tokens=whole,
         )
-        return ScoredRollout(rollout, text, replies, Scores.read(outputs), sources)
+        return ScoredRollout(rollout, text, replies, Scores.read(outputs()), sources)
 
     def _inputs(self, rows: Rows, whole: Rows) -> dict[str, Rows]:
         """Role → the rows that its model scores.
@@ -178,7 +183,7 @@ class Scorer:
         if self._rewards.branches:
             inputs["policy"] = rows | whole | {"added_ends": rows["input_ids"].lengths < whole["input_ids"].lengths}
         if self._one_trunk:
-            trunk_rows = {"input_ids": inputs["policy"]["input_ids"], "id": rows["id"]}
+            trunk_rows = {name: inputs["policy"][name] for name in ("input_ids", "prompt_lengths", "id")}
             states = get(models["policy"].trunk.remote(trunk_rows, 1 + self._config.lag))["trunk"]
             inputs["critic"] = rows | {"trunk": states.heads(rows["input_ids"].lengths)}
         return inputs

@@ -104,7 +104,9 @@ def test_a_flow_is_planned_like_a_config(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "interesting-judge" in xray_plan(*asked).stdout
 
 
-@pytest.mark.parametrize("preset", sorted(p.name for p in (ROOT / "configs").glob("*.yaml") if p.stem != "custom" and "gpu" not in p.stem))
+@pytest.mark.parametrize(
+    "preset", sorted(p.name for p in (ROOT / "configs").glob("*.yaml") if p.stem != "custom" and "gpu" not in p.stem)
+)
 def test_every_preset_that_needs_no_hub_has_a_plan_here(preset: str) -> None:
     content = planned(str(ROOT / "configs" / preset))
     assert content["num_devices"] >= 1
