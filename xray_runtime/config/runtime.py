@@ -65,7 +65,7 @@ class RuntimeConfig(Section):
     """A rank that waits longer for its peers in a collective is replaced, and its stage continues from a snapshot.
     Allow as much as one rank may need to work alone. NCCL has its own limit of ten minutes."""
     generator_memory_gib: Annotated[float, Field(ge=0.25)] = 1.0
-    """Memory for vLLM's KV cache on CPU."""
+    """Largest size of vLLM's KV cache on CPU."""
     gpu_memory_fraction: Fraction = 0.4
     """Share of a GPU that vLLM may use on CUDA."""
     snapshot_every: Count = 10
