@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from xray_runtime.engines.engine import Engine, MicroBatch
-    from xray_runtime.weights.device_transfer import Transport
+    from xray_runtime.weights.device_transfer import Sender, Transport
     from xray_runtime.weights.object_store import WeightUpdate
     from xray_runtime.weights.shared_memory import SharedWriter
     from xray_runtime.workers.model_spec import ModelSpec
@@ -35,6 +35,7 @@ class Learner(Workhorse):
     """One rank of a model that is trained or only scores."""
 
     _shared: SharedWriter | None = None
+    _sender: Sender | None = None
     _trunks: TrunkMemory
 
     def load_libraries(self) -> None:
@@ -95,6 +96,7 @@ class Learner(Workhorse):
         self.engine = self.scorer = self.module = self._published = None
         self._trunks = TrunkMemory()
         self._shared = None
+        self._sender = None
         gc.collect()
 
     def sleep(self) -> None:
@@ -247,11 +249,12 @@ class Learner(Workhorse):
         assert self.engine is not None
         self.engine.load(directory)
 
-    def export_weights(self, version: int, shared: bool) -> WeightUpdate | None:
+    def export_weights(self, version: int, shared: bool, dtype: str | None = None) -> WeightUpdate | None:
         """This pipeline stage's trained weights by Hugging Face name, on one of its ranks; None on the others.
 
         Args:
             shared: in memory that readers on this machine map, not in the object store.
+            dtype: to send them in; None: as they are.
         """
         from xray_runtime.weights.object_store import pack
         from xray_runtime.weights.shared_memory import SharedWriter
@@ -259,10 +262,14 @@ class Learner(Workhorse):
         tensors = self._weights(head=False)
         if self.engine is not None and self.engine.writes:
             self._shared = self._shared or SharedWriter()
-            return pack(tensors, version, self._shared if shared else None)
+            return pack(tensors, version, self._shared if shared else None, dtype)
         for _ in tensors:
             pass
         return None
+
+    def weight_names(self) -> set[str]:
+        """Names of the trained weights; a collective."""
+        return {name for name, _ in self._weights(head=False)}
 
     def send_weights(
         self,
@@ -272,13 +279,13 @@ class Learner(Workhorse):
         receivers: list[WorkhorseHandle],
         per_replica: int,
     ) -> None:
-        """Send trainable weights from GPU to GPU; see `weights.device_transfer.send`."""
-        from xray_runtime.weights.device_transfer import send
+        """Send trainable weights from GPU to GPU; see `weights.device_transfer.Sender`."""
+        from xray_runtime.weights.device_transfer import Sender
 
-        # Gathered once for the shapes only, which no layout knows otherwise.
-        metadata = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._weights(head=False)]
-        tensors = functools.partial(self._weights, head=False)
-        send(transport, tensors, metadata, self.rank_info.rank, meet, receivers, per_replica, version)
+        if self._sender is None:
+            tensors = functools.partial(self._weights, head=False)
+            self._sender = Sender(transport, tensors, self.rank_info.rank, receivers, per_replica)
+        self._sender.send(version, meet)
 
     def begin_save(self, directory: Path, number: int, copiers: int) -> None:
         """Write this rank's part, `number` of `copiers`, of the model in Hugging Face form as it was loaded."""

@@ -72,7 +72,9 @@ def ppo_workload(config: LifecycleConfig) -> Workload:
 
 
 # The model and the data of `custom.yaml` are the reader's.
-PRESETS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.stem != "custom" and not path.stem.startswith("gpu-"))
+PRESETS = sorted(
+    path for path in (ROOT / "configs").glob("*.yaml") if path.stem != "custom" and not path.stem.startswith("gpu-")
+)
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
@@ -223,8 +225,8 @@ def test_heads_and_layers_bound_the_cut() -> None:
 
 def test_a_cut_policy_keeps_to_the_object_store() -> None:
     nodes = [{"CPU": 64.0, "GPU": 8.0}]
-    with pytest.raises(ConfigError, match=r"^ppo-1\.engine: .* with runtime\.weight_transfer = 'auto': only 'plasma'"):
-        described(two_rows(SEVEN, weight_transfer="auto"), gpus(8, 40), nodes)
+    with pytest.raises(ConfigError, match=r"^ppo-1\.engine: .* with runtime\.weight_transfer = 'nccl': only 'plasma'"):
+        described(two_rows(SEVEN, weight_transfer="nccl"), gpus(8, 40), nodes)
 
 
 def seventy(batch_size: int, micro_batch_tokens: int) -> Workload:

@@ -21,15 +21,12 @@ from xray_runtime.config.engines import TrainingConfig
 from xray_runtime.engines import states
 from xray_runtime.engines.engine import MicroBatch
 from xray_runtime.engines.shard_loading import Weights, load_shard
-from xray_runtime.engines.training.deepspeed_setup import MOMENTS, decay_groups, mixed_precision, offload
+from xray_runtime.engines.training.deepspeed_setup import MOMENTS, communication, decay_groups, mixed_precision, offload
 from xray_runtime.engines.training.mesh import Mesh
 from xray_runtime.engines.training.scorer import PlainScorer
 from xray_runtime.engines.training.tensor import join, sum_gradients
 from xray_runtime.models.heads import HEAD_PREFIX, HeadedLM
 from xray_runtime.store.shards import Piece
-
-REDUCE_BUCKET = 500_000_000
-"""Largest number of gradient elements that are reduced at a time."""
 
 
 class ZeroEngine(PlainScorer):
@@ -63,9 +60,7 @@ class ZeroEngine(PlainScorer):
             "managed_gradient_accumulation": False,
             "zero_optimization": {
                 "stage": self.stage,
-                "overlap_comm": False,
-                # DeepSpeed allocates the whole bucket: 2 GB for its default, however small the model.
-                "reduce_bucket_size": min(REDUCE_BUCKET, trained),
+                **communication(device.type, trained),
                 **offload(training.engine),
             },
             "zero_allow_untested_optimizer": True,
