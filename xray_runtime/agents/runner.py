@@ -25,7 +25,7 @@ class Address:
     """Where an agent reaches the policy."""
 
     url: str
-    """Of its episode, without `/v1`."""
+    """Base URL of its episode, without `/v1`."""
     secret: str
 
     def variables(self) -> dict[str, str]:
