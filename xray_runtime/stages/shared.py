@@ -37,6 +37,12 @@ def called_functions(config: Any) -> list[str]:
     return gold_functions(config) + [name for name in names if name is not None]
 
 
+def agent_reads(config: Any) -> dict[str, str]:
+    """The directory of an agent's command."""
+    directory = getattr(getattr(config, "environment", None), "directory", None)
+    return {} if directory is None else {"environment.directory": directory}
+
+
 def num_samples(config: GroupsConfig) -> int:
     """Number of sampled replies, for planning."""
     return config.samples * (config.num_prompts or ALL_PROMPTS)
