@@ -17,7 +17,7 @@ from xray_runtime.data.rows import Rows
 from xray_runtime.data.text_rows import text_rows, with_end_of_turn
 from xray_runtime.data.tokenizing import decode_replies, own_text
 from xray_runtime.rewards.source import Score, failure
-from xray_runtime.rl.agent_rows import BRANCHES, BranchRows
+from xray_runtime.rl.agent_rows import split_branches
 from xray_runtime.rl.types import Rollout, Scores, Text, rows_at, rows_replaced, to_rows
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
 
@@ -142,10 +142,8 @@ class Scorer:
         replies = own_texts(self._tokenizer, rollout)
         text = Text(**text_rows(prompt_ids, ids), id=np.arange(first_id, first_id + len(ids)))
         whole = text_rows(prompt_ids, (with_end_of_turn(reply, self._stops) for reply in ids))
-        rows, branches = to_rows(text), None
-        if rollout.episodes is not None and rollout.episodes.branches is not None:
-            branches = BranchRows.of(rows | {BRANCHES: rollout.episodes.branches})
-            rows = branches.rows
+        branches = None if rollout.episodes is None else rollout.episodes.branches
+        rows, merged = split_branches(to_rows(text), branches)
         inputs = self._inputs(rows, whole)
         # With a lag, the generator works at the same time.
         at_once = len(inputs) + len(rewards.roles) + self._config.lag
@@ -153,10 +151,10 @@ class Scorer:
 
         @cache
         def outputs() -> Rows:
-            merged: Rows = {}
+            found: Rows = {}
             for answer in get_all(calls):
-                merged |= answer if branches is None else branches.merged(answer)
-            return merged
+                found |= merged(answer)
+            return found
 
         sources = rewards.scores(
             rewards.requests(models, messages, replies, whole, at_once),
