@@ -89,9 +89,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = args.model or fresh_model(Path(folder) / "model")
         rng = np.random.default_rng(0)
-        prompts = [rng.integers(5, 250, size=n) for n in rng.integers(*args.prompt_tokens, args.prompts)]
-        rows = {"input_ids": Ragged.of(prompt for prompt in prompts for _ in range(args.samples))}
-        rows["seed"] = np.arange(args.prompts * args.samples)
+        at_least, less_than = args.prompt_tokens
+        prompts = [rng.integers(5, 250, size=n) for n in rng.integers(at_least, less_than, args.prompts)]
+        ids = Ragged.of(prompt for prompt in prompts for _ in range(args.samples))
+        rows = {"input_ids": ids, "seed": np.arange(args.prompts * args.samples)}
         stops = stops_of(directory, load_tokenizer(directory))
         sampling = Sampling(args.new_tokens, 1.0, stops, pad_token_id=0)
         print(f"{machine()}; {args.prompts} prompts, {args.samples} replies each, of {args.new_tokens} tokens\n")

@@ -164,8 +164,6 @@ class Setting:
         finally:
             learner.unload()
             reserved.close()
-            if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
 
 
 def weights_digest(learner: Learner) -> str:

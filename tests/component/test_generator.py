@@ -15,7 +15,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from tests.component.models import open_models
+from tests.component.models import open_models, same
 from xray_runtime.config.engines import EngineConfig, GeneratorConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.runtime import RuntimeConfig
@@ -251,14 +251,6 @@ def test_a_sharded_policy_is_followed_by_every_engine(
 
 def _with_replies(prompts: Rows, rollout: Rows) -> Rows:
     return text_rows([ids.tolist() for ids in prompts["input_ids"]], rollout["response_ids"])
-
-
-def same(found: Rows, expected: Rows) -> None:
-    """To the bit."""
-    for name in ("response_ids", "rollout_logprobs"):
-        np.testing.assert_array_equal(found[name].offsets, expected[name].offsets)
-        np.testing.assert_array_equal(found[name].values, expected[name].values)
-    np.testing.assert_array_equal(found["ended"], expected["ended"])
 
 
 def _shared_memory(model: Any) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 import ray
 from safetensors.torch import load_file
 
-from tests.component.test_generator import same
+from tests.component.models import same
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.rows import Rows
