@@ -150,7 +150,9 @@ class Setting:
         config = SFTConfig(
             weight_decay=0.0,
             lora=lora,
-            engine=EngineConfig(**{"precision": "float32", "micro_batch_tokens": self.size.micro_batch_tokens} | engine),
+            engine=EngineConfig(
+                **{"precision": "float32", "micro_batch_tokens": self.size.micro_batch_tokens} | engine
+            ),
         )
         return ModelSpec(self.model, objective or SFTObjective(), training=config)
 
