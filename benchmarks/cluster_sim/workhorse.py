@@ -135,7 +135,7 @@ class SimWorkhorse(Workhorse):
             "ended": np.ones(count, bool),
         }
 
-    def export_weights(self, version: int, shared: bool) -> SimUpdate | None:
+    def export_weights(self, version: int, shared: bool, dtype: str | None = None) -> SimUpdate | None:
         self._work("export")
         if self.rank_info.rank:
             return None

@@ -11,7 +11,7 @@ import transformers
 
 from benchmarks.gpu_acceptance.setting import SEED, Setting, check
 from benchmarks.gpu_acceptance.training_steps import NUM_STEPS, run_steps
-from xray_runtime.config.ppo import PPOStageConfig
+from xray_runtime.config.ppo import KLConfig, PPOStageConfig
 from xray_runtime.data.rows import Ragged, Rows, num_response_tokens, take
 from xray_runtime.models.ppo_objectives import PPOObjective
 
@@ -131,7 +131,7 @@ def grpo(setting: Setting) -> dict[str, Any]:
     """GRPO's clipped update with given advantages: loss and tokens a second."""
     rows = grpo_rows(setting)
     totals, tokens = {"tokens": float(num_response_tokens(rows))}, num_response_tokens(rows)
-    config = PPOStageConfig(method="grpo", dual_clip=None)
+    config = PPOStageConfig(method="grpo", dual_clip=None, kl=KLConfig(place="reward"))
     spec = setting.spec(objective=PPOObjective(config), precision=_precision(setting))
     seconds, losses = [], []
     with setting.learner(spec) as learner:

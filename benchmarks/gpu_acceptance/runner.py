@@ -86,9 +86,15 @@ def _work(connection: Any, step: Step, setting: Setting) -> None:
             connection.send({"status": "skipped", "reason": reason})
     except Exception as error:
         traceback.print_exc()
-        connection.send({"status": "failed", "reason": f"{type(error).__name__}: {error}".splitlines()[0]})
+        connection.send({"status": "failed", "reason": _reason(error)})
     # Threads of libraries may still wait for peers that are gone.
     os._exit(0)
+
+
+def _reason(error: Exception) -> str:
+    """The error in one line: the last of its text, which is where other processes' tracebacks have theirs."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1]}"
 
 
 def summary(records: Sequence[Record]) -> None:

@@ -61,7 +61,7 @@ def test_a_step_that_hangs_dies_or_fails_stops_no_other(tmp_path: Path) -> None:
     assert [record["status"] for record in records] == ["failed", "failed", "failed", "skipped", "passed"]
     assert records[0]["reason"].startswith("took more than its")
     assert records[1]["reason"].startswith("ended with exit code -6")
-    assert records[2]["reason"] == "ValueError: too small"
+    assert records[2]["reason"] == "ValueError: more"
     assert records[3]["reason"] == "no no_such_library"
     assert records[4]["figures"] == {"num_rows": 6}
     late = run_all(steps, Setting(tmp_path, True), deadline=0.0)
