@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from benchmarks.gpu_acceptance.setting import Setting, check
-from xray_runtime.models.packing import ATTENTION, Bounds, use_packed_attention
+from xray_runtime.models.packing import ATTENTION, Prompts, Trees, use_packed_attention
 
 LIBRARIES = (
     "torch",
@@ -33,7 +33,8 @@ LIBRARIES = (
 OLDEST_TORCH = (2, 11)
 HEADS = ((4, 4, 64), (8, 2, 64), (8, 1, 128), (6, 2, 80), (4, 2, 96), (4, 2, 256))
 """(query heads, key-value heads, head size)."""
-LENGTHS = (1, 7, 64, 129)
+LENGTHS, PROMPTS, FIRST = (1, 7, 64, 129, 90), (1, 3, 10, 50, 50), (0, 1, 2, 3, 3)
+"""Tokens of each sequence and of its prompt, and the first sequence with that prompt: the last two share theirs."""
 LIMITS = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 """Largest error, relative to the largest entry: half precision has 8 bits."""
 
@@ -101,21 +102,24 @@ def attention(setting: Setting) -> dict[str, Any]:
     return {"largest_error": errors} | _long_attention(setting)
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    out, _ = AttentionInterface()[ATTENTION](torch.nn.Identity(), q, k, v, None, bounds=Bounds.of(lengths))
+def _packed(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, prompts: Prompts | None = None) -> Tensor:
+    """[N, a, d] by the product's attention, with shared prompts computed once."""
+    trees = Trees.of(lengths, prompts)
+    row = (x[:, :, trees.computed] for x in (q, k, v))
+    out, _ = AttentionInterface()[ATTENTION](torch.nn.Identity(), *row, None, trees=trees)
     assert isinstance(out, Tensor)
-    return out
+    return out[0][trees.given]
 
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
-    """[1, N, a, d] by softmax of masked products, one sequence at a time."""
+    """[N, a, d] by softmax of masked products, one sequence at a time."""
     groups, out = q.shape[1] // k.shape[1], []
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     for mine in zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True):
         scores = mine[0] @ mine[1].transpose(2, 3) / q.shape[-1] ** 0.5
         future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
         out.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ mine[2])
-    return torch.cat(out, dim=2).transpose(1, 2)
+    return torch.cat(out, dim=2)[0].transpose(0, 1)
 
 
 def _error(setting: Setting, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> float:
@@ -125,8 +129,14 @@ def _error(setting: Setting, dtype: torch.dtype, heads: int, kv_heads: int, size
     given = [torch.randn(1, n, sum(LENGTHS), size).to(setting.device, dtype) for n in counts]
     exact = [x.double().requires_grad_() for x in given]
     ours = [x.requires_grad_() for x in given]
-    found = _packed(ours[0], ours[1], ours[2], torch.tensor(LENGTHS, device=setting.device))
-    expected = _exact(exact[0], exact[1], exact[2], list(LENGTHS))
+    # The last sequence begins with the tokens of the one before.
+    same, last = torch.arange(sum(LENGTHS), device=setting.device), sum(LENGTHS[:-1])
+    same[last : last + PROMPTS[-1]] -= LENGTHS[-2]
+    prompts = Prompts(torch.tensor(FIRST, device=setting.device), torch.tensor(PROMPTS, device=setting.device))
+    q, k, v = (x[:, :, same] for x in ours)
+    found = _packed(q, k, v, torch.tensor(LENGTHS, device=setting.device), prompts)
+    q, k, v = (x[:, :, same] for x in exact)
+    expected = _exact(q, k, v, list(LENGTHS))
     weights = torch.randn_like(expected)
     (found.double() * weights).sum().backward()
     (expected * weights).sum().backward()

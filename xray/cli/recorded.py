@@ -57,7 +57,7 @@ def recorded(
     else:
         _show(Console(), rows)
         lost = "".join(f"; {count} lost: {reason}" for reason, count in reader.chain.lost.items())
-        print(f"{len(rows)} of {reader.answers} answers and {reader.feedback} feedback{lost}")
+        print(f"{len(rows)} shown of {reader.answers} answers and {reader.feedback} feedback{lost}")
         for finding in found:
             print(f"BROKEN {finding.subject}: {finding.detail}", file=sys.stderr)
     raise typer.Exit(FAILED if found else 0)

@@ -19,6 +19,7 @@ from xray_runtime.config.engines import (
     TrainingConfig,
     UnitInterval,
     ValidationSchedule,
+    check_fused_layers,
     check_one_row_each,
     check_whole_layers,
 )
@@ -288,11 +289,13 @@ class PPOStageConfig(TrainingConfig):
     def check_runtime(self, runtime: RuntimeConfig) -> None:
         """Raises ValueError if `lag` or the engine conflicts with `runtime`."""
         cut = self.engine.data_parallel < self.engine.num_workhorses
-        if cut and runtime.weight_transfer != "plasma":
+        if cut and runtime.weight_transfer in ("nccl", "ipc"):
             raise ValueError(
                 f"engine: tensor_parallel or pipeline_parallel above 1 is not allowed with runtime.weight_transfer = "
                 f"{runtime.weight_transfer!r}: only 'plasma' sends the weights of a split model"
             )
+        if self.lora is not None and runtime.weight_transfer in ("nccl", "ipc"):
+            check_fused_layers(self.lora, runtime.weight_transfer)
         for field in ("generator_sleeps", "trainer_sleeps"):
             if self.lag and getattr(runtime, field):
                 raise ValueError(

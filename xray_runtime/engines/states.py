@@ -26,7 +26,7 @@ from xray_runtime.store.shards import Piece, Shard, index_path, overlaps, read_s
 
 WEIGHT = "weight"
 BYTES = 4
-"""Of a float32 element."""
+"""Size of a float32 element."""
 
 
 def hugging_face_name(name: str) -> str:
@@ -64,11 +64,12 @@ def write(
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"rank-{rank:05d}.safetensors"
     placed = {f"{kind}/{name}": piece for name, piece in pieces.items() for kind in kinds}
-    header, end = {}, 0
+    header, end, offsets = {}, 0, dict[str, int]()
     for key, piece in placed.items():
-        start, end = end, end + BYTES * piece.size
-        header[key] = {"dtype": "F32", "shape": [piece.size], "data_offsets": [start, end]}
-    text = json.dumps({key: entry for key, entry in header.items() if placed[key].size}).encode()
+        offsets[key], end = end, end + BYTES * piece.size
+        if piece.size:
+            header[key] = {"dtype": "F32", "shape": [piece.size], "data_offsets": [offsets[key], end]}
+    text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest, first = hashlib.sha256(), 8 + len(text)
     with file.open("wb") as out:
@@ -81,16 +82,14 @@ def write(
             if not all_finite(tensor):
                 raise NonFiniteError(f"the {kind} {name} has numbers that are not finite: no snapshot is made")
             assert tensor.shape == (piece.size,), f"{key}: {tuple(tensor.shape)} is not {piece}"
-            block = tensor.detach().cpu().float().contiguous().numpy().data
-            out.write(block)
-            digest.update(block)
+            raw: Any = tensor.detach().cpu().float().contiguous().numpy()
+            out.write(raw.data)
+            digest.update(raw.data)
             part_done()
         out.flush()
         os.fsync(out.fileno())
     found = {
-        key: piece.model_copy(update={"offset": first + header[key]["data_offsets"][0]})
-        for key, piece in placed.items()
-        if piece.size
+        key: piece.model_copy(update={"offset": first + offsets[key]}) for key, piece in placed.items() if piece.size
     }
     shard = Shard(file=file.name, sha256=digest.hexdigest(), size=first + end, step=step, pieces=found)
     write_atomic(index_path(file), shard.model_dump_json())
@@ -126,7 +125,8 @@ class Reader:
         """
         key = f"{kind}/{name}"
         found = torch.empty(wanted.size, dtype=torch.float32)
-        buffer, filled = memoryview(found.numpy()).cast("B"), 0
+        raw: Any = found.numpy()
+        buffer, filled = memoryview(raw).cast("B"), 0
         for file, piece in self._pieces.get(key, ()):
             if piece.shape != wanted.shape:
                 raise ValueError(f"the snapshot's {key} is of shape {piece.shape}, not {wanted.shape}")

@@ -157,12 +157,13 @@ def update_metrics(update: Update) -> dict[str, float]:
 
 
 def speed_metrics(config: PPOConfig, experience: Experience, update: Update, clock: PhaseClock) -> dict[str, float]:
-    """Seconds per phase, and response tokens per second."""
+    """Seconds per phase, response tokens per second, and tokens that the policy's updates computed."""
     metrics, num_tokens = clock.metrics(), experience.num_tokens
     if not config.lag:
         metrics["speed/generate_tokens_per_s"] = num_tokens / clock.seconds["generate"]
     metrics["speed/score_tokens_per_s"] = num_tokens / clock.seconds["score"]
     metrics["speed/update_tokens_per_s"] = num_tokens * update.epochs / clock.seconds["update"]
+    metrics["speed/computed_tokens"] = sum(step.policy.computed_tokens for step in update.steps)
     metrics["speed/response_tokens_per_s"] = num_tokens / metrics["seconds/total"]
     return metrics
 

@@ -38,7 +38,7 @@ class Exchange:
 
 
 def texts_of(exchange: Exchange) -> dict[str, Any]:
-    """`{"request": …, "answer": …}`: the request as it came, and choices or output of the answer.
+    """`{"request": …, "answer": …}`: the request as it came; choices or output of the answer, and its `usage`.
 
     A streamed answer is put together: it is what would have come whole. Raises ValueError if either is not JSON.
     """
@@ -54,7 +54,7 @@ def texts_of(exchange: Exchange) -> dict[str, Any]:
 
 
 def _content(answer: dict[str, Any]) -> dict[str, Any]:
-    return {name: answer[name] for name in ("choices", "output") if name in answer}
+    return {name: answer[name] for name in ("choices", "output", "usage") if name in answer}
 
 
 def _events(stream: bytes) -> Iterator[dict[str, Any]]:

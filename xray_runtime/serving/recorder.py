@@ -143,6 +143,8 @@ class Recorder:
         # A client may have sent anything.
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return "unreadable"
+        # vLLM tells the middleware the numbers of tokens, except of responses.
+        usage = texts["answer"].pop("usage", None) or {}
         named = exchange.user or texts["request"].get("user") or ""
         user = self._keys.pseudonym(named if isinstance(named, str) else json.dumps(named))
         if not self._answer_limit.allows(user):
@@ -163,8 +165,8 @@ class Recorder:
             complete=exchange.complete,
             latency_s=exchange.latency_s,
             first_s=exchange.first_s,
-            prompt_tokens=exchange.prompt_tokens,
-            reply_tokens=exchange.reply_tokens,
+            prompt_tokens=exchange.prompt_tokens or usage.get("input_tokens", 0),
+            reply_tokens=exchange.reply_tokens or usage.get("output_tokens", 0),
             texts=self._keys.encrypt(user, redacted, about("answer", exchange.id, exchange.model)),
         )
         self._add(row)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from xray_runtime.engines.engine import Engine, MicroBatch
-    from xray_runtime.weights.device_transfer import Transport
+    from xray_runtime.weights.device_transfer import Sender, Transport
     from xray_runtime.weights.object_store import WeightUpdate
     from xray_runtime.weights.shared_memory import SharedWriter
     from xray_runtime.workers.model_spec import ModelSpec
@@ -35,6 +35,7 @@ class Learner(Workhorse):
     """One rank of a model that is trained or only scores."""
 
     _shared: SharedWriter | None = None
+    _sender: Sender | None = None
     _trunks: TrunkMemory
 
     def load_libraries(self) -> None:
@@ -95,6 +96,7 @@ class Learner(Workhorse):
         self.engine = self.scorer = self.module = self._published = None
         self._trunks = TrunkMemory()
         self._shared = None
+        self._sender = None
         gc.collect()
 
     def sleep(self) -> None:
@@ -161,11 +163,14 @@ class Learner(Workhorse):
         assert self.engine is not None
         assert self.spec.training is not None
         max_tokens = self.spec.training.engine.micro_batch_tokens // self.runtime.micro_batch_divisor
+        pipelined = self.spec.training.engine.pipeline_parallel > 1
         sums: dict[str, torch.Tensor] = {}
         computed_tokens = 0
 
         def loss(batch: MicroBatch) -> torch.Tensor:
             value, stats = self.scorer.forward(self.spec.objective.loss, batch.tensors, totals)
+            # Other stages of a pipeline have no loss.
+            part_done(common=not pipelined)
             if not batch.rows:
                 return value * 0.0
             nonlocal computed_tokens
@@ -207,8 +212,9 @@ class Learner(Workhorse):
             tensors = as_tensors(batch, self.device)
             if self.module.has_trunk and "id" in batch:
                 tensors["trunk"] = self._trunk(batch["id"].tolist(), tensors)
+            part_done(common=True)
             yield MicroBatch(index, tensors)
-            part_done()
+        part_done(common=True)
 
     def _trunk(self, ids: list[int], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         """Trunk states of a micro-batch: given, remembered or new."""
@@ -247,11 +253,12 @@ class Learner(Workhorse):
         assert self.engine is not None
         self.engine.load(directory)
 
-    def export_weights(self, version: int, shared: bool) -> WeightUpdate | None:
+    def export_weights(self, version: int, shared: bool, dtype: str | None = None) -> WeightUpdate | None:
         """This pipeline stage's trained weights by Hugging Face name, on one of its ranks; None on the others.
 
         Args:
             shared: in memory that readers on this machine map, not in the object store.
+            dtype: to send them in; None: as they are.
         """
         from xray_runtime.weights.object_store import pack
         from xray_runtime.weights.shared_memory import SharedWriter
@@ -259,26 +266,25 @@ class Learner(Workhorse):
         tensors = self._weights(head=False)
         if self.engine is not None and self.engine.writes:
             self._shared = self._shared or SharedWriter()
-            return pack(tensors, version, self._shared if shared else None)
+            return pack(tensors, version, self._shared if shared else None, dtype)
         for _ in tensors:
             pass
         return None
 
-    def send_weights(
-        self,
-        version: int,
-        transport: Transport,
-        meet: tuple[str, int],
-        receivers: list[WorkhorseHandle],
-        per_replica: int,
-    ) -> None:
-        """Send trainable weights from GPU to GPU; see `weights.device_transfer.send`."""
-        from xray_runtime.weights.device_transfer import send
+    def weight_names(self) -> set[str]:
+        """Names of the trained weights; a collective."""
+        return {name for name, _ in self._weights(head=False)}
 
-        # Gathered once for the shapes only, which no layout knows otherwise.
-        metadata = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._weights(head=False)]
-        tensors = functools.partial(self._weights, head=False)
-        send(transport, tensors, metadata, self.rank_info.rank, meet, receivers, per_replica, version)
+    def send_weights(
+        self, version: int, transport: Transport, meet: tuple[str, int], ranks: list[WorkhorseHandle], per_replica: int
+    ) -> None:
+        """Send trainable weights from GPU to GPU; see `weights.device_transfer.Sender`."""
+        from xray_runtime.weights.device_transfer import Sender
+
+        if self._sender is None:
+            tensors = functools.partial(self._weights, head=False)
+            self._sender = Sender(transport, tensors, self.rank_info.rank, ranks, per_replica)
+        self._sender.send(version, meet)
 
     def begin_save(self, directory: Path, number: int, copiers: int) -> None:
         """Write this rank's part, `number` of `copiers`, of the model in Hugging Face form as it was loaded."""

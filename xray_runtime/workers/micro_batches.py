@@ -24,12 +24,14 @@ def row_groups(rows: Rows, max_tokens: int, *, packed: bool) -> list[list[int]]:
     if not packed:
         tokens = tokens if rejected is None else 2 * np.maximum(tokens, rejected)
         return micro_batches(tokens.tolist(), max_tokens)
+    tokens = tokens if rejected is None else tokens + rejected
     shared, alike = np.zeros(count, np.int64), np.arange(count)
     if "prompt_lengths" in rows:
-        shared, alike = rows["prompt_lengths"], alike_prompts(rows)
-    if rejected is not None:
-        tokens = tokens + rejected - np.where(alike[count:] == alike[:count], shared, 0)
-    return packed_micro_batches(tokens.tolist(), shared.tolist(), alike[:count].tolist(), max_tokens)
+        shared, sides = rows["prompt_lengths"], alike_prompts(rows)
+        alike = sides[:count]
+        if rejected is not None:
+            tokens = tokens - np.where(sides[count:] == alike, shared, 0)
+    return packed_micro_batches(tokens.tolist(), shared.tolist(), alike.tolist(), max_tokens)
 
 
 def as_tensors(rows: Rows, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:

@@ -31,8 +31,8 @@ class ProgressActor:
     def alive(self, stage: str, parts: int) -> None:
         """Add to the parts of work that a stage's models have done since its latest progress."""
         if stage in self._latest:
-            *progress, before = self._latest[stage]
-            self._latest[stage] = (*progress, before + parts)
+            done, total, unit, note, before = self._latest[stage]
+            self._latest[stage] = (done, total, unit, note, before + parts)
 
     def read(self) -> dict[str, Progress]:
         """Stage → its latest progress."""

@@ -90,7 +90,7 @@ class Train(Protocol):
 
 
 class ExportWeights(Protocol):
-    def remote(self, version: int, shared: bool = False) -> Ref[WeightUpdate]: ...
+    def remote(self, version: int, shared: bool = False, dtype: str | None = None) -> Ref[WeightUpdate]: ...
 
 
 class Save(Protocol):
@@ -125,6 +125,7 @@ class WholeModelHandle(ModelHandle, Protocol):
     unload: Method[[bool], None]
     where: Method[[], list[Device]]
     export_weights: ExportWeights
+    whole_weight_names: Method[[], set[str] | None]
     send_weights: Method[[int, Transport, list[WorkhorseHandle], int], None]
 
 
@@ -155,7 +156,8 @@ class WorkhorseHandle(FileReceiverHandle, Protocol):
     score: Method[[Rows, int], Rows]
     trunk: Method[[Rows, int], Rows]
     train: Method[[Rows, dict[str, float], float, int], dict[str, float]]
-    export_weights: Method[[int, bool], WeightUpdate | None]
+    export_weights: Method[[int, bool, str | None], WeightUpdate | None]
+    weight_names: Method[[], set[str]]
     send_weights: Method[[int, Transport, tuple[str, int], list[WorkhorseHandle], int], None]
     begin_save: Method[[Path, int, int], None]
     save: Method[[Path, str | None], list[str]]
@@ -167,6 +169,7 @@ class WorkhorseHandle(FileReceiverHandle, Protocol):
     wake_up: Method[[], None]
 
     # Generator
+    layers_of: Method[[set[str]], set[str]]
     generate: Method[[Rows, Sampling, int], Rows]
     load_weights: Method[[WeightUpdate], int]
     load_checkpoint: Method[[Path, int], None]

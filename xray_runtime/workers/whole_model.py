@@ -21,7 +21,7 @@ from xray_runtime.data.rows import Rows, balance, join, merge, non_finite, num_r
 from xray_runtime.engines.topology import Topology
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.store.shards import WEIGHTS_INDEX
-from xray_runtime.weights.device_transfer import Device, Transport, choose
+from xray_runtime.weights.device_transfer import Device, Route, Transport, choose_route
 from xray_runtime.workers.health import HealthMonitor, WorkhorseError
 from xray_runtime.workers.nodes import WorkerInfo, check_environment
 from xray_runtime.workers.progress import find_progress
@@ -42,8 +42,8 @@ class WholeModel:
     """The proxy of one model, and later of another; `opening` starts it."""
 
     _workhorses: list[WorkhorseHandle]
-    _ways: dict[WholeModelHandle, tuple[Transport, bool]]
-    """Policy → transport of its weights, and whether it is on this generator's machine."""
+    _routes: dict[WholeModelHandle, Route]
+    """Policy → how its weights come to this generator."""
 
     def ping(self) -> None:
         """Answers as long as this WholeModel lives."""
@@ -76,7 +76,7 @@ class WholeModel:
             ConfigError: a Workhorse has another environment.
         """
         self._role, self._runtime, self._log_dir = role, runtime, log_dir
-        self._spec, self._workhorses, self._num_replicas, self._ways = spec, workhorses, num_replicas, {}
+        self._spec, self._workhorses, self._num_replicas, self._routes = spec, workhorses, num_replicas, {}
         layout, size = spec.layout, len(workhorses)
         self._topology = Topology(data=size) if isinstance(layout, GeneratorConfig) else Topology.of(layout)
         timeouts = (self._runtime.hang_timeout_s, self._runtime.collective_timeout_s)
@@ -114,17 +114,17 @@ class WholeModel:
     def unload(self, reused: bool) -> None:
         """Remove the model's staged files and, if the Workhorses are `reused`, free its memory."""
         self._call(lambda w: w.unload.remote() if reused else w.remove_directories.remote())
-        self._workhorses, self._ways = [], {}
+        self._workhorses, self._routes = [], {}
 
     def score(self, rows: Rows, at_once: int = 1) -> Rows:
         """`Learner.score` of all rows, in order. Raises NonFiniteError if a score is not finite."""
         answers = self._scatter(rows, lambda w, shard: w.score.remote(shard, at_once))
         self._check_finite(answers, self._reporting())
-        return merge(answers)
+        return merge(answers, rows)
 
     def trunk(self, rows: Rows, at_once: int = 1) -> Rows:
         """`Learner.trunk` of all rows, in order."""
-        return merge(self._scatter(rows, lambda w, shard: w.trunk.remote(shard, at_once)))
+        return merge(self._scatter(rows, lambda w, shard: w.trunk.remote(shard, at_once)), rows)
 
     def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
         """One optimizer step over all rows; returns sums over the rows, and `grad_norm`.
@@ -162,9 +162,10 @@ class WholeModel:
         self._check_finite([replies[first] for first in firsts], firsts)
         return join([replies[first] for first in firsts], [load for load, _ in answers])
 
-    def export_weights(self, version: int, shared: bool = False) -> WeightUpdate:
+    def export_weights(self, version: int, shared: bool = False, dtype: str | None = None) -> WeightUpdate:
         """The trainable weights as version `version`, in shared memory of this machine or in the object store."""
-        updates = [u for u in self._call(lambda w: w.export_weights.remote(version, shared)) if u is not None]
+        exports = self._call(lambda w: w.export_weights.remote(version, shared, dtype))
+        updates = [update for update in exports if update is not None]
         return replace(updates[0], buckets=tuple(bucket for update in updates for bucket in update.buckets))
 
     def load_weights(self, update: WeightUpdate) -> int:
@@ -193,19 +194,29 @@ class WholeModel:
 
         Returns a digest of the weights; None after a transfer from GPU to GPU, which does not read them.
         """
-        assert isinstance(self._spec.layout, GeneratorConfig)
-        if policy not in self._ways:
-            theirs, ours = get(policy.where.remote()), self.where()
-            transport = choose(self._runtime.weight_transfer, self._spec.layout, theirs, ours)
-            self._ways[policy] = transport, len({device.machine for device in [*theirs, *ours]}) == 1
-        transport, shared = self._ways[policy]
-        if transport == "plasma":
-            update = get(policy.export_weights.remote(version, shared))
+        if policy not in self._routes:
+            self._routes[policy] = self._route(policy)
+        route = self._routes[policy]
+        if route.transport == "plasma":
+            update = get(policy.export_weights.remote(version, route.shared, route.dtype))
             self.load_weights(update)
             return update.digest
         per_replica = len(self._workhorses) // self._num_replicas
-        get(policy.send_weights.remote(version, transport, self._workhorses, per_replica))
+        get(policy.send_weights.remote(version, route.transport, self._workhorses, per_replica))
         return None
+
+    def _route(self, policy: WholeModelHandle) -> Route:
+        def names() -> tuple[set[str] | None, set[str]]:
+            trained = get(policy.whole_weight_names.remote())
+            return trained, self._call(lambda w: w.layers_of.remote(trained or set()))[0]
+
+        assert isinstance(self._spec.layout, GeneratorConfig)
+        devices = get(policy.where.remote()), self.where()
+        return choose_route(self._runtime.weight_transfer, self._spec.layout, *devices, names)
+
+    def whole_weight_names(self) -> set[str] | None:
+        """Names of the trained weights; None if no rank has all of them whole."""
+        return None if self._topology.is_split else self._call(lambda w: w.weight_names.remote())[0]
 
     def send_weights(
         self, version: int, transport: Transport, receivers: list[WorkhorseHandle], per_replica: int

@@ -83,3 +83,14 @@ def faulty(task: dict[str, Any]) -> Any:
             code = f"import subprocess; subprocess.Popen(['sleep', '{task['seconds']}'], start_new_session=True)"
             subprocess.run([sys.executable, "-c", code], check=True)
     return 1.0
+
+
+def says(task: dict[str, Any]) -> float:
+    ask([{"role": "user", "content": os.environ.get("XRAY_TEST_SAYS", "same")}])
+    return 1.0
+
+
+def by_number(task: dict[str, Any]) -> Any:
+    """A fault or none, by the number in the prompt."""
+    faults = ("none", "raises", "unusable", "nothing", "none")
+    return faulty(task | {"fault": faults[int(task["prompt"][-1]) % len(faults)]})

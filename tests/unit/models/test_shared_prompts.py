@@ -194,3 +194,15 @@ def test_groups_stay_together() -> None:
     # A group that fits nowhere is cut, and its prompt computed again.
     assert row_groups(rows, 10, packed=True) == [[0, 2], [6, 5], [4, 1, 3]]
     assert row_groups(rows, 4, packed=True) == [[0], [2], [6], [5], [4], [1], [3]]
+
+
+def test_pairs_count_both_replies() -> None:
+    """The pair of row 1: 3 + 1 + 2 tokens, and of row 4 in the same group 2 + 1 more; with nothing shared 9 and 9."""
+    pairs = take(rows_of(RewardObjective()), [1, 4])
+    assert row_groups(pairs, 9, packed=True) == [[0, 1]]
+    assert row_groups(pairs, 8, packed=True) == [[0], [1]]
+    apart = {name: pairs[name] for name in ("input_ids", "rejected_ids")}
+    assert row_groups(apart, 18, packed=True) == [[0, 1]]
+    assert row_groups(apart, 17, packed=True) == [[0], [1]]
+    assert row_groups(apart, 20, packed=False) == [[0, 1]]
+    assert row_groups(apart, 19, packed=False) == [[0], [1]]

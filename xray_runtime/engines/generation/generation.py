@@ -47,6 +47,10 @@ class Generation:
         self._directory = directory
         self.weights.restart(directory, version)
 
+    def layers_of(self, names: set[str]) -> set[str]:
+        """`names` and the tensors that must be written together with them."""
+        return self._sampler.layers_of(names)
+
     def receive(self, step: str, info: dict[str, Any], version: int) -> None:
         """One step of a transfer from GPU to GPU (vLLM only); see `weights.device_transfer`."""
         sampler: Any = self._sampler

@@ -21,8 +21,8 @@ BLOCK_TOKENS = 32
 prompt can be shared."""
 
 
-def environment(device: str) -> dict[str, str]:
-    """Settings that vLLM reads at import."""
+def environment(device: str, *, reproducible: bool = False) -> dict[str, str]:
+    """Settings that vLLM reads at import; `reproducible` as in `RuntimeConfig`."""
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -32,16 +32,48 @@ def environment(device: str) -> dict[str, str]:
         # Some of vLLM's samplers compile themselves even in eager mode, which takes 15 s at the first call.
         settings["TORCH_COMPILE_DISABLE"] = "1"
         settings["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    elif reproducible:
+        # Kernels whose sums do not depend on the batch. Each reply has its own seed anyway.
+        settings["VLLM_BATCH_INVARIANT"] = "1"
     return settings
 
 
-def load_vllm(device: str) -> Any:
+def load_vllm(device: str, *, reproducible: bool = False) -> Any:
     """Import vLLM with the settings that it reads at import."""
-    os.environ |= environment(device)
+    os.environ |= environment(device, reproducible=reproducible)
     import vllm
     import vllm.entrypoints.llm
 
     return vllm
+
+
+def engine_options(directory: Path, max_length: int, runtime: RuntimeConfig, rank: EngineRank) -> dict[str, Any]:
+    """Options of `vllm.LLM` that depend on the device and on the number of ranks."""
+    on_cpu = rank.device == "cpu"
+    options: dict[str, Any] = {
+        "dtype": "float32" if on_cpu else "bfloat16",
+        # CUDA graphs, on GPUs.
+        "enforce_eager": on_cpu,
+        # On CPU vLLM fails on a seeded request whose prompt it has cut in two ("Generator does not use offset").
+        "enable_chunked_prefill": not on_cpu,
+        # Replies and log-probabilities stay the same to the bit, which vLLM's kernels for CUDA do not promise.
+        "enable_prefix_caching": on_cpu,
+    }
+    if on_cpu:
+        cache = kv_cache_bytes(directory, max_length, runtime, rank.world_size)
+        options |= {"block_size": BLOCK_TOKENS, "max_num_seqs": SEQUENCES, "kv_cache_memory_bytes": cache}
+    else:
+        options["gpu_memory_utilization"] = runtime.gpu_memory_fraction
+    if runtime.generator_sleeps:
+        options["enable_sleep_mode"] = True
+    if rank.world_size > 1:
+        options |= {
+            "tensor_parallel_size": rank.world_size,
+            "distributed_executor_backend": "external_launcher",
+            # It looks for its peers among the visible devices, and every Workhorse sees only its own.
+            "disable_custom_all_reduce": True,
+        }
+    return options
 
 
 def kv_cache_bytes(directory: Path, max_length: int, runtime: RuntimeConfig, world_size: int = 1) -> int:
@@ -68,43 +100,26 @@ class VLLMSampler:
 
     def __init__(self, directory: Path, max_length: int, runtime: RuntimeConfig, rank: EngineRank) -> None:
         device = rank.device
-        self._vllm = load_vllm(device)
+        self._vllm = load_vllm(device, reproducible=runtime.reproducible)
         from vllm.config.weight_transfer import WeightTransferConfig
 
         from xray_runtime.weights import vllm_transfer
 
         vllm_transfer.register()
-        if device == "cpu":
-            # Replies and log-probabilities stay the same to the bit, which vLLM's kernels for CUDA do not promise.
-            options: dict[str, Any] = {"enable_prefix_caching": True, "block_size": BLOCK_TOKENS}
-            options |= {"kv_cache_memory_bytes": kv_cache_bytes(directory, max_length, runtime, rank.world_size)}
-            options["max_num_seqs"] = SEQUENCES
-        else:
-            options = {"enable_prefix_caching": False, "gpu_memory_utilization": runtime.gpu_memory_fraction}
         self._sleeps, self._asleep = runtime.generator_sleeps, False
-        if self._sleeps:
-            options["enable_sleep_mode"] = True
         if rank.world_size > 1:
             _launch(rank)
-            options |= {
-                "tensor_parallel_size": rank.world_size,
-                "distributed_executor_backend": "external_launcher",
-            }
         self._llm = self._vllm.LLM(
             str(directory),
             skip_tokenizer_init=True,
             # No pickles, and no code from the checkpoint.
             load_format="safetensors",
             trust_remote_code=False,
-            dtype="float32" if device == "cpu" else "bfloat16",
-            enforce_eager=device == "cpu",
             max_model_len=max_length,
-            # On CPU vLLM fails on a seeded request whose prompt it has cut in two ("Generator does not use offset").
-            enable_chunked_prefill=device != "cpu",
             max_num_batched_tokens=max(PREFILL_TOKENS, max_length),
             logprobs_mode="processed_logprobs",
             weight_transfer_config=WeightTransferConfig(backend=vllm_transfer.BACKEND),
-            **options,
+            **engine_options(directory, max_length, runtime, rank),
         )
         if rank.world_size > 1:
             _unlink_shared_memory()
