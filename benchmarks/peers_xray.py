@@ -36,9 +36,9 @@ from xray_runtime.data.pairs import TRAIN, PreferenceExample
 from xray_runtime.data.replies import both_sides, mismatched
 from xray_runtime.data.tokens import Tokens
 from xray_runtime.graph.artifacts import REWARD_HEAD
+from xray_runtime.lineage.keys import seal_of
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.seeding import derive_seed
-from xray_runtime.store.seal import process_seal
 from xray_runtime.training.dataset import max_prompt_tokens, max_reply_tokens
 from xray_runtime.training.prompts import UniquePrompts
 
@@ -147,14 +147,14 @@ class Work:
 
     @cached_property
     def _pair_tokens(self) -> Tokens:
-        return Tokens(self.pairs.result().path / TRAIN, PreferenceExample, self._tokenizer, process_seal())
+        return Tokens(self.pairs.result().path / TRAIN, PreferenceExample, self._tokenizer, seal_of(self.output))
 
     @cached_property
     def prompts(self) -> UniquePrompts:
         """The distinct prompts of the sampling methods."""
         dataset, policy = self.chats.result().path, self.policy.result().path
         limit = max_prompt_tokens(dataset, policy, new_tokens(self.lengths))
-        return UniquePrompts(self._tokenizer, dataset / TRAIN, limit, process_seal())
+        return UniquePrompts(self._tokenizer, dataset / TRAIN, limit, seal_of(self.output))
 
     def task(self, method: str, turn: int) -> dict[str, Any]:
         """TRL's task: the same rows in the same order."""
@@ -208,7 +208,7 @@ class Work:
         dataset, policy = self.chats.result().path, self.policy.result().path
         longest = max_reply_tokens(None, policy)
         limits = (max_prompt_tokens(dataset, policy, longest), longest)
-        tokens = ConversationTokens(dataset / TRAIN, self._tokenizer, *limits, process_seal())
+        tokens = ConversationTokens(dataset / TRAIN, self._tokenizer, *limits, seal_of(self.output))
         rows = tokens.take(order(len(tokens)))
         examples = []
         for ids, start, mask in zip(rows["input_ids"], rows["prompt_lengths"], rows["response_mask"], strict=True):
