@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -62,10 +62,10 @@ class RuntimeConfig(Section):
     """A Workhorse without a heartbeat for this long is replaced, and its stage continues from its snapshot. This limit
     and those below grow with the load if more programs run than there are cores."""
     collective_timeout_s: Annotated[float, Field(ge=5.0)] = 600.0
-    """A rank that waits longer for its peers in a collective is replaced, and its stage continues from a snapshot.
-    Allow as much as one rank may need to work alone. NCCL has its own limit of ten minutes."""
+    """A rank that lets its peers wait longer for it in a collective is replaced, and its stage continues from a
+    snapshot. Allow as much as one rank may need to work alone. torch has its own limit of thirty minutes."""
     generator_memory_gib: Annotated[float, Field(ge=0.25)] = 1.0
-    """Memory for vLLM's KV cache on CPU."""
+    """Largest size of vLLM's KV cache on CPU."""
     gpu_memory_fraction: Fraction = 0.4
     """Share of a GPU that vLLM may use on CUDA."""
     snapshot_every: Count = 10

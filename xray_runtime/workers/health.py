@@ -4,9 +4,11 @@ Three kinds of failures are detected in different ways:
 
     a process dies                      Ray reports it at once
     a process hangs                     no heartbeat for `runtime.hang_timeout_s`; a working process still answers
-    a rank does not join a collective   its peers wait there for `runtime.collective_timeout_s`; in groups made by
-                                        DeepSpeed, for torch's limits (gloo 30 min, NCCL 10 min)
+    a rank does not join a collective   it stands for `runtime.collective_timeout_s` while its peers have done more of
+                                        what all ranks do (`signs`), or wait in a collective for so long; at the latest
+                                        torch gives up (30 min)
 
+NCCL's calls return at once, so on CUDA the line that a rank executes says little, and what it has done counts first.
 Both time limits grow with the machine's load. The death of one rank breaks its peers' collectives, often before Ray
 reports the death. So after the first failure the others get a moment to fail too, and the cause is reported.
 """
@@ -16,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -86,9 +88,13 @@ class HealthMonitor:
         answers: dict[Ref[T], T] = {}
         failures: dict[int, Exception] = {}
         pending: dict[int, tuple[Ref[Heartbeat], float]] = {}
+        polled = time.monotonic()
         while waiting and not failures:
             failures |= _gather(waiting, answers, HEARTBEAT_SECONDS)
-            failures |= self._poll(pending, set(waiting.values()))
+            # By time: a round for every answer would make heartbeats quadratic in the number of ranks.
+            if time.monotonic() - polled >= HEARTBEAT_SECONDS:
+                polled = time.monotonic()
+                failures |= self._poll(pending, set(waiting.values()))
         if not failures:
             return [answers[ref] for ref in refs]
         deadline = time.monotonic() + AFTERMATH_SECONDS
@@ -116,12 +122,14 @@ class HealthMonitor:
             pending[rank] = (request_heartbeat(self._workhorses[rank]), time.monotonic())
         if parts > 0:
             self._alive(parts)
-        waits = {rank: self._heartbeats[rank].waits_s for rank in ranks if rank in self._heartbeats}
+        at = {rank: self._heartbeats[rank] for rank in ranks if rank in self._heartbeats}
         # All ranks wait for the slowest machine.
         limit = self._collective_timeout_s * max(map(self._load, range(len(self._workhorses))), default=1.0)
-        if not failures and max(waits.values(), default=0.0) > limit:
+        behind = ranks_behind(at, limit)
+        waiting = at.keys() - behind if behind else {rank for rank, own in at.items() if own.waits_s}
+        if not failures and (behind or max((own.waits_s for own in at.values()), default=0.0) > limit):
             error = _CollectiveTimeoutError(f"given up after {limit:.0f} s")
-            failures = {rank: error for rank, seconds in waits.items() if seconds}
+            failures = dict.fromkeys(waiting, error)
         return failures
 
     def _explained(self, rank: int, error: Exception, silent: list[int]) -> Exception:
@@ -131,7 +139,9 @@ class HealthMonitor:
             return error
         if _consequence(error) == 2:
             missing = " and ".join(f"{self._name(r)}, which is at {self._doing(r)}" for r in silent) or "another rank"
+            done = ", ".join(f"rank {r} {at.common_parts}" for r, at in sorted(self._heartbeats.items()))
             text = f"{self._name(rank)} waited too long in a collective for {missing}: {root_cause(error)}"
+            text += f"; parts of the common work that were done: {done}"
             return WorkhorseError("\n".join([text, *(self._log_tail(r) for r in silent or [rank])]))
         if isinstance(error, WorkhorseError):
             return WorkhorseError(f"{self._name(rank)} {error}\n{self._log_tail(rank)}")
@@ -157,6 +167,12 @@ class HealthMonitor:
         if not path.exists():
             return f"{path} does not exist, or is on another node"
         return "\n".join([f"last lines of {path}:", *path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]])
+
+
+def ranks_behind(at: Mapping[int, Heartbeat], limit_s: float) -> set[int]:
+    """The ranks that have done less of the common work than others, and none of it for `limit_s`."""
+    most = max((own.common_parts for own in at.values()), default=0)
+    return {rank for rank, own in at.items() if own.common_parts < most and own.stands_s > limit_s}
 
 
 def _gather(waiting: dict[Ref[T], int], answers: dict[Ref[T], T], timeout_s: float) -> dict[int, Exception]:

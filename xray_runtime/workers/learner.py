@@ -163,11 +163,14 @@ class Learner(Workhorse):
         assert self.engine is not None
         assert self.spec.training is not None
         max_tokens = self.spec.training.engine.micro_batch_tokens // self.runtime.micro_batch_divisor
+        pipelined = self.spec.training.engine.pipeline_parallel > 1
         sums: dict[str, torch.Tensor] = {}
         computed_tokens = 0
 
         def loss(batch: MicroBatch) -> torch.Tensor:
             value, stats = self.scorer.forward(self.spec.objective.loss, batch.tensors, totals)
+            # Other stages of a pipeline have no loss.
+            part_done(common=not pipelined)
             if not batch.rows:
                 return value * 0.0
             nonlocal computed_tokens
@@ -209,8 +212,9 @@ class Learner(Workhorse):
             tensors = as_tensors(batch, self.device)
             if self.module.has_trunk and "id" in batch:
                 tensors["trunk"] = self._trunk(batch["id"].tolist(), tensors)
+            part_done(common=True)
             yield MicroBatch(index, tensors)
-            part_done()
+        part_done(common=True)
 
     def _trunk(self, ids: list[int], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         """Trunk states of a micro-batch: given, remembered or new."""
@@ -272,19 +276,14 @@ class Learner(Workhorse):
         return {name for name, _ in self._weights(head=False)}
 
     def send_weights(
-        self,
-        version: int,
-        transport: Transport,
-        meet: tuple[str, int],
-        receivers: list[WorkhorseHandle],
-        per_replica: int,
+        self, version: int, transport: Transport, meet: tuple[str, int], ranks: list[WorkhorseHandle], per_replica: int
     ) -> None:
         """Send trainable weights from GPU to GPU; see `weights.device_transfer.Sender`."""
         from xray_runtime.weights.device_transfer import Sender
 
         if self._sender is None:
             tensors = functools.partial(self._weights, head=False)
-            self._sender = Sender(transport, tensors, self.rank_info.rank, receivers, per_replica)
+            self._sender = Sender(transport, tensors, self.rank_info.rank, ranks, per_replica)
         self._sender.send(version, meet)
 
     def begin_save(self, directory: Path, number: int, copiers: int) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from xray_runtime.engines.topology import Topology
+
+GROUP_TIMEOUT = timedelta(minutes=30)
+"""As long as gloo's: NCCL's own ten minutes would kill the ranks that wait before `runtime.collective_timeout_s` finds
+the one that they wait for."""
 
 
 class Mesh:
@@ -34,7 +39,7 @@ class Mesh:
     def _group(self, groups: Iterable[list[int]]) -> Any:
         mine = None
         for ranks in groups:
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=GROUP_TIMEOUT)
             if self.rank in ranks:
                 mine = group
         return mine
