@@ -72,6 +72,17 @@ def test_records_verify_after_a_users_key_is_deleted(tmp_path: Path) -> None:
     assert [row["texts"] is None for row in records(tmp_path)] == [False, False, True]
 
 
+def test_a_key_that_is_deleted_while_the_recorder_runs_is_not_used_again(tmp_path: Path) -> None:
+    async def work(recorder: Recorder) -> None:
+        await recorder.keep([exchange(1, "ann")], {}, True)
+        [row] = records(tmp_path)
+        (tmp_path / RECORDED / "keys" / row["user"]).unlink()
+        await recorder.keep([exchange(2, "ann")], {}, True)
+
+    with_recorder(tmp_path, work)
+    assert [row["texts"] is None for row in records(tmp_path)] == [False, True]
+
+
 def test_a_header_names_the_user_before_the_request_does(tmp_path: Path) -> None:
     # The request's own field says ann.
     keep(tmp_path, dataclasses.replace(exchange(1, "ann"), user="bob"), exchange(2, "ann"))
