@@ -171,7 +171,7 @@ def two_rows(base: dict[str, Any], **runtime: Any) -> LifecycleConfig:
     engine = {"engine": {"micro_batch_tokens": 512}}
     stages = [engine | {"minibatch_size": 2, "prompts_per_iteration": 8}]
     step = engine | {"batch_size": 2}
-    runtime = {"parallel": "auto", **runtime}
+    runtime = {"parallel": "auto", "weight_transfer": "plasma", **runtime}
     return validate(
         {"base": {"kind": "fresh", **base}, "sft": step, "reward": step, "ppo": {"stages": stages}}
         | {"runtime": runtime}
