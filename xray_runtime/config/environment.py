@@ -113,7 +113,7 @@ def _kind(value: Any) -> str:
 AnyEnvironment = Annotated[
     Annotated[EnvironmentConfig, Tag("environment")] | Annotated[AgentConfig, Tag("agent")], Discriminator(_kind)
 ]
-"""What answers the policy, or asks it."""
+"""The environment of a policy, or the agent that calls it."""
 
 
 def _check_turns(max_tokens: int, max_new_tokens: int, stop: Sequence[str]) -> None:
