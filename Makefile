@@ -11,7 +11,7 @@ EXTRA ?= $(or $(shell head -n 1 .venv/.installed 2> /dev/null),cpu)
 PYTHON ?= $(or $(shell for python in $(BIN)/python python3.11 python3.12 python3.13; do \
 	$$python -c '' 2> /dev/null && echo $$python && break; done),python3)
 
-.PHONY: help install constraints stubs demo test test-long lint docs audit-deps unit component lifecycle mutants clean
+.PHONY: help install constraints stubs demo test test-long lint docs audit-deps unit component lifecycle peers mutants clean
 
 help:  ## show this
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,8 +31,8 @@ stubs: install  ## write xray/__init__.pyi: what type checkers know of the stage
 demo: install  ## run the quickstart lifecycle into runs/quickstart
 	$(BIN)/xray run configs/quickstart.yaml
 
-test:  ## style and types, dependencies, unit, component and end-to-end tests
-	@for part in install lint audit-deps unit component lifecycle; do \
+test:  ## style and types, dependencies, unit, component and end-to-end tests; beside TRL
+	@for part in install lint audit-deps unit component lifecycle peers; do \
 		echo "=== make $$part"; SECONDS=0; $(MAKE) --no-print-directory $$part; \
 		echo "=== make $$part: $$((SECONDS / 60)) min $$((SECONDS % 60)) s"; done
 
@@ -64,6 +64,12 @@ component: install  ## one real engine each: Ray, DeepSpeed, vLLM, MLflow
 
 lifecycle: install  ## the real command, whole and under injected faults
 	$(BIN)/pytest tests/e2e -m "not long" -n 2 --dist loadfile
+
+peers: install  ## the smallest model beside TRL (5 minutes): prints who is faster, fails where the losses differ
+	$(BIN)/python -m benchmarks.peers --only sft dpo grpo ppo --turns 1 --iterations 3
+
+gpu-check: install  ## on a machine with a GPU: does every path that needs one work, and how fast (10 minutes)
+	$(BIN)/python -m benchmarks.gpu_acceptance
 
 clean:  ## remove the environment and every run
 	rm -rf .venv runs site

@@ -32,6 +32,7 @@ import ray
 from benchmarks import slow_game
 from benchmarks.generation import fresh_model
 from benchmarks.machine import line, machine, spread, start_ray, table
+from xray_runtime.config.environment import EnvironmentConfig
 from xray_runtime.config.ppo import PPOConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.chat_format import chat_format
@@ -177,7 +178,7 @@ def rollout(model: Path, generator: Any, bare: Any, case: str, num_episodes: int
     path = f"{environment.__module__}:{environment.__name__}"
     limits = {"max_turns": slow_game.TURNS, "max_tokens": MAX_TOKENS, "cohorts": cohorts}
     config = PPOConfig(environment={"path": path, **limits}, max_new_tokens=NEW_TOKENS)  # type: ignore[arg-type]
-    assert config.environment is not None
+    assert isinstance(config.environment, EnvironmentConfig)
     scratch.mkdir()
     stage: Stage[Any, Any] = Stage("benchmark", 0, config, None, RUNTIME, None, kept=scratch)  # type: ignore[arg-type]
     tokenizer = load_tokenizer(model)

@@ -27,7 +27,7 @@ from benchmarks.machine import MIB, machine, ratio, spread, table, times
 from xray_runtime.data.ledger import LEDGER, iterations, read_shard, shard_path
 from xray_runtime.data.rows import Ragged, Rows, non_finite
 from xray_runtime.engines.generation.sampling import Sampling
-from xray_runtime.models.tensor_file import check_finite
+from xray_runtime.models.weight_files import check_finite
 from xray_runtime.report.figures import read_metrics
 from xray_runtime.store.checkpoints import read_manifest
 from xray_runtime.store.identity import file_sha256

@@ -1,6 +1,6 @@
 """Tokens per second of the generation engines, side by side on the same prompts.
 
-    python -m benchmarks.generation [--model DIR] [--prompts 64] [--new-tokens 32]
+    python -m benchmarks.generation [--model DIR] [--prompts 64] [--samples 1] [--new-tokens 32] [--prompt-tokens 4 32]
 
 Each engine runs as in a lifecycle, behind a WholeModel; tokens per second leave out its start. Without `--model` it is
 a fresh Llama of about 1.3M parameters. Beside the speed: how far each engine's log-probabilities lie from a float32
@@ -76,7 +76,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path)
     parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=1, help="replies to each prompt")
     parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--prompt-tokens", type=int, nargs=2, default=[4, 32], help="at least, and less than")
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=list(ENGINES))
     args = parser.parse_args()
     from xray_runtime.models.causal_lm import load_tokenizer, stops_of
@@ -87,18 +89,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = args.model or fresh_model(Path(folder) / "model")
         rng = np.random.default_rng(0)
-        prompts = Ragged.of(rng.integers(5, 250, size=n) for n in rng.integers(4, 32, args.prompts))
-        rows = {"input_ids": prompts, "seed": np.arange(args.prompts)}
+        at_least, less_than = args.prompt_tokens
+        prompts = [rng.integers(5, 250, size=n) for n in rng.integers(at_least, less_than, args.prompts)]
+        ids = Ragged.of(prompt for prompt in prompts for _ in range(args.samples))
+        rows = {"input_ids": ids, "seed": np.arange(args.prompts * args.samples)}
         stops = stops_of(directory, load_tokenizer(directory))
         sampling = Sampling(args.new_tokens, 1.0, stops, pad_token_id=0)
-        print(f"{machine()}; {args.prompts} prompts, {args.new_tokens} new tokens each\n")
+        print(f"{machine()}; {args.prompts} prompts, {args.samples} replies each, of {args.new_tokens} tokens\n")
         fastest: list[float] = []
         table(["engine", "tokens/s", f"÷ {args.engines[0]}", "start, s", "largest difference, nats"], [])
         for name in args.engines:
             config, replicas = ENGINES[name]
             runtime = RuntimeConfig(threads=2 // max(replicas, config.tensor_parallel), generator_replicas=replicas)
             begin = time.perf_counter()
-            spec = GeneratorSpec(directory, 32 + args.new_tokens, config)
+            spec = GeneratorSpec(directory, max(map(len, prompts)) + args.new_tokens, config)
             with model_opener(runtime, Path(folder) / "logs", "benchmark")({"generator": spec}) as models:
                 started = time.perf_counter() - begin
                 ask = functools.partial(models["generator"].generate.remote, rows, sampling, 0)

@@ -13,18 +13,38 @@ import argparse
 import statistics
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from pydantic import BaseModel
 from scipy.stats import ttest_ind  # type: ignore[import-untyped]
 
 import xray
 from benchmarks.machine import line, machine, spread, table
-from benchmarks.ppo_peer import Series, fields, series, start
+from benchmarks.peers_measure import Series, series
+from xray_runtime.config.base import FreshBase
+from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import load_config
 
 CURVES = ("reward/gold", "reward/mean", "kl/reference_k1")
 POINTS = 8
 """Parts of a curve that are shown."""
 PHASES = ("sync", "generate", "score", "update", "total")
+
+
+def start(config: LifecycleConfig) -> tuple[xray.Handle, xray.Handle, xray.Handle]:
+    """(prompts, SFT model, reward model) of a config with a fresh base, as its lifecycle makes them."""
+    assert config.sft is not None
+    assert config.reward is not None
+    assert config.preferences is not None
+    assert isinstance(config.base, FreshBase)
+    chats = xray.prepare(**fields(config.data))
+    sft = xray.sft(xray.fresh_base(chats, **fields(config.base)), data=chats, **fields(config.sft))
+    pairs = xray.preferences(policy=sft, data=chats, gold=config.gold, **fields(config.preferences))
+    return chats, sft, xray.reward_model(sft, pairs, **fields(config.reward))
+
+
+def fields(section: BaseModel) -> dict[str, Any]:
+    return {name: getattr(section, name) for name in type(section).model_fields if name != "kind"}
 
 
 def parts(values: list[float]) -> list[float]:

@@ -32,7 +32,8 @@ from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.planning.memory import Layout, Memory, training_memory
 from xray_runtime.planning.shapes import from_pretrained
-from xray_runtime.workers.learner import Learner, as_tensors
+from xray_runtime.workers.learner import Learner
+from xray_runtime.workers.micro_batches import as_tensors
 from xray_runtime.workers.model_spec import ModelSpec
 
 BASE = FreshBase(
@@ -86,16 +87,18 @@ def global_batches(
     num_rows: int = NUM_ROWS,
     prompt_tokens: tuple[int, int] = (3, 12),
     reply_tokens: tuple[int, int] = (3, 14),
+    group_size: int = 1,
 ) -> list[Rows]:
     """Ragged PPO batches with random advantages; `old_logprobs` near the model's own, so that some ratios clip.
 
-    Lengths are drawn from the first up to, and not with, the second.
+    Lengths are drawn from the first up to, and not with, the second. `group_size` rows have the same prompt.
     """
     rng = np.random.default_rng(0)
     module = HeadedLM(load_model(model), scalar_head=True).eval()
     batches = []
     for _ in range(count):
-        prompts = [rng.integers(5, 280, size=rng.integers(*prompt_tokens)) for _ in range(num_rows)]
+        prompts = [rng.integers(5, 280, size=rng.integers(*prompt_tokens)) for _ in range(0, num_rows, group_size)]
+        prompts = [prompt for prompt in prompts for _ in range(group_size)][:num_rows]
         replies = [rng.integers(5, 280, size=rng.integers(*reply_tokens)) for _ in range(num_rows)]
         rows = text_rows(prompts, replies)
         with torch.no_grad():

@@ -52,6 +52,16 @@ def own_bytes() -> int:
     return int(psutil.Process().memory_full_info().uss)
 
 
+def gflop_per_second(inputs: int, outputs: int, threads: int, tokens: int = 1024) -> float:
+    """The rate of a float32 product of `tokens` rows with a matrix, the best of several."""
+    import torch
+
+    torch.set_num_threads(threads)
+    states, matrix = torch.randn(tokens, inputs), torch.randn(outputs, inputs)
+    seconds = times(lambda: [torch.nn.functional.linear(states, matrix) for _ in range(50)])
+    return 50 * 2e-9 * states.numel() * outputs / min(seconds)
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a Markdown table."""
     print("| " + " | ".join(head) + " |")

@@ -1,9 +1,10 @@
-"""Updates on packed sequences against padded rows, and logits in chunks against all at once.
+"""Updates on packed sequences against padded rows, on shared prompts against separate rows; logits in chunks.
 
     python -m benchmarks.packing [--repeats 5]
 
 One thread; CPU seconds, which others on the machine disturb less than wall time. Lengths are those of the `chitchat`
-conversations (single exchanges; whole conversations, many of which are cut at the limit) and the quickstart's.
+conversations (single exchanges; whole conversations, many of which are cut at the limit) and the quickstart's. Prompts
+are shared by the replies of a group (GRPO) or of a pair (DPO).
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ import transformers
 
 from benchmarks.machine import line, machine, ratio, spread, table
 from xray_runtime.algorithms.logprobs import MAX_LOGITS, chunked_logprobs_and_entropy
+from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.data.batching import micro_batches
 from xray_runtime.data.rows import Ragged, Rows, num_response_tokens, take
 from xray_runtime.data.sources import chitchat_conversations
 from xray_runtime.data.text_rows import text_rows
 from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.objectives import Objective, num_computed_tokens
 from xray_runtime.models.ppo_objectives import PPOObjective
-from xray_runtime.workers.learner import as_tensors
+from xray_runtime.models.preference_objectives import DPOObjective
+from xray_runtime.workers.micro_batches import as_tensors, row_groups
 
 NUM_ROWS = 32
 """The quickstart's minibatch."""
@@ -35,6 +39,7 @@ MICRO_BATCH_TOKENS = 4096
 """The default."""
 CHARACTERS_A_TOKEN = 4
 MAX_LENGTH = 1024
+POLICY, PAIRS = PPOObjective(PPOStageConfig()), DPOObjective(DPOConfig())
 MODELS = {
     "1.6M": {"hidden_size": 160, "num_hidden_layers": 4, "num_attention_heads": 5, "intermediate_size": 448},
     "18M": {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 1408},
@@ -68,19 +73,43 @@ def quickstart_lengths(rng: np.random.Generator) -> list[tuple[int, int]]:
 
 def ppo_rows(lengths: list[tuple[int, int]], rng: np.random.Generator) -> Rows:
     prompts, replies = ([rng.integers(5, 2000, size=pair[side]).tolist() for pair in lengths] for side in (0, 1))
+    return with_noise(prompts, replies, rng)
+
+
+def with_noise(prompts: list[list[int]], replies: list[list[int]], rng: np.random.Generator) -> Rows:
+    """Rows with everything that the loss of PPO reads."""
     rows, offsets = text_rows(prompts, replies), Ragged.of(replies).offsets
     noise = rng.normal(size=(5, offsets[-1])).astype(np.float32)
     names = ("old_logprobs", "advantages", "weights", "values", "returns")
     return rows | {name: Ragged(column, offsets) for name, column in zip(names, noise, strict=True)}
 
 
-def update(module: HeadedLM, rows: Rows, packed: bool) -> None:
-    """Forward and backward passes of one PPO step."""
+def group_rows(prompt_tokens: int, reply_tokens: int, rng: np.random.Generator) -> Rows:
+    """PPO rows of 16 prompts with 8 replies each, of half to all of `reply_tokens`."""
+    prompts = [prompt for prompt in rng.integers(5, 2000, size=(16, prompt_tokens)).tolist() for _ in range(8)]
+    lengths = rng.integers(reply_tokens // 2, reply_tokens + 1, size=len(prompts)).tolist()
+    return with_noise(prompts, [rng.integers(5, 2000, size=length).tolist() for length in lengths], rng)
+
+
+def pair_rows(prompt_tokens: int, reply_tokens: int, rng: np.random.Generator) -> Rows:
+    """DPO rows of 32 pairs."""
+    prompts = rng.integers(5, 2000, size=(32, prompt_tokens)).tolist()
+    chosen, rejected = rng.integers(5, 2000, size=(2, 32, reply_tokens)).tolist()
+    rows = text_rows(prompts, chosen) | {"rejected_ids": text_rows(prompts, rejected)["input_ids"]}
+    return rows | dict(zip(("ref_chosen", "ref_rejected"), rng.normal(size=(2, 32)).astype(np.float32), strict=True))
+
+
+def update(module: HeadedLM, rows: Rows, packed: bool, objective: Objective = POLICY, shared: bool = True) -> None:
+    """Forward and backward passes of one step. `shared`: packed rows' shared prompts are computed once."""
     module.packs = packed
     module.zero_grad()
-    totals = {"tokens": float(num_response_tokens(rows))}
-    for index in micro_batches(rows["input_ids"].lengths.tolist(), MICRO_BATCH_TOKENS, packed=packed):
-        loss, _ = PPOObjective(PPOStageConfig()).loss(module, as_tensors(take(rows, index)), totals)
+    totals = {"tokens": float(num_response_tokens(rows)), "pairs": float(len(rows["input_ids"]))}
+    told_apart = rows if shared else {name: column for name, column in rows.items() if name != "prompt_lengths"}
+    for index in row_groups(told_apart, MICRO_BATCH_TOKENS, packed=packed):
+        tensors = as_tensors(take(rows, index))
+        if not shared:
+            del tensors["alike"]
+        loss, _ = objective.loss(module, tensors, totals)
         loss.backward()
 
 
@@ -105,6 +134,39 @@ def compared(works: Sequence[Callable[[], None]], repeats: int) -> list[list[flo
     return seconds
 
 
+def compare_shared(repeats: int) -> None:
+    """Print what a step of the 1.6M model takes on separate rows and on shared prompts."""
+    columns = ["rows", "prompt + reply", "tokens", "computed", "separate, CPU-s", "shared, CPU-s", "separate ÷ shared"]
+    table([*columns, "largest difference ÷ largest gradient"], [])
+    module = make_model("1.6M")
+    makers: dict[str, tuple[Objective, Callable[[int, int, np.random.Generator], Rows]]] = {
+        "16 × 8 replies": (POLICY, group_rows),
+        "32 pairs": (PAIRS, pair_rows),
+    }
+    for name, (objective, make) in makers.items():
+        for lengths in ((45, 16), (400, 60)):
+            rows = make(*lengths, np.random.default_rng(0))
+            computed = num_computed_tokens(module, as_tensors(rows))
+            works = [partial(update, module, rows, True, objective, shared) for shared in (False, True)]
+            separate, shared = compared(works, repeats)
+            gradients = []
+            for work in works:
+                work()
+                gradients.append([p.grad.clone() for p in module.parameters() if p.grad is not None])
+            largest = max(float(gradient.abs().max()) for gradient in gradients[0])
+            apart = max(float((a - b).abs().max()) for a, b in zip(*gradients, strict=True))
+            tokens = sum(len(rows[side].values) for side in ("input_ids", "rejected_ids") if side in rows)
+            cells = [name, "{} + {}".format(*lengths), tokens, computed, spread(separate), spread(shared)]
+            line([*cells, ratio(separate, shared), f"{apart / largest:.0e}"])
+
+
+def make_model(name: str) -> HeadedLM:
+    options: dict[str, Any] = {"vocab_size": 2048, "tie_word_embeddings": True, "use_cache": False, **MODELS[name]}
+    torch.manual_seed(0)
+    lm = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options, attn_implementation="sdpa"))
+    return HeadedLM(lm.eval(), scalar_head=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=5)
@@ -117,11 +179,8 @@ def main() -> None:
         "quickstart": quickstart_lengths,
         "conversations": conversation_lengths,
     }
-    for model, sizes in MODELS.items():
-        options: dict[str, Any] = {"vocab_size": 2048, "tie_word_embeddings": True, "use_cache": False, **sizes}
-        torch.manual_seed(0)
-        lm = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options, attn_implementation="sdpa"))
-        module = HeadedLM(lm.eval(), scalar_head=True)
+    for model in MODELS:
+        module = make_model(model)
         for name, draw in sampled.items():
             if name == "conversations" and model != "1.6M":
                 continue  # minutes a pass
@@ -133,6 +192,8 @@ def main() -> None:
             padded, packed = compared(runs, args.repeats)
             cells = [model, name, sum(lengths), padded_tokens, spread(padded), spread(packed), ratio(padded, packed)]
             line(cells)
+    print()
+    compare_shared(args.repeats)
     print()
     table(["vocabulary", "hidden", "tokens", "all at once, CPU-s", "in chunks, CPU-s", "chunks ÷ all"], [])
     for vocabulary, hidden_size, tokens in ((2048, 160, 1024), (32_000, 128, 1024), (150_000, 64, 256)):

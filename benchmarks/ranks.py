@@ -31,25 +31,35 @@ Script = Callable[..., Any]
 """`script(learner, deal, *args)`, run on every rank; `deal(rows)` are the rows this rank gets of a global batch."""
 
 
-def run_ranks(spec: ModelSpec, logs: Path, script: Script, *args: Any, kind: type[Learner] = Learner) -> list[Any]:
+def run_ranks(
+    spec: ModelSpec, logs: Path, script: Script, *args: Any, kind: type[Learner] = Learner, device: str = "cpu"
+) -> list[Any]:
     """What `script` returned on each rank of the layout in `spec.training.engine`, by rank.
+
+    Args:
+        device: "cuda": each rank sees the GPU of its number.
 
     Raises:
         RuntimeError: a rank failed; the message is its traceback. The other ranks are ended.
     """
     assert spec.training is not None
     topology = Topology.of(spec.training.engine)
-    os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    os.environ |= {"DS_ACCELERATOR": device, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    # CUDA does not survive a fork of a process that has looked for it.
+    context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+    if device == "cpu":
+        context.set_forkserver_preload(PRELOAD)
     reserved = reserve_port()
     port = int(reserved.getsockname()[1])
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(topology.size)))).split(",")
     ours, processes = [], []
     for rank in range(topology.size):
         mine, theirs = context.Pipe()
+        if device == "cuda":
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[rank]
         rank_info = RankInfo("policy", rank, rank, topology.size, "127.0.0.1", port, logs)
         process = context.Process(
-            target=_work, args=(theirs, kind, spec, topology, rank_info, script, args), daemon=True
+            target=_work, args=(theirs, kind, spec, topology, rank_info, device, script, args), daemon=True
         )
         process.start()
         theirs.close()
@@ -82,11 +92,12 @@ def _work(
     spec: ModelSpec,
     topology: Topology,
     rank_info: RankInfo,
+    device: str,
     script: Script,
     args: Any,
 ) -> None:
     try:
-        learner = kind(RuntimeConfig(threads=1, device="cpu"))
+        learner = kind(RuntimeConfig(threads=1, device=device))  # type: ignore[arg-type]
         learner.build(spec, rank_info)
 
         def deal(rows: Rows) -> Rows:

@@ -3,7 +3,7 @@
     python -m benchmarks.update_step [--repeats 20]
     OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=500 python -m benchmarks.update_step     (threads wait as Workhorses' do)
 
-16 replies of 16 tokens to prompts of 14 to 29, as `ppo_peer` has them. Shares are of the profiler's processor time.
+16 replies of 16 tokens to prompts of 14 to 29, as `peers` has them. Shares are of the profiler's processor time.
 """
 
 from __future__ import annotations

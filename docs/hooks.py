@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from xray_runtime.graph.kind import StageKind
 
 ROOT = Path(__file__).parents[1]
-CONFIGS = ("xray_runtime.config.lifecycle:LifecycleConfig", "xray.flows.search:SearchConfig")
+CONFIGS = (
+    "xray_runtime.config.lifecycle:LifecycleConfig",
+    "xray.flows.search:SearchConfig",
+    "xray_runtime.config.recording:RecordingConfig",
+)
 """The files people write: each with all sections below it."""
 
 
@@ -104,8 +108,9 @@ def config_page() -> str:
     lines = [
         "# Config",
         "",
-        "What `xray run CONFIG` and `xray tune --search SEARCH` read. Unknown fields are refused; every mistake is one "
-        "line with the field, the value and what is allowed. This page is made from the code.",
+        "What `xray run CONFIG`, `xray tune --search SEARCH` and `xray serve --record --set` read. Unknown fields are "
+        "refused; every mistake is one line with the field, the value and what is allowed. This page is made from the "
+        "code.",
     ]
     for section in _all_sections():
         lines += ["", f"## {section.__name__}", "", _doc(section), "", *_fields(section)]

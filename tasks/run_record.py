@@ -28,7 +28,6 @@ from xray_runtime.lineage.signing import signing_key
 from xray_runtime.report.evaluations import figure
 from xray_runtime.store.identity import digest
 from xray_runtime.store.shared import open_shared
-from xray_runtime.tracking.database import prepare_mlflow_database
 from xray_runtime.tracking.mlflow_tracker import Tracker, params_of
 from xray_runtime.tracking.registry import LOG_TAG
 
@@ -144,8 +143,6 @@ class RunRecord:
     def _open_tracker(self) -> Tracker:
         # If several processes create the same database, all but one fail.
         with FileLock(self.output / LOCKS / "mlflow.lock"):
-            if self._is_own:
-                prepare_mlflow_database(self.output / "mlflow.db")
             return Tracker(self.tracking_uri, self.project, self.output / "mlartifacts" if self._is_own else None)
 
     def _began(self, record: dict[str, Any]) -> RunBegan:

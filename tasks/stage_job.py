@@ -38,6 +38,7 @@ from xray_runtime.lineage.log import log_checkpoints
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.statement import OutsideSource, RunFacts
 from xray_runtime.lineage.terms import terms_of
+from xray_runtime.models.transformers_import import import_transformers
 from xray_runtime.report.figures import read_metrics, training_figure
 from xray_runtime.store.checkpoints import load_manifest
 from xray_runtime.store.content_digest import check_unchanged
@@ -152,6 +153,7 @@ class StageJob:
             seal_of(self._output),
             self._store.shared,
             (lambda question: ask_person(self._spec.name, question, self._progress)) if shown else None,
+            self._spec.runtime.snapshot_every_s,
         )
         self._progress.on_stop = recorder.interrupt
         _on_sigterm(functools.partial(recorder.interrupt, WorkerEndedError))
@@ -173,6 +175,8 @@ class StageJob:
         parents = {parent.path.name: parent.sha256 for parent in self._parents.values()}
         log_checkpoints(self._output, key, parents, here=False)
         with store.building(spec.name, self._key) as built:
+            if self._kind.models(self._config):
+                import_transformers()
 
             def body(runtime: RuntimeConfig) -> int:
                 return self._kind.run(self._stage(runtime, recorder), built, recorder)
@@ -234,7 +238,7 @@ def check_numbers(stage: str, built: Path, results: str | None) -> None:
     """Raises NonFiniteError if a weight, or a number in the file of results, is NaN or infinite."""
     with naming(stage):
         if any(built.rglob("*.safetensors")):
-            from xray_runtime.models.tensor_file import check_finite
+            from xray_runtime.models.weight_files import check_finite
 
             check_finite(built)
         if results is not None and (built / results).is_file():

@@ -46,6 +46,7 @@ GUARDS = {
     "lineage/promotion": "lineage/test_promotion.py lineage/test_terms.py",
     "lineage/replay": "lineage/test_replay.py",
     "lineage/retention": "lineage/test_retention.py lineage/test_promotion.py lineage/test_judgements.py",
+    "lineage/signed_lines": "lineage/test_log.py",
     "lineage/signing": "lineage/test_signing.py",
     "lineage/statement": "lineage/test_statement.py",
     "lineage/terms": "lineage/test_terms.py",

@@ -49,7 +49,7 @@ class _FrozenConfig(TypedDict, total=False):
     tensor_parallel: int
     pipeline_parallel: int
     zero_stage: Literal[0, 3]
-    precision: Literal["float32", "bfloat16"]
+    precision: Literal["auto", "float32", "bfloat16"]
 
 class _GeneratorConfig(TypedDict, total=False):
     engine: Literal["vllm", "deepspeed", "transformers"]
@@ -87,6 +87,25 @@ class _EnvironmentConfig(TypedDict, total=False):
     timeout_s: float
     memory_mb: int
 
+class _AgentConfig(TypedDict, total=False):
+    agent: str | Callable[..., Any] | None
+    command: list[str] | None
+    directory: str | None
+    venv: str | None
+    url: str | None
+    host: str
+    concurrency: int
+    max_calls: int
+    max_sampled_tokens: int
+    max_tokens: int
+    timeout_s: float
+    memory_mb: int
+    output_mb: float
+    max_processes: int
+    retries: int
+    untrainable: Literal["refuse", "leave_out"]
+    changed: Literal["anew", "fail"]
+
 class _LoRAConfig(TypedDict, total=False):
     rank: int
     alpha: float
@@ -99,7 +118,7 @@ class _EngineConfig(TypedDict, total=False):
     library: Literal["deepspeed", "megatron"]
     zero_stage: int | None
     micro_batch_tokens: int
-    precision: Literal["float32", "bfloat16"]
+    precision: Literal["auto", "float32", "bfloat16"]
     activation_checkpointing: bool
     offload: Literal["none", "cpu", "nvme"]
     nvme_path: str | None
@@ -155,6 +174,8 @@ class _SFTValidation(TypedDict, total=False):
 
 class _RuntimeConfig(TypedDict, total=False):
     device: Literal["auto", "cpu", "cuda"]
+    reproducible: bool
+    tf32: bool
     threads: int
     niceness: int
     cpus_per_workhorse: float
@@ -171,6 +192,7 @@ class _RuntimeConfig(TypedDict, total=False):
     generator_memory_gib: float
     gpu_memory_fraction: float
     snapshot_every: int
+    snapshot_every_s: float
     on_out_of_memory: Literal["halve", "fail"]
     micro_batch_divisor: int
     retries: int
@@ -423,7 +445,7 @@ def benchmark(
     num_prompts: int = 256,
     num_samples_shown: int = 24,
     generator: _GeneratorConfig = ...,
-    environment: _EnvironmentConfig,
+    environment: _EnvironmentConfig | _AgentConfig,
     samples: int = 1,
     success: float = 1.0,
     name: str | None = None,
@@ -461,7 +483,7 @@ def benchmark(
       num_samples_shown: whole number, ≥ 1, ≤ 200; default `24`
       generator: GeneratorConfig; default its own defaults
       suite: `environment`; default `"environment"`
-      environment: EnvironmentConfig; required
+      environment: EnvironmentConfig or AgentConfig; required
       samples: whole number, ≥ 1; default `1`
           Episodes per prompt.
       success: number; default `1.0`
@@ -567,7 +589,7 @@ def compare(
     num_prompts: int = 256,
     bootstrap_samples: int = 2000,
     num_samples_shown: int = 24,
-    environment: _EnvironmentConfig | None = None,
+    environment: _EnvironmentConfig | _AgentConfig | None = None,
     name: str | None = None,
 ) -> Handle:
     """A candidate against the current champion, on held-out prompts that neither was trained on. Writes
@@ -615,7 +637,7 @@ def compare(
           Bootstrap resamples for the 95% intervals.
       num_samples_shown: whole number, ≥ 1, ≤ 200; default `24`
           Number of sample pairs in the report's table.
-      environment: EnvironmentConfig or null; default `null`
+      environment: EnvironmentConfig or AgentConfig or null; default `null`
           The environment that answers the policies turn by turn; its rewards are reported but decide no
           wins.
       judges: list of RewardTerm; default empty
@@ -730,7 +752,7 @@ def evaluate(
     num_prompts: int = 256,
     bootstrap_samples: int = 2000,
     num_samples_shown: int = 24,
-    environment: _EnvironmentConfig | None = None,
+    environment: _EnvironmentConfig | _AgentConfig | None = None,
     name: str | None = None,
 ) -> Handle:
     """A policy against the model it came from, on held-out prompts. Writes evaluation.json (the
@@ -778,7 +800,7 @@ def evaluate(
           Bootstrap resamples for the 95% intervals.
       num_samples_shown: whole number, ≥ 1, ≤ 200; default `24`
           Number of sample pairs in the report's table.
-      environment: EnvironmentConfig or null; default `null`
+      environment: EnvironmentConfig or AgentConfig or null; default `null`
           The environment that answers the policies turn by turn; its rewards are reported but decide no
           wins.
       judges: list of RewardTerm; default empty
@@ -981,7 +1003,7 @@ def ppo(
     max_new_tokens: int = 16,
     temperature: float = 1.0,
     stop: list[str] = ...,
-    environment: _EnvironmentConfig | None = None,
+    environment: _EnvironmentConfig | _AgentConfig | None = None,
     lag: Literal[0, 1] = 0,
     epochs: int = 4,
     minibatch_size: int = 32,
@@ -1084,7 +1106,7 @@ def ppo(
           Sampling temperature; training log-probabilities use the same temperature.
       stop: list of text, not empty, at most 16; default empty
           Texts that end a reply, in addition to the tokens that end a turn; the reply includes them.
-      environment: EnvironmentConfig or null; default `null`
+      environment: EnvironmentConfig or AgentConfig or null; default `null`
           The environment that answers replies in multi-turn rollouts; its rewards are added. None: a
           single turn.
       lag: `0`, `1`; default `0`

@@ -94,3 +94,11 @@ def text(num_rows: int = 9, seed: int = 0) -> Rows:
     prompts = [rng.integers(5, VOCABULARY, size=rng.integers(3, 9)).tolist() for _ in range(num_rows)]
     replies = [rng.integers(5, VOCABULARY, size=rng.integers(2, 8)).tolist() for _ in range(num_rows)]
     return text_rows(prompts, replies)
+
+
+def same(found: Rows, expected: Rows) -> None:
+    """Replies are equal, to the bit."""
+    for name in ("response_ids", "rollout_logprobs"):
+        np.testing.assert_array_equal(found[name].offsets, expected[name].offsets)
+        np.testing.assert_array_equal(found[name].values, expected[name].values)
+    np.testing.assert_array_equal(found["ended"], expected["ended"])

@@ -15,7 +15,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from tests.component.models import open_models
+from tests.component.models import open_models, same
 from xray_runtime.config.engines import EngineConfig, GeneratorConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.runtime import RuntimeConfig
@@ -153,6 +153,10 @@ def test_the_life_of_a_generator(models: dict[str, Any], prompts: Rows, tiny_mod
     expected = _logprobs(tiny_model, list(mixed.items()), asked, third)
     np.testing.assert_allclose(third["rollout_logprobs"].values, expected, atol=2e-5)
 
+    # A checkpoint's files replace all of them.
+    ray.get(models["generator"].load_checkpoint.remote(tiny_model, 3))
+    same(generate(models, prompts, 3), first)
+
 
 def _logprobs(
     directory: Path, weights: list[tuple[str, torch.Tensor]], asked: list[list[int]], out: Rows
@@ -251,14 +255,6 @@ def test_a_sharded_policy_is_followed_by_every_engine(
 
 def _with_replies(prompts: Rows, rollout: Rows) -> Rows:
     return text_rows([ids.tolist() for ids in prompts["input_ids"]], rollout["response_ids"])
-
-
-def same(found: Rows, expected: Rows) -> None:
-    """To the bit."""
-    for name in ("response_ids", "rollout_logprobs"):
-        np.testing.assert_array_equal(found[name].offsets, expected[name].offsets)
-        np.testing.assert_array_equal(found[name].values, expected[name].values)
-    np.testing.assert_array_equal(found["ended"], expected["ended"])
 
 
 def _shared_memory(model: Any) -> list[str]:

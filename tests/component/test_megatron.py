@@ -32,7 +32,8 @@ from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.weights.object_store import unpack
 from xray_runtime.workers.generator_spec import GeneratorSpec
-from xray_runtime.workers.learner import Learner, as_tensors
+from xray_runtime.workers.learner import Learner
+from xray_runtime.workers.micro_batches import as_tensors
 from xray_runtime.workers.model_spec import ModelSpec
 
 MEGATRON = {"library": "megatron"}

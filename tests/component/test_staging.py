@@ -13,9 +13,10 @@ import ray
 import torch
 from safetensors.torch import load_file, save_file
 
-from xray_runtime.models.tensor_file import copy_tensors
+from xray_runtime.models.weight_files import copy_tensors
+from xray_runtime.workers.file_receiver import CHUNK_BYTES, FileReceiver
 from xray_runtime.workers.protocols import Ref
-from xray_runtime.workers.staging import CHUNK_BYTES, FileReceiver, FileStager
+from xray_runtime.workers.staging import FileStager
 
 T = TypeVar("T")
 
@@ -56,7 +57,7 @@ def test_directories_are_staged_byte_for_byte(stager: FileStager, workhorses: li
     (model / "weights").write_bytes(os.urandom(CHUNK_BYTES + 5))
     (model / "critic" / "empty").touch()
     assert [stager.is_remote(rank) for rank in range(4)] == [True, True, False, True]
-    assert stager.leaders() == [2, 0, 3]
+    assert stager.peers() == [(0, 2), (1, 2), (0, 1), (0, 1)]
     places = stager.stage_in(model)
     assert places[2] == model
     assert places[0] == places[1] != places[3]
@@ -65,7 +66,7 @@ def test_directories_are_staged_byte_for_byte(stager: FileStager, workhorses: li
     came = stager.stage_out(places, tmp_path / "out")
     assert set(came) == {0, 3}
     assert content(came[0]) == content(came[3]) == content(model)
-    stager.remove(places)
+    stager.forget(model)
     assert not places[0].exists()
     assert model.exists()
 
@@ -81,7 +82,7 @@ def test_nothing_is_left_when_a_workhorse_unloads(stager: FileStager, workhorses
 def test_where_all_share_a_disk_nothing_moves(cluster: None, tmp_path: Path) -> None:
     [one, other] = workhorses = [ray.remote(FileReceiver).options(num_cpus=0).remote() for _ in range(2)]
     stager = FileStager(workhorses, ["x", "y"], collect, tmp_path)
-    assert stager.leaders() == [0]
+    assert stager.peers() == [(0, 2), (1, 2)]
     assert stager.stage_in(tmp_path) == stager.output_directories(tmp_path) == [tmp_path, tmp_path]
     assert stager.stage_out([tmp_path, tmp_path], tmp_path) == {}
     ray.kill(one)
@@ -100,10 +101,11 @@ def test_what_another_user_made_is_not_written_into(tmp_path: Path, monkeypatch:
 
 
 def test_tensors_of_two_copies_come_together(tmp_path: Path) -> None:
-    ours, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"
-    save_file({"a": torch.ones(3), "b": torch.zeros(2)}, ours)
-    save_file({"a": torch.zeros(3), "b": torch.full((2,), 7.0)}, theirs)
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for directory, a, b in ((ours, torch.ones(3), torch.zeros(2)), (theirs, torch.zeros(3), torch.full((2,), 7.0))):
+        directory.mkdir()
+        save_file({"a": a, "b": b}, directory / "model.safetensors")
     copy_tensors(theirs, ours, ["b"])
-    found = load_file(ours)
+    found = load_file(ours / "model.safetensors")
     assert found["a"].tolist() == [1, 1, 1]
     assert found["b"].tolist() == [7, 7]

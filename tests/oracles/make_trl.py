@@ -2,7 +2,7 @@
 
     python -m tests.oracles.make_trl          # writes tests/oracles/trl.json
 
-TRL runs in an environment of its own (`runs/ppo-peer/trl`, as for `benchmarks.ppo_peer`), in float64. Its trainers are
+TRL runs in an environment of its own (`runs/peers/trl-1.11.0`, as for `benchmarks.peers`), in float64. Its trainers are
 real and so are the methods that are called; only what a model would answer is replaced by seeded numbers. PPO's
 formulas stand in the middle of `PPOTrainer.train`: a small training runs, and its local variables are read.
 """
@@ -420,9 +420,10 @@ def plain(value: Any) -> Any:
 
 def main() -> None:
     if importlib.util.find_spec("trl") is None:
-        from benchmarks.ppo_peer import environment
+        from benchmarks.peers_measure import environment
+        from benchmarks.peers_work import LAST_WITH_PPO
 
-        python = environment(ROOT / "runs" / "ppo-peer" / "trl")
+        python = environment(ROOT / "runs" / "peers" / f"trl-{LAST_WITH_PPO}", LAST_WITH_PPO)
         subprocess.run([python, __file__], check=True, cwd=ROOT)
         return
     import trl

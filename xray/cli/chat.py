@@ -98,6 +98,7 @@ def _environment(node: Node, path: str | None) -> EnvironmentConfig | None:
     if path is None:
         return None
     trained = node.manifest.config.get("environment") or {}
+    trained = trained if "path" in trained else {}  # an agent has other limits
     config = validate_as(EnvironmentConfig, trained | {"path": path}, "--environment")
     try:
         check_import(path)

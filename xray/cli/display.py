@@ -100,11 +100,12 @@ class LiveStages:
             if last:
                 return
 
-    def _show(self, stage: str, done: int, total: int, unit: str, note: str) -> None:
+    def _show(self, stage: str, done: int, total: int, unit: str, note: str, parts: int) -> None:
         if self._console.is_terminal:
             if stage not in self._tasks:
                 self._tasks[stage] = self._progress.add_task(stage, total=None, note="")
-            self._progress.update(self._tasks[stage], completed=done, total=total or None, note=f"{unit} {note}")
+            text = f"{unit} {note} (at work: {parts})" if parts else f"{unit} {note}"
+            self._progress.update(self._tasks[stage], completed=done, total=total or None, note=text)
             return
         if not total:
             return

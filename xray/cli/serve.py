@@ -23,6 +23,7 @@ from rich.console import Console
 from xray.cli.errors import print_error
 from xray.cli.job import FAILED
 from xray.cli.lineage import Output, PublicKey, Tracking
+from xray.cli.serve_recording import Recording, recording_lock, recording_options, start
 from xray.deployments.local_ray import running_ray
 from xray.deployments.local_services import Health
 from xray.deployments.server_home import LOOPBACK, check_free, clients_address
@@ -58,6 +59,12 @@ def serve(
         int,
         typer.Option(min=1, max=64, help="Number of devices that each engine is split across."),
     ] = 1,
+    record: Annotated[
+        bool, typer.Option("--record", help="Keep answers to people who agreed, encrypted and signed: docs/serving.md.")
+    ] = False,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="With --record: a rule of it; repeatable.")
+    ] = None,
     tracking_uri: Tracking = None,
     public_key: PublicKey = None,
 ) -> None:
@@ -69,7 +76,8 @@ def serve(
         signal.signal(number, signal.default_int_handler)
     # Child processes inherit the environment and must not get the key.
     key = os.environ.pop(API_KEY, None) or None
-    options = _Options(ref, output, tracking_uri, public_key, host, port, replicas, tensor_parallel, key)
+    recording = recording_options(record, overrides or [], key)
+    options = _Options(ref, output, tracking_uri, public_key, host, port, replicas, tensor_parallel, key, recording)
     try:
         with _refusals():
             name, choice = _choose(options)
@@ -106,6 +114,7 @@ class _Options:
     replicas: int
     tensor_parallel: int
     key: str | None
+    recording: Recording | None
 
 
 def _choose(options: _Options) -> tuple[str | None, Choice]:
@@ -131,12 +140,13 @@ def _choose(options: _Options) -> tuple[str | None, Choice]:
 
 
 def _run(options: _Options, name: str | None, choice: Choice) -> None:
-    with running_ray(), Health().watching(None):
+    with recording_lock(options.recording, choice.store), running_ray(), Health().watching(None):
         # Ray replaced the handler when it started.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         from xray_runtime.serving.server import Server
 
-        server = Server(options.host, options.port, options.replicas, _logs(choice))
+        recorder = start(options.recording, choice.store, _logs(choice)) if options.recording is not None else None
+        server = Server(options.host, options.port, options.replicas, _logs(choice), recorder)
         try:
             _serve(server, options, name, choice)
         except KeyboardInterrupt:

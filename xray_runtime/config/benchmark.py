@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from xray_runtime.config.engines import Count, FrozenConfig, GeneratorConfig, Section
-from xray_runtime.config.environment import EnvironmentConfig
+from xray_runtime.config.environment import AnyEnvironment
 from xray_runtime.config.rewards import Verifier
 from xray_runtime.config.sampling import SamplingConfig
 from xray_runtime.config.sources import Source
@@ -69,7 +69,7 @@ class EnvironmentSuite(SampledSuite):
     """The success rate of episodes in an environment; `max_new_tokens` limits one turn."""
 
     suite: Literal["environment"] = "environment"
-    environment: EnvironmentConfig
+    environment: AnyEnvironment
     samples: Count = 1
     """Episodes per prompt."""
     success: float = 1.0

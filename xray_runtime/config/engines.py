@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -14,6 +14,8 @@ UnitInterval = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Count = Annotated[int, Field(ge=1)]
+Precision = Literal["auto", "float32", "bfloat16"]
+S = TypeVar("S", bound=BaseModel)
 
 
 class Section(BaseModel):
@@ -71,8 +73,8 @@ class FrozenConfig(LayoutConfig):
 
     zero_stage: Literal[0, 3] = 0
     """3: shard the weights over the data-parallel Workhorses, which gather each layer when they compute it."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """`bfloat16` halves the memory of weights and activations."""
+    precision: Precision = "auto"
+    """`bfloat16` halves the memory of weights and activations; `auto`: `bfloat16` on CUDA, `float32` on CPU."""
 
     @model_validator(mode="after")
     def _layout(self) -> Self:
@@ -91,9 +93,10 @@ class EngineConfig(LayoutConfig):
     that the other fields allow."""
     micro_batch_tokens: Annotated[int, Field(ge=16)] = 4096
     """Padded tokens in one forward pass. It changes memory, not results."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """`bfloat16`: mixed precision. Passes run in bfloat16; gradients are summed and weights updated, saved and sent to
-    the generator in float32. Needs zero_stage 1 or higher, even on one Workhorse."""
+    precision: Precision = "auto"
+    """`bfloat16`: mixed precision. Passes run in bfloat16; gradients are summed and weights updated and saved in
+    float32. Needs zero_stage 1 or higher, even on one Workhorse. `auto`: `bfloat16` on CUDA, and `float32` on CPU, with
+    zero_stage 0 and with library 'megatron'."""
     activation_checkpointing: bool = False
     """Keep only each layer's input and recompute the rest in the backward pass: less memory, bit-identical results."""
     offload: Literal["none", "cpu", "nvme"] = "none"
@@ -118,7 +121,9 @@ class EngineConfig(LayoutConfig):
     def _check_megatron(self) -> None:
         if self.zero > 1:
             raise ValueError(f"zero_stage = {self.zero} must be at most 1 with library 'megatron'")
-        for field in ("precision", "offload", "activation_checkpointing"):
+        if self.precision == "bfloat16":
+            raise ValueError("precision = 'bfloat16' must be 'float32' with library 'megatron'")
+        for field in ("offload", "activation_checkpointing"):
             value, default = getattr(self, field), type(self).model_fields[field].default
             if value != default:
                 raise ValueError(f"{field} = {value!r} must be {default!r} with library 'megatron'")
@@ -129,7 +134,7 @@ class EngineConfig(LayoutConfig):
         ZeRO 3 offloads to disk."""
         if self.offload == "nvme":
             return 3
-        return int(self.offload != "none" or self.precision != "float32")
+        return int(self.offload != "none" or self.precision == "bfloat16")
 
     @property
     def zero(self) -> int:
@@ -153,6 +158,25 @@ class EngineConfig(LayoutConfig):
         if self.library == "megatron" and self.zero:
             return f"zero_stage: {self.zero}"
         return None
+
+
+def with_precision(section: S, device: str) -> S:
+    """`section` with the precision that `auto` means on `device` ("cpu" or "cuda"), however deep in it."""
+    found = {name: _with_precision(getattr(section, name), device) for name in type(section).model_fields}
+    if isinstance(section, FrozenConfig | EngineConfig) and section.precision == "auto":
+        only_float32 = isinstance(section, EngineConfig) and (section.library == "megatron" or section.zero_stage == 0)
+        found["precision"] = "bfloat16" if device == "cuda" and not only_float32 else "float32"
+    return section.model_copy(update=found)
+
+
+def _with_precision(value: Any, device: str) -> Any:
+    if isinstance(value, BaseModel):
+        return with_precision(value, device)
+    if isinstance(value, list):
+        return [_with_precision(item, device) for item in value]
+    if isinstance(value, dict):
+        return {key: _with_precision(item, device) for key, item in value.items()}
+    return value
 
 
 def check_partitioned(layout: LayoutConfig, zero_stage: int, most: int) -> None:
@@ -212,6 +236,22 @@ class TrainingConfig(Section):
         if self.lora is not None and self.trainable_layers is not None:
             raise ValueError("lora must be null where trainable_layers is set: train either adapters or whole layers")
         return self
+
+
+FUSED_LAYERS = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+"""Linear layers that vLLM holds as one."""
+
+
+def check_fused_layers(lora: LoRAConfig, weight_transfer: str) -> None:
+    """Raises ValueError if `lora` trains a part of a layer that vLLM holds as one, since `weight_transfer` replaces
+    whole layers."""
+    trained = set(lora.target_modules or LINEAR_LAYERS)
+    for fused in FUSED_LAYERS:
+        if trained & fused and fused - trained:
+            raise ValueError(
+                f"lora.target_modules: {sorted(trained & fused)} without {sorted(fused - trained)} is not allowed with "
+                f"runtime.weight_transfer = {weight_transfer!r}: only 'plasma' updates a part of a fused layer"
+            )
 
 
 def check_whole_layers(lora: LoRAConfig | None, engine: EngineConfig, name: str) -> None:

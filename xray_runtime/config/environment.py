@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from xray_runtime.config.engines import Count, Positive, Section
+from xray_runtime.config.sources import Source
 
 
 def _importable(path: str) -> str:
@@ -43,12 +44,83 @@ class EnvironmentConfig(Section):
 
     def check_turns(self, max_new_tokens: int, stop: Sequence[str]) -> None:
         """Raises ValueError if `max_new_tokens` per turn or `stop` texts do not fit an episode."""
-        if self.max_tokens < max_new_tokens:
-            raise ValueError(
-                f"environment.max_tokens = {self.max_tokens} must be at least max_new_tokens = {max_new_tokens}, the "
-                "limit of one turn"
-            )
-        if stop:
-            raise ValueError(
-                f"stop = {stop!r} must be [] with an environment: a turn cut there would lack its end of turn"
-            )
+        _check_turns(self.max_tokens, max_new_tokens, stop)
+
+
+class AgentConfig(Section):
+    """An agent that calls the policy at an address, as it would call OpenAI or Anthropic (`docs/agents.md`);
+    `max_new_tokens` limits one reply. Exactly one of `agent`, `command` and `url` is set."""
+
+    agent: Annotated[str, Field(pattern=r"^[^:]+:[^:]+$"), AfterValidator(_importable)] | None = None
+    """`module:function`, called with a task in a process of its own; it returns the reward. Its module must be in
+    XRAY_ALLOWED_IMPORTS."""
+    command: Annotated[list[str], Field(min_length=1)] | None = None
+    """A program with its arguments. The task is JSON on its standard input; it posts its reward, or prints it last."""
+    directory: Source | None = None
+    """Files of the command, which runs in a copy of this directory for each episode; None: in an empty one."""
+    venv: Source | None = None
+    """A Python virtual environment for the command."""
+    url: Annotated[str, Field(pattern=r"^https?://[^\s@]+$")] | None = None
+    """A service that receives each task with an address, and answers with the reward."""
+    host: str = "127.0.0.1"
+    """Address that the gateway listens on."""
+    concurrency: Count = 64
+    """Maximum number of agents that run at the same time."""
+    max_calls: Count = 64
+    """Maximum number of replies in an episode."""
+    max_sampled_tokens: Count = 16384
+    """Maximum number of tokens of all replies of an episode."""
+    max_tokens: Annotated[int, Field(ge=2)] = 512
+    """Maximum number of tokens after the prompt that fit the context: prompt, replies and observations of one
+    history."""
+    timeout_s: Positive = 300.0
+    """An agent that takes longer is ended."""
+    memory_mb: Annotated[int, Field(ge=64)] = 4096
+    """Address space of each of its processes."""
+    output_mb: Positive = 16.0
+    """Maximum size of its output."""
+    max_processes: Count = 32
+    """Maximum number of its processes."""
+    retries: Annotated[int, Field(ge=0, le=10)] = 2
+    """How often an agent runs again when there is no result without a fault of its own."""
+    untrainable: Literal["refuse", "leave_out"] = "refuse"
+    """Calls with another temperature than the stage's, or another distribution: refuse them, or answer them and leave
+    them out of the loss."""
+    changed: Literal["anew", "fail"] = "anew"
+    """When an agent that runs again after a kill makes other calls than before: begin its episode anew, or fail the
+    stage."""
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        given = [name for name in ("agent", "command", "url") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"exactly one of agent, command and url must be set, not {' and '.join(given) or 'none'}")
+        for name in ("directory", "venv"):
+            if getattr(self, name) is not None and self.command is None:
+                raise ValueError(f"{name} = {getattr(self, name)!r} must be left out without a command")
+        return self
+
+    def check_turns(self, max_new_tokens: int, stop: Sequence[str]) -> None:
+        """Raises ValueError as `EnvironmentConfig.check_turns`."""
+        _check_turns(self.max_tokens, max_new_tokens, stop)
+
+
+def _kind(value: Any) -> str:
+    given = value if isinstance(value, Mapping) else vars(value) if isinstance(value, Section) else {}
+    return "agent" if any(given.get(name) is not None for name in ("agent", "command", "url")) else "environment"
+
+
+AnyEnvironment = Annotated[
+    Annotated[EnvironmentConfig, Tag("environment")] | Annotated[AgentConfig, Tag("agent")], Discriminator(_kind)
+]
+"""What answers the policy, or asks it."""
+
+
+def _check_turns(max_tokens: int, max_new_tokens: int, stop: Sequence[str]) -> None:
+    if max_tokens < max_new_tokens:
+        raise ValueError(
+            f"environment.max_tokens = {max_tokens} must be at least max_new_tokens = {max_new_tokens}, the "
+            "limit of one turn"
+        )
+    if stop:
+        raise ValueError(f"stop = {stop!r} must be [] with an environment: a turn cut there would lack its end of turn")

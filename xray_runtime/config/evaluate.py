@@ -13,7 +13,7 @@ from xray_runtime.config.engines import (
     Section,
     UnitInterval,
 )
-from xray_runtime.config.environment import EnvironmentConfig
+from xray_runtime.config.environment import AnyEnvironment
 from xray_runtime.config.ppo import JudgingConfig
 from xray_runtime.config.rewards import ExternalReward, RewardTerm, source_names
 from xray_runtime.config.sampling import SamplingConfig
@@ -27,7 +27,7 @@ class EvaluateConfig(SamplingConfig):
     """Bootstrap resamples for the 95% intervals."""
     num_samples_shown: Annotated[int, Field(ge=1, le=200)] = 24
     """Number of sample pairs in the report's table."""
-    environment: EnvironmentConfig | None = None
+    environment: AnyEnvironment | None = None
     """The environment that answers the policies turn by turn; its rewards are reported but decide no wins."""
 
     @property

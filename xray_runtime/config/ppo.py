@@ -19,10 +19,11 @@ from xray_runtime.config.engines import (
     TrainingConfig,
     UnitInterval,
     ValidationSchedule,
+    check_fused_layers,
     check_one_row_each,
     check_whole_layers,
 )
-from xray_runtime.config.environment import EnvironmentConfig
+from xray_runtime.config.environment import AnyEnvironment
 from xray_runtime.config.methods import Method, with_method
 from xray_runtime.config.rewards import RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
@@ -112,7 +113,7 @@ class PPOStageConfig(TrainingConfig):
     """Sampling temperature; training log-probabilities use the same temperature."""
     stop: Stop = Field(default_factory=list)
     """Texts that end a reply, in addition to the tokens that end a turn; the reply includes them."""
-    environment: EnvironmentConfig | None = None
+    environment: AnyEnvironment | None = None
     """The environment that answers replies in multi-turn rollouts; its rewards are added. None: a single turn."""
     lag: Literal[0, 1] = 0
     """`1`: sample the next rollout with the current weights while the update runs. From the second iteration on,
@@ -288,11 +289,13 @@ class PPOStageConfig(TrainingConfig):
     def check_runtime(self, runtime: RuntimeConfig) -> None:
         """Raises ValueError if `lag` or the engine conflicts with `runtime`."""
         cut = self.engine.data_parallel < self.engine.num_workhorses
-        if cut and runtime.weight_transfer != "plasma":
+        if cut and runtime.weight_transfer in ("nccl", "ipc"):
             raise ValueError(
                 f"engine: tensor_parallel or pipeline_parallel above 1 is not allowed with runtime.weight_transfer = "
                 f"{runtime.weight_transfer!r}: only 'plasma' sends the weights of a split model"
             )
+        if self.lora is not None and runtime.weight_transfer in ("nccl", "ipc"):
+            check_fused_layers(self.lora, runtime.weight_transfer)
         for field in ("generator_sleeps", "trainer_sleeps"):
             if self.lag and getattr(runtime, field):
                 raise ValueError(

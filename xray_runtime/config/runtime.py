@@ -11,10 +11,18 @@ from xray_runtime.config.engines import Count, Fraction, NonNegative, Positive, 
 
 
 class RuntimeConfig(Section):
-    """Where and how the work runs. `device` and `threads` are in every stage key; nothing else changes a result."""
+    """Where and how the work runs. `device` and `threads`, and on CUDA `reproducible` and `tf32`, are in every stage
+    key; nothing else changes a result."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: CUDA if it is present."""
+    reproducible: bool = False
+    """CUDA only (a CPU always is): the same bits from the same run on the same GPUs. Sets deterministic kernels in
+    torch, cuBLAS and cuDNN, one algorithm in NCCL, and vLLM's batch-invariant kernels. Training becomes slower,
+    sampling much slower; an operator without a deterministic form fails."""
+    tf32: bool = False
+    """CUDA only: round the factors of float32 products to 10 bits, which is several times faster. Products in bfloat16
+    are not affected."""
     threads: Annotated[int, Field(ge=1, le=256)] = 2
     """CPU threads of a Workhorse whose model works alone. Models that work at the same time (all that score a rollout;
     policy and separate critic) share them equally, rounded down, at least one each. With a PPO stage's `lag: 1` the
@@ -26,7 +34,8 @@ class RuntimeConfig(Section):
     cpus_per_workhorse: NonNegative = 0.2
     """Ray CPUs that one Workhorse reserves. Below 1 several share a core, which suits a laptop but not a cluster."""
     gpus_per_workhorse: NonNegative = 1.0
-    """Ray GPUs that one Workhorse reserves on CUDA."""
+    """GPUs of one Workhorse on CUDA. Below 1 the models of a stage share GPUs: one half lets two models use each GPU.
+    The stage reserves whole GPUs, and no GPU has two ranks of one model."""
     generator_replicas: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of copies of the generator; each prompt goes to the least loaded. On CPU replies do not depend on it."""
     generator_sleeps: bool = False
@@ -35,9 +44,10 @@ class RuntimeConfig(Section):
     trainer_sleeps: bool = False
     """CUDA only: while replies are sampled, move the weights and optimizer states of trained models to host memory and
     free their GPU memory for the generator."""
-    weight_transfer: Literal["auto", "plasma", "nccl", "ipc"] = "plasma"
+    weight_transfer: Literal["auto", "plasma", "nccl", "ipc"] = "auto"
     """How the trainer sends weights to the generator. `plasma`: shared memory on one machine, else Ray's object store;
-    `ipc`: CUDA IPC on the same GPUs; `nccl`: between GPUs (both vLLM only). `auto`: chosen by their placement."""
+    `ipc`: CUDA IPC on the same GPUs; `nccl`: between GPUs (both vLLM only). `auto`: `ipc` or `nccl` where both models
+    are on GPUs, no rank holds a part of the policy, and whole layers are trained; else `plasma`."""
     parallel: Literal["as_written", "auto"] = "as_written"
     """`auto`: the planner's memory model chooses every layout, and on CUDA the shares of a GPU, for the cluster when a
     stage is called; the stage's record shows them."""
@@ -52,15 +62,17 @@ class RuntimeConfig(Section):
     """A Workhorse without a heartbeat for this long is replaced, and its stage continues from its snapshot. This limit
     and those below grow with the load if more programs run than there are cores."""
     collective_timeout_s: Annotated[float, Field(ge=5.0)] = 600.0
-    """A rank that waits longer for its peers in a collective is replaced, and its stage continues from a snapshot.
-    Allow as much as one rank may need to work alone. NCCL has its own limit of ten minutes."""
+    """A rank that lets its peers wait longer for it in a collective is replaced, and its stage continues from a
+    snapshot. Allow as much as one rank may need to work alone. torch has its own limit of thirty minutes."""
     generator_memory_gib: Annotated[float, Field(ge=0.25)] = 1.0
-    """Memory for vLLM's KV cache on CPU."""
+    """Largest size of vLLM's KV cache on CPU."""
     gpu_memory_fraction: Fraction = 0.4
     """Share of a GPU that vLLM may use on CUDA."""
     snapshot_every: Count = 10
     """Steps (SFT, reward model) or iterations (PPO) between snapshots, from which an interrupted stage continues. There
     are fewer if they would take more than 4% of a stage's time."""
+    snapshot_every_s: Annotated[float, Field(ge=1.0)] = 1800.0
+    """Seconds after which a snapshot is due even if fewer steps were made; the 4% hold here too."""
     on_out_of_memory: Literal["halve", "fail"] = "halve"
     """`halve`: a stage that runs out of memory continues with micro-batches of half the size and the same global batch;
     results differ only in float rounding. `fail`: the stage fails."""
@@ -72,7 +84,8 @@ class RuntimeConfig(Section):
     restarts: Annotated[int, Field(ge=0, le=100)] = 3
     """Restarts of the whole run after its driver or Ray was lost; each continues from finished stages and snapshots."""
     stall_timeout_s: Annotated[float, Field(ge=10.0)] = 1800.0
-    """A run without progress for this long is killed and restarted."""
+    """A run without progress for this long is killed and restarted. A micro-batch or a step of generation is progress
+    too."""
 
     @model_validator(mode="after")
     def _chosen_once(self) -> Self:

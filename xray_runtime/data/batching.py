@@ -12,23 +12,55 @@ from xray_runtime.data.permutation import permuted
 from xray_runtime.seeding import derive_seed
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int, *, packed: bool = False) -> list[list[int]]:
-    """Group row indices, longest rows first, so that a group's tokens are no more than `max_tokens`.
+def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Group row indices, longest rows first, so that rows × longest of each group are no more than `max_tokens`.
 
-    A group's tokens are those of its rows if they are `packed`, else rows × longest: similar lengths need little
-    padding. A row longer than `max_tokens` forms its own micro-batch. Deterministic; every index exactly once.
+    Similar lengths need little padding. A row longer than `max_tokens` forms its own micro-batch. Deterministic; every
+    index exactly once.
     """
     batches: list[list[int]] = []
     room = 0
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         # Rows are padded to the first row of the batch, which is the longest.
-        tokens = lengths[i] if packed or not batches else lengths[batches[-1][0]]
+        tokens = lengths[batches[-1][0]] if batches else lengths[i]
         if batches and tokens <= room:
             batches[-1].append(i)
             room -= tokens
         else:
             batches.append([i])
             room = max_tokens - lengths[i]
+    return batches
+
+
+def packed_micro_batches(
+    lengths: Sequence[int], shared: Sequence[int], alike: Sequence[int], max_tokens: int
+) -> list[list[int]]:
+    """Group row indices so that each group computes no more than `max_tokens`, what its rows share counting once.
+
+    Rows that share something stay together where they fit; the longest come first. As `micro_batches` otherwise.
+
+    Args:
+        lengths: tokens of each row.
+        shared: how many of them the row shares with all rows that are `alike`.
+        alike: for each row, the first row that shares with it.
+    """
+    groups: dict[int, list[int]] = {}
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        groups.setdefault(alike[i], []).append(i)
+    batches: list[list[int]] = []
+    room = 0
+    for group in groups.values():
+        whole = shared[group[0]] + sum(lengths[i] - shared[i] for i in group)
+        begins = not batches or room < whole <= max_tokens
+        new = True
+        for i in group:
+            tokens = lengths[i] - (0 if new else shared[i])
+            if begins or tokens > room:
+                batches.append([])
+                room, tokens = max_tokens, lengths[i]
+            batches[-1].append(i)
+            room -= tokens
+            begins = new = False
     return batches
 
 

@@ -101,6 +101,12 @@ class ChatFormat:
         return prompt[begin:] + between, len(prompt) - begin
 
     @cached_property
+    def _one_turn(self) -> str:
+        """A conversation of one turn, up to its end."""
+        rendering = self._render([USER_TURN, ASSISTANT_TURN], False, (1,))
+        return rendering.text[: rendering.spans[0][1]]
+
+    @cached_property
     def writes_hermes_calls(self) -> bool:
         """Whether the template shows tools, and writes calls as `HERMES`."""
         reply = {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}
@@ -156,8 +162,7 @@ class ChatFormat:
         """
         rendering = self._render([USER_TURN, ASSISTANT_TURN, *messages], True, (1,))
         _, end = rendering.spans[0]
-        before = self._render([USER_TURN, ASSISTANT_TURN], False, (1,))
-        if before.text[: before.spans[0][1]] != rendering.text[:end]:
+        if self._one_turn != rendering.text[:end]:
             raise ValueError("the chat template writes a turn differently once another follows it")
         [encoded] = self.control.encode([self.control.name_of(self.end_of_turn) + rendering.text[end:]])
         return encoded.ids[1:] if last == self.end_of_turn else encoded.ids

@@ -40,6 +40,7 @@ TEXT = (
     Column("rejected_ids", "[B, T]", "int64", "data.tokens", _OBJECTIVES, "the same prompt with the rejected reply"),
     Column("lengths", "[B]", "int64", "workers.learner", _OBJECTIVES, "tokens per row, if rows are flat"),
     Column("rejected_lengths", "[B]", "int64", "workers.learner", _OBJECTIVES, "of `rejected_ids`"),
+    Column("alike", "[B']", "int64", "workers.learner", _OBJECTIVES, "the first sequence with the same prompt"),
     Column("id", "[B]", "int64", "rl.scoring", "workers.learner, rl.ledger_writer", "a row's own number"),
     Column("response_mask", "[B, R]", "bool", "rl.episode, data.conversations", _OBJECTIVES, "tokens that count"),
     Column("added_ends", "[B]", "bool", "rl.scoring", _POLICY, "the last token was added for reward models alone"),
@@ -62,6 +63,7 @@ ROLLOUT = (
     Column("failure", "[B]", "str", "rl.episode", "rl.reward_sources", "reason of the failure, or empty"),
     Column("info", "[B]", "str", "rl.episode", "rl.metrics", "JSON: other values of the environment"),
     Column("answers", "[B]", "str", "rl.episode", "lineage.replay", "JSON: the environment's answers"),
+    Column("branches", "[B, …]", "int64", "rl.agent_records", "rl.agent_rows", "branches of an agent's episode"),
 )
 """`rl.types.Rollout`. The columns from `prompt_ids` on, and `response_mask`, exist only for episodes."""
 

@@ -81,7 +81,7 @@ def computed_key(stage: Stage[Any, Any], layout: Set[str], **content: Any) -> st
         layout: the layout fields of the stage's config.
     """
     config = stage.config.model_dump(mode="json", include=layout)
-    runtime = [stage.runtime.device, stage.runtime.threads]
+    runtime = list(stage.runtime.in_keys().values())
     return digest({**content, "layout": config, "runtime": runtime, "software": environment_digest()})[:32]
 
 

@@ -36,7 +36,9 @@ class Engine(Scorer, Protocol):
     """One rank of a trained model."""
 
     writes: bool
-    """Whether this rank writes tensors to disk for all ranks that hold them."""
+    """Whether this rank writes small files for all ranks that hold the same."""
+    turn: tuple[int, int]
+    """(number, count): its place among the ranks to which `weights` gives the same tensors."""
 
     def step(self, loss: Callable[[MicroBatch], Tensor], batches: Iterable[MicroBatch], lr: float) -> float:
         """One optimizer step at learning rate `lr` over the sum of the losses of all micro-batches and ranks.

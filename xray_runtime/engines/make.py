@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.config.engines import FrozenConfig, TrainingConfig
+from xray_runtime.config.engines import FrozenConfig, TrainingConfig, with_precision
 from xray_runtime.engines.engine import Engine, Scorer
 from xray_runtime.engines.topology import Topology
 
@@ -28,6 +28,7 @@ def build_engine(module: HeadedLM, training: TrainingConfig, checkpoint: Path, d
     from xray_runtime.engines.training.pipeline import PipelineEngine
     from xray_runtime.engines.training.zero import ZeroEngine
 
+    training = with_precision(training, device.type)
     training.engine.check_zero_stage()
     check_offload(training.engine)
     if training.engine.library == "megatron":
@@ -56,7 +57,7 @@ def build_scorer(module: HeadedLM, layout: FrozenConfig, checkpoint: Path, devic
 
     topology = Topology.of(layout)
     mesh, weights = _shard(module, topology, checkpoint, device, "frozen")
-    dtype = getattr(torch, layout.precision)
+    dtype = getattr(torch, with_precision(layout, device.type).precision)
     if layout.zero_stage and topology.data > 1:
         return ZeroScorer(module, weights, device, dtype)
     load_shard(module, weights, device, dtype)

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from xray_runtime.engines.states import hugging_face_name, slice_for
+from xray_runtime.engines.states import hugging_face_name
 from xray_runtime.models.causal_lm import load_model, skeleton
 from xray_runtime.models.heads import BorrowedHead, HeadedLM
-from xray_runtime.models.tensor_file import WEIGHTS_FILE
+from xray_runtime.models.weight_files import weight_files
+from xray_runtime.signs import part_done
 
 if TYPE_CHECKING:
     from xray_runtime.engines.training.tensor import Split
 
+SMALL = 100_000
+"""Elements up to which rank 0 reads a parameter for all: below ZeRO-3's limit every rank may keep it whole."""
 EMBEDDING = "model.embed_tokens.weight"
+
+
+class Partition(Protocol):
+    """Leaves every rank its share of a parameter."""
+
+    by_share: bool
+    """Whether ranks can fill in their shares by themselves."""
+
+    def __call__(self, parameter: nn.Parameter, share: Callable[[int, int], Tensor] | None) -> None:
+        """Partition a parameter that rank 0 has whole and the others have empty; with `share` all have it empty, and
+        each fills in the elements `share(start, size)` of the flattened parameter."""
 
 
 class Weights:
@@ -28,7 +43,7 @@ class Weights:
     Args:
         module: this rank's part of the model. Parameters on the meta device are read from the checkpoint; trained ones
             with values, a scalar head or adapters, are kept.
-        checkpoint: in Hugging Face form, in one file.
+        checkpoint: in Hugging Face form.
         splits: parameters of which this rank, tensor-parallel peer `tensor_rank`, holds a slice.
 
     Raises:
@@ -38,11 +53,11 @@ class Weights:
     def __init__(
         self, module: nn.Module, checkpoint: Path, splits: Mapping[str, Split] | None = None, tensor_rank: int = 0
     ) -> None:
-        self.splits, self._checkpoint, self._tensor_rank = splits or {}, checkpoint, tensor_rank
+        self.splits, self._files, self._tensor_rank = splits or {}, weight_files(checkpoint), tensor_rank
         self._given = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad and not p.is_meta}
         parameters, self._buffers = _to_read(module)
         # Checked here, where all ranks fail alike.
-        missing = {hugging_face_name(name) for name in parameters | self._buffers} - _names(checkpoint)
+        missing = {hugging_face_name(name) for name in parameters | self._buffers} - self._files.keys()
         if missing:
             raise ValueError(f"{checkpoint}: has no weights for {min(missing)}")
 
@@ -50,35 +65,41 @@ class Weights:
         """The parameter `name`, or this rank's slice of it."""
         if name in self._given:
             return self._given[name]
-        return read(self._checkpoint, hugging_face_name(name), self.splits.get(name), self._tensor_rank)
+        plain, split = hugging_face_name(name), self.splits.get(name)
+        if split is None:
+            return read(self._files, plain)
+        low = sum(split.sizes[: self._tensor_rank])
+        return read(self._files, plain, split.dim, low, low + split.sizes[self._tensor_rank])
 
     def share(self, name: str, start: int, size: int) -> Tensor:
         """`size` elements of the flat parameter from `start` on, padded with zeros; only these are read."""
         if name in self._given:
             part = self._given[name].flatten()[start : start + size]
         else:
-            with safe_open(self._checkpoint / WEIGHTS_FILE, framework="pt") as file:
-                mapped = file.get_tensor(hugging_face_name(name)).flatten()
+            plain = hugging_face_name(name)
+            with safe_open(self._files[plain], framework="pt") as file:
+                mapped = file.get_tensor(plain).flatten()
                 part = mapped[start : start + size].to(torch.float32, copy=True)
         return nn.functional.pad(part, (0, size - len(part)))
 
     def embedding(self) -> Tensor:
         """The whole embedding, for the last pipeline stage of a tied model."""
-        return read(self._checkpoint, EMBEDDING)
+        return read(self._files, EMBEDDING)
 
     def buffer(self, name: str) -> Tensor | None:
         """The buffer `name`; None if it is not in the checkpoint."""
-        return read(self._checkpoint, hugging_face_name(name)) if name in self._buffers else None
+        return read(self._files, hugging_face_name(name)) if name in self._buffers else None
 
 
 def skeleton_of(checkpoint: Path) -> nn.Module:
     """The causal LM of a checkpoint without its weights.
 
-    With weights if they are not in one file under the model's own names, since only transformers can rename them.
+    With weights if they are not in safetensors files under the model's own names, since only transformers can rename
+    them.
     """
     lm = skeleton(str(checkpoint))
     parameters, buffers = _to_read(lm)
-    return lm if parameters | buffers <= _names(checkpoint) else load_model(checkpoint)
+    return lm if parameters | buffers <= weight_files(checkpoint).keys() else load_model(checkpoint)
 
 
 def load_shard(
@@ -86,14 +107,14 @@ def load_shard(
     weights: Weights,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-    partition: Callable[[nn.Parameter], None] | None = None,
+    partition: Partition | None = None,
 ) -> None:
     """Load the parameters of `module` in `dtype` and its buffers onto `device`.
 
     Args:
-        partition: gives every rank its share of a parameter that rank 0 has whole and the others have empty.
+        partition: leaves every rank its share of a parameter, which the rank reads by itself where it can.
     """
-    reads = partition is None or dist.get_rank() == 0
+    first = partition is None or dist.get_rank() == 0
     places: dict[int, list[tuple[Any, str]]] = {}
     for owner in module.modules():
         for key, parameter in owner._parameters.items():
@@ -101,7 +122,8 @@ def load_shard(
             places.setdefault(id(parameter), []).append((owner, key))
     for name in [name for name, _ in module.named_parameters()]:
         old = module.get_parameter(name)
-        if reads:
+        shared = partition is not None and partition.by_share and old.is_meta and old.numel() > SMALL
+        if first and not shared:
             value = (weights.value(name) if old.is_meta else old.detach()).to(dtype)
         else:
             value = torch.empty(old.shape, dtype=dtype)
@@ -109,9 +131,10 @@ def load_shard(
         # AutoTP stores attributes on parameters.
         new.__dict__ |= old.__dict__
         if partition is not None:
-            partition(new)
+            partition(new, functools.partial(weights.share, name) if shared else None)
         for owner, key in places[id(old)]:
             owner._parameters[key] = new
+        part_done()
     head = getattr(module.lm, "lm_head", None)
     if isinstance(head, BorrowedHead):
         value = weights.embedding() if head.weight.is_meta else head.weight.detach()
@@ -121,20 +144,14 @@ def load_shard(
         buffer.data = (buffer if read_one is None else read_one.to(buffer.dtype)).to(device)
 
 
-def read(checkpoint: Path, name: str, split: Split | None = None, tensor_rank: int = 0) -> Tensor:
-    """A tensor of a checkpoint by its Hugging Face name in float32, or this rank's slice of it."""
+def read(files: Mapping[str, Path], name: str, dim: int = 0, low: int = 0, high: int | None = None) -> Tensor:
+    """A tensor of a checkpoint by its Hugging Face name in float32, or its slice `low` to `high` along `dim`, which is
+    then all that is read. `files`: of `weight_files`."""
     # Opened for each tensor: pages of a mapped file stay in memory until it is closed.
-    with safe_open(checkpoint / WEIGHTS_FILE, framework="pt") as file:
-        return slice_for(file.get_slice(name), split, tensor_rank).to(torch.float32, copy=True)
-
-
-def _names(checkpoint: Path) -> set[str]:
-    """Names of the tensors of a checkpoint in one file; empty if there is no such file."""
-    file = checkpoint / WEIGHTS_FILE
-    if not file.is_file():
-        return set()
-    with safe_open(file, framework="pt") as opened:
-        return set(opened.keys())
+    with safe_open(files[name], framework="pt") as file:
+        whole = file.get_slice(name)
+        part: Tensor = whole[:] if high is None else whole[(*[slice(None)] * dim, slice(low, high))]
+        return part.to(torch.float32, copy=True)
 
 
 def _to_read(module: nn.Module) -> tuple[set[str], set[str]]:

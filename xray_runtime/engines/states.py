@@ -1,28 +1,32 @@
-"""A trained model on disk, independent of its layout: whole float32 tensors by Hugging Face name.
+"""A trained model on disk, independent of its layout: pieces of float32 tensors by Hugging Face name.
 
-A snapshot is one or more safetensors files (one for each pipeline stage) with `weight/NAME`, `exp_avg/NAME` and
-`exp_avg_sq/NAME`, and the number of optimizer steps in the metadata. Tensors are written and read one at a time, and
-each rank only reads its slice of a split tensor.
+Every rank writes one shard (see `store.shards`) with its pieces of `weight/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME`,
+so that each element is in one shard, and hashes it as it writes. Under any layout a rank reads only the byte ranges of
+what it holds.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-from safetensors import safe_open
+import torch
 from torch import Tensor
 
 from xray_runtime.algorithms.finite import all_finite
 from xray_runtime.errors import NonFiniteError
-from xray_runtime.models.tensor_file import TensorFile, create
-
-if TYPE_CHECKING:
-    from xray_runtime.engines.training.tensor import Split
+from xray_runtime.files import write_atomic
+from xray_runtime.signs import part_done
+from xray_runtime.store.shards import Piece, Shard, index_path, overlaps, read_shards
 
 WEIGHT = "weight"
+BYTES = 4
+"""Size of a float32 element."""
 
 
 def hugging_face_name(name: str) -> str:
@@ -33,49 +37,79 @@ def hugging_face_name(name: str) -> str:
     return name.removeprefix("lm.").replace(".base_layer.", ".")
 
 
+def share(piece: Piece, number: int, holders: int) -> Piece:
+    """The part that the holder `number` of `holders` of an equal piece writes."""
+    size = piece.size
+    return piece.between(piece.start + size * number // holders, piece.start + size * (number + 1) // holders)
+
+
 def write(
-    file: Path | None,
-    shapes: Mapping[str, tuple[int, ...]],
+    directory: Path,
+    rank: int,
+    pieces: Mapping[str, Piece],
     kinds: Iterable[str],
     step: int,
-    tensors: Iterable[tuple[str, str, Tensor]],
+    held: Callable[[str, str], Tensor],
 ) -> None:
-    """Write (kind, name, tensor)s one by one; without `file` only take part in gathering them.
+    """Write the shard of `rank`, one tensor at a time.
+
+    Args:
+        pieces: Hugging Face name → what this rank writes of each tensor; some may be empty.
+        step: number of optimizer steps done.
+        held: (kind, name) → the flattened piece. It is called once for each, in order, also for empty ones.
 
     Raises:
         NonFiniteError: a tensor has numbers that are not finite.
     """
-    tensors = _checked(tensors)
-    if file is None:
-        for _ in tensors:
-            pass
-        return
-    create(file, {f"{kind}/{name}": shape for kind in kinds for name, shape in shapes.items()}, {"step": str(step)})
-    with TensorFile(file) as out:
-        for kind, name, tensor in tensors:
-            out.write(f"{kind}/{name}", tensor)
-
-
-def _checked(tensors: Iterable[tuple[str, str, Tensor]]) -> Iterator[tuple[str, str, Tensor]]:
-    for kind, name, tensor in tensors:
-        if not all_finite(tensor):
-            raise NonFiniteError(f"the {kind} {name} has numbers that are not finite: no snapshot is made")
-        yield kind, name, tensor
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / f"rank-{rank:05d}.safetensors"
+    placed = {f"{kind}/{name}": piece for name, piece in pieces.items() for kind in kinds}
+    header, end, offsets = {}, 0, dict[str, int]()
+    for key, piece in placed.items():
+        offsets[key], end = end, end + BYTES * piece.size
+        if piece.size:
+            header[key] = {"dtype": "F32", "shape": [piece.size], "data_offsets": [offsets[key], end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest, first = hashlib.sha256(), 8 + len(text)
+    with file.open("wb") as out:
+        for block in (len(text).to_bytes(8, "little"), text):
+            out.write(block)
+            digest.update(block)
+        for key, piece in placed.items():
+            kind, _, name = key.partition("/")
+            tensor = held(kind, name)
+            if not all_finite(tensor):
+                raise NonFiniteError(f"the {kind} {name} has numbers that are not finite: no snapshot is made")
+            assert tensor.shape == (piece.size,), f"{key}: {tuple(tensor.shape)} is not {piece}"
+            raw: Any = tensor.detach().cpu().float().contiguous().numpy()
+            out.write(raw.data)
+            digest.update(raw.data)
+            part_done()
+        out.flush()
+        os.fsync(out.fileno())
+    found = {
+        key: piece.model_copy(update={"offset": first + offsets[key]}) for key, piece in placed.items() if piece.size
+    }
+    shard = Shard(file=file.name, sha256=digest.hexdigest(), size=first + end, step=step, pieces=found)
+    write_atomic(index_path(file), shard.model_dump_json())
 
 
 class Reader:
-    """The tensors of all files of a snapshot."""
+    """The tensors of a snapshot."""
 
     def __init__(self, directory: Path) -> None:
-        self._stack = contextlib.ExitStack()
+        self._stack, self._directory = contextlib.ExitStack(), directory
         self._files: dict[str, Any] = {}
-        self.step = 0
-        for path in sorted(directory.glob("*.safetensors")):
-            file = self._stack.enter_context(safe_open(path, framework="pt"))
-            self.step = int(file.metadata()["step"])
-            self._files |= dict.fromkeys(file.keys(), file)
-        if not self._files:
+        self._pieces: dict[str, list[tuple[str, Piece]]] = {}
+        self.bytes_read = 0
+        shards = read_shards(directory)
+        if not shards:
             raise FileNotFoundError(f"{directory}: has no snapshot of a model")
+        self.step = shards[0].step
+        for shard in shards:
+            for key, piece in shard.pieces.items():
+                self._pieces.setdefault(key, []).append((shard.file, piece))
 
     def __enter__(self) -> Self:
         return self
@@ -83,20 +117,35 @@ class Reader:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def part(self, kind: str, name: str, split: Split | None, tensor_rank: int) -> Tensor:
-        """The tensor, or this tensor-parallel rank's slice of it."""
+    def read(self, kind: str, name: str, wanted: Piece) -> Tensor:
+        """The piece `wanted` of a tensor, flattened; only its bytes are read.
+
+        Raises:
+            ValueError: the snapshot has no such tensor, or not all of it.
+        """
         key = f"{kind}/{name}"
-        if key not in self._files:
-            raise ValueError(f"the snapshot has no {key}: it is of another model")
-        return slice_for(self._files[key].get_slice(key), split, tensor_rank)
+        found = torch.empty(wanted.size, dtype=torch.float32)
+        raw: Any = found.numpy()
+        buffer, filled = memoryview(raw).cast("B"), 0
+        for file, piece in self._pieces.get(key, ()):
+            if piece.shape != wanted.shape:
+                raise ValueError(f"the snapshot's {key} is of shape {piece.shape}, not {wanted.shape}")
+            for into, place, count in overlaps(wanted, piece):
+                view = buffer[BYTES * into : BYTES * (into + count)]
+                self._fill(file, view, piece.offset + BYTES * place)
+                filled += count
+        part_done()
+        if filled != wanted.size or key not in self._pieces:
+            raise ValueError(f"the snapshot has no {key}, or only a part of it: it is of another model")
+        return found
 
-
-def slice_for(whole: Any, split: Split | None, tensor_rank: int) -> Tensor:
-    """The tensor of safetensors' slice `whole`, or this tensor-parallel rank's part, which is all that is read."""
-    if split is None:
-        part: Tensor = whole[:]
-        return part
-    start = sum(split.sizes[:tensor_rank])
-    piece = slice(start, start + split.sizes[tensor_rank])
-    part = whole[piece] if split.dim == 0 else whole[:, piece]
-    return part
+    def _fill(self, file: str, view: memoryview, place: int) -> None:
+        if file not in self._files:
+            self._files[file] = self._stack.enter_context((self._directory / file).open("rb", buffering=0))
+        opened = self._files[file]
+        self.bytes_read += len(view)
+        while view:
+            count = os.preadv(opened.fileno(), [view], place)
+            if not count:
+                raise ValueError(f"{self._directory / file}: ends too early")
+            view, place = view[count:], place + count

@@ -171,7 +171,7 @@ def _end() -> None:
     os._exit(1)
 
 
-def _end_with(pipe: int) -> None:
+def end_with(pipe: int) -> None:
     """Have the kernel kill this process and its group when the other end of `pipe` closes.
 
     A thread could not do so while user code holds the interpreter, as a regular expression may.
@@ -219,7 +219,7 @@ def main() -> None:
 
     first = json.loads(requests.readline())
     if os.getpgrp() == os.getpid():
-        _end_with(first["parent"])
+        end_with(first["parent"])
     sys.path[:] = first["path"]
     size = first["memory_mb"] * 2**20
     try:

@@ -36,7 +36,7 @@ from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.rewards.source import Batch
 from xray_runtime.rewards.verifiers import VerifierSource
 from xray_runtime.rl.episode import episode_means
-from xray_runtime.rl.episodes import open_episodes
+from xray_runtime.rl.episodes import open_episodes, sample_all
 from xray_runtime.rl.sampled_replies import sample_replies, sampling_of
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.dataset import max_prompt_tokens, max_reply_tokens, tokenizing
@@ -185,7 +185,7 @@ def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Reco
         assert episodes is not None
         done = partial(recorder.progress, total=len(rows), unit="episodes", note="played")
         prompts, columns = [found[row] for row in rows], found.columns(rows)
-        played = episodes.sample_all(prompts, columns, group_size=config.samples, done=done)
+        played = sample_all(episodes, prompts, columns, group_size=config.samples, done=done)
     assert played.episodes is not None
     rewards = torch.from_numpy(played.episodes.episode_reward).view(-1, config.samples)
     scored = ~rewards.isnan()

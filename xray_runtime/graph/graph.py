@@ -117,12 +117,11 @@ class Graph:
         for key, value in values.items():
             if callable(value):
                 values[key] = bound.add_function(key, reward(value))
-        environment = values.get("environment")
-        if isinstance(environment, Mapping) and callable(environment.get("path")):
-            values["environment"] = {
-                **environment,
-                "path": bound.add_function("environment", reward(environment["path"])),
-            }
+        environment: Any = values.get("environment")
+        for given in ("path", "agent") if isinstance(environment, Mapping) else ():
+            if callable(environment.get(given)):
+                function = bound.add_function("environment", reward(environment[given]))
+                values["environment"] = {**environment, given: function}
         for path, value in self.fields.items():
             if path.startswith(f"{stage}."):
                 values = copy.deepcopy(values)

@@ -76,6 +76,9 @@ class Recorder(Protocol):
     def resume(self) -> Snapshot | None:
         """The newest snapshot of an earlier attempt, if there is one. Later metrics are discarded."""
 
+    def refuse_snapshot(self, problem: str) -> None:
+        """Resume from the snapshot before the newest, which must not be loaded."""
+
     def snapshot_due(self, step: int) -> bool:
         """Whether to write a snapshot after `step` steps: at intervals, and if the stage was asked to stop."""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+from xray_runtime.config.engines import with_precision
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.graph.kind import StageKind
 from xray_runtime.store.code_digest import callable_digests, callable_libraries, library_versions_of, module_digests
@@ -48,7 +49,7 @@ def identify(
         outside_digest(value, memory, field=f"{name}.{field}", holds="model" if field == "model" else "dataset")
         for field, value in kind.outside(config).items()
     ]
-    values: dict[str, Any] = config.model_dump(mode="json")
+    values: dict[str, Any] = with_precision(config, runtime.device).model_dump(mode="json")
     for field, found in zip(kind.outside(config), outside, strict=True):
         *above, last = field.split(".")
         place: Any = values
@@ -56,7 +57,7 @@ def identify(
             place = place[int(part) if isinstance(place, list) else part]
         place[last] = f"{found.kind}:{found.digest}"
     if kind.computes:
-        values["runtime"] = {"device": runtime.device, "threads": runtime.threads}
+        values["runtime"] = runtime.in_keys()
     code, versions = _code(kind.module)
     called = {function: functions.get(function, function) for function in kind.functions(config)}
     for function in called.values():

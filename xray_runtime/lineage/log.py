@@ -10,25 +10,16 @@ person (`xray audit --expect`).
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
-import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
-from pydantic import ValidationError
 
-from xray_runtime.files import sync
 from xray_runtime.lineage.log_entries import (
     EMPTY,
     MOVES,
-    START,
     Decision,
     Entry,
     Head,
@@ -36,12 +27,12 @@ from xray_runtime.lineage.log_entries import (
     Line,
     Published,
     Record,
+    Recorded,
     RunBegan,
     RunEnded,
 )
-from xray_runtime.lineage.signing import PAYLOAD_TYPE, envelope
-from xray_runtime.lineage.statement import Subject
-from xray_runtime.store.checkpoints import CHECKPOINTS, read_bounded
+from xray_runtime.lineage.signed_lines import append_signed_line, read_signed_lines
+from xray_runtime.store.checkpoints import CHECKPOINTS
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import MANIFEST
 
@@ -49,7 +40,6 @@ LOG = "log.jsonl"
 LOCKS = "locks"
 LIFECYCLE, REPORT = "lifecycle.json", "report.html"
 """Written by each run: for programs, and for people."""
-MAX_BYTES = 2**30
 
 
 @dataclass
@@ -68,6 +58,8 @@ class LogView:
     """Runs that ended and were not resumed."""
     decisions: list[Decision] = field(default_factory=list)
     pruned: set[str] = field(default_factory=set)
+    recorded: Head = EMPTY
+    """The chain of recorded answers must still have this line."""
 
     @property
     def head(self) -> Head:
@@ -129,6 +121,8 @@ class LogView:
             self.runs[entry.run_id] = entry
         elif isinstance(entry, RunEnded):
             self.ended[entry.run_id] = entry
+        elif isinstance(entry, Recorded):
+            self.recorded = Head(entry.entries, entry.head)
 
 
 def _is_at_work(output: Path, run_id: str) -> bool:
@@ -148,22 +142,7 @@ def read_lines(output: Path) -> Iterator[Line]:
     Raises:
         ValueError: the log, or the next line, cannot be read.
     """
-    path = output / LOG
-    if not os.path.lexists(path):
-        return
-    try:
-        content = read_bounded(path, MAX_BYTES)
-    except OSError as error:
-        raise ValueError(f"{LOG} cannot be read ({error.strerror})") from None
-    for number, text in enumerate(content.splitlines(keepends=True), start=1):
-        if not text.endswith(b"\n"):
-            raise ValueError(f"line {number} is cut short")
-        try:
-            record = Record.model_validate_json(base64.b64decode(json.loads(text)["payload"], validate=True))
-        except (ValidationError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"line {number} is no entry ({type(error).__name__})") from None
-        files = {subject.name: subject.digest.sha256 for subject in record.subject}
-        yield Line(number, hashlib.sha256(text).hexdigest(), text, record.predicate, files)
+    return read_signed_lines(output / LOG, Record)
 
 
 def view(output: Path) -> LogView:
@@ -207,26 +186,9 @@ def run_lock(output: Path, run_id: str) -> FileLock:
 
 def append_locked(output: Path, private: Path, entry: Entry, files: Mapping[str, str] | None = None) -> None:
     """As `append`, for a caller that holds the lock."""
-    path = output / LOG
-    # A link is not followed.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    with os.fdopen(descriptor, "r+b") as file:
-        end, last = _whole_end(file)
-        previous = hashlib.sha256(last).hexdigest() if last else START
-        at = datetime.now(UTC).isoformat(timespec="seconds")
-        entry = entry.model_copy(update={"previous": previous, "at": at})
-        if isinstance(entry, Decision):
-            files = {f"{entry.name}/{entry.version}": entry.checkpoint}
-        subject = [Subject.of(name, sha) for name, sha in sorted((files or {}).items())]
-        record = Record.model_validate({"subject": subject, "predicate": entry})
-        # Overwrite a line that a power cut left half written.
-        file.truncate(end)
-        file.seek(end)
-        file.write(envelope(record.to_bytes(), PAYLOAD_TYPE, private).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    if end == 0:
-        sync(output)
+    if isinstance(entry, Decision):
+        files = {f"{entry.name}/{entry.version}": entry.checkpoint}
+    append_signed_line(output / LOG, Record, entry, files or {}, private)
 
 
 def log_checkpoints(
@@ -284,14 +246,3 @@ def digests(output: Path, paths: list[Path]) -> dict[str, str]:
     """Path below `output` → sha256 of every file in `paths`, and below those that are directories."""
     found = [p for path in paths for p in (sorted(path.rglob("*")) if path.is_dir() else [path]) if p.is_file()]
     return {path.relative_to(output).as_posix(): file_sha256(path) for path in found}
-
-
-def _whole_end(file: Any) -> tuple[int, bytes]:
-    """(where the last whole line ends, that line), read from the end of the file."""
-    position, tail = file.seek(0, os.SEEK_END), b""
-    while position > 0 and tail.count(b"\n") < 2:
-        step = min(position, 1 << 16)
-        position = file.seek(position - step)
-        tail = file.read(step) + tail
-    whole = tail[: tail.rfind(b"\n") + 1]
-    return position + len(whole), whole[whole.rfind(b"\n", 0, -1) + 1 :]

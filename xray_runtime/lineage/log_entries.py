@@ -17,7 +17,7 @@ MOVES = ("register", "promote", "rollback")
 """Actions after which an alias points somewhere else."""
 
 
-class _Entry(BaseModel):
+class SignedEntry(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     previous: Sha256 = START
@@ -25,7 +25,7 @@ class _Entry(BaseModel):
     at: str = ""
 
 
-class Decision(_Entry):
+class Decision(SignedEntry):
     """One decision: `alias` of the registered model `name` now points to `version`, which is `checkpoint`.
 
     After `decline` it does not: a person refused. Two actions concern no model: `prune` removed `checkpoint` from the
@@ -49,7 +49,7 @@ class Decision(_Entry):
     """`evaluation`, `comparison` → the checkpoints the numbers were read from; `statement` → the policy's own."""
 
 
-class Published(_Entry):
+class Published(SignedEntry):
     """A checkpoint is in the store: computed here, or copied from elsewhere (`bring`)."""
 
     action: Literal["publish", "bring"]
@@ -58,7 +58,7 @@ class Published(_Entry):
     checkpoint: Sha256
 
 
-class RunBegan(_Entry):
+class RunBegan(SignedEntry):
     """A run started in this directory, or resumed."""
 
     action: Literal["begin"] = "begin"
@@ -78,7 +78,7 @@ class RunBegan(_Entry):
     """The run's tags in MLflow that X-ray writes."""
 
 
-class RunEnded(_Entry):
+class RunEnded(SignedEntry):
     """A run ended and wrote files for people."""
 
     action: Literal["end"] = "end"
@@ -86,14 +86,22 @@ class RunEnded(_Entry):
     status: str
 
 
-class Left(_Entry):
+class Left(SignedEntry):
     """Another command wrote files for people."""
 
     action: Literal["files"] = "files"
     note: str
 
 
-Entry = Decision | Published | RunBegan | RunEnded | Left
+class Recorded(SignedEntry):
+    """The end of the chain of recorded answers, as it was then; see `recorded`."""
+
+    action: Literal["record"] = "record"
+    entries: int
+    head: Sha256
+
+
+Entry = Decision | Published | RunBegan | RunEnded | Left | Recorded
 
 
 class Record(InTotoRecord[Annotated[Entry, Field(discriminator="action")]]):

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xray_runtime.config.environment import AgentConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.ledger import ANSWERS, FAILURE, LEDGER, SCORE, read_shard, reply_texts, shard_path, sources_of
 from xray_runtime.data.pairs import TRAIN, Example, Pairs
 from xray_runtime.data.tokenizing import turns
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rewards.source import Batch, Score
-from xray_runtime.rl.episodes import answer_key, rollout_name
+from xray_runtime.rl.agent_episodes import AGENT, record_key
+from xray_runtime.rl.episode import rollout_name
+from xray_runtime.rl.episodes import answer_key
 from xray_runtime.rl.reward_sources import ENVIRONMENT
 from xray_runtime.rl.rollouts import purpose_of
 
@@ -23,6 +26,10 @@ if TYPE_CHECKING:
 
     from xray_runtime.config.ppo import PPOConfig
     from xray_runtime.graph.inputs import PPOInputs
+
+
+PLACE = ("row", "round", "version")
+"""Columns of an episode's place in the run."""
 
 
 def servers(config: Any) -> list[int]:
@@ -58,7 +65,9 @@ def restore_answers(
             raise ConfigError(f"REF: {error}") from None
         if ANSWERS in table.column_names:
             taken.add(ENVIRONMENT)
-            journal.write_entries(number, _of_environment(table, number, config.rollout_size, tokenizer))
+            is_agent = isinstance(config.environment, AgentConfig)
+            lines = _of_agent(table, number, config) if is_agent else _of_environment(table, number, config, tokenizer)
+            journal.write_entries(number, lines)
         if servers(config):
             taken |= _take_scores(config, inputs, table, number, tokenizer, journal)
     return sorted(taken)
@@ -81,14 +90,24 @@ def _take_scores(
     return sources
 
 
-def _of_environment(table: pa.Table, number: int, rollout_size: int, tokenizer: Any) -> list[dict[str, Any]]:
+def _of_agent(table: pa.Table, number: int, config: PPOConfig) -> list[dict[str, Any]]:
+    """Lines of the journal with the records of an iteration's episodes."""
+    lines = []
+    for row, attempt, version, record in zip(*(table[n].to_pylist() for n in (*PLACE, ANSWERS)), strict=True):
+        rollout = rollout_name(purpose_of(attempt), number, version)
+        key = record_key(rollout, row - attempt * config.rollout_size)
+        lines.append({"key": key, "source": AGENT, "step": number, "record": json.loads(record)})
+    return lines
+
+
+def _of_environment(table: pa.Table, number: int, config: PPOConfig, tokenizer: Any) -> list[dict[str, Any]]:
     """Lines of the journal for the episodes of an iteration."""
-    columns = ("row", "round", "version", "reply_ids", "response_mask", ANSWERS)
+    columns = (*PLACE, "reply_ids", "response_mask", ANSWERS)
     lines = []
     for row, attempt, version, ids, mask, answers in zip(*(table[n].to_pylist() for n in columns), strict=True):
         rollout = rollout_name(purpose_of(attempt), number, version)
         replies = [text for own, text in turns(tokenizer, np.array(ids), np.array(mask)) if own]
         for turn, answer in enumerate(json.loads(answers)):  # the first answers the reset
-            key = answer_key(rollout, row - attempt * rollout_size, replies[:turn])
+            key = answer_key(rollout, row - attempt * config.rollout_size, replies[:turn])
             lines.append({"key": key, "source": ENVIRONMENT, "step": number, **answer})
     return lines

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from xray_runtime.config.engines import LoRAConfig
+from xray_runtime.models.weight_files import weight_files
 
 ADAPTER = "default"
 
@@ -25,7 +26,7 @@ class Adapters:
 
     Args:
         lm: a Hugging Face causal LM.
-        checkpoint: its safetensors file. Merging starts from these float32 weights, not from what passes run in, and
+        checkpoint: its directory. Merging starts from these float32 weights, not from what passes run in, and
             so needs no gathering of them.
         seed: of A's first values; B begins as zeros, and the model as it was.
 
@@ -37,7 +38,7 @@ class Adapters:
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.lora import LoraLayer
 
-        self._checkpoint = checkpoint
+        self._files = weight_files(checkpoint)
         output = lm.get_output_embeddings()
         wanted = LoraConfig(
             r=config.rank,
@@ -70,9 +71,9 @@ class Adapters:
 
         `whole` gives an adapter's whole float32 value, however it is sharded; every rank that holds a part calls it.
         """
-        with safe_open(self._checkpoint, framework="pt") as file:
-            for name, layer in self._layers.items():
-                a, b = (whole(side[ADAPTER].weight) for side in (layer.lora_A, layer.lora_B))
-                delta = (b @ a) * layer.scaling[ADAPTER]
+        for name, layer in self._layers.items():
+            a, b = (whole(side[ADAPTER].weight) for side in (layer.lora_A, layer.lora_B))
+            delta = (b @ a) * layer.scaling[ADAPTER]
+            with safe_open(self._files[f"{name}.weight"], framework="pt") as file:
                 weight = file.get_tensor(f"{name}.weight").to(delta.device)
-                yield f"{name}.weight", weight + (delta.T if layer.fan_in_fan_out else delta)
+            yield f"{name}.weight", weight + (delta.T if layer.fan_in_fan_out else delta)

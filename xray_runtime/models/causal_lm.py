@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.chat_templates import named_template
-from xray_runtime.models.tensor_file import WEIGHTS_FILE
+from xray_runtime.models.weight_files import SHARD_BYTES, copy_weights
 from xray_runtime.store.location import NO_CODE, locate
 
 if TYPE_CHECKING:
@@ -139,17 +138,21 @@ def save_model(lm: Any, tokenizer: Any, directory: Path, stops: Sequence[int] = 
     lm.config._name_or_path = ""
     ends = list(stops) if len(stops) > 1 else tokenizer.eos_token_id
     lm.generation_config = transformers.GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
-    # In one file, however large: `copy_model` and those who read or write single tensors look for no other.
-    lm.save_pretrained(directory, safe_serialization=True, max_shard_size=2**60)
+    lm.save_pretrained(directory, safe_serialization=True, max_shard_size=SHARD_BYTES)
     tokenizer.name_or_path = ""
     tokenizer.save_pretrained(directory)
 
 
-def copy_model(like: Path, directory: Path) -> None:
-    """Copy a checkpoint in Hugging Face form, for its weights to be overwritten by those that were trained."""
+def copy_model(like: Path, directory: Path, number: int = 0, copiers: int = 1) -> None:
+    """Copy a checkpoint in Hugging Face form, for its weights to be overwritten by those that were trained.
+
+    Args:
+        number: of this copier among the `copiers` that divide the files.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(like / WEIGHTS_FILE, directory / WEIGHTS_FILE)
-    copy_small_files(like, directory)
+    copy_weights(like, directory, number, copiers)
+    if not number:
+        copy_small_files(like, directory)
 
 
 def copy_small_files(source: Path, directory: Path) -> None:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from xray_runtime.algorithms.logprobs import chunked_logprobs_and_entropy
 from xray_runtime.models.adapters import Adapters
-from xray_runtime.models.packing import can_pack, packed_states, use_packed_attention
+from xray_runtime.models.packing import Prompts, can_pack, packed_states, use_packed_attention
 from xray_runtime.models.padding import pad, unpad
 
 HEAD_PREFIX = "scalar."
@@ -122,24 +122,29 @@ class HeadedLM(nn.Module):
         """`task(self, *args)`: every use of the module is one forward, so that engines' hooks see it."""
         return task(self, *args)
 
-    def trunk(self, input_ids: Tensor, lengths: Tensor) -> Tensor:
+    def trunk(self, input_ids: Tensor, lengths: Tensor, prompts: Prompts | None = None) -> Tensor:
         """Hidden states [N, H] entering the first trainable layer, without gradient."""
         with torch.no_grad():
             trunk = self._part(0, self.lm.model.layers[: self.frozen_layers], nn.Identity())
-            return self._run(trunk, lengths, input_ids=input_ids)
+            return self._run(trunk, lengths, prompts, input_ids=input_ids)
 
-    def hidden(self, input_ids: Tensor, lengths: Tensor, trunk: Tensor | None = None) -> Tensor:
-        """Last hidden states [N, H]; from `trunk` states where they are given."""
+    def hidden(
+        self, input_ids: Tensor, lengths: Tensor, trunk: Tensor | None = None, prompts: Prompts | None = None
+    ) -> Tensor:
+        """Last hidden states [N, H]; from `trunk` states where they are given.
+
+        A prompt that `prompts` says several sequences share is computed once, where the model packs sequences.
+        """
         if trunk is None and not self.has_trunk:
-            return self._run(self.lm.base_model, lengths, input_ids=input_ids)
-        states = self.trunk(input_ids, lengths) if trunk is None else trunk
+            return self._run(self.lm.base_model, lengths, prompts, input_ids=input_ids)
+        states = self.trunk(input_ids, lengths, prompts) if trunk is None else trunk
         top = self._part(self.frozen_layers, self.lm.model.layers[self.frozen_layers :], self.lm.model.norm)
-        return self._run(top, lengths, inputs_embeds=states)
+        return self._run(top, lengths, prompts, inputs_embeds=states)
 
-    def _run(self, backbone: Any, lengths: Tensor, **entering: Tensor) -> Tensor:
+    def _run(self, backbone: Any, lengths: Tensor, prompts: Prompts | None, **entering: Tensor) -> Tensor:
         """Last hidden states [N, H] of a backbone, of `input_ids` [N] or `inputs_embeds` [N, H]."""
         if self.packs:
-            return packed_states(backbone, lengths, **entering)
+            return packed_states(backbone, lengths, prompts, **entering)
         padded = {name: pad(flat, lengths) for name, flat in entering.items()}
         return unpad(backbone(**padded).last_hidden_state, lengths)
 
@@ -160,16 +165,16 @@ class HeadedLM(nn.Module):
             model.embed_tokens = nn.Identity()
         self.stage, self.frozen_layers = layers, layers.start
 
-    def stage_states(self, lengths: Tensor, **entering: Tensor) -> Tensor:
+    def stage_states(self, lengths: Tensor, prompts: Prompts | None = None, **entering: Tensor) -> Tensor:
         """Hidden states [N, H] that leave this pipeline stage, of `input_ids` or `inputs_embeds` that enter it."""
         layers = self.lm.model.layers[self.stage.start : self.stage.stop]
-        return self._run(self._part(self.stage.start, layers, nn.Identity()), lengths, **entering)
+        return self._run(self._part(self.stage.start, layers, nn.Identity()), lengths, prompts, **entering)
 
-    def branch_hidden(self, branch: Branch, trunk: Tensor, lengths: Tensor) -> Tensor:
+    def branch_hidden(self, branch: Branch, trunk: Tensor, lengths: Tensor, prompts: Prompts | None = None) -> Tensor:
         """Last hidden states [N, H] of a branch."""
         with torch.no_grad():
             part = self._part(self.frozen_layers, branch.layers, branch.norm)
-            return self._run(part, lengths, inputs_embeds=trunk)
+            return self._run(part, lengths, prompts, inputs_embeds=trunk)
 
     def _part(self, first: int, layers: nn.ModuleList, norm: nn.Module) -> Any:
         # A shallow copy of the backbone that shares every module but runs only `layers` (the model's from `first` on)

@@ -9,7 +9,9 @@ nothing else changes.
 
 Rows (B of them) carry `input_ids` [N], each row's prompt and response after those of the row before, `lengths` [B] and,
 of these, `prompt_lengths` [B]. What belongs to response tokens is [R], in the same order. `trunk` [N, H] holds the
-frozen lower layers' output where it is already known; of pairs, `rejected_trunk` that of the rejected side.
+frozen lower layers' output where it is already known; of pairs, `rejected_trunk` that of the rejected side. `alike`
+[B'] is, for each of the `sequences`, the first with the same prompt: where it is given, the model computes a shared
+prompt once.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.packing import Prompts
 
 Tensors = dict[str, Tensor]
 Scores = dict[str, Tensor | list[Tensor]]
@@ -41,12 +44,32 @@ def sequences(rows: Tensors) -> tuple[Tensor, Tensor]:
     return ids, torch.cat([rows["lengths"], rows["rejected_lengths"]])
 
 
+def prompts_of(rows: Tensors) -> Prompts | None:
+    """Which of the `sequences` share their prompts; None where the rows do not say."""
+    if "alike" not in rows:
+        return None
+    lengths = rows["prompt_lengths"]
+    return Prompts(rows["alike"], lengths.repeat(len(rows["alike"]) // len(lengths)))
+
+
+def num_computed_tokens(module: HeadedLM, rows: Tensors) -> int:
+    """Tokens that go through the model's layers: padding counts where it pads, a shared prompt once where it packs."""
+    ids, lengths = sequences(rows)
+    if not module.packs:
+        return len(lengths) * int(lengths.max())
+    prompts = prompts_of(rows)
+    if prompts is None:
+        return len(ids)
+    again = prompts.first != torch.arange(len(lengths), device=lengths.device)
+    return len(ids) - int(prompts.lengths[again].sum())
+
+
 def last_hidden(module: HeadedLM, rows: Tensors) -> Tensor:
     """Last hidden states [N', H] of `sequences`."""
     trunk = rows.get("trunk")
     if "rejected_trunk" in rows:
         trunk = torch.cat([rows["trunk"], rows["rejected_trunk"]])
-    return module.hidden(*sequences(rows), trunk)
+    return module.hidden(*sequences(rows), trunk, prompts_of(rows))
 
 
 def response_positions(rows: Tensors) -> Tensor:

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from xray_runtime.algorithms.losses import POLICY_LOSSES, PolicyLoss, kl_loss, policy_loss, value_loss
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.objectives import Scores, Tensors, by_row, last_hidden, response_logprobs, response_positions
+from xray_runtime.models.objectives import (
+    Scores,
+    Tensors,
+    by_row,
+    last_hidden,
+    prompts_of,
+    response_logprobs,
+    response_positions,
+)
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOStageConfig
@@ -40,7 +48,7 @@ class PPOObjective:
             out |= _values(module, hidden, rows)
         for branch in module.branches:
             seen = rows if branch.scalar is None else judged
-            states = module.branch_hidden(branch, seen["trunk"], seen["lengths"])
+            states = module.branch_hidden(branch, seen["trunk"], seen["lengths"], prompts_of(seen))
             if branch.scalar is None:
                 ref_logprobs, _ = response_logprobs(module, states, rows, self.config.temperature)
                 out["ref_logprobs"] = by_row(ref_logprobs, rows)

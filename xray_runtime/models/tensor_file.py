@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
-import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
 from xray_runtime.algorithms.finite import all_finite
 from xray_runtime.errors import NonFiniteError
+from xray_runtime.signs import part_done
 
 WEIGHTS_FILE = "model.safetensors"
 """All weights of a checkpoint in Hugging Face form."""
@@ -39,58 +39,17 @@ def create(path: Path, shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[
         file.truncate(8 + len(text) + end)
 
 
-def copy_tensors(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Overwrite the tensors `names` of one safetensors file by those of another, one at a time."""
-    with safe_open(source, framework="pt") as read, TensorFile(target) as written:
-        for name in names:
-            written.write(name, read.get_tensor(name))
-
-
-def same_trunk(one: Path, other: Path, top_layers: int) -> bool:
-    """Whether two checkpoints differ in nothing but the weights of `top_layers` upper layers and the final norm."""
-    if one == other:
-        return True
-    config, other_config = (json.loads((directory / "config.json").read_text()) for directory in (one, other))
-    if config != other_config:
-        return False
-    above = _above_trunk(config, top_layers)
-    with safe_open(one / WEIGHTS_FILE, framework="pt") as a, safe_open(other / WEIGHTS_FILE, framework="pt") as b:
-        names = {*a.keys()}
-        return names == {*b.keys()} and all(
-            torch.equal(a.get_tensor(name), b.get_tensor(name)) for name in sorted(names) if not name.startswith(above)
-        )
-
-
-def trunk_digest(directory: Path, top_layers: int) -> str:
-    """Digest of a checkpoint's config and of all weights but those of `top_layers` upper layers and the final norm."""
-    text = (directory / "config.json").read_text()
-    above = _above_trunk(json.loads(text), top_layers)
-    digest = xxhash.xxh3_128(text.encode())
-    with safe_open(directory / WEIGHTS_FILE, framework="pt") as file:
-        for name in sorted(file.keys()):
-            if not name.startswith(above):
-                digest.update(name.encode())
-                digest.update(file.get_tensor(name).contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def _above_trunk(config: dict[str, Any], top_layers: int) -> tuple[str, ...]:
-    """Prefixes of the names of weights above a frozen trunk."""
-    layers = config["num_hidden_layers"]
-    return (*(f"model.layers.{n}." for n in range(layers - top_layers, layers)), "model.norm.")
-
-
-def check_finite(directory: Path) -> None:
-    """Look at every tensor of the safetensors files below `directory`, one at a time.
+def check_file(path: Path, where: str) -> None:
+    """Look at every tensor of a safetensors file, which `where` names, one at a time.
 
     Raises:
         NonFiniteError: one has numbers that are not finite.
     """
-    for path in sorted(directory.rglob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118, it is no dict
-                if not all_finite(file.get_tensor(name)):
-                    raise NonFiniteError(f"{path.relative_to(directory)}: {name} has numbers that are not finite")
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118, it is no dict
+            if not all_finite(file.get_tensor(name)):
+                raise NonFiniteError(f"{where}: {name} has numbers that are not finite")
+            part_done()
 
 
 class TensorFile:

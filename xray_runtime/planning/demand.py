@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from xray_runtime.config.engines import EngineConfig, GeneratorConfig, LayoutConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.planning.sharing import first_gpus, shares_gpus
 
 if TYPE_CHECKING:
     from xray_runtime.graph.graph import Graph, StageCall
@@ -53,6 +54,15 @@ def demand(role: str, layout: LayoutConfig | GeneratorConfig, runtime: RuntimeCo
         replicas = runtime.generator_replicas
         return Demand(role, together * replicas, runtime.cpus_per_workhorse, gpus, together, replicas)
     return Demand(role, layout.num_workhorses, runtime.cpus_per_workhorse, gpus, together)
+
+
+def total(demands: Sequence[Demand]) -> dict[str, float]:
+    """Resource → amount that a stage with these models reserves. GPUs that models share are reserved whole."""
+    amounts: dict[str, float] = {}
+    for model in demands:
+        for name, amount in model.each(model.num_ranks).items():
+            amounts[name] = amounts.get(name, 0.0) + amount
+    return amounts | ({"GPU": float(first_gpus(demands)[1])} if shares_gpus(demands) else {})
 
 
 def call_demands(call: StageCall, device: str) -> list[Demand]:
@@ -115,12 +125,12 @@ def check(what: str, demands: Sequence[Demand], nodes: Sequence[Resources]) -> N
     """Raise ConfigError if `what` needs more than all `nodes` have, or a Workhorse more than the largest node has."""
     for name, field in (("CPU", "runtime.cpus_per_workhorse"), ("GPU", "runtime.gpus_per_workhorse")):
         needs = {d.role: (d.num_ranks, d.each().get(name, 0.0)) for d in demands}
-        total, has = sum(ranks * each for ranks, each in needs.values()), sum(node.get(name, 0.0) for node in nodes)
+        needed, has = total(demands).get(name, 0.0), sum(node.get(name, 0.0) for node in nodes)
         roles = ", ".join(f"{role} {ranks} × {each:g}" for role, (ranks, each) in needs.items() if each)
         # Ray counts in ten-thousandths.
-        if total > has + 1e-4:
+        if needed > has + 1e-4:
             raise ConfigError(
-                f"{what}: its models need {total:g} {name}s ({roles}) and the cluster has {has:g}: lower {field} "
+                f"{what}: its models need {needed:g} {name}s ({roles}) and the cluster has {has:g}: lower {field} "
                 "or engine.num_workhorses, or add nodes"
             )
         most = max((each for _, each in needs.values()), default=0.0)

@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.base import FreshBase, PretrainedBase
-from xray_runtime.config.engines import EngineConfig, GeneratorConfig
+from xray_runtime.config.engines import EngineConfig, GeneratorConfig, with_precision
 from xray_runtime.config.prepare import PROMPT_TOKENS
 from xray_runtime.config.sft import REPLY_TOKENS
 from xray_runtime.config.validation import ConfigError
@@ -94,7 +94,7 @@ def _planned(call: StageCall, name: str, role: ModelRole, branches: int, device:
         width, options = training_options(role.lora, layout, device)
     elif isinstance(layout, GeneratorConfig):
         width = FLOAT32_BYTES if device == "cpu" else HALF_BYTES
-    elif getattr(layout, "precision", "float32") == "bfloat16":
+    elif getattr(with_precision(layout, device), "precision", "float32") == "bfloat16":
         width = HALF_BYTES
     return Role(
         name=name,

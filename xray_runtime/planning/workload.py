@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 import psutil
 
-from xray_runtime.config.engines import EngineConfig, LoRAConfig
+from xray_runtime.config.engines import EngineConfig, LoRAConfig, with_precision
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.cores import usable_cores
 from xray_runtime.planning.generator_memory import generation_memory
@@ -202,6 +202,7 @@ def training_options(lora: LoRAConfig | None, engine: EngineConfig, device: str)
 
     On CPU, device memory is host memory, so offloading to it saves nothing.
     """
+    engine = with_precision(engine, device)
     mixed = engine.precision == "bfloat16"
     options = Options(
         lora_rank=lora.rank if lora is not None else None,

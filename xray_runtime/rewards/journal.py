@@ -88,6 +88,10 @@ class Journal:
         """The line of an earlier attempt, if there is one."""
         return self._known.get(key)
 
+    def entries(self, source: str) -> list[dict[str, Any]]:
+        """The lines of a source in an earlier attempt."""
+        return [entry for entry in self._known.values() if entry["source"] == source]
+
     def write(self, source: str, step: int, entries: Iterable[tuple[str, Score]]) -> None:
         """Store scores as `write_entries` does."""
         self.write_entries(step, [_line(key, source, step, score) for key, score in entries])

@@ -109,6 +109,11 @@ def rollout_of(episodes: Sequence[Episode], version: int) -> Rollout:
     )
 
 
+def rollout_name(purpose: str, number: int, version: int) -> str:
+    """Name of one call of `sample`. Versions are answered separately, even if their replies are the same."""
+    return f"{purpose}-{number}-{version}"
+
+
 def episode_means(episodes: EpisodeColumns) -> dict[str, float]:
     """Means over the episodes that did not fail: `turns`, and `info/NAME` for each number that environments reported
     with rewards, summed over an episode (0 if an episode lacks it)."""

@@ -14,12 +14,13 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from xray_runtime.config.environment import AgentConfig
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Messages, prompt_text
 from xray_runtime.data.rows import Ragged
@@ -28,7 +29,8 @@ from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.environments.pool import EnvironmentFailure, EnvironmentPool
 from xray_runtime.environments.protocol import Start, Step
 from xray_runtime.rewards.journal import Journal
-from xray_runtime.rl.episode import Episode, rollout_of
+from xray_runtime.rl.agent_episodes import AgentEpisodes
+from xray_runtime.rl.episode import Episode, rollout_name, rollout_of
 from xray_runtime.rl.sampled_replies import GENERATION_BATCH
 from xray_runtime.rl.types import Rollout, rows_joined
 from xray_runtime.seeding import derive_seed
@@ -43,8 +45,8 @@ log = logging.getLogger(__name__)
 
 Prompt = tuple[Messages, list[int]]
 """Messages and tokens of one prompt."""
-LOG = "environments.log"
-"""Output of the environments."""
+LOG, AGENT_LOG = "environments.log", "agents.log"
+"""Output of the environments, and of agents."""
 
 
 class Episodes:
@@ -117,27 +119,6 @@ class Episodes:
     def close(self) -> None:
         """Wait for the other thread, which ends at its next request once the pool is shut down."""
         self._rollouts.shutdown(cancel_futures=True)
-
-    def sample_all(
-        self,
-        prompts: Sequence[Prompt],
-        columns: Mapping[str, Sequence[Any]],
-        version: int = 0,
-        group_size: int = 1,
-        done: Callable[[int], None] = lambda count: None,
-    ) -> Rollout:
-        """`sample` batch by batch, for evaluations.
-
-        Args:
-            done: called with the number of finished episodes.
-        """
-        parts: list[Rollout] = []
-        for start in range(0, len(prompts), GENERATION_BATCH):
-            batch = slice(start, start + GENERATION_BATCH)
-            batch_columns = {name: values[batch] for name, values in columns.items()}
-            parts.append(self.sample(prompts[batch], batch_columns, version, "sample", 0, group_size, start))
-            done(start + len(parts[-1].response_ids))
-        return rows_joined(parts)
 
     def _play(self, episodes: list[Episode], version: int, purpose: str, number: int) -> None:
         """Play the turns of a cohort until all its episodes are over."""
@@ -233,6 +214,45 @@ class Episodes:
         return futures
 
 
+class EpisodeSampler(Protocol):
+    """`Episodes` or `AgentEpisodes`."""
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        columns: Mapping[str, Sequence[Any]],
+        version: int,
+        purpose: str,
+        number: int = 0,
+        group_size: int = 1,
+        first_row: int = 0,
+    ) -> Rollout: ...
+
+    def begin(self, *args: Any) -> Future[Rollout]: ...
+
+
+def sample_all(
+    episodes: EpisodeSampler,
+    prompts: Sequence[Prompt],
+    columns: Mapping[str, Sequence[Any]],
+    version: int = 0,
+    group_size: int = 1,
+    done: Callable[[int], None] = lambda count: None,
+) -> Rollout:
+    """`sample` batch by batch, for evaluations.
+
+    Args:
+        done: called with the number of finished episodes.
+    """
+    parts: list[Rollout] = []
+    for start in range(0, len(prompts), GENERATION_BATCH):
+        batch = slice(start, start + GENERATION_BATCH)
+        batch_columns = {name: values[batch] for name, values in columns.items()}
+        parts.append(episodes.sample(prompts[batch], batch_columns, version, "sample", 0, group_size, start))
+        done(start + len(parts[-1].response_ids))
+    return rows_joined(parts)
+
+
 @contextmanager
 def open_episodes(
     stage: Stage[Any, Any],
@@ -241,11 +261,15 @@ def open_episodes(
     tokenizer: Any,
     max_prompt: int,
     log_dir: Any,
-) -> Iterator[Episodes | None]:
-    """The episodes of a stage, with processes for its environments; None if the stage has no environment."""
+) -> Iterator[EpisodeSampler | None]:
+    """The episodes of a stage, with processes for its environments or agents; None if the stage has neither."""
     config = stage.config.environment
     if config is None:
         yield None
+        return
+    if isinstance(config, AgentConfig):
+        with closing(AgentEpisodes(generator, stage, sampling, tokenizer, max_prompt, log_dir / AGENT_LOG)) as agents:
+            yield agents
         return
     limits = config.num_workers, config.timeout_s, config.memory_mb
     with ExitStack() as stack:
@@ -254,11 +278,6 @@ def open_episodes(
         stack.callback(episodes.close)
         stack.enter_context(pool)
         yield episodes
-
-
-def rollout_name(purpose: str, number: int, version: int) -> str:
-    """Name of one call of `sample`. Versions are answered separately, even if their replies are the same."""
-    return f"{purpose}-{number}-{version}"
 
 
 def answer_key(rollout: str, row: int, replies: Sequence[str]) -> str:

@@ -118,6 +118,7 @@ def build_experience(
         returns=padded.ragged(returns, offsets) if has_critic else None,
         ref_logprobs=scores.ref_logprobs if config.kl.place == "loss" else None,
         response_mask=None if rollout.episodes is None else rollout.episodes.response_mask,
+        branches=None if rollout.episodes is None else rollout.episodes.branches,
     )
     wrong = non_finite(to_rows(rows))
     if wrong is not None:

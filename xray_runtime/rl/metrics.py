@@ -14,6 +14,7 @@ from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.kl import kl_summary
 from xray_runtime.algorithms.rewards import SourceScores, statistics, weighted_sum
 from xray_runtime.algorithms.statistics import explained_variance
+from xray_runtime.rl.agent_records import agent_metrics
 from xray_runtime.rl.episode import episode_means
 
 if TYPE_CHECKING:
@@ -124,6 +125,8 @@ def rollout_metrics(config: PPOConfig, rollout: Rollout, scored: ScoredRollout, 
     metrics["rollout/distinct_replies"] = len(set(scored.replies)) / len(scored.replies)
     if episodes is not None:
         metrics |= {f"rollout/{name}": mean for name, mean in episode_means(episodes).items()}
+        if episodes.branches is not None:
+            metrics |= {f"rollout/{name}": count for name, count in agent_metrics(episodes.answers.tolist()).items()}
     if config.resample_rounds:
         metrics["rollout/resampled_groups"] = scored.num_dropped / config.samples_per_prompt
     return metrics
@@ -154,12 +157,13 @@ def update_metrics(update: Update) -> dict[str, float]:
 
 
 def speed_metrics(config: PPOConfig, experience: Experience, update: Update, clock: PhaseClock) -> dict[str, float]:
-    """Seconds per phase, and response tokens per second."""
+    """Seconds per phase, response tokens per second, and tokens that the policy's updates computed."""
     metrics, num_tokens = clock.metrics(), experience.num_tokens
     if not config.lag:
         metrics["speed/generate_tokens_per_s"] = num_tokens / clock.seconds["generate"]
     metrics["speed/score_tokens_per_s"] = num_tokens / clock.seconds["score"]
     metrics["speed/update_tokens_per_s"] = num_tokens * update.epochs / clock.seconds["update"]
+    metrics["speed/computed_tokens"] = sum(step.policy.computed_tokens for step in update.steps)
     metrics["speed/response_tokens_per_s"] = num_tokens / metrics["seconds/total"]
     return metrics
 

@@ -11,7 +11,7 @@ from xray_runtime.data.rows import Ragged
 from xray_runtime.data.tokenizing import decode_replies, transcript
 from xray_runtime.rewards.source import Score
 from xray_runtime.rl.episode import episode_means
-from xray_runtime.rl.episodes import Prompt, open_episodes
+from xray_runtime.rl.episodes import Prompt, open_episodes, sample_all
 from xray_runtime.rl.sampled_replies import sample_replies, sampling_of
 from xray_runtime.rl.scoring import episode_scores, own_texts
 from xray_runtime.workers.protocols import ModelHandle
@@ -37,6 +37,8 @@ class PolicyReplies:
     """`ids` as text for display, with the tokens read between turns in brackets."""
     mask: Ragged | None = None
     """True where the policy sampled the token of `ids`; None: it sampled all."""
+    branches: Ragged | None = None
+    """`EpisodeColumns.branches`."""
     scores: list[Score] | None = None
     """The environment's scores."""
     means: dict[str, float] = field(default_factory=dict)
@@ -68,10 +70,10 @@ def sample_policy(
             replies = sample_replies(generator, stage, sampling, begun, version)
             texts = decode_replies(tokenizer, replies)
             return PolicyReplies(begun, replies, replies, texts, texts)
-        played = episodes.sample_all(prompts, columns, version)
+        played = sample_all(episodes, prompts, columns, version)
     assert played.episodes is not None
     own, mask = [ids.tolist() for ids in played.own_tokens()], played.episodes.response_mask
     shown = [transcript(tokenizer, *row) for row in zip(played.response_ids, mask, strict=True)]
     begun, ids = ([row.tolist() for row in column] for column in (played.episodes.prompt_ids, played.response_ids))
     texts, means = own_texts(tokenizer, played), episode_means(played.episodes)
-    return PolicyReplies(begun, ids, own, texts, shown, mask, episode_scores(played), means)
+    return PolicyReplies(begun, ids, own, texts, shown, mask, played.episodes.branches, episode_scores(played), means)

@@ -36,8 +36,8 @@ from xray_runtime.graph.artifacts import VALUE_HEAD
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
-from xray_runtime.models.tensor_file import same_trunk
-from xray_runtime.rl.episodes import Episodes, open_episodes
+from xray_runtime.models.weight_files import same_trunk
+from xray_runtime.rl.episodes import EpisodeSampler, open_episodes
 from xray_runtime.rl.experience import build_experience, scaled_rewards
 from xray_runtime.rl.hacking_monitor import HackingMonitor
 from xray_runtime.rl.ledger_writer import Ledger
@@ -120,7 +120,7 @@ class _Loop:
     tokenizer: Any
     models: Mapping[str, ModelHandle]
     prompts: UniquePrompts
-    episodes: Episodes | None
+    episodes: EpisodeSampler | None
     rollouts: Rollouts
     rewards: RewardSources
     scorer: Scorer

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from xray_runtime.data.batching import Cursor
     from xray_runtime.graph.inputs import PPOInputs
     from xray_runtime.graph.kind import Stage
-    from xray_runtime.rl.episodes import Episodes
+    from xray_runtime.rl.episodes import EpisodeSampler
 
 PROBE_ROWS, PROBE_TOKENS = 8, 4
 """Number and length of a probe's replies. Small, since training and sampling wait for it."""
@@ -85,7 +85,7 @@ class Rollouts:
         sampling: Sampling,
         prompts: UniquePrompts,
         cursor: Cursor,
-        episodes: Episodes | None = None,
+        episodes: EpisodeSampler | None = None,
     ) -> None:
         self._generator, self._stage, self._prompts, self._cursor = generator, stage, prompts, cursor
         self._sampling, self._episodes = sampling, episodes

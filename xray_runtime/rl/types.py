@@ -49,7 +49,9 @@ class EpisodeColumns:
     info: np.ndarray
     """JSON: numbers that the environment reported with rewards, each summed over the turns."""
     answers: np.ndarray
-    """JSON: the environment's answers to the reset and to each turn."""
+    """JSON: the environment's answers to the reset and to each turn, or an agent's record."""
+    branches: Ragged | None = None
+    """Only for agents: `rl.agent_rows`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +117,8 @@ class UpdateRows:
     """Only if the KL is in the loss."""
     response_mask: Ragged | None = None
     """Only for episodes."""
+    branches: Ragged | None = None
+    """Only for agents."""
 
 
 @dataclass(frozen=True)

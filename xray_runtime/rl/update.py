@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xray_runtime.data.rows import Rows, num_response_tokens, take
+from xray_runtime.data.rows import Rows, alike_prompts, num_response_tokens, take
+from xray_runtime.rl.agent_rows import BRANCHES, BranchRows
 from xray_runtime.rl.types import Experience, to_rows
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.finite import SkippedSteps
@@ -70,12 +71,12 @@ class Updater:
             NonFiniteError: a model skipped more steps than `max_skipped_steps`.
         """
         config, rows, count = self._config, to_rows(experience.rows), experience.num_rows
-        num_minibatches = self._num_minibatches(count)
+        num_minibatches, prompts = self._num_minibatches(count), alike_prompts(rows)
         order = np.random.default_rng(derive_seed(self._stage.seed, self._stage.name, "minibatches", iteration))
         steps: list[MinibatchStep] = []
         times_trained, stopped_early = np.zeros(count, np.int32), False
         for epoch in range(config.epochs):
-            for number, index in enumerate(np.array_split(order.permutation(count), num_minibatches)):
+            for number, index in enumerate(np.array_split(shuffled(prompts, order), num_minibatches)):
                 at = (iteration * config.epochs + epoch) * self._per_epoch + number
                 step = self._step(take(rows, index), at, kl_coef)
                 steps.append(step)
@@ -99,6 +100,7 @@ class Updater:
         return count
 
     def _step(self, batch: Rows, at: int, kl_coef: float) -> MinibatchStep:
+        batch = BranchRows.of(batch).rows if BRANCHES in batch else batch
         config, tokens = self._config, float(num_response_tokens(batch))
         totals = StepTotals(tokens=tokens, rows=len(batch["id"]), kl_coef=kl_coef).to_wire()
         at_once = (1 if self._critic is None else 2) + config.lag
@@ -119,3 +121,14 @@ class Updater:
     def _moved_too_far(self, step: MinibatchStep) -> bool:
         limit = self._config.stop_kl
         return limit is not None and not step.policy.sums.approx_kl_sum / step.num_tokens <= limit  # NaN too
+
+
+def shuffled(groups: np.ndarray, order: np.random.Generator) -> np.ndarray:
+    """The places of `groups` [B] in a random order in which those of one group follow one another.
+
+    Replies to one prompt are trained in one minibatch where they fit, so that their prompt is computed once.
+    """
+    _, number = np.unique(groups, return_inverse=True)
+    drawn = order.permutation(number.max() + 1)
+    places: np.ndarray = np.argsort(np.argsort(drawn)[number], kind="stable")
+    return places

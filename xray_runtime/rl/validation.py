@@ -7,7 +7,8 @@ finish   the last version is scored too; `keep: best` saves the best version, th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,13 +26,13 @@ from xray_runtime.seeding import derive_seed
 from xray_runtime.training.dataset import validation_file
 from xray_runtime.training.policy_versions import BestVersion, save_policy
 from xray_runtime.training.prompts import UniquePrompts
-from xray_runtime.workers.protocols import ModelHandle, get, get_all
+from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOConfig
     from xray_runtime.graph.inputs import PPOInputs
     from xray_runtime.graph.kind import Stage
-    from xray_runtime.rl.episodes import Episodes
+    from xray_runtime.rl.episodes import EpisodeSampler
     from xray_runtime.workers.model_spec import ModelSpec
 
 
@@ -76,7 +77,7 @@ class Validation:
         """Specs of the judges that are models, to open with the stage's other models."""
         return self._sources.specs() if self._own and self._config is not None else {}
 
-    def sample(self, generator: ModelHandle, iteration: int, episodes: Episodes | None = None) -> Rollout | None:
+    def sample(self, generator: ModelHandle, iteration: int, episodes: EpisodeSampler | None = None) -> Rollout | None:
         """Replies of the generator's version, after `iteration` updates; None if no validation is due.
 
         Args:
@@ -85,7 +86,7 @@ class Validation:
         due = self._config is not None and iteration % self._config.every == 0
         return self._replies(generator, iteration, episodes) if due else None
 
-    def _replies(self, generator: ModelHandle, version: int, episodes: Episodes | None) -> Rollout:
+    def _replies(self, generator: ModelHandle, version: int, episodes: EpisodeSampler | None) -> Rollout:
         if episodes is not None:
             return episodes.sample(self._prompts, self._columns, version, "validation")
         name = self._stage.seed, self._stage.name, "validation"
@@ -109,14 +110,14 @@ class Validation:
         texts = own_texts(self._tokenizer, replies)
         begun = prompt_tokens(replies, [p for _, p in self._prompts])
         whole = text_rows(begun, [with_end_of_turn(reply, self._stops) for reply in ids])
-        answers = get_all(self._sources.requests(models, messages, texts, whole))
-        branches: Rows = {}
+        requests = self._sources.requests(models, messages, texts, whole)
+        branches: Callable[[], Rows] | None = None
         if self._sources.branches:
             rows = text_rows(begun, ids)
             added = {"added_ends": rows["input_ids"].lengths < whole["input_ids"].lengths}
-            branches = get(models["policy"].score.remote(rows | whole | added))
+            branches = partial(get, models["policy"].score.remote(rows | whole | added))
         scores = self._sources.scores(
-            answers,
+            requests,
             [prompt_text(prompt) for prompt in messages],
             texts,
             branches,
@@ -129,7 +130,7 @@ class Validation:
         return float(torch.nanmean(self._sources.scaled(scores).double()))
 
     def finish(
-        self, models: Mapping[str, ModelHandle], out: Path, iterations: int, episodes: Episodes | None = None
+        self, models: Mapping[str, ModelHandle], out: Path, iterations: int, episodes: EpisodeSampler | None = None
     ) -> int:
         """Save the kept policy into `out`; returns its number of iterations."""
         if self._config is None:

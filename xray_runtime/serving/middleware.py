@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 Message = MutableMapping[str, Any]
@@ -33,10 +33,12 @@ class Tagged:
         sha256: of the model; sent with every answer, errors included.
         key: `key_digest` of the key that requests must contain (`Authorization: Bearer KEY`); None: they need no key.
         secret: value of the reverse proxy's `PROXY_HEADER`; requests without it are rejected.
+        own_keys: paths for which `app` itself checks keys.
     """
 
-    def __init__(self, app: App, sha256: str, key: str | None, secret: str) -> None:
+    def __init__(self, app: App, sha256: str, key: str | None, secret: str, own_keys: tuple[str, ...] = ()) -> None:
         self._app, self._sha256, self._key, self._secret = app, sha256, key, secret.encode()
+        self._open = (*OPEN_PATHS, *own_keys)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -70,7 +72,7 @@ class Tagged:
             return {"type": "http.disconnect"} if refused else message
 
         headers = dict(scope["headers"])
-        allowed = self._key is None or scope["path"] in OPEN_PATHS or _bears(scope, self._key)
+        allowed = self._key is None or scope["path"] in self._open or _bears(scope, self._key)
         if not (allowed and secrets.compare_digest(headers.get(PROXY_HEADER.encode(), b""), self._secret)):
             await _refuse(tagged, 401, "Unauthorized", "the API key is missing or wrong")
             return
@@ -94,9 +96,14 @@ def _bears(scope: Message, key: str) -> bool:
 
 
 async def _refuse(send: Send, status: int, kind: str, message: str) -> None:
-    error = {"message": message, "type": kind, "code": status}
-    headers = [(b"content-type", b"application/json")]
-    if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps({"error": error}).encode()})
+    headers = [(b"www-authenticate", b"Bearer")] if status == 401 else []
+    await answer_json(send, status, {"error": {"message": message, "type": kind, "code": status}}, headers)
+
+
+async def answer_json(
+    send: Send, status: int, content: Mapping[str, Any], headers: Sequence[tuple[bytes, bytes]] = ()
+) -> None:
+    """Answer a request with a JSON body."""
+    start = {"status": status, "headers": [(b"content-type", b"application/json"), *headers]}
+    await send({"type": "http.response.start", **start})
+    await send({"type": "http.response.body", "body": json.dumps(content).encode()})

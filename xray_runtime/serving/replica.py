@@ -14,7 +14,9 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.generation.vllm_server import VLLMServer, arguments
 from xray_runtime.processes import redirect_output
 from xray_runtime.serving import NotServedError
-from xray_runtime.serving.middleware import Tagged
+from xray_runtime.serving.middleware import App, Tagged
+from xray_runtime.serving.recorder import RecorderHandle
+from xray_runtime.serving.recording import FEEDBACK_PATH, Outbox, Recording, prometheus_count
 from xray_runtime.store.checkpoints import verify
 
 LOOPBACK = "127.0.0.1"
@@ -42,8 +44,10 @@ class ServedModel:
 class Replica:
     """Answers the requests of the reverse proxy."""
 
-    def __init__(self, model: ServedModel, secret: str, front_node: str) -> None:
+    def __init__(self, model: ServedModel, secret: str, front_node: str, recorder: RecorderHandle | None) -> None:
         self._model, self._secret, self._front_node = model, secret, front_node
+        self._recorder = recorder
+        self._outbox: Outbox | None = None
         self._engine: VLLMServer | None = None
 
     async def start(self) -> tuple[str, int]:
@@ -58,7 +62,7 @@ class Replica:
             model.directory, list(model.names), model.sha256, model.runtime, model.device, model.tensor_parallel
         )
         self._engine = engine = VLLMServer(options, model.runtime, model.device)
-        app = Tagged(await engine.start(), model.sha256, model.key, self._secret)
+        app = self._tagged(await engine.start())
         host = LOOPBACK if context.get_node_id() == self._front_node else ray.util.get_node_ip_address()
         listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         config = uvicorn.Config(app, timeout_keep_alive=KEEP_ALIVE_SECONDS, log_level="warning", access_log=False)
@@ -68,6 +72,14 @@ class Replica:
             await asyncio.sleep(0.01)
         return host, int(listening.getsockname()[1])
 
+    def _tagged(self, app: App) -> App:
+        model, recorder = self._model, self._recorder
+        if recorder is None:
+            return Tagged(app, model.sha256, model.key, self._secret)
+        self._outbox = Outbox(recorder.actor.keep.remote, prometheus_count())
+        recording = Recording(app, model.sha256, recorder.config, self._outbox, recorder.actor.feedback.remote)
+        return Tagged(recording, model.sha256, model.key, self._secret, own_keys=(FEEDBACK_PATH,))
+
     async def check(self) -> None:
         """Raise an error if the engine or its HTTP server has stopped."""
         assert self._engine is not None, "check() was called before start()"
@@ -76,6 +88,8 @@ class Replica:
             raise RuntimeError("its HTTP server stopped")
 
     async def stop(self) -> None:
-        """Stop the engine's process; a rejected model has none."""
+        """Hand over what is to be recorded, and stop the engine's process; a rejected model has neither."""
+        if self._outbox is not None:
+            await self._outbox.drain()
         if self._engine is not None:
             self._engine.stop()

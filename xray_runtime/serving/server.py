@@ -18,6 +18,7 @@ import ray
 
 from xray_runtime.errors import error_summary
 from xray_runtime.serving import NotServedError
+from xray_runtime.serving.recorder import RecorderHandle
 from xray_runtime.serving.replica import Replica, ServedModel
 from xray_runtime.serving.reverse_proxy import Address, ReverseProxy
 
@@ -41,13 +42,16 @@ class Server:
     Args:
         num_replicas: of each model.
         log_dir: where HAProxy's log is written.
+        recorder: keeps what is answered; `stop` closes it.
 
     Raises:
         NotServedError: nothing can listen on `host` and `port`.
     """
 
-    def __init__(self, host: str, port: int, num_replicas: int, log_dir: Path) -> None:
-        self._num_replicas = num_replicas
+    def __init__(
+        self, host: str, port: int, num_replicas: int, log_dir: Path, recorder: RecorderHandle | None = None
+    ) -> None:
+        self._num_replicas, self._recorder = num_replicas, recorder
         self._proxy = ReverseProxy(host, port, num_replicas, log_dir / "front.log")
         self._served: _Replicas | None = None
         self._drained: _Replicas | None = None
@@ -65,7 +69,7 @@ class Server:
         # There is memory for two models, not for three.
         while self._drained is not None:
             time.sleep(WATCH_SECONDS)
-        replicas = _Replicas(model, self._num_replicas, self._proxy)
+        replicas = _Replicas(model, self._num_replicas, self._proxy, self._recorder)
         try:
             while not replicas.all_up():
                 time.sleep(WATCH_SECONDS)
@@ -86,6 +90,8 @@ class Server:
         for replicas in (self._served, self._drained):
             if replicas is not None:
                 replicas.end()
+        if self._recorder is not None and not self._recorder.close():
+            log.warning("recording: the last answers could not be written")
 
     def _watch(self) -> None:
         while not self._ended.wait(WATCH_SECONDS):
@@ -111,11 +117,13 @@ class Server:
 class _Replicas:
     """The replicas of one model."""
 
-    def __init__(self, model: ServedModel, num_replicas: int, proxy: ReverseProxy) -> None:
+    def __init__(
+        self, model: ServedModel, num_replicas: int, proxy: ReverseProxy, recorder: RecorderHandle | None
+    ) -> None:
         self.backend: str | None = None
         """Their back end, once they get requests."""
         self._proxy = proxy
-        self._replicas = [_Lifetime(model, proxy.secret) for _ in range(num_replicas)]
+        self._replicas = [_Lifetime(model, proxy.secret, recorder) for _ in range(num_replicas)]
 
     def all_up(self) -> bool:
         """Whether all can answer. Raises NotServedError if one cannot be loaded."""
@@ -151,8 +159,8 @@ class _Lifetime:
         address: where it listens; None while it loads.
     """
 
-    def __init__(self, model: ServedModel, secret: str) -> None:
-        self._model, self._secret, self._wait_s = model, secret, FIRST_WAIT_S
+    def __init__(self, model: ServedModel, secret: str, recorder: RecorderHandle | None) -> None:
+        self._model, self._secret, self._recorder, self._wait_s = model, secret, recorder, FIRST_WAIT_S
         self._start()
 
     def _start(self) -> None:
@@ -164,7 +172,7 @@ class _Lifetime:
             options["num_gpus"] = model.tensor_parallel if whole else model.runtime.gpu_memory_fraction
         node = ray.get_runtime_context().get_node_id()
         self.address: Address | None = None
-        self._actor = ray.remote(Replica).options(**options).remote(model, self._secret, node)
+        self._actor = ray.remote(Replica).options(**options).remote(model, self._secret, node, self._recorder)
         self._placed = False
         self._ask(self._actor.__ray_ready__.remote(), model.runtime.wait_timeout_s)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from xray_runtime.config.best_of_n import GroupsConfig
+from xray_runtime.config.environment import AgentConfig
 from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.ppo import JudgingConfig, PPOConfig
 from xray_runtime.config.prepare import DataConfig
@@ -30,8 +31,16 @@ def gold_functions(config: Any) -> list[str]:
 def called_functions(config: Any) -> list[str]:
     terms = [*getattr(config, "rewards", []), *getattr(config, "judges", [])]
     environment = getattr(config, "environment", None)
-    environments = [environment.path] if environment is not None else []
-    return gold_functions(config) + environments + [term.function for term in terms if term.function is not None]
+    # An environment's class, or an agent's function.
+    names = [getattr(environment, name, None) for name in ("path", "agent")]
+    names += [term.function for term in terms]
+    return gold_functions(config) + [name for name in names if name is not None]
+
+
+def agent_reads(config: Any) -> dict[str, str]:
+    """The directory of an agent's command."""
+    directory = getattr(getattr(config, "environment", None), "directory", None)
+    return {} if directory is None else {"environment.directory": directory}
 
 
 def num_samples(config: GroupsConfig) -> int:
@@ -64,6 +73,7 @@ def check_terms(config: JudgingConfig, inputs: Mapping[str, Any], where: str = "
     data = dataset_config(inputs)
     # Validations and evaluations sample one reply per prompt.
     groups = getattr(config, "samples_per_prompt", getattr(config, "samples", 1))
+    is_agent = isinstance(getattr(config, "environment", None), AgentConfig)
     replies = groups if where == "rewards" else 1
     for number, term in enumerate(getattr(config, where)):
         if term.compares and replies < 2:
@@ -72,6 +82,8 @@ def check_terms(config: JudgingConfig, inputs: Mapping[str, Any], where: str = "
                 "several replies to a prompt"
             )
         for role in term.roles:
+            if is_agent:
+                raise ValueError(f"{where}.{number}: {role} is not allowed with an agent, whose episode has branches")
             if role not in inputs:
                 field = "model" if term.model is not None else "models"
                 raise ValueError(f"{where}.{number}.{field}: {role!r} is not allowed: there is no such input")

@@ -38,6 +38,7 @@ from xray_runtime.store.manifest import (
     file_entries,
 )
 from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.store.shards import written_sha256
 from xray_runtime.store.shared import DamagedError, SharedStore, is_safe
 
 log = logging.getLogger(__name__)
@@ -121,7 +122,8 @@ class Store:
             return
         index = self.shared.index(name)
         if index is None or name in self._damaged:
-            self.shared.put(name, ref.path)
+            known = {ref.path / entry.path: entry.sha256 for entry in load_manifest(ref.path).files}
+            self.shared.put(name, ref.path, lambda path: known.get(path) or file_sha256(path))
             self._damaged.discard(name)
         elif index.sha256(MANIFEST) != ref.sha256:
             log.warning("%s: %s/%s has other bytes; both are kept", ref.path, self.shared.url, name)
@@ -169,9 +171,8 @@ class Store:
             StorageError: the shared store did not take it; it is published here.
         """
         key = identity.key
-        manifest = Manifest(
-            **identity.model_dump(), type=type, key=key, step=step, dataset=dataset, files=file_entries(built)
-        )
+        files = file_entries(built, written_sha256)
+        manifest = Manifest(**identity.model_dump(), type=type, key=key, step=step, dataset=dataset, files=files)
         content = manifest.to_bytes()
         sha256 = hashlib.sha256(content).hexdigest()
         (built / MANIFEST).write_bytes(content)

@@ -145,9 +145,10 @@ class SharedStore:
             log.warning("%s/%s/%s: not an index; the directory is treated as missing", self.url, name, INDEX)
             return None
 
-    def put(self, name: str, directory: Path) -> None:
-        """Upload a directory in place of the one of this name. Its files must not change meanwhile."""
-        files = file_entries(directory)
+    def put(self, name: str, directory: Path, sha256: Callable[[Path], str] = file_sha256) -> None:
+        """Upload a directory, whose files have these digests, in place of the one of this name. Its files must not
+        change meanwhile."""
+        files = file_entries(directory, sha256)
         copy = digest([[entry.path, entry.sha256] for entry in files])[:12]
 
         def send(path: str) -> None:

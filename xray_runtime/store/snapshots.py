@@ -5,6 +5,9 @@ its list of digests and the seal over it last, fsynced and renamed; only then is
 differs from its seal is skipped. Each attempt takes the directory over with its own token: later writes of an older
 attempt (on a lost node, say) are refused.
 
+The digest of a model's shard is taken from the index that its rank wrote beside it. `latest` trusts it too: the ranks
+check the shards before they read them, and a snapshot with a damaged one is refused.
+
 With a shared store every snapshot is copied there before the previous one is removed in either place, and an attempt on
 any machine continues from the newest one here or there; the token is there too. Other files that a stage keeps between
 attempts go to `kept` and are removed with the snapshots.
@@ -16,11 +19,12 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,7 @@ from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import file_entries
 from xray_runtime.store.seal import Seal
+from xray_runtime.store.shards import recorded_sha256, written_sha256
 from xray_runtime.store.shared import DamagedError, SharedFolder, SharedStore
 
 log = logging.getLogger(__name__)
@@ -63,12 +68,15 @@ class Snapshots:
 
     Args:
         every: steps between periodic snapshots.
+        every_s: seconds after which one is due even if fewer steps were made.
         seal: signs snapshots; only those with its signature are read.
         shared: keeps copies below `snapshots/` and the name of `directory`.
     """
 
-    def __init__(self, directory: Path, every: int, seal: Seal, shared: SharedStore | None = None) -> None:
-        self.directory, self._every, self._seal = directory, every, seal
+    def __init__(
+        self, directory: Path, every: int, seal: Seal, shared: SharedStore | None = None, every_s: float = math.inf
+    ) -> None:
+        self.directory, self._every, self._every_s, self._seal = directory, every, every_s, seal
         self._shared, self._folder = shared, f"{SNAPSHOTS}/{directory.name}"
         self.kept = SharedFolder(shared, f"{self._folder}/{KEPT}") if shared is not None else None
         directory.mkdir(parents=True, exist_ok=True)
@@ -80,6 +88,12 @@ class Snapshots:
             log.warning("%s: a snapshot that was never finished; removed", left)
             shutil.rmtree(left, ignore_errors=True)
         self._start, self._spent = time.monotonic(), 0.0
+        self._last = self._start
+        """When the last snapshot was written."""
+        self._refused: set[str] = set()
+        """Names of snapshots here with a damaged shard."""
+        self._fetched: set[str] = set()
+        """Names that were fetched, or found damaged in the shared store."""
 
     def check(self) -> None:
         """Raises FencedError where another attempt has taken over."""
@@ -91,8 +105,11 @@ class Snapshots:
             raise FencedError(f"{self.directory.name}: another attempt at this stage has started; this one stops")
 
     def due(self, step: int) -> bool:
-        """Whether a periodic snapshot is due after `step` steps: every so many, within MAX_SHARE of the time."""
-        return step % self._every == 0 and self._spent <= MAX_SHARE * (time.monotonic() - self._start)
+        """Whether a periodic snapshot is due after `step` steps: every so many steps and every so many seconds, within
+        MAX_SHARE of the time."""
+        now = time.monotonic()
+        wanted = step % self._every == 0 or now - self._last >= self._every_s
+        return wanted and self._spent <= MAX_SHARE * (now - self._start)
 
     def latest(self) -> Snapshot | None:
         """The newest whole snapshot; torn or changed ones are skipped, with a line in the log.
@@ -106,10 +123,17 @@ class Snapshots:
             return None
         return Snapshot(place, int(place.name.removeprefix("step-")), json.loads((place / STATE).read_text()))
 
+    def refuse(self, snapshot: Snapshot, problem: str) -> None:
+        """Do not use a snapshot any more, in which a rank found a damaged shard."""
+        log.warning("%s; the snapshot before it is used", problem)
+        self._refused.add(snapshot.directory.name)
+
     def _sound(self) -> Iterator[Path]:
         """The whole snapshots here, newest first."""
         for place in sorted(self.directory.glob("step-" + "[0-9]" * 10), reverse=True):
-            problem = snapshot_problem(place, self._purpose(place.name), self._seal)
+            if place.name in self._refused:
+                continue
+            problem = snapshot_problem(place, self._purpose(place.name), self._seal, recorded_sha256)
             if problem is None:
                 yield place
             else:
@@ -117,24 +141,27 @@ class Snapshots:
 
     def _fetch(self, newer_than: str) -> Path | None:
         """Fetch the newest whole snapshot of the shared store that is newer than `newer_than`."""
-        tried: set[str] = set()
         while self._shared is not None:
             # Listed again each time: an older attempt that still runs may just have replaced it.
             names = [name for name in self._shared.names(self._folder) if name.startswith("step-")]
-            name = max((name for name in names if name > newer_than and name not in tried), default=None)
+            name = max((name for name in names if name > newer_than and name not in self._fetched), default=None)
             if name is None:
                 break
-            tried.add(name)
+            self._fetched.add(name)
             place, temporary = self.directory / name, self.directory / f"{name}.writing-{self._token}"
             try:
                 temporary.mkdir()
-                if self._shared.get(f"{self._folder}/{name}", temporary) is not None:
-                    problem = snapshot_problem(temporary, self._purpose(name), self._seal)
+                index = self._shared.get(f"{self._folder}/{name}", temporary)
+                if index is not None:
+                    # Every byte agrees with the index.
+                    fetched = {temporary / entry.path: entry.sha256 for entry in index.files}
+                    problem = snapshot_problem(temporary, self._purpose(name), self._seal, fetched.get)
                     if problem is not None:
                         raise DamagedError(f"{self._shared.url}/{self._folder}/{name}: {problem}")
                     shutil.rmtree(place, ignore_errors=True)
                     os.rename(temporary, place)
                     sync(self.directory)
+                    self._refused.discard(name)
                     log.info("%s: fetched from %s", name, self._shared.url)
                     return place
             except DamagedError as error:
@@ -180,7 +207,8 @@ class Snapshots:
         for old in self.directory.glob("step-" + "[0-9]" * 10):
             if old != place:
                 shutil.rmtree(old, ignore_errors=True)
-        self._spent += time.monotonic() - start
+        self._last = time.monotonic()
+        self._spent += self._last - start
 
     def clear(self) -> None:
         """Remove everything: the stage is published."""
@@ -196,7 +224,7 @@ class Snapshots:
             return
         if self._shared.read(f"{self._folder}/{OWNER}") != self._token.encode():
             raise FencedError(f"{self.directory.name}: another attempt at this stage has started; this one stops")
-        self._shared.put(f"{self._folder}/{place.name}", place)
+        self._shared.put(f"{self._folder}/{place.name}", place, written_sha256)
         # Later ones stay: an attempt that took over since the check may have written them.
         for name in self._shared.names(self._folder):
             if name.startswith("step-") and name < place.name:
@@ -208,8 +236,10 @@ def snapshot_purpose(place: Path) -> str:
     return f"{SNAPSHOTS}/{place.parent.name}/{place.name}"
 
 
-def snapshot_problem(place: Path, purpose: str, seal: Seal) -> str | None:
-    """Why a snapshot must not be used; None where every byte was sealed for this purpose."""
+def snapshot_problem(
+    place: Path, purpose: str, seal: Seal, sha256: Callable[[Path], str | None] = file_sha256
+) -> str | None:
+    """Why a snapshot must not be used; None where every file was sealed for this purpose with its `sha256`."""
     try:
         listed = read_bounded(place / FILES)
         if not seal.holds(purpose, hashlib.sha256(listed).hexdigest(), read_bounded(place / SEAL).decode()):
@@ -219,8 +249,8 @@ def snapshot_problem(place: Path, purpose: str, seal: Seal) -> str | None:
         differing = present ^ {*digests, FILES, SEAL}
         if differing:
             return f"{min(differing)} was added or is missing"
-        for path, sha256 in digests.items():
-            if (place / path).is_symlink() or file_sha256(place / path) != sha256:
+        for path, sealed in digests.items():
+            if (place / path).is_symlink() or sha256(place / path) != sealed:
                 return f"{path} was changed"
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         return f"torn ({error})"
@@ -229,4 +259,4 @@ def snapshot_problem(place: Path, purpose: str, seal: Seal) -> str | None:
 
 def _synced_sha256(path: Path) -> str:
     sync(path)
-    return file_sha256(path)
+    return written_sha256(path)

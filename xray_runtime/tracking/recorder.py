@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -57,7 +58,7 @@ class StageRecorder:
     """The `Recorder` of a real stage.
 
     Args:
-        every: steps between periodic snapshots.
+        every, every_s: steps and seconds between periodic snapshots.
         seal: kept files are read only if it sealed them.
         shared: keeps copies of snapshots.
         ask: asks a person a question; None if nobody can be asked.
@@ -74,6 +75,7 @@ class StageRecorder:
         seal: Seal,
         shared: SharedStore | None = None,
         ask: Callable[[str], Answer | None] | None = None,
+        every_s: float = math.inf,
     ) -> None:
         self._ask, self.seal = ask, seal
         self.log_dir = output / "logs" / stage
@@ -82,7 +84,7 @@ class StageRecorder:
         self._directory = records_directory(output, stage, key)
         self._directory.mkdir(parents=True, exist_ok=True)
         self.metrics_path = self._directory / METRICS
-        self._snapshots = Snapshots(snapshots_directory(output, stage, key), every, seal, shared)
+        self._snapshots = Snapshots(snapshots_directory(output, stage, key), every, seal, shared, every_s)
         self.kept = self._snapshots.directory
         """A directory that lasts from attempt to attempt until the stage is published."""
         self.kept_shared = self._snapshots.kept
@@ -148,6 +150,12 @@ class StageRecorder:
 
     def resume(self) -> Snapshot | None:
         return self._newest
+
+    def refuse_snapshot(self, problem: str) -> None:
+        """Resume from the snapshot before the newest, in which a rank found a damaged shard."""
+        assert self._newest is not None
+        self._snapshots.refuse(self._newest, problem)
+        self.begin()
 
     def snapshot_due(self, step: int) -> bool:
         return self._interrupted is not None or self._snapshots.due(step)

@@ -80,6 +80,7 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
                 "dpo/rejected_logprobs": result.sums.rejected_logprobs / config.batch_size,
                 "dpo/grad_norm": result.grad_norm,
                 "dpo/lr": lr,
+                "speed/computed_tokens": result.computed_tokens,
             }
             if step + 1 == steps or step % max(steps // 8, 1) == 0:
                 pairs = np.arange(parts[HELDOUT].size // 2)

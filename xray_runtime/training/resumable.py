@@ -40,8 +40,14 @@ class Resumable:
         self._recorder, self._models, self._files, self._parts = recorder, models, files, parts
 
     def restore(self) -> int:
-        """Restore the newest snapshot; returns the number of steps done."""
-        snapshot = self._recorder.resume()
+        """Restore the newest snapshot whose shards are undamaged; returns the number of steps done."""
+        while (snapshot := self._recorder.resume()) is not None:
+            # All are checked before any model changes.
+            checks = [model.check_state.remote(snapshot.directory / role) for role, model in self._models.items()]
+            problem = next((found for found in get_all(checks) if found is not None), None)
+            if problem is None:
+                break
+            self._recorder.refuse_snapshot(problem)
         if snapshot is None:
             return 0
         get_all([model.load_state.remote(snapshot.directory / role) for role, model in self._models.items()])

@@ -74,6 +74,7 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
                 "reward_model/accuracy": result.sums.correct / config.batch_size,
                 "reward_model/grad_norm": result.grad_norm,
                 "reward_model/lr": lr,
+                "speed/computed_tokens": result.computed_tokens,
                 "reward_model/length_baseline_accuracy": baseline,
             }
             if step + 1 == steps or step % max(steps // 8, 1) == 0:

@@ -98,6 +98,8 @@ class StepStatistics(Generic[S]):
     grad_norm: float
     refused_by: int | None = None
     """First rank whose loss is not finite; None if all are."""
+    computed_tokens: float = 0.0
+    """Tokens that went through the model's layers: a shared prompt counts once, padding too."""
 
     def non_finite(self) -> Iterator[tuple[str, float]]:
         """The sums that are NaN or infinite, by name."""
@@ -113,4 +115,5 @@ def read_step(kind: type[S], answer: Mapping[str, float]) -> StepStatistics[S]:
         kind(**{field.name: answer[field.name] for field in fields(kind) if field.name in answer}),
         answer["grad_norm"],
         None if refused is None else int(refused),
+        answer.get("computed_tokens", 0.0),
     )

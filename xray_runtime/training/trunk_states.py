@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import numpy as np
 
+from xray_runtime.config.engines import with_precision
 from xray_runtime.data.derived import Derived, computed_key
 from xray_runtime.data.rows import Ragged, Rows, join_column
-from xray_runtime.models.tensor_file import trunk_digest
+from xray_runtime.models.weight_files import trunk_digest
 from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ class TrunkStates:
         config: TrainingConfig = stage.config
         self._rows, self._used, self._recorder = rows, used, recorder
         self._file: BinaryIO | None = None
-        self._dtype = np.dtype(np.uint16 if config.engine.precision == "bfloat16" else np.float32)
+        precision = with_precision(config.engine, stage.runtime.device).precision
+        self._dtype = np.dtype(np.uint16 if precision == "bfloat16" else np.float32)
         self._replicas = config.engine.data_parallel
         self._keeps = False
         if config.trainable_layers is None:

@@ -1,14 +1,15 @@
 """Transfer weights from GPU to GPU with vLLM's transfer engines: `ipc` on shared devices, else `nccl`.
 
 This is the trainer's side, and the choice of the transport. vLLM's trainer engine drives the sync: it starts a session
-on every generator rank, streams the gathered tensors in packed chunks, and finishes the session. After a broken session
-the generator returns to the last version from the object store, or to its checkpoint. There are no checksums here;
-PPO's `max_mismatch` checks that the generator computes the policy.
+on every generator rank, streams the gathered tensors in packed chunks of bfloat16, as the generator holds them, and
+finishes the session. After a broken session the generator returns to the last version from the object store, or to its
+checkpoint, and the next sync connects anew. There are no checksums here; PPO's `max_mismatch` checks that the generator
+computes the policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -61,11 +62,61 @@ def choose(
     )
 
 
+def obstacle(trained: Set[str] | None, together: Set[str]) -> str | None:
+    """Why vLLM's engines would send wrong weights; None if they are right.
+
+    Args:
+        trained: names of the trained weights; None: no rank has all of them whole.
+        together: `trained` and all other weights in the same layers of vLLM's model.
+    """
+    if trained is None:
+        return "the policy is split over tensor-parallel or pipeline-parallel ranks, and only its first rank sends"
+    if lacking := together - trained:
+        # vLLM leaves the rest of such a layer uninitialized.
+        return f"{min(lacking)} is not trained, but vLLM holds it in one layer with weights that are"
+    return None
+
+
+@dataclass(frozen=True)
+class Route:
+    """How weights come from a trainer to a generator."""
+
+    transport: Transport
+    shared: bool
+    """Whether both are on one machine."""
+    dtype: str | None
+    """What `plasma` sends them in; None: as they are."""
+
+
+def choose_route(
+    wanted: Literal["auto", "plasma", "nccl", "ipc"],
+    config: GeneratorConfig,
+    trainer: Sequence[Device],
+    generator: Sequence[Device],
+    names: Callable[[], tuple[Set[str] | None, Set[str]]],
+) -> Route:
+    """The route of weights from `trainer`'s ranks to `generator`'s; `names` finds the arguments of `obstacle`.
+
+    Raises:
+        ValueError: `wanted` cannot work between these devices, or would send wrong weights.
+    """
+    transport = choose(wanted, config, trainer, generator)
+    if transport != "plasma" and (why := obstacle(*names())):
+        if wanted != "auto":
+            raise ValueError(f"runtime.weight_transfer: {wanted!r} is not allowed: {why}; 'plasma' works")
+        transport = "plasma"
+    # vLLM holds bfloat16 on GPUs, so that more would be sent in vain.
+    half = config.engine == "vllm" and all(device.gpu is not None for device in generator)
+    on_one_machine = len({device.machine for device in [*trainer, *generator]}) == 1
+    return Route(transport, on_one_machine, "bfloat16" if half else None)
+
+
 class _Receivers:
     """All generator ranks as the single client of vLLM's trainer engines."""
 
-    def __init__(self, transport: Transport, ranks: Sequence[WorkhorseHandle], per_replica: int, version: int) -> None:
-        self._transport, self._ranks, self._per_replica, self._version = transport, ranks, per_replica, version
+    def __init__(self, transport: Transport, ranks: Sequence[WorkhorseHandle], per_replica: int) -> None:
+        self._transport, self._ranks, self._per_replica = transport, ranks, per_replica
+        self.version = 0
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         infos = []
@@ -87,41 +138,71 @@ class _Receivers:
     def _all(self, step: str, infos: list[dict[str, Any]]) -> None:
         import ray
 
-        ray.get([r.receive.remote(step, info, self._version) for r, info in zip(self._ranks, infos, strict=True)])
+        ray.get([r.receive.remote(step, info, self.version) for r, info in zip(self._ranks, infos, strict=True)])
 
 
-def send(
-    transport: Transport,
-    tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]],
-    metadata: list[tuple[str, torch.dtype, tuple[int, ...]]],
-    rank: int,
-    meet: tuple[str, int],
-    ranks: Sequence[WorkhorseHandle],
-    per_replica: int,
-    version: int,
-) -> None:
-    """Send `tensors` to all generator `ranks`; every trainer rank calls this, rank 0 drives.
+class Sender:
+    """One trainer rank's connection with a generator, which all its syncs use. Rank 0 drives them.
 
     Args:
-        tensors: gathers (name, whole tensor) pairs in the order of `metadata`; a collective.
-        meet: rendezvous, host and free port on rank 0 (nccl).
+        tensors: gathers (name, whole tensor) pairs, in the same order every time; a collective of the trainer's ranks.
+        rank: this rank.
+        ranks: all ranks of the generator.
         per_replica: number of generator ranks that share one copy of the model.
     """
-    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    class Source(WeightSource):
-        def metadata(self) -> list[ParamMeta]:
-            return [ParamMeta(*entry) for entry in metadata]
+    def __init__(
+        self,
+        transport: Transport,
+        tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]],
+        rank: int,
+        ranks: Sequence[WorkhorseHandle],
+        per_replica: int,
+    ) -> None:
+        self._transport, self._tensors, self._rank, self._num_receivers = transport, tensors, rank, len(ranks)
+        self._client = _Receivers(transport, ranks, per_replica)
+        self._engine: Any = None
 
-        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-            return tensors()
+    def send(self, version: int, meet: tuple[str, int]) -> None:
+        """Send the weights as `version`; every trainer rank calls this.
 
-    if transport == "nccl":
-        info: Any = NCCLTrainerInitInfo(*meet, world_size=1 + len(ranks), rank=rank)
-    else:
-        info = IPCTrainerInitInfo(rank=rank, packed=True)
-    client = _Receivers(transport, ranks, per_replica, version)
-    WeightTransferTrainerFactory.trainer_init(info, client=client, source=Source()).send_weights()
+        Args:
+            meet: rendezvous of the first sync, host and free port on rank 0 (nccl).
+        """
+        self._client.version = version
+        try:
+            if self._engine is None:
+                self._engine = self._connect(meet)
+            self._engine.send_weights()
+        except Exception:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()
+            self._engine = None
+
+    def _connect(self, meet: tuple[str, int]) -> Any:
+        import torch
+        from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        tensors = self._tensors
+        # Gathered once for the shapes only, which no layout knows otherwise.
+        metadata = [ParamMeta(name, torch.bfloat16, tuple(tensor.shape)) for name, tensor in tensors()]
+
+        class Source(WeightSource):
+            def metadata(self) -> list[ParamMeta]:
+                return metadata
+
+            def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+                return ((name, tensor.to(torch.bfloat16)) for name, tensor in tensors())
+
+        if self._transport == "nccl":
+            info: Any = NCCLTrainerInitInfo(*meet, world_size=1 + self._num_receivers, rank=self._rank)
+        else:
+            info = IPCTrainerInitInfo(rank=self._rank, packed=True)
+        return WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=Source())

@@ -107,15 +107,22 @@ class ObjectStore:
         return ray.put(self._packed[:num_bytes])
 
 
-def pack(tensors: Iterable[tuple[str, torch.Tensor]], version: int, memory: Memory | None = None) -> WeightUpdate:
-    """Pack `tensors`, which are gathered one by one, into buckets in `memory` (None: the object store)."""
+def pack(
+    tensors: Iterable[tuple[str, torch.Tensor]], version: int, memory: Memory | None = None, dtype: str | None = None
+) -> WeightUpdate:
+    """Pack `tensors`, which are gathered one by one, into buckets in `memory` (None: the object store).
+
+    Args:
+        dtype: type of the packed tensors; None: their own.
+    """
     memory = memory or ObjectStore()
     memory.begin()
     buckets: list[Bucket] = []
     entries: list[TensorEntry] = []
     packed = np.empty(0, dtype=np.uint8)
     offset = 0
-    for name, tensor in tensors:
+    for name, whole in tensors:
+        tensor = whole.detach() if dtype is None else whole.detach().to(getattr(torch, dtype))
         size = tensor.numel() * tensor.element_size()
         space = -(-size // ALIGNMENT) * ALIGNMENT
         if entries and offset + space > BUCKET_BYTES:
@@ -124,9 +131,11 @@ def pack(tensors: Iterable[tuple[str, torch.Tensor]], version: int, memory: Memo
         if not entries:
             packed = memory.take(max(BUCKET_BYTES, space))
         raw = packed[offset : offset + size]
-        torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        entries.append(TensorEntry(name, dtype, tuple(tensor.shape), offset, size, xxhash.xxh3_128_hexdigest(raw.data)))
+        torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        packed_as = str(tensor.dtype).removeprefix("torch.")
+        entries.append(
+            TensorEntry(name, packed_as, tuple(tensor.shape), offset, size, xxhash.xxh3_128_hexdigest(raw.data))
+        )
         offset += space
     if entries:
         buckets.append(Bucket(memory.put(offset), tuple(entries)))

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from xray_runtime.models.tensor_file import WEIGHTS_FILE
+from xray_runtime.models.weight_files import tensors, weight_files
 from xray_runtime.weights.object_store import Bucket, WeightUpdate, unpack, verify
 from xray_runtime.weights.shared_memory import SharedBytes, SharedReader
 
@@ -101,10 +101,10 @@ class VersionedWeights:
         self._restore()
         self._release()
 
-    def restart(self, directory: Path) -> None:
-        """Hold the weights of `directory`, a checkpoint of the same shape, as version 0."""
+    def restart(self, directory: Path, version: int = 0) -> None:
+        """Hold the weights of `directory`, a checkpoint of the same shape, as `version`."""
         self.forget()
-        self._directory, self._kept_version = directory, 0
+        self._directory, self._kept_version = directory, version
         self._restore()
 
     def forget(self) -> None:
@@ -138,12 +138,8 @@ class VersionedWeights:
 
     def _held(self, names: set[str] | None = None) -> Tensors:
         """The tensors held before an update (None: all of them)."""
-        from safetensors import safe_open
-
-        with safe_open(self._directory / WEIGHTS_FILE, framework="pt") as file:
-            for name in sorted(file.keys()):
-                if name not in self._arrived and (names is None or name in names):
-                    yield name, file.get_tensor(name)
+        wanted = weight_files(self._directory).keys() if names is None else names
+        yield from tensors(self._directory, wanted - self._arrived.keys())
         for bucket in {id(bucket): bucket for bucket in self._arrived.values()}.values():
             for name, tensor in unpack(bucket, self._shared):
                 if self._arrived[name] is bucket and (names is None or name in names):

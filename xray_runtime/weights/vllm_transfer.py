@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from vllm.config import set_current_vllm_config
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
@@ -27,7 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from xray_runtime.models.tensor_file import WEIGHTS_FILE
+from xray_runtime.models.weight_files import tensors
 from xray_runtime.weights.vllm_reload import Reloader, close, record
 
 BACKEND = "xray"
@@ -67,8 +66,7 @@ class XrayWeightTransferEngine(WeightTransferEngine):
 
     @cached_property
     def _shapes(self) -> dict[str, torch.Size]:
-        with safe_open(Path(self.vllm_config.model_config.model) / WEIGHTS_FILE, framework="pt") as tensors:
-            return {name: torch.Size(tensors.get_slice(name).get_shape()) for name in sorted(tensors.keys())}
+        return {name: tensor.shape for name, tensor in tensors(Path(self.vllm_config.model_config.model))}
 
     @cached_property
     def _reloader(self) -> Reloader | None:

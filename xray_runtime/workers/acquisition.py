@@ -23,8 +23,8 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.cores import load
 from xray_runtime.errors import StageInterruptedError
-from xray_runtime.planning.demand import Demand, check
-from xray_runtime.workers.groups import are_ready, bundle_of, holders_text, request_group
+from xray_runtime.planning.demand import Demand, check, total
+from xray_runtime.workers.groups import are_ready, holders_text, plan_groups, request_group
 from xray_runtime.workers.heartbeat import request_heartbeat
 from xray_runtime.workers.nodes import await_answers, nodes, num_lost
 from xray_runtime.workers.pool import evict_idle_workers, find_worker_pool, start
@@ -79,7 +79,7 @@ class Acquisition:
         self._progress = find_progress(run_id)
         self._reservations = open_reservations()
         self._ticket = Ticket(run_id, str(log_dir), requests[0].holder)
-        self._groups: dict[str, PlacementGroup] = {}
+        self._groups: list[PlacementGroup] = []
         self._started: list[WorkhorseHandle] = []
         """Workhorses that are not from the pool."""
 
@@ -100,7 +100,7 @@ class Acquisition:
                     self._wait(POLL_SECONDS)
                 found = self._reserve()
                 if found is not None:
-                    reservation = Reservation(_total(self._demands), list(self._groups.values()))
+                    reservation = Reservation(total(self._demands), list(self._groups))
                     get(self._reservations.grant.remote(self._ticket, reservation))
                     return found
             finally:
@@ -123,7 +123,7 @@ class Acquisition:
                 for holder in reusable:
                     get(self._pool.release.remote(holder))
                 get(self._pool.kill_leased.remote([request.holder for request in self._requests]))
-        for group in self._groups.values():
+        for group in self._groups:
             remove_placement_group(group)
         self._groups.clear()
 
@@ -135,12 +135,12 @@ class Acquisition:
             self._deadline = time.monotonic() + self._runtime.wait_timeout_s
         if self._progress is not None:
             name = self._log_dir.name
-            if get(self._progress.report.remote(name, 0, 0, "", f"waiting for {amount_text(_total(self._demands))}")):
+            if get(self._progress.report.remote(name, 0, 0, "", f"waiting for {amount_text(total(self._demands))}")):
                 raise StageInterruptedError(f"{name}: stopped while waiting for devices")
         time.sleep(seconds)
 
     def _busy(self) -> BusyClusterError:
-        wanted = "; ".join(f"{d.role} {amount_text(_total([d]))}" for d in self._demands)
+        wanted = "; ".join(f"{d.role} {amount_text(d.each(d.num_ranks))}" for d in self._demands)
         holders = holders_text(get(self._reservations.holders.remote()))
         seconds = f"{self._runtime.wait_timeout_s:g} s (runtime.wait_timeout_s)"
         return BusyClusterError(f"waited {seconds} for {wanted}, which are in use by {holders}")
@@ -162,10 +162,10 @@ class Acquisition:
 
     def _is_unreserved(self) -> bool:
         """Whether other stages have left enough. Resources of idle processes and of other users do not count."""
-        total, reserved = ray.cluster_resources(), get(self._reservations.reserved.remote())
+        everything, reserved = ray.cluster_resources(), get(self._reservations.reserved.remote())
         return all(
-            amount <= total.get(name, 0.0) - reserved.get(name, 0.0) + ROUNDING
-            for name, amount in _total(self._demands).items()
+            amount <= everything.get(name, 0.0) - reserved.get(name, 0.0) + ROUNDING
+            for name, amount in total(self._demands).items()
         )
 
     def _is_free(self) -> bool:
@@ -177,17 +177,17 @@ class Acquisition:
         reused = 0
         if self._pool is not None and wanted:
             reused = wanted.total() - get(self._pool.num_missing.remote(dict(wanted), self._runtime))
-        new, free = _total(self._demands), ray.available_resources()
+        new, free = total(self._demands), ray.available_resources()
         new["CPU"] = new.get("CPU", 0.0) - reused * self._runtime.cpus_per_workhorse
         return all(amount <= free.get(name, 0.0) + ROUNDING for name, amount in new.items())
 
     def _start_all(self) -> dict[str, list[WorkhorseHandle]] | None:
-        # The widest bundles first: after single ones, no node might have enough space for them.
-        for demand in sorted(self._demands, key=lambda d: d.together, reverse=True):
-            if demand.each() and demand.grouped():
-                name = f"{self._run_id} {self._log_dir} {demand.role}"
-                self._groups[demand.role] = request_group(demand, name)
-        if not are_ready(self._groups.values(), GROUP_SECONDS * load()):
+        seats: dict[tuple[str, int], tuple[PlacementGroup, int]] = {}
+        for plan in plan_groups(self._demands, nodes()):
+            group = request_group(plan, f"{self._run_id} {self._log_dir}")
+            self._groups.append(group)
+            seats |= {seat: (group, bundle) for seat, bundle in plan.seats.items()}
+        if not are_ready(self._groups, GROUP_SECONDS * load()):
             return None
         found: dict[str, list[WorkhorseHandle]] = {}
         for request in self._requests:
@@ -198,8 +198,7 @@ class Acquisition:
                 continue
             found[demand.role] = []
             for rank in range(demand.num_ranks):
-                group = self._groups.get(demand.role)
-                bundle = 0 if group is None else bundle_of(demand, group, rank)
+                group, bundle = seats.get((demand.role, rank), (None, 0))
                 workhorse = start(request.kind, self._runtime, demand.gpus, group, bundle)
                 self._started.append(workhorse)
                 found[demand.role].append(workhorse)
@@ -232,15 +231,6 @@ def await_nodes(what: str, demands: Sequence[Demand], timeout_s: float) -> None:
                 log.warning("waiting for a node to replace one that was lost: %s", error)
                 warned = True
         time.sleep(NODE_SECONDS)
-
-
-def _total(demands: Sequence[Demand]) -> dict[str, float]:
-    """Resource → total amount of `demands`."""
-    total: dict[str, float] = {}
-    for demand in demands:
-        for name, amount in demand.each(demand.num_ranks).items():
-            total[name] = total.get(name, 0.0) + amount
-    return total
 
 
 def _poll(condition: Callable[[], bool], timeout_s: float) -> bool:

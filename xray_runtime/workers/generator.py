@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.engines import GeneratorConfig
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 class Generator(Workhorse):
     """One sampling engine, or one rank of an engine that is split over several Workhorses."""
 
+    samples = True
     _engine: Generation | None = None
 
     def load_libraries(self, config: GeneratorConfig) -> None:
@@ -30,7 +32,7 @@ class Generator(Workhorse):
     def _load_vllm(self) -> None:
         from xray_runtime.engines.generation.vllm import load_vllm
 
-        load_vllm(self.runtime, resolve_device(self.runtime.device))
+        load_vllm(resolve_device(self.runtime.device), reproducible=self.runtime.reproducible)
 
     def build(self, spec: GeneratorSpec, rank_info: RankInfo) -> None:
         """Start the engine on the checkpoint, or load the checkpoint into the previous model's engine."""
@@ -51,11 +53,21 @@ class Generator(Workhorse):
         if self._engine is not None:
             self._engine.weights.forget()
 
+    def layers_of(self, names: set[str]) -> set[str]:
+        """`names` and the tensors that must be loaded together with them."""
+        assert self._engine is not None
+        return self._engine.layers_of(names)
+
     def load_weights(self, update: WeightUpdate) -> int:
         """Verify and load `update`; returns the version now held."""
         assert self._engine is not None
         self._engine.weights.load(update)
         return self._engine.weights.version
+
+    def load_checkpoint(self, directory: Path, version: int) -> None:
+        """Load the weights of a checkpoint as `version`."""
+        assert self._engine is not None
+        self._engine.restart(directory, version)
 
     def revert_weights(self) -> None:
         """Undo the last `load_weights`, because another replica failed."""

@@ -4,9 +4,11 @@ Three kinds of failures are detected in different ways:
 
     a process dies                      Ray reports it at once
     a process hangs                     no heartbeat for `runtime.hang_timeout_s`; a working process still answers
-    a rank does not join a collective   its peers wait there for `runtime.collective_timeout_s`; in groups made by
-                                        DeepSpeed, for torch's limits (gloo 30 min, NCCL 10 min)
+    a rank does not join a collective   it stands for `runtime.collective_timeout_s` while its peers have done more of
+                                        what all ranks do (`signs`), or wait in a collective for so long; at the latest
+                                        torch gives up (30 min)
 
+NCCL's calls return at once, so on CUDA the line that a rank executes says little, and what it has done counts first.
 Both time limits grow with the machine's load. The death of one rank breaks its peers' collectives, often before Ray
 reports the death. So after the first failure the others get a moment to fail too, and the cause is reported.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -52,6 +55,7 @@ class HealthMonitor:
         workhorses: in order of rank.
         hang_timeout_s: a rank without a heartbeat for so long hangs.
         collective_timeout_s: longest wait in one collective.
+        alive: called when heartbeats show that ranks have done parts of their work; gets their number.
     """
 
     def __init__(
@@ -61,9 +65,11 @@ class HealthMonitor:
         log_dir: Path,
         hang_timeout_s: float,
         collective_timeout_s: float,
+        alive: Callable[[int], None] = lambda parts: None,
     ) -> None:
         self._role, self._workhorses, self._log_dir = role, workhorses, log_dir
         self._hang_timeout_s, self._collective_timeout_s = hang_timeout_s, collective_timeout_s
+        self._alive = alive
         self._heartbeats: dict[int, Heartbeat] = {}
         """Rank → its last heartbeat."""
 
@@ -79,23 +85,28 @@ class HealthMonitor:
             Exception: an exception of a rank, with a note on rank, host and log.
         """
         waiting = dict(zip(refs, range(len(refs)) if ranks is None else ranks, strict=True))
+        answers: dict[Ref[T], T] = {}
         failures: dict[int, Exception] = {}
         pending: dict[int, tuple[Ref[Heartbeat], float]] = {}
+        polled = time.monotonic()
         while waiting and not failures:
-            failures |= _gather(waiting, HEARTBEAT_SECONDS)
-            failures |= self._poll(pending, set(waiting.values()))
+            failures |= _gather(waiting, answers, HEARTBEAT_SECONDS)
+            # By time: a round for every answer would make heartbeats quadratic in the number of ranks.
+            if time.monotonic() - polled >= HEARTBEAT_SECONDS:
+                polled = time.monotonic()
+                failures |= self._poll(pending, set(waiting.values()))
         if not failures:
-            answers: list[T] = ray.get(refs)
-            return answers
+            return [answers[ref] for ref in refs]
         deadline = time.monotonic() + AFTERMATH_SECONDS
         while waiting and len(refs) > 1 and time.monotonic() < deadline:
-            failures |= _gather(waiting, max(deadline - time.monotonic(), 0.0))
+            failures |= _gather(waiting, answers, max(deadline - time.monotonic(), 0.0))
         rank = min(failures, key=lambda r: _consequence(failures[r]))
         raise self._explained(rank, failures[rank], sorted(set(waiting.values()) - failures.keys()))
 
     def _poll(self, pending: dict[int, tuple[Ref[Heartbeat], float]], ranks: set[int]) -> dict[int, Exception]:
         """The ranks that hang or wait too long. `pending`: rank → (pending heartbeat, time of the request)."""
         failures: dict[int, Exception] = {}
+        parts = 0
         for rank in ranks:
             ref, since = pending.get(rank, (None, 0.0))
             if ref is not None and not ray.wait([ref], timeout=0)[0]:
@@ -106,14 +117,19 @@ class HealthMonitor:
             # If a heartbeat fails, the current call fails too, with the reason.
             with contextlib.suppress(RayError):
                 if ref is not None:
-                    self._heartbeats[rank] = get(ref)
+                    before, self._heartbeats[rank] = self._heartbeats.get(rank), get(ref)
+                    parts += self._heartbeats[rank].parts - (before.parts if before is not None else 0)
             pending[rank] = (request_heartbeat(self._workhorses[rank]), time.monotonic())
-        waits = {rank: self._heartbeats[rank].waits_s for rank in ranks if rank in self._heartbeats}
+        if parts > 0:
+            self._alive(parts)
+        at = {rank: self._heartbeats[rank] for rank in ranks if rank in self._heartbeats}
         # All ranks wait for the slowest machine.
         limit = self._collective_timeout_s * max(map(self._load, range(len(self._workhorses))), default=1.0)
-        if not failures and max(waits.values(), default=0.0) > limit:
+        behind = ranks_behind(at, limit)
+        waiting = at.keys() - behind if behind else {rank for rank, own in at.items() if own.waits_s}
+        if not failures and (behind or max((own.waits_s for own in at.values()), default=0.0) > limit):
             error = _CollectiveTimeoutError(f"given up after {limit:.0f} s")
-            failures = {rank: error for rank, seconds in waits.items() if seconds}
+            failures = dict.fromkeys(waiting, error)
         return failures
 
     def _explained(self, rank: int, error: Exception, silent: list[int]) -> Exception:
@@ -123,7 +139,9 @@ class HealthMonitor:
             return error
         if _consequence(error) == 2:
             missing = " and ".join(f"{self._name(r)}, which is at {self._doing(r)}" for r in silent) or "another rank"
+            done = ", ".join(f"rank {r} {at.common_parts}" for r, at in sorted(self._heartbeats.items()))
             text = f"{self._name(rank)} waited too long in a collective for {missing}: {root_cause(error)}"
+            text += f"; parts of the common work that were done: {done}"
             return WorkhorseError("\n".join([text, *(self._log_tail(r) for r in silent or [rank])]))
         if isinstance(error, WorkhorseError):
             return WorkhorseError(f"{self._name(rank)} {error}\n{self._log_tail(rank)}")
@@ -151,14 +169,20 @@ class HealthMonitor:
         return "\n".join([f"last lines of {path}:", *path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]])
 
 
-def _gather(waiting: dict[Ref[T], int], timeout_s: float) -> dict[int, Exception]:
-    """Wait for one of the calls, and remove finished ones from `waiting`; returns rank → its exception."""
+def ranks_behind(at: Mapping[int, Heartbeat], limit_s: float) -> set[int]:
+    """The ranks that have done less of the common work than others, and none of it for `limit_s`."""
+    most = max((own.common_parts for own in at.values()), default=0)
+    return {rank for rank, own in at.items() if own.common_parts < most and own.stands_s > limit_s}
+
+
+def _gather(waiting: dict[Ref[T], int], answers: dict[Ref[T], T], timeout_s: float) -> dict[int, Exception]:
+    """Wait for one of the calls, and move finished ones from `waiting` to `answers`; returns rank → its exception."""
     failures: dict[int, Exception] = {}
     ray.wait(list(waiting), num_returns=1, timeout=timeout_s)
     for ref in ray.wait(list(waiting), num_returns=len(waiting), timeout=0)[0]:
         rank = waiting.pop(ref)
         try:
-            ray.get(ref, timeout=0)
+            answers[ref] = ray.get(ref, timeout=0)
         except GetTimeoutError:
             waiting[ref] = rank
         except Exception as error:

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from xray_runtime.cores import load
+from xray_runtime.signs import common_parts_done, parts_done
 
 if TYPE_CHECKING:
     from xray_runtime.workers.protocols import Ref, WorkhorseHandle
@@ -30,6 +31,12 @@ class Heartbeat:
     """Seconds it has been waiting in one collective; 0: it is not waiting."""
     doing: str
     """Function, file and line that it is executing."""
+    parts: int
+    """Parts of work it has done (`signs`)."""
+    common_parts: int
+    """Those that every rank of its model does, in the same order."""
+    stands_s: float
+    """Seconds since it has done the last of these."""
     load: float
     """Load of its machine (`cores.load`)."""
 
@@ -41,6 +48,7 @@ class HeartbeatSource:
         self.work_thread = threading.get_ident()
         self._collective: FrameType | None = None
         self._since = 0.0
+        self._common_parts, self._moved = common_parts_done(), time.monotonic()
 
     def heartbeat(self) -> Heartbeat:
         frames = sys._current_frames()
@@ -50,11 +58,22 @@ class HeartbeatSource:
             # Compare frames, not ids: the next collective may get the same address.
             self._collective, self._since = (waiting[0] if waiting else None), time.monotonic()
         waits_s = time.monotonic() - self._since if self._collective is not None else 0.0
+        if self._common_parts != common_parts_done():
+            self._common_parts, self._moved = common_parts_done(), time.monotonic()
         code, line = "nothing", 0
         if self.work_thread in frames:
             frame = frames[self.work_thread]
             code, line = f"{frame.f_code.co_qualname} in {frame.f_code.co_filename}", frame.f_lineno
-        return Heartbeat(socket.gethostname(), os.getpid(), waits_s, f"{code}:{line}", load())
+        return Heartbeat(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            waits_s=waits_s,
+            doing=f"{code}:{line}",
+            parts=parts_done(),
+            common_parts=self._common_parts,
+            stands_s=time.monotonic() - self._moved,
+            load=load(),
+        )
 
 
 def request_heartbeat(workhorse: WorkhorseHandle) -> Ref[Heartbeat]:

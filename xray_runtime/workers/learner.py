@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xray_runtime.data.batching import micro_batches
 from xray_runtime.data.rows import Ragged, Rows, num_rows, take
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.processes import at_low_priority
+from xray_runtime.signs import part_done
+from xray_runtime.store.shards import read_shards, shard_problem
+from xray_runtime.workers.micro_batches import as_tensors, row_groups
 from xray_runtime.workers.trunk_memory import TrunkMemory
 from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
 
@@ -22,10 +24,10 @@ if TYPE_CHECKING:
     import torch
 
     from xray_runtime.engines.engine import Engine, MicroBatch
-    from xray_runtime.weights.device_transfer import Transport
+    from xray_runtime.weights.device_transfer import Sender, Transport
     from xray_runtime.weights.object_store import WeightUpdate
     from xray_runtime.weights.shared_memory import SharedWriter
-    from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
+    from xray_runtime.workers.model_spec import ModelSpec
     from xray_runtime.workers.protocols import WorkhorseHandle
 
 
@@ -33,6 +35,7 @@ class Learner(Workhorse):
     """One rank of a model that is trained or only scores."""
 
     _shared: SharedWriter | None = None
+    _sender: Sender | None = None
     _trunks: TrunkMemory
 
     def load_libraries(self) -> None:
@@ -56,16 +59,7 @@ class Learner(Workhorse):
         from xray_runtime.engines.training.deepspeed_setup import init_collectives
         from xray_runtime.models.adapters import Adapters
         from xray_runtime.models.causal_lm import load_model, published
-        from xray_runtime.models.heads import Branch, HeadedLM, ScalarHead
-        from xray_runtime.models.tensor_file import WEIGHTS_FILE
-
-        def branch(role: str, model: BranchSpec) -> Branch:
-            lm: Any = load_model(model.directory)
-            scalar = None
-            if model.head is not None:
-                scalar = ScalarHead(lm.config.hidden_size, 1)
-                scalar.load_state_dict(load_file(model.head))
-            return Branch(role, lm, scalar)
+        from xray_runtime.models.heads import HeadedLM
 
         self.spec = spec
         # A frozen trunk is compared with those of the branches, so both are loaded whole.
@@ -76,8 +70,8 @@ class Learner(Workhorse):
             lm,
             scalar_head=spec.new_head or spec.head is not None,
             trainable_layers=spec.trainable_layers,
-            branches=(branch(role, model) for role, model in spec.branches.items()),
-            adapters=None if lora is None else Adapters(lm, lora, spec.directory / WEIGHTS_FILE, spec.adapter_seed),
+            branches=(model.load(role) for role, model in spec.branches.items()),
+            adapters=None if lora is None else Adapters(lm, lora, spec.directory, spec.adapter_seed),
         )
         if spec.head is not None and module.scalar is not None:
             module.scalar.load_state_dict(load_file(spec.head))
@@ -102,6 +96,7 @@ class Learner(Workhorse):
         self.engine = self.scorer = self.module = self._published = None
         self._trunks = TrunkMemory()
         self._shared = None
+        self._sender = None
         gc.collect()
 
     def sleep(self) -> None:
@@ -153,7 +148,8 @@ class Learner(Workhorse):
         return {"trunk": Ragged(np.concatenate(states), rows["input_ids"].offsets)}
 
     def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
-        """One optimizer step over `rows`; returns this rank's sums for the log, and `grad_norm`. `at_once` as above.
+        """One optimizer step over `rows`; returns this rank's sums for the log, the number of tokens that it computed,
+        and `grad_norm`. `at_once` as above.
 
         If this rank's loss or the whole gradient is not finite, no rank steps, and `grad_norm` is not finite.
 
@@ -162,15 +158,23 @@ class Learner(Workhorse):
         """
         import torch
 
+        from xray_runtime.models.objectives import num_computed_tokens
+
         assert self.engine is not None
         assert self.spec.training is not None
         max_tokens = self.spec.training.engine.micro_batch_tokens // self.runtime.micro_batch_divisor
+        pipelined = self.spec.training.engine.pipeline_parallel > 1
         sums: dict[str, torch.Tensor] = {}
+        computed_tokens = 0
 
         def loss(batch: MicroBatch) -> torch.Tensor:
             value, stats = self.scorer.forward(self.spec.objective.loss, batch.tensors, totals)
+            # Other stages of a pipeline have no loss.
+            part_done(common=not pipelined)
             if not batch.rows:
                 return value * 0.0
+            nonlocal computed_tokens
+            computed_tokens += num_computed_tokens(self.module, batch.tensors)
             for name, stat in stats.items():
                 sums[name] = sums.get(name, torch.zeros_like(stat)) + stat
             finite = torch.stack([value.detach().float(), *(stat.float() for stat in stats.values())]).isfinite().all()
@@ -182,23 +186,20 @@ class Learner(Workhorse):
             if not math.isfinite(norm):
                 for _ in self._weights(head=True):
                     pass
-        return {name: float(v) for name, v in sums.items()} | {"grad_norm": norm}
+        found = {name: float(v) for name, v in sums.items()}
+        return found | {"computed_tokens": float(computed_tokens), "grad_norm": norm}
 
     @property
     def _score_tokens(self) -> int:
         return self.spec.score_tokens // self.runtime.micro_batch_divisor
 
     def _micro_batches(self, rows: Rows, max_tokens: int) -> Iterator[MicroBatch]:
-        """Micro-batches of rows with similar lengths; the same number on every rank."""
+        """Micro-batches of rows with the same prompts or similar lengths; the same number on every rank."""
         import torch
 
         from xray_runtime.engines.engine import MicroBatch
 
-        tokens, packed = rows["input_ids"].lengths, self.module.packs
-        if "rejected_ids" in rows:
-            rejected = rows["rejected_ids"].lengths
-            tokens = tokens + rejected if packed else 2 * np.maximum(tokens, rejected)
-        groups = micro_batches(tokens.tolist(), max_tokens, packed=packed)
+        groups = row_groups(rows, max_tokens, packed=self.module.packs)
         count = len(groups)
         if self.rank_info.world_size > 1:
             most = torch.tensor(count, device=self.device)
@@ -211,11 +212,15 @@ class Learner(Workhorse):
             tensors = as_tensors(batch, self.device)
             if self.module.has_trunk and "id" in batch:
                 tensors["trunk"] = self._trunk(batch["id"].tolist(), tensors)
+            part_done(common=True)
             yield MicroBatch(index, tensors)
+        part_done(common=True)
 
     def _trunk(self, ids: list[int], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         """Trunk states of a micro-batch: given, remembered or new."""
         import torch
+
+        from xray_runtime.models.objectives import prompts_of
 
         lengths, states = tensors["lengths"].tolist(), tensors.get("trunk")
         if states is None:
@@ -224,7 +229,8 @@ class Learner(Workhorse):
                 # A sharded trunk's pass is a collective: either all ranks make it or none.
                 torch.distributed.all_reduce(missing, torch.distributed.ReduceOp.MAX)
             if missing:
-                states = self.scorer.forward(type(self.module).trunk, tensors["input_ids"], tensors["lengths"])
+                entering = tensors["input_ids"], tensors["lengths"], prompts_of(tensors)
+                states = self.scorer.forward(type(self.module).trunk, *entering)
         if states is not None:
             self._trunks.add(ids, states, lengths)
         return self._trunks.packed(ids, lengths)
@@ -237,16 +243,22 @@ class Learner(Workhorse):
         except NonFiniteError as error:
             raise NonFiniteError(f"{self._who}: {error}") from None
 
+    def check_state(self, directory: Path, number: int, checkers: int) -> str | None:
+        """Why a snapshot must not be loaded, if this rank finds it: it reads every `checkers`-th shard."""
+        found = (shard_problem(directory, shard) for shard in read_shards(directory)[number::checkers])
+        return next((problem for problem in found if problem is not None), None)
+
     def load_state(self, directory: Path) -> None:
         """Continue from a snapshot of `save_state`, written under any layout."""
         assert self.engine is not None
         self.engine.load(directory)
 
-    def export_weights(self, version: int, shared: bool) -> WeightUpdate | None:
+    def export_weights(self, version: int, shared: bool, dtype: str | None = None) -> WeightUpdate | None:
         """This pipeline stage's trained weights by Hugging Face name, on one of its ranks; None on the others.
 
         Args:
             shared: in memory that readers on this machine map, not in the object store.
+            dtype: to send them in; None: as they are.
         """
         from xray_runtime.weights.object_store import pack
         from xray_runtime.weights.shared_memory import SharedWriter
@@ -254,61 +266,64 @@ class Learner(Workhorse):
         tensors = self._weights(head=False)
         if self.engine is not None and self.engine.writes:
             self._shared = self._shared or SharedWriter()
-            return pack(tensors, version, self._shared if shared else None)
+            return pack(tensors, version, self._shared if shared else None, dtype)
         for _ in tensors:
             pass
         return None
 
+    def weight_names(self) -> set[str]:
+        """Names of the trained weights; a collective."""
+        return {name for name, _ in self._weights(head=False)}
+
     def send_weights(
-        self,
-        version: int,
-        transport: Transport,
-        meet: tuple[str, int],
-        receivers: list[WorkhorseHandle],
-        per_replica: int,
+        self, version: int, transport: Transport, meet: tuple[str, int], ranks: list[WorkhorseHandle], per_replica: int
     ) -> None:
-        """Send trainable weights from GPU to GPU; see `weights.device_transfer.send`."""
-        from xray_runtime.weights.device_transfer import send
+        """Send trainable weights from GPU to GPU; see `weights.device_transfer.Sender`."""
+        from xray_runtime.weights.device_transfer import Sender
 
-        # Gathered once for the shapes only, which no layout knows otherwise.
-        metadata = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._weights(head=False)]
-        tensors = functools.partial(self._weights, head=False)
-        send(transport, tensors, metadata, self.rank_info.rank, meet, receivers, per_replica, version)
+        if self._sender is None:
+            tensors = functools.partial(self._weights, head=False)
+            self._sender = Sender(transport, tensors, self.rank_info.rank, ranks, per_replica)
+        self._sender.send(version, meet)
 
-    def begin_save(self, directory: Path) -> None:
-        """Write the model in Hugging Face form with the weights it was loaded with."""
+    def begin_save(self, directory: Path, number: int, copiers: int) -> None:
+        """Write this rank's part, `number` of `copiers`, of the model in Hugging Face form as it was loaded."""
         from xray_runtime.models.causal_lm import copy_model
 
-        copy_model(self.spec.directory, directory)
+        copy_model(self.spec.directory, directory, number, copiers)
 
     def save(self, directory: Path, head_file: str | None) -> list[str]:
         """Write trained weights into the model that `begin_save` wrote, and the scalar head into `head_file`.
 
-        Every rank joins the gathering, tensor by tensor; some ranks write. Returns the names this rank wrote into the
-        model.
+        Every rank joins the gathering, tensor by tensor; ranks with the same tensors take turns by file. Returns the
+        names this rank wrote into the model.
         """
         from safetensors.torch import save_file
 
         from xray_runtime.models.heads import HEAD_PREFIX
-        from xray_runtime.models.tensor_file import WEIGHTS_FILE, TensorFile
+        from xray_runtime.models.weight_files import overwrite
 
         assert self.engine is not None
-        if not self.engine.writes:
-            for _ in self._weights(head=True):
-                pass
-            return []
-        head, written = {}, []
-        with TensorFile(directory / WEIGHTS_FILE) as file:
+        head: dict[str, torch.Tensor] = {}
+
+        def weights() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in self._weights(head=True):
                 if name.startswith(HEAD_PREFIX):
                     head[name.removeprefix(HEAD_PREFIX)] = tensor.detach().cpu().clone()
                 else:
-                    file.write(name, tensor)
-                    written.append(name)
-        if head_file is not None and head:
+                    yield name, tensor
+
+        written = overwrite(directory, weights(), *self.engine.turn)
+        if head_file is not None and head and self.engine.writes:
             (directory / head_file).parent.mkdir(exist_ok=True)
             save_file(head, directory / head_file)
         return written
+
+    def finish_save(self, directory: Path, number: int, checkers: int) -> dict[str, str]:
+        """`weight_files.checked_digests` of this rank's part of a saved model."""
+        from xray_runtime.models.weight_files import checked_digests
+
+        return checked_digests(directory, number, checkers)
 
     @property
     def _who(self) -> str:
@@ -331,17 +346,3 @@ class Learner(Workhorse):
                 yield from self._published(name, tensor).items()
             elif head:
                 yield name, tensor
-
-
-def as_tensors(rows: Rows, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Rows as objectives read them."""
-    import torch
-
-    columns = {name: column.values if isinstance(column, Ragged) else column for name, column in rows.items()}
-    columns["lengths"] = rows["input_ids"].lengths
-    if "rejected_ids" in rows:
-        columns["rejected_lengths"] = rows["rejected_ids"].lengths
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(column)) for name, column in columns.items()}
-    # uint16 is bfloat16, see `Learner.trunk`.
-    bits = {name: tensor.view(torch.bfloat16) for name, tensor in tensors.items() if tensor.dtype == torch.uint16}
-    return {name: tensor.to(device) for name, tensor in (tensors | bits).items()}

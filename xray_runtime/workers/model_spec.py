@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.engines import FrozenConfig, LayoutConfig, TrainingConfig
 
 if TYPE_CHECKING:
+    from xray_runtime.models.heads import Branch
     from xray_runtime.models.objectives import Objective
     from xray_runtime.workers.whole_model import WholeModel
     from xray_runtime.workers.workhorse import Workhorse
@@ -22,6 +23,20 @@ class BranchSpec:
     directory: Path
     head: Path | None = None
     """File of a reward model's scalar head."""
+
+    def load(self, role: str) -> Branch:
+        """The branch, loaded whole."""
+        from safetensors.torch import load_file
+
+        from xray_runtime.models.causal_lm import load_model
+        from xray_runtime.models.heads import Branch, ScalarHead
+
+        lm: Any = load_model(self.directory)
+        scalar = None
+        if self.head is not None:
+            scalar = ScalarHead(lm.config.hidden_size, 1)
+            scalar.load_state_dict(load_file(self.head))
+        return Branch(role, lm, scalar)
 
 
 @dataclass(frozen=True)

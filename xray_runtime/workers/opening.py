@@ -1,4 +1,4 @@
-"""Start all models of a stage at the same time, and end them whatever happens."""
+"""Start all models of a stage, and end them whatever happens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.liveness import answered
 from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.nodes import note_placement, same_node
+from xray_runtime.workers.nodes import WorkerInfo, note_placement, same_node
 from xray_runtime.workers.placement import device
 from xray_runtime.workers.pool import find_worker_pool
 from xray_runtime.workers.protocols import ModelHandle, WholeModelHandle, get_all
@@ -101,13 +101,23 @@ def _open(
     unloaded: list[WholeModelHandle] = []
     try:
         found = acquisition.acquire()
-        builds = [
-            models[role].build.remote(
-                role, runtime, log_dir, spec, found[role], requests[role].demand.num_replicas, environment_digest()
-            )
-            for role, spec in specs.items()
-        ]
-        note_placement(log_dir, dict(zip(specs, get_all(builds), strict=True)))
+        workers: dict[str, list[WorkerInfo]] = {}
+        for roles in _build_order(specs, where):
+            builds = [
+                models[role].build.remote(
+                    role,
+                    runtime,
+                    log_dir,
+                    specs[role],
+                    found[role],
+                    requests[role].demand.num_replicas,
+                    environment_digest(),
+                    run_id,
+                )
+                for role in roles
+            ]
+            workers |= zip(roles, get_all(builds), strict=True)
+        note_placement(log_dir, workers)
         yield dict(models)
         unloaded = _unload(models, requests)
     finally:
@@ -118,6 +128,18 @@ def _open(
                 ray.kill(model)
         acquisition.release(unloaded)
         _idle_proxies.extend(kept)
+
+
+def _build_order(specs: Mapping[str, ModelSpec | GeneratorSpec], where: str) -> list[list[str]]:
+    """The roles in the order of their builds; those in one list are built at the same time.
+
+    vLLM counts all memory of its GPU that is taken while it starts as its own. So on GPUs generators are built first,
+    one by one.
+    """
+    if where == "cpu":
+        return [list(specs)]
+    first = [role for role, spec in specs.items() if isinstance(spec, GeneratorSpec)]
+    return [*([role] for role in first), [role for role in specs if role not in first]]
 
 
 _idle_proxies: list[WholeModelHandle] = []

@@ -9,8 +9,8 @@ from xray_runtime.workers.protocols import Method
 
 PREFIX = "xray-progress-"
 
-Progress = tuple[int, int, str, str]
-"""(done, total, unit, note)."""
+Progress = tuple[int, int, str, str, int]
+"""(done, total, unit, note, parts of work that its models have done since)."""
 
 
 class ProgressActor:
@@ -25,8 +25,14 @@ class ProgressActor:
 
     def report(self, stage: str, done: int, total: int, unit: str, note: str) -> bool:
         """Store progress; returns whether the stage should stop, with a snapshot, as soon as possible."""
-        self._latest[stage] = (done, total, unit, note)
+        self._latest[stage] = (done, total, unit, note, 0)
         return self._stopping
+
+    def alive(self, stage: str, parts: int) -> None:
+        """Add to the parts of work that a stage's models have done since its latest progress."""
+        if stage in self._latest:
+            done, total, unit, note, before = self._latest[stage]
+            self._latest[stage] = (done, total, unit, note, before + parts)
 
     def read(self) -> dict[str, Progress]:
         """Stage → its latest progress."""
@@ -40,6 +46,7 @@ class ProgressActor:
 class ProgressHandle(Protocol):
     ping: Method[[], None]
     report: Method[[str, int, int, str, str], bool]
+    alive: Method[[str, int], None]
     read: Method[[], dict[str, Progress]]
     stop: Method[[], None]
 

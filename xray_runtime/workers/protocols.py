@@ -90,7 +90,7 @@ class Train(Protocol):
 
 
 class ExportWeights(Protocol):
-    def remote(self, version: int, shared: bool = False) -> Ref[WeightUpdate]: ...
+    def remote(self, version: int, shared: bool = False, dtype: str | None = None) -> Ref[WeightUpdate]: ...
 
 
 class Save(Protocol):
@@ -106,8 +106,10 @@ class ModelHandle(Protocol):
     generate: Method[[Rows, Sampling, int], Rows]
     follow: Method[[ModelHandle, int], str | None]
     load_weights: Method[[WeightUpdate], int]
+    load_checkpoint: Method[[Path, int], None]
     save: Save
     save_state: Method[[Path], None]
+    check_state: Method[[Path], str | None]
     load_state: Method[[Path], None]
     sleep: Method[[], None]
     wake_up: Method[[], None]
@@ -118,11 +120,12 @@ class WholeModelHandle(ModelHandle, Protocol):
 
     ping: Method[[], None]
     build: Method[
-        [str, RuntimeConfig, Path, ModelSpec | GeneratorSpec, list[WorkhorseHandle], int, str], list[WorkerInfo]
+        [str, RuntimeConfig, Path, ModelSpec | GeneratorSpec, list[WorkhorseHandle], int, str, str], list[WorkerInfo]
     ]
     unload: Method[[bool], None]
     where: Method[[], list[Device]]
     export_weights: ExportWeights
+    whole_weight_names: Method[[], set[str] | None]
     send_weights: Method[[int, Transport, list[WorkhorseHandle], int], None]
 
 
@@ -153,17 +156,22 @@ class WorkhorseHandle(FileReceiverHandle, Protocol):
     score: Method[[Rows, int], Rows]
     trunk: Method[[Rows, int], Rows]
     train: Method[[Rows, dict[str, float], float, int], dict[str, float]]
-    export_weights: Method[[int, bool], WeightUpdate | None]
+    export_weights: Method[[int, bool, str | None], WeightUpdate | None]
+    weight_names: Method[[], set[str]]
     send_weights: Method[[int, Transport, tuple[str, int], list[WorkhorseHandle], int], None]
-    begin_save: Method[[Path], None]
+    begin_save: Method[[Path, int, int], None]
     save: Method[[Path, str | None], list[str]]
+    finish_save: Method[[Path, int, int], dict[str, str]]
     save_state: Method[[Path], None]
+    check_state: Method[[Path, int, int], str | None]
     load_state: Method[[Path], None]
     sleep: Method[[], None]
     wake_up: Method[[], None]
 
     # Generator
+    layers_of: Method[[set[str]], set[str]]
     generate: Method[[Rows, Sampling, int], Rows]
     load_weights: Method[[WeightUpdate], int]
+    load_checkpoint: Method[[Path, int], None]
     revert_weights: Method[[], None]
     receive: Method[[str, dict[str, Any], int], None]

@@ -7,8 +7,6 @@ read, chunk by chunk through Ray's object store, and stages out the files they w
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,59 +14,11 @@ from typing import Protocol, TypeVar
 
 import ray
 
-from xray_runtime.data.ledger import LEDGER
-from xray_runtime.engines.training.disk import own_directory
+from xray_runtime.workers.file_receiver import CHUNK_BYTES, model_files
 from xray_runtime.workers.nodes import current_node, probe_file
 from xray_runtime.workers.protocols import FileReceiverHandle, Ref
 
-CHUNK_BYTES = 64 * 2**20
-"""Bytes of a chunk."""
 T = TypeVar("T")
-
-
-class FileReceiver:
-    """A Workhorse's side: directories that are removed with its model or when its process ends."""
-
-    _own: Path | None = None
-
-    def sees(self, path: Path) -> bool:
-        return path.exists()
-
-    def make_directory(self) -> Path:
-        """A new, empty directory here. Raises PermissionError if another user owns the parent directory."""
-        if self._own is None:
-            root = Path(tempfile.gettempdir()) / f"xray-staged-{os.getuid()}"
-            root.mkdir(mode=0o700, exist_ok=True)
-            if root.lstat().st_uid != os.getuid():
-                raise PermissionError(f"{root}: belongs to another user; set TMPDIR to another directory")
-            self._own = own_directory(root)
-        return Path(tempfile.mkdtemp(dir=self._own))
-
-    def append_chunk(self, path: Path, chunk: bytes) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
-            file.write(chunk)
-
-    def sizes(self, directory: Path) -> dict[str, int]:
-        """Relative path → bytes of every file below `directory`."""
-        return {str(path.relative_to(directory)): path.stat().st_size for path in _files(directory)}
-
-    def read_chunk(self, path: Path, offset: int) -> bytes:
-        """The chunk of the file `path` that begins at `offset`."""
-        with path.open("rb") as file:
-            file.seek(offset)
-            return file.read(CHUNK_BYTES)
-
-    def remove_directory(self, directory: Path) -> None:
-        """Remove a directory of `make_directory`."""
-        shutil.rmtree(directory, ignore_errors=True)
-
-    def remove_directories(self) -> None:
-        """Remove all directories of `make_directory`."""
-        if self._own is not None:
-            # The lock file beside them stays.
-            for directory in filter(Path.is_dir, self._own.iterdir()):
-                self.remove_directory(directory)
 
 
 class Collect(Protocol):
@@ -105,22 +55,26 @@ class FileStager:
         """Whether a rank does not share this node's disk."""
         return self._nodes[rank] in self._receivers
 
-    def leaders(self) -> list[int]:
-        """One rank for each disk, beginning with this node's disk if any rank uses it."""
-        local = [rank for rank in range(len(self._nodes)) if not self.is_remote(rank)]
-        return local[:1] + sorted(self._receivers.values())
+    def peers(self) -> list[tuple[int, int]]:
+        """For each rank (its number among the ranks that use the same disk, how many these are)."""
+        disks = [node if self.is_remote(rank) else None for rank, node in enumerate(self._nodes)]
+        return [(disks[:rank].count(disk), disks.count(disk)) for rank, disk in enumerate(disks)]
 
     def stage_in(self, directory: Path) -> list[Path]:
-        """The path of a directory for each rank. It must not change any more: it is copied once and kept."""
+        """The path of a directory for each rank. It must not change any more: it is copied once and kept until it is
+        forgotten."""
         if directory not in self._staged:
-            self._staged[directory] = self.stage_in_once(directory)
+            self._staged[directory] = self._copy(directory)
         return self._staged[directory]
 
-    def stage_in_once(self, directory: Path) -> list[Path]:
-        """As `stage_in` for a directory that is read once; `remove` it afterwards."""
+    def forget(self, directory: Path) -> None:
+        """Remove the copies of a directory."""
+        self.remove(self._staged.pop(directory))
+
+    def _copy(self, directory: Path) -> list[Path]:
         found = self.output_directories(directory)
         ranks = list(self._receivers.values())
-        for path in _files(directory) if ranks else []:
+        for path in model_files(directory) if ranks else []:
             with path.open("rb") as file:
                 # An empty file is one empty chunk.
                 chunk = file.read(CHUNK_BYTES)
@@ -157,14 +111,8 @@ class FileStager:
         return found
 
     def remove(self, directories: list[Path]) -> None:
-        """Remove directories of `stage_in_once` or `output_directories`."""
+        """Remove directories of `output_directories`."""
         ranks = list(self._receivers.values())
         if ranks:
             calls = [self._workhorses[rank].remove_directory.remote(directories[rank]) for rank in ranks]
             self._collect(calls, ranks)
-
-
-def _files(directory: Path) -> list[Path]:
-    """All files but those of a policy's ledger, which no model reads."""
-    found = (path for path in directory.rglob("*") if path.is_file())
-    return sorted(path for path in found if path.relative_to(directory).parts[0] != LEDGER)

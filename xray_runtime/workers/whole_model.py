@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
@@ -20,9 +20,11 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.rows import Rows, balance, join, merge, non_finite, num_rows, shard, take
 from xray_runtime.engines.topology import Topology
 from xray_runtime.errors import NonFiniteError
-from xray_runtime.weights.device_transfer import Device, Transport, choose
+from xray_runtime.store.shards import WEIGHTS_INDEX
+from xray_runtime.weights.device_transfer import Device, Route, Transport, choose_route
 from xray_runtime.workers.health import HealthMonitor, WorkhorseError
 from xray_runtime.workers.nodes import WorkerInfo, check_environment
+from xray_runtime.workers.progress import find_progress
 from xray_runtime.workers.protocols import Ref, WholeModelHandle, WorkhorseHandle, get
 from xray_runtime.workers.staging import FileStager
 from xray_runtime.workers.workhorse import RankInfo
@@ -40,8 +42,8 @@ class WholeModel:
     """The proxy of one model, and later of another; `opening` starts it."""
 
     _workhorses: list[WorkhorseHandle]
-    _ways: dict[WholeModelHandle, tuple[Transport, bool]]
-    """Policy → transport of its weights, and whether it is on this generator's machine."""
+    _routes: dict[WholeModelHandle, Route]
+    """Policy → how its weights come to this generator."""
 
     def ping(self) -> None:
         """Answers as long as this WholeModel lives."""
@@ -55,6 +57,7 @@ class WholeModel:
         workhorses: list[WorkhorseHandle],
         num_replicas: int,
         environment_digest: str,
+        run_id: str = "",
     ) -> list[WorkerInfo]:
         """Load the model on its Workhorses and join them to one process group.
 
@@ -64,6 +67,7 @@ class WholeModel:
             workhorses: in order of rank.
             num_replicas: number of whole copies of the model.
             environment_digest: digest of the code and libraries that each must have.
+            run_id: of the run whose progress actor learns that the Workhorses are at work, if it has one.
 
         Returns:
             Info of each Workhorse.
@@ -72,11 +76,17 @@ class WholeModel:
             ConfigError: a Workhorse has another environment.
         """
         self._role, self._runtime, self._log_dir = role, runtime, log_dir
-        self._spec, self._workhorses, self._num_replicas, self._ways = spec, workhorses, num_replicas, {}
+        self._spec, self._workhorses, self._num_replicas, self._routes = spec, workhorses, num_replicas, {}
         layout, size = spec.layout, len(workhorses)
         self._topology = Topology(data=size) if isinstance(layout, GeneratorConfig) else Topology.of(layout)
         timeouts = (self._runtime.hang_timeout_s, self._runtime.collective_timeout_s)
-        self._health = HealthMonitor(self._role, workhorses, self._log_dir, *timeouts)
+        progress = find_progress(run_id)
+
+        def alive(parts: int) -> None:
+            if progress is not None:
+                progress.alive.remote(log_dir.name, parts)
+
+        self._health = HealthMonitor(self._role, workhorses, self._log_dir, *timeouts, alive)
         up = [workhorse.rendezvous.remote() for workhorse in workhorses]
         # A starting process does not answer heartbeats yet.
         ray.wait(up, num_returns=len(up))
@@ -104,17 +114,17 @@ class WholeModel:
     def unload(self, reused: bool) -> None:
         """Remove the model's staged files and, if the Workhorses are `reused`, free its memory."""
         self._call(lambda w: w.unload.remote() if reused else w.remove_directories.remote())
-        self._workhorses, self._ways = [], {}
+        self._workhorses, self._routes = [], {}
 
     def score(self, rows: Rows, at_once: int = 1) -> Rows:
         """`Learner.score` of all rows, in order. Raises NonFiniteError if a score is not finite."""
         answers = self._scatter(rows, lambda w, shard: w.score.remote(shard, at_once))
         self._check_finite(answers, self._reporting())
-        return merge(answers)
+        return merge(answers, rows)
 
     def trunk(self, rows: Rows, at_once: int = 1) -> Rows:
         """`Learner.trunk` of all rows, in order."""
-        return merge(self._scatter(rows, lambda w, shard: w.trunk.remote(shard, at_once)))
+        return merge(self._scatter(rows, lambda w, shard: w.trunk.remote(shard, at_once)), rows)
 
     def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
         """One optimizer step over all rows; returns sums over the rows, and `grad_norm`.
@@ -152,9 +162,10 @@ class WholeModel:
         self._check_finite([replies[first] for first in firsts], firsts)
         return join([replies[first] for first in firsts], [load for load, _ in answers])
 
-    def export_weights(self, version: int, shared: bool = False) -> WeightUpdate:
+    def export_weights(self, version: int, shared: bool = False, dtype: str | None = None) -> WeightUpdate:
         """The trainable weights as version `version`, in shared memory of this machine or in the object store."""
-        updates = [u for u in self._call(lambda w: w.export_weights.remote(version, shared)) if u is not None]
+        exports = self._call(lambda w: w.export_weights.remote(version, shared, dtype))
+        updates = [update for update in exports if update is not None]
         return replace(updates[0], buckets=tuple(bucket for update in updates for bucket in update.buckets))
 
     def load_weights(self, update: WeightUpdate) -> int:
@@ -172,24 +183,40 @@ class WholeModel:
             raise
         return update.version
 
+    def load_checkpoint(self, directory: Path, version: int) -> None:
+        """Load a checkpoint, which differs from this generator's only in its weights, as `version`."""
+        directories = self._stager.stage_in(directory)
+        ranks = zip(self._workhorses, directories, strict=True)
+        self._get([w.load_checkpoint.remote(own, version) for w, own in ranks])
+
     def follow(self, policy: WholeModelHandle, version: int) -> str | None:
         """Load `policy`'s weights as `version` into this generator, by the fastest transport between their devices.
 
         Returns a digest of the weights; None after a transfer from GPU to GPU, which does not read them.
         """
-        assert isinstance(self._spec.layout, GeneratorConfig)
-        if policy not in self._ways:
-            theirs, ours = get(policy.where.remote()), self.where()
-            transport = choose(self._runtime.weight_transfer, self._spec.layout, theirs, ours)
-            self._ways[policy] = transport, len({device.machine for device in [*theirs, *ours]}) == 1
-        transport, shared = self._ways[policy]
-        if transport == "plasma":
-            update = get(policy.export_weights.remote(version, shared))
+        if policy not in self._routes:
+            self._routes[policy] = self._route(policy)
+        route = self._routes[policy]
+        if route.transport == "plasma":
+            update = get(policy.export_weights.remote(version, route.shared, route.dtype))
             self.load_weights(update)
             return update.digest
         per_replica = len(self._workhorses) // self._num_replicas
-        get(policy.send_weights.remote(version, transport, self._workhorses, per_replica))
+        get(policy.send_weights.remote(version, route.transport, self._workhorses, per_replica))
         return None
+
+    def _route(self, policy: WholeModelHandle) -> Route:
+        def names() -> tuple[set[str] | None, set[str]]:
+            trained = get(policy.whole_weight_names.remote())
+            return trained, self._call(lambda w: w.layers_of.remote(trained or set()))[0]
+
+        assert isinstance(self._spec.layout, GeneratorConfig)
+        devices = get(policy.where.remote()), self.where()
+        return choose_route(self._runtime.weight_transfer, self._spec.layout, *devices, names)
+
+    def whole_weight_names(self) -> set[str] | None:
+        """Names of the trained weights; None if no rank has all of them whole."""
+        return None if self._topology.is_split else self._call(lambda w: w.weight_names.remote())[0]
 
     def send_weights(
         self, version: int, transport: Transport, receivers: list[WorkhorseHandle], per_replica: int
@@ -208,16 +235,27 @@ class WholeModel:
         self._call(lambda w: w.wake_up.remote())
 
     def save(self, directory: Path, head_file: str | None = None) -> None:
-        """Write the model in Hugging Face form."""
-        directories, leaders = self._stager.output_directories(directory), self._stager.leaders()
-        self._get([self._workhorses[rank].begin_save.remote(directories[rank]) for rank in leaders], leaders)
-        ranks = zip(self._workhorses, directories, strict=True)
-        written = self._get([w.save.remote(own, head_file) for w, own in ranks])
+        """Write the model in Hugging Face form.
+
+        The ranks on a disk divide copying; afterwards those on this node's disk divide looking at the files and hashing
+        them, if there are several.
+        """
+        from xray_runtime.models.weight_files import write_digests
+
+        directories, peers = self._stager.output_directories(directory), self._stager.peers()
+        ranks = list(zip(self._workhorses, directories, peers, strict=True))
+        self._get([w.begin_save.remote(own, *peer) for w, own, peer in ranks])
+        written = self._get([w.save.remote(own, head_file) for w, own, _ in ranks])
         for rank, copy in self._stager.stage_out(directories, directory).items():
             # All ranks of that node wrote their tensors into one copy of the model.
             names = [name for r, own in enumerate(directories) if own == directories[rank] for name in written[r]]
             _merge_copy(copy, directory, names, head_file)
         self._stager.remove(directories)
+        if (directory / WEIGHTS_INDEX).exists():
+            here = [rank for rank, own in enumerate(directories) if own == directory]
+            calls = [self._workhorses[rank].finish_save.remote(directory, *peers[rank]) for rank in here]
+            digests = {name: sha256 for own in self._get(calls, here) for name, sha256 in own.items()}
+            write_digests(directory, directory, digests)
 
     def save_state(self, directory: Path) -> None:
         """Write a snapshot of model and optimizer into `directory`; every rank writes its shard."""
@@ -228,11 +266,22 @@ class WholeModel:
             shutil.rmtree(copy)
         self._stager.remove(directories)
 
+    def check_state(self, directory: Path) -> str | None:
+        """Why a snapshot must not be loaded, in one line; None where no shard is damaged. The ranks on a disk divide
+        its shards."""
+        directories = self._stager.stage_in(directory)
+        ranks = zip(self._workhorses, directories, self._stager.peers(), strict=True)
+        checks = [w.check_state.remote(own, *peer) for w, own, peer in ranks]
+        problem = next((found for found in self._get(checks) if found is not None), None)
+        if problem is not None:
+            self._stager.forget(directory)
+        return problem
+
     def load_state(self, directory: Path) -> None:
-        """Continue from a snapshot."""
-        directories = self._stager.stage_in_once(directory)
+        """Continue from a snapshot that `check_state` found sound."""
+        directories = self._stager.stage_in(directory)
         self._get([w.load_state.remote(own) for w, own in zip(self._workhorses, directories, strict=True)])
-        self._stager.remove(directories)
+        self._stager.forget(directory)
 
     def _check_finite(self, answers: Sequence[Rows], ranks: Iterable[int]) -> None:
         for rank, answer in zip(ranks, answers, strict=True):
@@ -249,7 +298,10 @@ class WholeModel:
         replicas = self._topology.data
         if num_rows(rows) < replicas:
             raise ValueError(f"{self._role}: {num_rows(rows)} rows are too few for {replicas} replicas")
-        shards = [ray.put(each) for each in shard(rows, replicas)]
+        shards: list[Any] = shard(rows, replicas)
+        if len(self._workhorses) > replicas:
+            # Several ranks read one copy. A single reader gets small rows with the call itself, which is faster.
+            shards = [ray.put(each) for each in shards]
         ranks = enumerate(self._workhorses)
         answers = self._get([call(w, shards[self._topology.data_rank(rank)]) for rank, w in ranks])
         return [answers[rank] for rank in self._reporting()]
@@ -275,13 +327,13 @@ class WholeModel:
 
 def _merge_copy(copy: Path, directory: Path, names: Iterable[str], head_file: str | None) -> None:
     """Merge another node's `copy` of the model into `directory`, and remove the copy."""
-    from xray_runtime.models.tensor_file import WEIGHTS_FILE, copy_tensors
+    from xray_runtime.models.weight_files import copy_tensors, weight_files
 
-    if not (directory / WEIGHTS_FILE).exists():
+    if not weight_files(directory):
         # Without a rank on this node, the first copy becomes the model.
         shutil.copytree(copy, directory, dirs_exist_ok=True)
     else:
-        copy_tensors(copy / WEIGHTS_FILE, directory / WEIGHTS_FILE, names)
+        copy_tensors(copy, directory, names)
         if head_file is not None and (copy / head_file).exists():
             (directory / head_file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(copy / head_file, directory / head_file)

@@ -14,13 +14,14 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.cores import give_way
 from xray_runtime.processes import redirect_output
+from xray_runtime.workers.determinism import configure_torch, cuda_environment
+from xray_runtime.workers.file_receiver import FileReceiver
 from xray_runtime.workers.heartbeat import Heartbeat, HeartbeatSource
-from xray_runtime.workers.staging import FileReceiver
 
 if TYPE_CHECKING:
     from xray_runtime.weights.device_transfer import Device
@@ -59,6 +60,9 @@ UNUSED = ("mlflow", "sklearn")
 class Workhorse(FileReceiver):
     """Device, threads, log file, rendezvous and heartbeat of every Workhorse."""
 
+    samples: ClassVar[bool] = False
+    """Whether its model generates."""
+
     def __init__(self, runtime: RuntimeConfig) -> None:
         give_way(runtime.niceness)
         # OpenMP reads these when torch is imported. Waiting threads must sleep, since several models share cores.
@@ -67,6 +71,7 @@ class Workhorse(FileReceiver):
             "OMP_WAIT_POLICY": "PASSIVE",
             "GOMP_SPINCOUNT": str(SPIN_COUNT),
             "MKL_CBWR": REPRODUCIBLE,
+            **cuda_environment(runtime),
         }
         for library in UNUSED:
             # Importing a module that is None here fails as if it were not installed.
@@ -85,10 +90,7 @@ class Workhorse(FileReceiver):
         self._heartbeat.work_thread = threading.get_ident()
         self.device = torch.device(resolve_device(self.runtime.device))
         torch.set_num_threads(self.runtime.threads)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        # Filling uninitialized memory would cost 1,000 fills a step; nothing reads it.
-        settings: Any = torch.utils.deterministic
-        settings.fill_uninitialized_memory = False
+        configure_torch(self.runtime, self.device.type, samples=self.samples)
         torch.manual_seed(0)
 
     @contextlib.contextmanager

@@ -15,9 +15,8 @@ from xray_runtime.algorithms.kl import AdaptiveKL
 from xray_runtime.algorithms.moments import RunningMoments
 from xray_runtime.algorithms.statistics import explained_variance
 from xray_runtime.data.rows import Ragged, non_finite
-from xray_runtime.engines import states
 from xray_runtime.errors import NonFiniteError
-from xray_runtime.models.tensor_file import check_finite
+from xray_runtime.models.weight_files import check_finite
 
 WRONG = [math.nan, math.inf, -math.inf]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -52,14 +51,6 @@ def test_a_file_with_a_weight_that_is_not_finite_is_named(tmp_path: Path, dtype:
     save_file(good | {"b": torch.tensor([1.0, math.nan], dtype=dtype)}, tmp_path / "critic" / "value_head.safetensors")
     with pytest.raises(NonFiniteError, match=r"^critic/value_head\.safetensors: b has numbers that are not finite$"):
         check_finite(tmp_path)
-
-
-@pytest.mark.parametrize("here", [True, False], ids=["the rank that writes", "a rank that does not"])
-def test_a_snapshot_is_made_of_finite_tensors(tmp_path: Path, here: bool) -> None:
-    tensors = [("weight", "a", torch.ones(2)), ("exp_avg", "a", torch.tensor([0.0, math.inf]))]
-    file = tmp_path / "stage-0.safetensors" if here else None
-    with pytest.raises(NonFiniteError, match="the exp_avg a has numbers that are not finite"):
-        states.write(file, {"a": (2,)}, ("weight", "exp_avg"), 1, iter(tensors))
 
 
 def test_rows_are_named() -> None:

@@ -152,7 +152,7 @@ REFUSED = [
     ),
     (
         "sft: {engine: {precision: float16}}",
-        "sft.engine.precision: \"float16\" is not allowed: must be 'float32' or 'bf",
+        "sft.engine.precision: \"float16\" is not allowed: must be 'auto', 'float32'",
     ),
     (
         "sft: {engine: {precision: bfloat16, zero_stage: 0}}",

@@ -36,7 +36,14 @@ def tensors(shape: LlamaConfig) -> dict[str, Tensor]:
 
 
 def cut(fused: Fused, pieces: list[Tensor], size: int) -> list[Tensor]:
-    return [fused.part(pieces, rank, size) for rank in range(size)]
+    found = []
+    for rank in range(size):
+        spans = fused.spans(rank, size)
+        slices = [p.narrow(fused.dim or 0, low, high - low) for p, (low, high) in zip(pieces, spans, strict=True)]
+        found.append(fused.join(slices, size))
+        # A part says which slices it is of.
+        assert all(torch.equal(a, b) for a, b in zip(fused.split(found[-1], rank, size), slices, strict=True))
+    return found
 
 
 def test_query_key_and_value_heads_are_interleaved_by_group() -> None:
@@ -44,7 +51,7 @@ def test_query_key_and_value_heads_are_interleaved_by_group() -> None:
     q, k, v = torch.arange(8.0)[:, None], torch.arange(10.0, 14.0)[:, None], torch.arange(20.0, 24.0)[:, None]
     fused = Fused(("q", "k", "v"), ((8, 1), (4, 1), (4, 1)), dim=0, blocks=2)
     whole = [0, 1, 2, 3, 10, 11, 20, 21, 4, 5, 6, 7, 12, 13, 22, 23]
-    assert fused.part([q, k, v], 0, 1).flatten().tolist() == whole
+    assert cut(fused, [q, k, v], 1)[0].flatten().tolist() == whole
     assert [part.flatten().tolist() for part in cut(fused, [q, k, v], 2)] == [whole[:8], whole[8:]]
 
 

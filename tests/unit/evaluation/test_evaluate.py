@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from tests.unit.rl import sample_environments
 from tests.unit.rl.fake_model import FakeModel
@@ -48,9 +46,8 @@ class Judged(FakeModel):
         logprobs = Ragged(np.full(len(ids.values), -1.0, np.float32), ids.offsets)
         return {"response_ids": ids, "rollout_logprobs": logprobs, "ended": np.ones(count, bool)}
 
-    def do_load_weights(self, update: Any) -> int:
-        assert list(update[0]) == ["w"]
-        return 1
+    def do_load_checkpoint(self, directory: Path, version: int) -> None:
+        assert (directory.name, version) == ("after", 1)
 
     def do_score(self, rows: Rows, at_once: int = 1) -> Rows:
         if self.role.startswith(("rewards", "judges")):
@@ -64,8 +61,6 @@ class Judged(FakeModel):
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    # Else the policy's weights go through Ray's object store.
-    monkeypatch.setattr(evaluate, "pack", lambda weights, version: (dict(weights), version))
     # A reward model that works would not give so many replies one score.
     monkeypatch.setattr(reward_sources, "MIN_DISTINCT_TEXTS", PROMPTS + 1)
     texts = [f"question {number}" for number in range(PROMPTS)]
@@ -73,7 +68,6 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).mkdir()
         train_tokenizer([*texts, "yes no"] * 3, 300).save_pretrained(tmp_path / name)
         (tmp_path / name / "reward.json").write_text('{"mean": 1.0, "std": 2.0}')
-    save_file({"w": torch.zeros(1)}, tmp_path / "after" / "model.safetensors")
     (tmp_path / "data").mkdir()
     rows = [
         Example(str(i), "c", [*SYSTEM, {"role": "user", "content": text}], "x", columns=f'{{"task": "task {i}"}}')

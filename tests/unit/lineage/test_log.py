@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.lineage import log
+from xray_runtime.lineage import signed_lines
 from xray_runtime.lineage.audit.files import check_files
 from xray_runtime.lineage.audit.log import LogView, read_log
 from xray_runtime.lineage.decisions import current, decide
@@ -21,7 +21,6 @@ from xray_runtime.lineage.graph import Graph
 from xray_runtime.lineage.keys import rotate, trusted_keys
 from xray_runtime.lineage.log import (
     LOG,
-    START,
     Left,
     RunBegan,
     RunEnded,
@@ -34,6 +33,7 @@ from xray_runtime.lineage.log import (
     readable_lines,
     run_lock,
 )
+from xray_runtime.lineage.log_entries import START
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import Verifier, signing_key
 
@@ -85,8 +85,8 @@ def test_a_decision_keeps_what_it_was_made_of(tmp_path: Path) -> None:
 
 
 KILLED_AT = {
-    "before it is signed": (log, "envelope", True),
-    "after it is signed": (log, "envelope", False),
+    "before it is signed": (signed_lines, "envelope", True),
+    "after it is signed": (signed_lines, "envelope", False),
     "before it is on disk": (os, "fsync", True),
     "after it is on disk": (os, "fsync", False),
 }

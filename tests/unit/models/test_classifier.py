@@ -30,7 +30,7 @@ from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.preparation.reward_base import run
 from xray_runtime.rl.reward_reader import RewardReader
-from xray_runtime.workers.learner import as_tensors
+from xray_runtime.workers.micro_batches import as_tensors
 from xray_runtime.workers.protocols import Ready
 
 SIZES = {

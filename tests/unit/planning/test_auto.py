@@ -228,12 +228,12 @@ def test_heads_and_layers_bound_the_cut() -> None:
 
 def test_a_cut_policy_keeps_to_the_object_store() -> None:
     """Direct transfer sends whole models only: the plan offloads instead of cutting the policy."""
-    chosen, plan = planned(two_rows(SEVEN, weight_transfer="auto"), gpus(8, 40))
+    chosen, plan = planned(two_rows(SEVEN, weight_transfer="nccl"), gpus(8, 40))
     assert replica(chosen) == (1, 1, 2, plan.layouts["trained"].zero_stage)
     assert {engine.offload for engine in engines(chosen)} == {"cpu"}
     cut = {"num_workhorses": 2, "pipeline_parallel": 2}
-    with pytest.raises(ConfigError, match=r"engine: .* with runtime\.weight_transfer = 'auto': only 'plasma'"):
-        validate({"ppo": {"stages": [{"engine": cut}]}, "runtime": {"device": "cuda", "weight_transfer": "auto"}})
+    with pytest.raises(ConfigError, match=r"engine: .* with runtime\.weight_transfer = 'nccl': only 'plasma'"):
+        validate({"ppo": {"stages": [{"engine": cut}]}, "runtime": {"device": "cuda", "weight_transfer": "nccl"}})
 
 
 def seventy(batch_size: int, micro_batch_tokens: int) -> Workload:

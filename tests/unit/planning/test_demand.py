@@ -101,7 +101,7 @@ def test_a_kind_of_the_users_own_is_asked_like_ours() -> None:
     ]
     with pytest.raises(ConfigError, match=r'^small\.pairs\.1\.engine\.offload: "nvme" is not allowed on CPU'):
         check_graph(graph, "cpu", TWO_CORES)
-    with pytest.raises(ConfigError, match=r"^small: its models need 1.5 GPUs \(student 1 × 0.5, teacher 2 × 0.5\)"):
+    with pytest.raises(ConfigError, match=r"^small: its models need 2 GPUs \(student 1 × 0.5, teacher 2 × 0.5\)"):
         check_graph(graph, "cuda", [{"CPU": 4.0, "GPU": 1.0}])
 
 

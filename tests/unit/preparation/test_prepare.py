@@ -44,6 +44,9 @@ class Notes:
     def resume(self) -> None:
         raise AssertionError("prepare makes no snapshots")
 
+    def refuse_snapshot(self, problem: str) -> None:
+        raise AssertionError("prepare makes no snapshots")
+
     def snapshot_due(self, step: int) -> bool:
         raise AssertionError("prepare makes no snapshots")
 

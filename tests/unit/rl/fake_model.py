@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from xray_runtime.workers.protocols import Ready
@@ -18,3 +19,6 @@ class FakeModel:
                 return Ready(function(self, *args, **keywords))
 
         return Method()
+
+    def do_check_state(self, directory: Path) -> None:
+        """Nothing is damaged."""

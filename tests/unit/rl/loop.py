@@ -123,6 +123,7 @@ class PPOModel:
         self.score, self.train = Method(self, "score", self._score), Method(self, "train", self._train)
         self.generate, self.follow = Method(self, "generate", self._generate), Method(self, "follow", self._follow)
         self.save, self.save_state = Method(self, "save", self._save), Method(self, "save_state", self._save_state)
+        self.check_state = Method(self, "check_state", lambda directory: None)
         self.load_state = Method(self, "load_state", self._load)
         self.sleep = Method(self, "sleep", lambda: self._note("sleep"))
         self.wake_up = Method(self, "wake_up", lambda: self._note("wake_up"))

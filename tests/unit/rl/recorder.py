@@ -40,6 +40,8 @@ class FakeRecorder:
     def resume(self) -> Snapshot | None:
         return self._newest
 
+    def refuse_snapshot(self, problem: str) -> None: ...
+
     def snapshot_due(self, step: int) -> bool:
         return True
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from xray_runtime.store.checkpoints import Store
-from xray_runtime.store.identity import Identity
+from xray_runtime.store.identity import Identity, file_sha256
 from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.store.shards import Shard, index_path
 from xray_runtime.store.shared import SharedStore
 from xray_runtime.store.snapshots import Snapshots
 
@@ -38,3 +39,12 @@ def write_snapshot(snapshots: Snapshots, step: int, content: bytes = b"weights")
     with snapshots.writing(step, {"step": step}) as directory:
         (directory / "policy").mkdir()
         (directory / "policy" / "part").write_bytes(content)
+
+
+def write_shard(file: Path, content: bytes) -> Shard:
+    """A shard of a snapshot, and its index."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(content)
+    shard = Shard(file=file.name, sha256=file_sha256(file), size=len(content), step=3, pieces={})
+    index_path(file).write_text(shard.model_dump_json())
+    return shard

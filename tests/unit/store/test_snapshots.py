@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.store.published import write_snapshot
+from tests.unit.store.published import write_shard, write_snapshot
 from xray_runtime.errors import StageInterruptedError, WorkerEndedError, is_out_of_memory, may_retry
+from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.seal import Seal, process_seal
 from xray_runtime.store.snapshots import FILES, SEAL, FencedError, Snapshots
 from xray_runtime.tracking.recorder import StageRecorder, snapshots_directory
@@ -68,6 +69,70 @@ def test_a_damaged_one_is_skipped_with_a_line(tmp_path: Path, damage: str, caplo
     assert "the snapshot before it is used" in caplog.text
 
 
+def write_sharded(snapshots: Snapshots, step: int) -> None:
+    """A snapshot of a model in two shards, each hashed by the rank that wrote it."""
+    with snapshots.writing(step, {"step": step}) as directory:
+        for rank in range(2):
+            write_shard(directory / "policy" / f"rank-0000{rank}.safetensors", f"step {step}".encode())
+
+
+def test_a_damaged_shard_is_left_to_the_ranks_and_then_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    snapshots = Snapshots(tmp_path, every=1, seal=process_seal())
+    write_sharded(snapshots, 1)
+    older = (tmp_path / "step-0000000001").rename(tmp_path / "kept")
+    write_sharded(snapshots, 2)
+    older.rename(tmp_path / "step-0000000001")
+    (tmp_path / "step-0000000002" / "policy" / "rank-00001.safetensors").write_bytes(b"stop 2")
+    found = snapshots.latest()
+    assert found is not None
+    assert found.step == 2
+    snapshots.refuse(found, "rank-00001.safetensors was changed")
+    assert caplog.messages == ["rank-00001.safetensors was changed; the snapshot before it is used"]
+    found = snapshots.latest()
+    assert found is not None
+    assert found.step == 1
+    # Its index is sealed like any other file.
+    index = found.directory / "policy" / "rank-00000.shard.json"
+    index.write_text(index.read_text().replace('"step":3', '"step":4'))
+    assert snapshots.latest() is None
+
+
+def test_a_shard_is_not_hashed_again_by_the_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshots, hashed = Snapshots(tmp_path, every=1, seal=process_seal()), list[str]()
+
+    def counted(path: Path) -> str:
+        hashed.append(path.name)
+        return file_sha256(path)
+
+    monkeypatch.setattr("xray_runtime.store.shards.file_sha256", counted)
+    write_sharded(snapshots, 1)
+    assert snapshots.latest() is not None
+    assert sorted(set(hashed)) == ["rank-00000.shard.json", "rank-00001.shard.json", "state.json"]
+
+
+def test_killed_between_two_shards_the_one_before_is_used(tmp_path: Path) -> None:
+    write_sharded(Snapshots(tmp_path, every=1, seal=process_seal()), 1)
+    code = f"""
+import os
+from pathlib import Path
+from tests.unit.store.published import write_shard
+from xray_runtime.store.identity import file_sha256
+from xray_runtime.store.seal import process_seal
+from xray_runtime.store.snapshots import Snapshots
+with Snapshots(Path({str(tmp_path)!r}), every=1, seal=process_seal()).writing(2, {{}}) as directory:
+    write_shard(directory / "policy" / "rank-00000.safetensors", b"step 2")
+    os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    assert list(tmp_path.glob("step-0000000002.writing-*/policy/rank-00000.safetensors"))
+    found = Snapshots(tmp_path, every=1, seal=process_seal()).latest()
+    assert found is not None
+    assert found.step == 1
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-0000000001"]
+
+
 def test_an_older_attempt_is_fenced(tmp_path: Path) -> None:
     older = Snapshots(tmp_path, every=1, seal=process_seal())
     write_snapshot(older, 3)
@@ -111,6 +176,7 @@ def test_a_full_disk_is_said_and_leaves_the_last_good_one(tmp_path: Path) -> Non
     code = f"""
 import resource, signal
 from pathlib import Path
+from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.seal import process_seal
 from xray_runtime.store.snapshots import Snapshots
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -135,6 +201,19 @@ def test_periodic_snapshots_take_a_small_share_of_the_time(tmp_path: Path) -> No
     assert [step for step in range(1, 16) if snapshots.due(step)] == [5, 10, 15]
     snapshots._spent = 3600.0
     assert not any(snapshots.due(step) for step in range(1, 16))
+
+
+def test_long_steps_have_snapshots_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 700 s, of which the snapshots take none: every third ends 1800 s or more after the last snapshot."""
+    now = 0.0
+    monkeypatch.setattr("xray_runtime.store.snapshots.time.monotonic", lambda: now)
+    snapshots, written = Snapshots(tmp_path, every=7, every_s=1800.0, seal=process_seal()), []
+    for step in range(1, 13):
+        now = 700.0 * step
+        if snapshots.due(step):
+            write_snapshot(snapshots, step)
+            written.append(step)
+    assert written == [3, 6, 7, 10]
 
 
 def recorder(output: Path) -> StageRecorder:

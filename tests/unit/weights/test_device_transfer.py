@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from xray_runtime.config.engines import GeneratorConfig
+from xray_runtime.config.engines import GeneratorConfig, LoRAConfig, check_fused_layers
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.weights.device_transfer import Device, Transport, choose
+from xray_runtime.workers.protocols import Ready
+from xray_runtime.workers.whole_model import WholeModel
 
 CPU = [Device("a")]
 GPU_0, GPU_1 = Device("a", "GPU-0"), Device("a", "GPU-1")
@@ -35,3 +41,85 @@ def test_the_shortest_way_is_taken(trainer: list[Device], generator: list[Device
 def test_what_cannot_work_is_refused(wanted: Transport) -> None:
     with pytest.raises(ValueError, match=rf"runtime.weight_transfer: '{wanted}' needs .*; available here: 'plasma'"):
         choose(wanted, VLLM, CPU, CPU)
+
+
+QKV = {f"layers.0.{name}_proj.weight" for name in "qkv"}
+
+
+class Follower(WholeModel):
+    """A generator on the GPU of the trainer; its vLLM holds q, k and v in one layer."""
+
+    def __init__(self, wanted: Transport | str) -> None:
+        self._spec: Any = SimpleNamespace(layout=VLLM)
+        self._runtime = RuntimeConfig(weight_transfer=wanted)  # type: ignore[arg-type]
+        self._routes, self._workhorses, self._num_replicas = {}, [], 1
+        self.loaded: list[Any] = []
+
+    def where(self) -> list[Device]:
+        return [GPU_0]
+
+    def _call(self, call: Any) -> list[Any]:
+        asked: list[set[str]] = []
+        call(SimpleNamespace(layers_of=SimpleNamespace(remote=asked.append)))
+        return [asked[0] | QKV if asked[0] & QKV else asked[0]]
+
+    def load_weights(self, update: Any) -> int:
+        self.loaded.append(update)
+        return 1
+
+
+class Policy:
+    """A trained policy that notes how its weights are asked for."""
+
+    def __init__(self, trained: set[str] | None) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.where = SimpleNamespace(remote=lambda: Ready([GPU_0]))
+        self.whole_weight_names = SimpleNamespace(remote=lambda: Ready(trained))
+        self.export_weights = SimpleNamespace(remote=self._note(SimpleNamespace(digest="digest")))
+        self.send_weights = SimpleNamespace(remote=self._note(None))
+
+    def _note(self, answer: Any) -> Any:
+        return lambda *args: (self.calls.append(args), Ready(answer))[1]
+
+
+@pytest.mark.parametrize(
+    ("trained", "why"),
+    [
+        (None, "the policy is split over tensor-parallel or pipeline-parallel ranks, and only its first rank sends"),
+        (
+            {"layers.0.q_proj.weight", "layers.0.v_proj.weight"},
+            "layers.0.k_proj.weight is not trained, but vLLM holds it in one layer with weights that are",
+        ),
+    ],
+    ids=["pipeline", "LoRA on q and v"],
+)
+def test_weights_that_vllm_would_load_wrongly_go_through_the_object_store(trained: set[str] | None, why: str) -> None:
+    policy: Any = Policy(trained)
+    follower = Follower("auto")
+    assert follower.follow(policy, 1) == "digest"
+    # In shared memory, since both are on one machine, and in half precision, as vLLM holds them on a GPU.
+    assert policy.calls == [(1, True, "bfloat16")]
+    assert len(follower.loaded) == 1
+    with pytest.raises(ValueError, match=f"^runtime.weight_transfer: 'ipc' is not allowed: {why}; 'plasma' works$"):
+        Follower("ipc").follow(policy, 1)
+
+
+def test_whole_layers_go_from_gpu_to_gpu() -> None:
+    policy: Any = Policy(QKV | {"norm.weight"})
+    assert Follower("auto").follow(policy, 3) is None
+    assert policy.calls == [(3, "ipc", [], 0)]
+
+
+@pytest.mark.parametrize(
+    ("targets", "refused"),
+    [(None, False), (["o_proj", "gate_proj", "up_proj"], False), (["q_proj", "v_proj"], True), (["up_proj"], True)],
+)
+def test_adapters_on_a_part_of_a_fused_layer_are_refused_before_the_run(
+    targets: list[str] | None, refused: bool
+) -> None:
+    lora = LoRAConfig(target_modules=targets)
+    if not refused:
+        check_fused_layers(lora, "nccl")
+        return
+    with pytest.raises(ValueError, match=r"^lora.target_modules: .* is not allowed with runtime.weight_transfer = 'nc"):
+        check_fused_layers(lora, "nccl")

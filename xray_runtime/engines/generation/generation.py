@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from safetensors import safe_open
 
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.engines.generation.sampling import EngineRank, Reply, Sampler, Sampling
-from xray_runtime.models.tensor_file import WEIGHTS_FILE
+from xray_runtime.models.weight_files import weight_files
 from xray_runtime.weights.versioned import VersionedWeights
 
 if TYPE_CHECKING:
@@ -43,10 +42,14 @@ class Generation:
         """Whether the checkpoint differs from this engine's first one only in its weights."""
         return _shape(directory, max_length, config) == self._shape
 
-    def restart(self, directory: Path) -> None:
-        """Hold the weights of `directory` as version 0."""
+    def restart(self, directory: Path, version: int = 0) -> None:
+        """Hold the weights of `directory`, which differs only in its weights, as `version`."""
         self._directory = directory
-        self.weights.restart(directory)
+        self.weights.restart(directory, version)
+
+    def layers_of(self, names: set[str]) -> set[str]:
+        """`names` and the tensors that must be written together with them."""
+        return self._sampler.layers_of(names)
 
     def receive(self, step: str, info: dict[str, Any], version: int) -> None:
         """One step of a transfer from GPU to GPU (vLLM only); see `weights.device_transfer`."""
@@ -116,7 +119,7 @@ def _open(
 
 
 def _shape(directory: Path, max_length: int, config: GeneratorConfig) -> tuple[object, ...]:
-    if not (directory / WEIGHTS_FILE).is_file():
+    names = sorted(weight_files(directory))
+    if not names:
         return directory, max_length, config
-    with safe_open(directory / WEIGHTS_FILE, framework="pt") as tensors:
-        return (directory / "config.json").read_text(), sorted(tensors.keys()), max_length, config
+    return (directory / "config.json").read_text(), names, max_length, config

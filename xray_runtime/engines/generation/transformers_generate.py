@@ -11,6 +11,7 @@ import transformers
 
 from xray_runtime.engines.generation.sampling import EngineRank, Reply, Sampling
 from xray_runtime.models.causal_lm import load_model
+from xray_runtime.signs import part_done
 from xray_runtime.weights.versioned import Tensors
 
 ROWS = 32
@@ -71,6 +72,7 @@ class SeededSampling(transformers.LogitsProcessor):
         gumbel = -torch.log(-torch.log(torch.stack(draws).clamp_(1e-20, 1 - 2**-24)))
         chosen = (logprobs + gumbel).argmax(-1, keepdim=True)
         self.logprobs.append(logprobs.gather(1, chosen)[:, 0])
+        part_done()
         self._seen = [torch.cat(row) for row in zip(self._seen, chosen, strict=True)]
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
 
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.generation.sampling import EngineRank, Reply, Sampling
+from xray_runtime.signs import part_done
 from xray_runtime.weights.versioned import Tensors
 
 PREFILL_TOKENS = 8192
 """Prompt tokens that vLLM processes at a time."""
+SEQUENCES = 256
+"""Replies that vLLM samples at a time on CPU."""
+BLOCK_TOKENS = 32
+"""Tokens in a block of the KV cache, the smallest number that vLLM's kernels for CPU accept. Only whole blocks of a
+prompt can be shared."""
 
 
-def environment(runtime: RuntimeConfig, device: str) -> dict[str, str]:
-    """Settings that vLLM reads at import."""
+def environment(device: str, *, reproducible: bool = False) -> dict[str, str]:
+    """Settings that vLLM reads at import; `reproducible` as in `RuntimeConfig`."""
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(runtime.generator_memory_gib))),
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
     }
@@ -26,16 +32,64 @@ def environment(runtime: RuntimeConfig, device: str) -> dict[str, str]:
         # Some of vLLM's samplers compile themselves even in eager mode, which takes 15 s at the first call.
         settings["TORCH_COMPILE_DISABLE"] = "1"
         settings["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    elif reproducible:
+        # Kernels whose sums do not depend on the batch. Each reply has its own seed anyway.
+        settings["VLLM_BATCH_INVARIANT"] = "1"
     return settings
 
 
-def load_vllm(runtime: RuntimeConfig, device: str) -> Any:
+def load_vllm(device: str, *, reproducible: bool = False) -> Any:
     """Import vLLM with the settings that it reads at import."""
-    os.environ |= environment(runtime, device)
+    os.environ |= environment(device, reproducible=reproducible)
     import vllm
     import vllm.entrypoints.llm
 
     return vllm
+
+
+def engine_options(directory: Path, max_length: int, runtime: RuntimeConfig, rank: EngineRank) -> dict[str, Any]:
+    """Options of `vllm.LLM` that depend on the device and on the number of ranks."""
+    on_cpu = rank.device == "cpu"
+    options: dict[str, Any] = {
+        "dtype": "float32" if on_cpu else "bfloat16",
+        # CUDA graphs, on GPUs.
+        "enforce_eager": on_cpu,
+        # On CPU vLLM fails on a seeded request whose prompt it has cut in two ("Generator does not use offset").
+        "enable_chunked_prefill": not on_cpu,
+        # Replies and log-probabilities stay the same to the bit, which vLLM's kernels for CUDA do not promise.
+        "enable_prefix_caching": on_cpu,
+    }
+    if on_cpu:
+        cache = kv_cache_bytes(directory, max_length, runtime, rank.world_size)
+        options |= {"block_size": BLOCK_TOKENS, "max_num_seqs": SEQUENCES, "kv_cache_memory_bytes": cache}
+    else:
+        options["gpu_memory_utilization"] = runtime.gpu_memory_fraction
+    if runtime.generator_sleeps:
+        options["enable_sleep_mode"] = True
+    if rank.world_size > 1:
+        options |= {
+            "tensor_parallel_size": rank.world_size,
+            "distributed_executor_backend": "external_launcher",
+            # It looks for its peers among the visible devices, and every Workhorse sees only its own.
+            "disable_custom_all_reduce": True,
+        }
+    return options
+
+
+def kv_cache_bytes(directory: Path, max_length: int, runtime: RuntimeConfig, world_size: int = 1) -> int:
+    """Size of a rank's KV cache on CPU, in float32: room for all sequences at full length and for as many tokens of
+    finished ones, whose prefixes later turns find again; at most `runtime.generator_memory_gib`.
+
+    A larger cache would cost time: its pages are fresh memory in every rollout, and a reset visits every block.
+    """
+    from vllm.transformers_utils.config import get_config
+
+    config = get_config(directory, trust_remote_code=False).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    token_bytes = 2 * 4 * config.num_hidden_layers * math.ceil(heads / world_size) * head_dim
+    blocks = 2 * SEQUENCES * math.ceil(max_length / BLOCK_TOKENS)
+    return min(blocks * BLOCK_TOKENS * token_bytes, round(runtime.generator_memory_gib * 2**30))
 
 
 class VLLMSampler:
@@ -46,43 +100,42 @@ class VLLMSampler:
 
     def __init__(self, directory: Path, max_length: int, runtime: RuntimeConfig, rank: EngineRank) -> None:
         device = rank.device
-        self._vllm = load_vllm(runtime, device)
+        self._vllm = load_vllm(device, reproducible=runtime.reproducible)
         from vllm.config.weight_transfer import WeightTransferConfig
 
         from xray_runtime.weights import vllm_transfer
 
         vllm_transfer.register()
-        options: dict[str, Any] = {} if device == "cpu" else {"gpu_memory_utilization": runtime.gpu_memory_fraction}
         self._sleeps, self._asleep = runtime.generator_sleeps, False
-        if self._sleeps:
-            options["enable_sleep_mode"] = True
         if rank.world_size > 1:
             _launch(rank)
-            options |= {
-                "tensor_parallel_size": rank.world_size,
-                "distributed_executor_backend": "external_launcher",
-            }
         self._llm = self._vllm.LLM(
             str(directory),
             skip_tokenizer_init=True,
             # No pickles, and no code from the checkpoint.
             load_format="safetensors",
             trust_remote_code=False,
-            dtype="float32" if device == "cpu" else "bfloat16",
-            enforce_eager=device == "cpu",
             max_model_len=max_length,
-            enable_prefix_caching=False,
-            # On CPU vLLM fails on a seeded request whose prompt it has cut in two ("Generator does not use offset").
-            enable_chunked_prefill=device != "cpu",
             max_num_batched_tokens=max(PREFILL_TOKENS, max_length),
             logprobs_mode="processed_logprobs",
             weight_transfer_config=WeightTransferConfig(backend=vllm_transfer.BACKEND),
-            **options,
+            **engine_options(directory, max_length, runtime, rank),
         )
         if rank.world_size > 1:
             _unlink_shared_memory()
         self._llm.init_weight_transfer_engine({"init_info": {}})
+        self._count_steps()
         self._sleep()
+
+    def _count_steps(self) -> None:
+        engine: Any = self._llm.llm_engine
+        step = engine.step
+
+        def counted() -> Any:
+            part_done()
+            return step()
+
+        engine.step = counted
 
     def _sleep(self) -> None:
         # Level 1 moves the weights to host memory and drops the KV cache.
@@ -106,6 +159,9 @@ class VLLMSampler:
                 repetition_penalty=sampling.repetition_penalty,
                 seed=seed,
                 logprobs=0,
+                # Lists of numbers instead of an object per token, and no deep copy of an object that only we hold.
+                flat_logprobs=True,
+                skip_clone=True,
                 detokenize=False,
                 stop_token_ids=list(sampling.stop_token_ids),
             )
@@ -114,12 +170,8 @@ class VLLMSampler:
         self._wake_up()
         outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         self._sleep()
-        replies = []
-        for output in outputs:
-            ids = list(output.outputs[0].token_ids)
-            steps = zip(output.outputs[0].logprobs, ids, strict=True)
-            replies.append(Reply(ids, [step[token].logprob for step, token in steps]))
-        return replies
+        # With `logprobs=0` the list has one number per token: that of the token itself.
+        return [Reply(list(o.outputs[0].token_ids), o.outputs[0].logprobs.logprobs) for o in outputs]
 
     def layers_of(self, names: set[str]) -> set[str]:
         together: set[str] = self._llm.collective_rpc(_layers_of, args=(names,))[0]
@@ -141,6 +193,9 @@ class VLLMSampler:
         elif step == "start":
             # After an error in `finish`, vLLM would refuse another session.
             self._llm.collective_rpc(_close_session)
+            # The cache holds prefixes as the old weights computed them.
+            if not self._llm.reset_prefix_cache():
+                raise RuntimeError("vLLM did not reset its prefix cache: a request is still running")
             self._llm.start_weight_update()
         elif step == "update":
             self._llm.update_weights({"update_info": {"direct": info}})

@@ -39,6 +39,7 @@ def arguments(
     length = min(config.get("max_position_embeddings", PREFILL_TOKENS), PREFILL_TOKENS)
     # As in the generator, a seeded request with a split prompt fails on CPU.
     options += ["--no-enable-chunked-prefill", "--no-enable-prefix-caching", "--enforce-eager", "--dtype", "float32"]
+    options += ["--kv-cache-memory-bytes", str(round(runtime.generator_memory_gib * 2**30))]
     return [*options, "--max-num-batched-tokens", str(PREFILL_TOKENS), "--max-model-len", str(length)]
 
 
@@ -125,7 +126,7 @@ class VLLMServer:
         self._directory, self._options = options[0], options
         # Ray sets this to the actor's CPUs, and the engine inherits it.
         os.environ["OMP_NUM_THREADS"] = str(runtime.threads)
-        load_vllm(runtime, device)
+        load_vllm(device)
 
     async def start(self) -> Any:
         """Load the model; returns the FastAPI application."""

@@ -15,6 +15,9 @@ from xray_runtime.engines.training.disk import own_directory
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's two moments, as torch names them."""
 
+REDUCE_BUCKET = 500_000_000
+"""Largest number of gradient elements in buckets at a time."""
+
 
 def check_offload(engine: EngineConfig) -> None:
     """Raises ValueError if this node lacks a library for `engine.offload`."""
@@ -35,6 +38,14 @@ def offload(engine: EngineConfig) -> dict[str, Any]:
     if engine.nvme_path is not None:
         place["nvme_path"] = str(own_directory(Path(engine.nvme_path)))
     return {"offload_optimizer": place} | ({"offload_param": place} if engine.zero == 3 else {})
+
+
+def communication(device: str, num_trained: int) -> dict[str, Any]:
+    """ZeRO's options for the reduction of `num_trained` gradients: on GPUs during the backward pass."""
+    overlap = device == "cuda"
+    # DeepSpeed allocates the whole bucket, 2 GB for its default, however small the model; two buckets to overlap.
+    bucket = min(REDUCE_BUCKET // 2 if overlap else REDUCE_BUCKET, num_trained)
+    return {"overlap_comm": overlap, "reduce_bucket_size": bucket}
 
 
 def mixed_precision(engine: EngineConfig) -> dict[str, Any]:

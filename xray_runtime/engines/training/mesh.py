@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from xray_runtime.engines.topology import Topology
+
+GROUP_TIMEOUT = timedelta(minutes=30)
+"""As long as gloo's: NCCL's own ten minutes would kill the ranks that wait before `runtime.collective_timeout_s` finds
+the one that they wait for."""
 
 
 class Mesh:
@@ -34,7 +39,7 @@ class Mesh:
     def _group(self, groups: Iterable[list[int]]) -> Any:
         mine = None
         for ranks in groups:
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, timeout=GROUP_TIMEOUT)
             if self.rank in ranks:
                 mine = group
         return mine
@@ -46,6 +51,11 @@ class Mesh:
     @property
     def is_last(self) -> bool:
         return self.stage == self.topology.pipeline - 1
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """(number, count): this rank's place among those of its stage."""
+        return self.data_rank * self.topology.tensor + self.tensor_rank, self.topology.data * self.topology.tensor
 
     def at_stage(self, stage: int) -> int:
         """The rank at another pipeline stage with the same rows and slice."""

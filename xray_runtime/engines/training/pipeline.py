@@ -24,7 +24,7 @@ from xray_runtime.engines.training.mesh import Mesh
 from xray_runtime.engines.training.scorer import PlainScorer
 from xray_runtime.engines.training.zero import ZeroEngine
 from xray_runtime.models.heads import BorrowedHead, HeadedLM, built_like_llama
-from xray_runtime.models.objectives import sequences
+from xray_runtime.models.objectives import prompts_of, sequences
 
 
 def check_stages(module: HeadedLM, stages: int, field: str) -> None:
@@ -66,8 +66,9 @@ class StageScorer(PlainScorer):
 
     def _stage_output(self, batch: MicroBatch, states: Tensor | None) -> Tensor:
         ids, lengths = sequences(batch.tensors)
+        prompts = prompts_of(batch.tensors)
         entering = {"input_ids": ids} if states is None else {"inputs_embeds": states}
-        out: Tensor = self.forward(lambda module: module.stage_states(lengths, **entering))
+        out: Tensor = self.forward(lambda module: module.stage_states(lengths, prompts, **entering))
         return out
 
     def _receive_states(self, batch: MicroBatch) -> Tensor | None:
@@ -98,7 +99,7 @@ class PipelineEngine(StageScorer):
 
     def __init__(self, inner: ZeroEngine, mesh: Mesh) -> None:
         super().__init__(inner.module, mesh)
-        self._inner, self.writes = inner, inner.writes
+        self._inner, self.writes, self.turn = inner, inner.writes, inner.turn
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
         return self._inner.forward(task, *args)

@@ -7,6 +7,7 @@ multiplies that back.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -20,14 +21,12 @@ from xray_runtime.config.engines import TrainingConfig
 from xray_runtime.engines import states
 from xray_runtime.engines.engine import MicroBatch
 from xray_runtime.engines.shard_loading import Weights, load_shard
-from xray_runtime.engines.training.deepspeed_setup import MOMENTS, decay_groups, mixed_precision, offload
+from xray_runtime.engines.training.deepspeed_setup import MOMENTS, communication, decay_groups, mixed_precision, offload
 from xray_runtime.engines.training.mesh import Mesh
 from xray_runtime.engines.training.scorer import PlainScorer
 from xray_runtime.engines.training.tensor import join, sum_gradients
 from xray_runtime.models.heads import HEAD_PREFIX, HeadedLM
-
-REDUCE_BUCKET = 500_000_000
-"""Largest number of gradient elements that are reduced at a time."""
+from xray_runtime.store.shards import Piece
 
 
 class ZeroEngine(PlainScorer):
@@ -51,18 +50,17 @@ class ZeroEngine(PlainScorer):
     ) -> None:
         import deepspeed
 
-        self.stage = training.engine.zero
+        self.stage, self._on_disk = training.engine.zero, training.engine.offload == "nvme"
         self._mesh, self._splits, self._grad_clip = mesh, weights.splits, training.grad_clip
-        self.writes = mesh.data_rank == mesh.tensor_rank == 0 if mesh else dist.get_rank() == 0
+        self.turn = mesh.turn if mesh is not None else (dist.get_rank(), dist.get_world_size())
+        self.writes = not self.turn[0]
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "managed_gradient_accumulation": False,
             "zero_optimization": {
                 "stage": self.stage,
-                "overlap_comm": False,
-                # DeepSpeed allocates the whole bucket: 2 GB for its default, however small the model.
-                "reduce_bucket_size": min(REDUCE_BUCKET, trained),
+                **communication(device.type, trained),
                 **offload(training.engine),
             },
             "zero_allow_untested_optimizer": True,
@@ -75,7 +73,7 @@ class ZeroEngine(PlainScorer):
         }
         mixed = training.engine.precision != "float32"
         dtype = getattr(torch, training.engine.precision)
-        load_shard(module, weights, device, dtype, _partition(config, dtype) if self.stage == 3 else None)
+        load_shard(module, weights, device, dtype, _Partition(config, dtype) if self.stage == 3 else None)
         if mesh is not None and mesh.topology.tensor > 1:
             sum_gradients(module, mesh)
         optimizer = torch.optim.AdamW(
@@ -143,30 +141,32 @@ class ZeroEngine(PlainScorer):
             yield from adapters.merged(self._value)
 
     def save(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        file = directory / f"stage-{self._mesh.stage if self._mesh else 0}.safetensors"
-        shapes = {states.hugging_face_name(n): self._whole_shape(n, p) for n, p in self._trained()}
+        held = {states.hugging_face_name(name): (name, parameter) for name, parameter in self._trained()}
+        pieces = {plain: self._written(*named) for plain, named in held.items()}
+
+        def read(kind: str, plain: str) -> Tensor:
+            parameter, piece = held[plain][1], pieces[plain]
+            start, _ = self._range(parameter)
+            return self._own(parameter, kind)[piece.start - start : piece.stop - start]
+
         step = int(self._moments[0]["step"])
-
-        def whole() -> Iterator[tuple[str, str, Tensor]]:
-            for name, parameter in self._trained():
-                plain = states.hugging_face_name(name)
-                yield states.WEIGHT, plain, self._whole(name, self._value(parameter))
-                for key in MOMENTS:
-                    yield key, plain, self._whole(name, self._moment(parameter, key))
-
-        states.write(file if self.writes else None, shapes, (states.WEIGHT, *MOMENTS), step, whole())
+        states.write(directory, dist.get_rank(), pieces, (states.WEIGHT, *MOMENTS), step, read)
 
     def load(self, directory: Path) -> None:
         with states.Reader(directory) as saved:
             for name, parameter in self._trained():
-                plain, split = states.hugging_face_name(name), self._splits.get(name)
-                rank = self._mesh.tensor_rank if self._mesh else 0
-                self._set_value(parameter, saved.part(states.WEIGHT, plain, split, rank).to(parameter.device))
-                for key in MOMENTS:
-                    self._set_moment(parameter, key, saved.part(key, plain, split, rank).to(parameter.device))
+                plain, whole = states.hugging_face_name(name), self._slice(name, parameter)
+                own = whole.between(*self._range(parameter))
+                for kind in (states.WEIGHT, *MOMENTS):
+                    value = saved.read(kind, plain, own)
+                    self._set_own(parameter, kind, value)
+                    if self.stage == 3 and kind == states.WEIGHT:
+                        self._set_shard(parameter, value, functools.partial(saved.read, kind, plain, whole))
             for moments in self._moments:
                 moments["step"].fill_(saved.step)
+        if self.stage in (1, 2):
+            # Each rank has read its partition of the masters; this gives all weights to all.
+            self.optimizer.update_lp_params()
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
@@ -177,11 +177,80 @@ class ZeroEngine(PlainScorer):
         assert self._mesh is not None
         return join(tensor, self._splits[name], self._mesh)
 
-    def _whole_shape(self, name: str, parameter: nn.Parameter) -> tuple[int, ...]:
+    def _slice(self, name: str, parameter: nn.Parameter) -> Piece:
+        """This tensor-parallel rank's slice of a parameter."""
         shape = list(getattr(parameter, "ds_shape", parameter.shape))
-        if name in self._splits:
-            shape[self._splits[name].dim] = sum(self._splits[name].sizes)
-        return tuple(shape)
+        if name not in self._splits:
+            return Piece.of(tuple(shape))
+        assert self._mesh is not None
+        split, rank = self._splits[name], self._mesh.tensor_rank
+        shape[split.dim] = sum(split.sizes)
+        low = sum(split.sizes[:rank])
+        return Piece.of(tuple(shape), split.dim, (low, low + split.sizes[rank]))
+
+    def _range(self, parameter: Any) -> tuple[int, int]:
+        """(first element, end) of the flattened parameter, of which this rank has master and moments."""
+        if not self.stage:
+            return 0, parameter.numel()
+        if self.stage < 3:
+            held = parameter._hp_mapping
+            place = None if held is None else held.lp_fragment_address
+            return (0, 0) if place is None else (place.start, place.start + place.numel)
+        size, whole = parameter.ds_tensor.ds_numel, parameter.ds_numel
+        return min(size * dist.get_rank(), whole), min(size * (dist.get_rank() + 1), whole)
+
+    def _written(self, name: str, parameter: nn.Parameter) -> Piece:
+        """What this rank writes of a parameter: ranks that hold the same divide it."""
+        piece, mesh = self._slice(name, parameter).between(*self._range(parameter)), self._mesh
+        if mesh is not None and name not in self._splits:
+            piece = states.share(piece, mesh.tensor_rank, mesh.topology.tensor)
+        if not self.stage:
+            data_rank = mesh.data_rank if mesh is not None else dist.get_rank()
+            piece = states.share(piece, data_rank, self.data_parallel)
+        return piece
+
+    def _own(self, parameter: Any, kind: str) -> Tensor:
+        """This rank's `_range` of a weight's master or of a moment, flattened."""
+        from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+        weight = kind == states.WEIGHT
+        if not self.stage:
+            whole: Tensor = parameter.data if weight else self._adam().state[parameter][kind]
+            return whole.view(-1)
+        if self.stage < 3:
+            held = parameter._hp_mapping
+            part = parameter.data.new_empty(0) if held is None else held.get_hp_fragment(None if weight else kind)
+            return part.data.view(-1)
+        start, stop = self._range(parameter)
+        own = safe_get_local_fp32_param(parameter) if weight else safe_get_local_optimizer_state(parameter, kind)
+        return own[: stop - start]
+
+    def _set_own(self, parameter: Any, kind: str, value: Tensor) -> None:
+        from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+        if self.stage < 3:
+            self._own(parameter, kind).copy_(value)
+            return
+        padded = self._padded(parameter, value)
+        if kind == states.WEIGHT:
+            safe_set_local_fp32_param(parameter, padded)
+        else:
+            safe_set_local_optimizer_state(parameter, padded, kind)
+
+    def _set_shard(self, parameter: Any, own: Tensor, whole: Callable[[], Tensor]) -> None:
+        """Set the weight that ZeRO-3 computes with to this rank's share, or to the whole one."""
+        import deepspeed
+
+        if not parameter.ds_persist and not self._on_disk:
+            parameter.ds_tensor.data.copy_(self._padded(parameter, own))
+            return
+        # Small parameters stay whole on every rank, and those on disk are only written when they are sharded again.
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if not dist.get_rank():
+                parameter.data.copy_(whole().view(parameter.ds_shape))
+
+    def _padded(self, parameter: Any, value: Tensor) -> Tensor:
+        return nn.functional.pad(value, (0, parameter.ds_tensor.ds_numel - value.numel())).to(parameter.device)
 
     def _adam(self) -> Any:
         return getattr(self.optimizer, "optimizer", self.optimizer)
@@ -215,36 +284,6 @@ class ZeroEngine(PlainScorer):
         value: Tensor = safe_get_full_fp32_param(parameter)
         return value
 
-    def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        state = self._adam().state
-        moment: Tensor = safe_get_full_optimizer_state(parameter, key) if self.stage else state[parameter][key]
-        return moment
-
-    def _set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
-        import deepspeed
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
-
-        if self.stage < 3:
-            parameter.data.copy_(value)
-            if self.stage:
-                safe_set_full_fp32_param(parameter, value)
-            return
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            parameter.data.copy_(value)
-        safe_set_local_fp32_param(parameter, self._partition(parameter, value))
-
-    def _set_moment(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
-
-        if not self.stage:
-            self._adam().state[parameter][key].copy_(value)
-        elif self.stage < 3:
-            safe_set_full_optimizer_state(parameter, value, key)
-        else:
-            safe_set_local_optimizer_state(parameter, self._partition(parameter, value), key)
-
     def _init_master(self, name: str, parameter: Any, weights: Weights) -> None:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
@@ -254,12 +293,6 @@ class ZeroEngine(PlainScorer):
         size = parameter.ds_tensor.ds_numel
         share = weights.share(name, size * dist.get_rank(), size)
         safe_set_local_fp32_param(parameter, share.to(parameter.device))
-
-    def _partition(self, parameter: Any, value: Tensor) -> Tensor:
-        # This rank's share of the flat tensor, padded as by ZeRO-3.
-        size = parameter.ds_tensor.numel()
-        flat = torch.nn.functional.pad(value.flatten(), (0, size * self.data_parallel - value.numel()))
-        return flat.narrow(0, size * dist.get_rank(), size)
 
 
 class ZeroScorer(PlainScorer):
@@ -276,7 +309,7 @@ class ZeroScorer(PlainScorer):
         import deepspeed
 
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "steps_per_print": 2**31}
-        load_shard(module, weights, device, dtype, _partition(config, dtype))
+        load_shard(module, weights, device, dtype, _Partition(config, dtype))
         self._engine, *_ = deepspeed.initialize(model=module, config=config)
         super().__init__(self._engine.module)
 
@@ -285,13 +318,22 @@ class ZeroScorer(PlainScorer):
         return self._engine(task, *args)
 
 
-def _partition(config: dict[str, Any], dtype: torch.dtype) -> Callable[[nn.Parameter], None]:
-    """A function that gives every rank its share of a parameter that is whole on rank 0, as `config` says."""
-    import deepspeed
+class _Partition:
+    """ZeRO-3's partition of parameters over all ranks, as DeepSpeed's `config` says; see `shard_loading.Partition`."""
 
-    init = deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype)
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype) -> None:
+        import deepspeed
 
-    def partition(parameter: nn.Parameter) -> None:
-        init._convert_to_zero_parameters([parameter])
+        self._init = deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype)
+        # A share on disk is written only as it is split off the whole parameter.
+        self.by_share = config["zero_optimization"].get("offload_param", {}).get("device") != "nvme"
 
-    return partition
+    def __call__(self, parameter: Any, share: Callable[[int, int], Tensor] | None) -> None:
+        if share is None:
+            self._init._convert_to_zero_parameters([parameter])
+            return
+        # As DeepSpeed does, but without sending rank 0's values to all.
+        self._init._convert_to_deepspeed_param(parameter)
+        parameter.partition()
+        size = parameter.ds_tensor.ds_numel
+        parameter.ds_tensor.data.copy_(share(size * dist.get_rank(), size))

@@ -22,11 +22,12 @@ from xray_runtime.lineage.audit.contamination import Prompts, Spans, check_datas
 from xray_runtime.lineage.audit.files import check_files, check_kept, check_record
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.audit.log import check_heads, check_published, read_log
+from xray_runtime.lineage.audit.recorded import check_recorded
 from xray_runtime.lineage.audit.verified import RECORD, Baseline, last_head, read_baseline, write_record
 from xray_runtime.lineage.card import CHECKPOINT_LINE
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.keys import read_rotations, trusted_keys
-from xray_runtime.lineage.log import EMPTY, Head
+from xray_runtime.lineage.log import EMPTY, Head, LogView
 from xray_runtime.lineage.provenance import ROOT
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import SignatureProblem, TrustedKey, Verifier, exposed_keys
@@ -132,10 +133,7 @@ def audit(
     if view.heads:
         found += check_published(view, nodes, everything, bool(view.open_runs(store.output)))
     if everything:
-        found += [Finding("keys", "key-exposed", text) for text in exposed_keys(store.output)]
-        found += check_record(store, view)
-        found += check_files(store, view)
-        found += check_kept(store.output, trusted, hashing and baseline is None)
+        found += _whole_output(store, view, trusted, verifier, hashing, hashing and baseline is None)
     from xray_runtime.lineage.audit.tracking import check_tracking
 
     found += check_tracking(store, view, nodes, everything, changed)
@@ -143,6 +141,22 @@ def audit(
     if baseline is not None:
         result.notes = _baseline_notes(store, result, trusted, baseline)
     return result
+
+
+def _whole_output(
+    store: LineageStore,
+    view: LogView,
+    trusted: list[TrustedKey],
+    verifier: Verifier | None,
+    hashing: bool,
+    reads_kept: bool,
+) -> Iterator[Finding]:
+    """Findings about an output directory beside its checkpoints."""
+    yield from (Finding("keys", "key-exposed", text) for text in exposed_keys(store.output))
+    yield from check_record(store, view)
+    yield from check_files(store, view)
+    yield from check_kept(store.output, trusted, reads_kept)
+    yield from check_recorded(store, view, verifier, hashing)
 
 
 def _contamination(store: LineageStore, nodes: list[Node]) -> Iterator[Finding]:

@@ -9,31 +9,19 @@ from pathlib import Path
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.log import LOG, Head, LogView as LogView, read_lines
-from xray_runtime.lineage.signing import SignatureProblem, Verifier
+from xray_runtime.lineage.signed_lines import ChainProblem, sound_lines
+from xray_runtime.lineage.signing import Verifier
 from xray_runtime.store.checkpoints import CHECKPOINTS
 
 
 def read_log(output: Path, verifier: Verifier | None) -> tuple[LogView, list[Finding]]:
     """(state that the sound entries describe, findings): reading stops at the first entry that is not sound."""
     view, found = LogView(), list[Finding]()
-    signer, retired = "", set[str]()
     try:
-        for line in read_lines(output):
-            subject = f"{LOG} {line.number}"
-            if line.entry.previous != view.head.sha256:
-                found.append(Finding(subject, "log-broken", "it does not follow the one before"))
-                break
-            if verifier is not None:
-                key = verifier.check_envelope(line.text, line.entry.at)
-                # A retired key signs no later entry, whatever time the entry claims.
-                if key in retired:
-                    found.append(Finding(subject, "log-broken", "it was signed with a key that was retired before it"))
-                    break
-                retired |= {signer} - {key}
-                signer = key
+        for line in sound_lines(read_lines(output), verifier):
             view.add(line)
-    except SignatureProblem as problem:
-        found.append(Finding(f"{LOG} {view.head.entries + 1}", "log-broken", str(problem)))
+    except ChainProblem as problem:
+        found.append(Finding(f"{LOG} {problem.number}", "log-broken", str(problem)))
     except ValueError as error:
         found.append(Finding(LOG, "log-broken", str(error)))
     if not os.path.lexists(output / LOG):

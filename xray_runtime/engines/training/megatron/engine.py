@@ -32,6 +32,8 @@ from xray_runtime.engines.training.megatron.weights import check_llama, llama
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import sequences
 from xray_runtime.models.padding import pad
+from xray_runtime.models.weight_files import weight_files
+from xray_runtime.store.shards import Piece
 
 
 class MegatronEngine:
@@ -59,7 +61,8 @@ class MegatronEngine:
         # Rows are scattered by our grid, so Megatron's must be the same.
         assert rank == topology.rank(self._stage, data_rank, self._tensor_rank)
         self._num_stages, self._peers = topology.pipeline, parallel_state.get_tensor_model_parallel_group()
-        self.writes = data_rank == self._tensor_rank == 0
+        self.turn = data_rank * topology.tensor + self._tensor_rank, topology.data * topology.tensor
+        self.writes = not self.turn[0]
         self.module: Any = MegatronLM(config, topology, module.lm.model.rotary_emb.inv_freq, scalar_head=has_head)
         self.module.to(device).eval()
         layers = topology.layers(self._stage, config.num_hidden_layers)
@@ -67,12 +70,18 @@ class MegatronEngine:
         self._parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
         assert self._parameters.keys() == self._fused.keys()
         given = {states.hugging_face_name(name): tensor for name, tensor in module.state_dict().items()}
+        files = weight_files(checkpoint)
         for name, fused in self._fused.items():
             parameter = self._parameters[name]
             # Megatron's norms use these.
             tensor_parallel.set_tensor_model_parallel_attributes(parameter, fused.dim is not None, fused.dim or 0, 1)
-            pieces = [read(checkpoint, piece) if given[piece].is_meta else given[piece] for piece in fused.pieces]
-            parameter.data.copy_(self._part(name, pieces))
+            slices = [
+                read(files, plain, piece.dim, piece.low, piece.high)
+                if given[plain].is_meta
+                else given[plain].narrow(piece.dim, piece.low, piece.high - piece.low)
+                for plain, piece in self._slices(name)
+            ]
+            parameter.data.copy_(self._join(name, slices))
         self._updates: Updates = (Sharded if training.engine.zero else Replicated)(self.module, training)
         self._num_steps = 0
 
@@ -135,26 +144,32 @@ class MegatronEngine:
             yield from self._whole(name, self._parameters[name].data)
 
     def save(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        file = directory / f"stage-{self._stage}.safetensors" if self.writes else None
-        owned = [self._fused[name] for name in self._owned()]
-        shapes = {p: shape for fused in owned for p, shape in zip(fused.pieces, fused.shapes, strict=True)}
+        # Data-parallel ranks, which hold the same, divide it, and so do peers what they all hold whole.
+        data_rank, data_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        pieces, sources = {}, {}
+        for name in self._owned():
+            for number, (plain, piece) in enumerate(self._slices(name)):
+                if self._fused[name].dim is None:
+                    piece = states.share(piece, self._tensor_rank, self._peers.size())
+                pieces[plain], sources[plain] = states.share(piece, data_rank, data_size), (name, number)
 
-        def whole() -> Iterator[tuple[str, str, Tensor]]:
-            for name in self._owned():
-                parameter = self._parameters[name]
-                held = {states.WEIGHT: parameter.data} | {key: self._updates.moment(parameter, key) for key in MOMENTS}
-                for kind, tensor in held.items():
-                    yield from ((kind, piece, value) for piece, value in self._whole(name, tensor))
+        def read(kind: str, plain: str) -> Tensor:
+            (name, number), piece = sources[plain], pieces[plain]
+            parameter = self._parameters[name]
+            part = parameter.data if kind == states.WEIGHT else self._updates.moment(parameter, kind)
+            return self._split(name, part)[number].flatten()[piece.start : piece.stop]
 
-        states.write(file, shapes, (states.WEIGHT, *MOMENTS), self._num_steps, whole())
+        states.write(directory, dist.get_rank(), pieces, (states.WEIGHT, *MOMENTS), self._num_steps, read)
 
     def load(self, directory: Path) -> None:
         with states.Reader(directory) as saved:
-            for name, fused in self._fused.items():
+            for name in self._fused:
                 parameter = self._parameters[name]
                 for kind in (states.WEIGHT, *MOMENTS):
-                    part = self._part(name, [saved.part(kind, piece, None, 0) for piece in fused.pieces])
+                    found = [
+                        saved.read(kind, plain, piece).view(piece.box_shape) for plain, piece in self._slices(name)
+                    ]
+                    part = self._join(name, found)
                     if kind == states.WEIGHT:
                         parameter.data.copy_(part)
                     else:
@@ -165,9 +180,18 @@ class MegatronEngine:
     def _owned(self) -> list[str]:
         return [name for name, fused in self._fused.items() if not fused.borrowed]
 
-    def _part(self, name: str, pieces: list[Tensor]) -> Tensor:
-        """This rank's part of a parameter's whole Hugging Face tensors."""
-        return self._fused[name].part(pieces, self._tensor_rank, self._peers.size())
+    def _slices(self, name: str) -> list[tuple[str, Piece]]:
+        """(Hugging Face name, this rank's slice) of each tensor in a parameter."""
+        fused = self._fused[name]
+        spans = fused.spans(self._tensor_rank, self._peers.size())
+        pieces = zip(fused.pieces, fused.shapes, spans, strict=True)
+        return [(plain, Piece.of(shape, fused.dim or 0, span)) for plain, shape, span in pieces]
+
+    def _join(self, name: str, slices: list[Tensor]) -> Tensor:
+        return self._fused[name].join(slices, self._peers.size())
+
+    def _split(self, name: str, part: Tensor) -> list[Tensor]:
+        return self._fused[name].split(part, self._tensor_rank, self._peers.size())
 
     def _whole(self, name: str, part: Tensor) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor)s of a parameter, gathered from the tensor-parallel peers."""

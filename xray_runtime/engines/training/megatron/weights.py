@@ -71,27 +71,48 @@ class Fused:
     borrowed: bool = False
     """Whether it is the last pipeline stage's copy of a tied embedding, which the first stage exports and saves."""
 
-    def part(self, pieces: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        """The part of tensor-parallel peer `rank` of `size` of the whole pieces."""
+    def spans(self, rank: int, size: int) -> list[tuple[int, int]]:
+        """The slice along `dim` (0 where nothing is split) of each piece that tensor-parallel peer `rank` has."""
         if self.dim is None:
-            return pieces[0]
-        split = [_padded(piece, self.dim, self.blocks).chunk(self.blocks, self.dim) for piece in pieces]
-        mine = range(self.blocks * rank // size, self.blocks * (rank + 1) // size)
-        return torch.cat([blocks[number] for number in mine for blocks in split], self.dim)
+            return [(0, shape[0]) for shape in self.shapes]
+        mine = self.blocks // size
+        spans = []
+        for shape in self.shapes:
+            width = shape[self.dim]
+            block = -(-width // self.blocks)
+            spans.append((min(block * mine * rank, width), min(block * mine * (rank + 1), width)))
+        return spans
+
+    def join(self, slices: Sequence[Tensor], size: int) -> Tensor:
+        """A peer's part of the parameter from its slices of the pieces."""
+        if self.dim is None:
+            return slices[0]
+        mine = self.blocks // size
+        widths = [-(-shape[self.dim] // self.blocks) * mine for shape in self.shapes]
+        split = [_padded(s, self.dim, width).chunk(mine, self.dim) for s, width in zip(slices, widths, strict=True)]
+        return torch.cat([blocks[number] for number in range(mine) for blocks in split], self.dim)
+
+    def split(self, part: Tensor, rank: int, size: int) -> list[Tensor]:
+        """A peer's slices of the pieces from its part of the parameter."""
+        if self.dim is None:
+            return [part]
+        widths = [-(-shape[self.dim] // self.blocks) for shape in self.shapes]
+        blocks = part.split(widths * (self.blocks // size), self.dim)
+        each = [torch.cat(blocks[number :: len(widths)], self.dim) for number in range(len(widths))]
+        spans = self.spans(rank, size)
+        return [s.narrow(self.dim, 0, high - low) for s, (low, high) in zip(each, spans, strict=True)]
 
     def whole(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """The whole pieces from the parts of all peers."""
         if self.dim is None:
             return [parts[0]]
-        widths = [shape[self.dim] for shape in self.shapes]
-        blocks = torch.cat(list(parts), self.dim).split([-(-w // self.blocks) for w in widths] * self.blocks, self.dim)
-        each = [torch.cat(blocks[number :: len(widths)], self.dim) for number in range(len(widths))]
-        return [piece.narrow(self.dim, 0, width) for piece, width in zip(each, widths, strict=True)]
+        each = [self.split(part, rank, len(parts)) for rank, part in enumerate(parts)]
+        return [torch.cat(slices, self.dim) for slices in zip(*each, strict=True)]
 
 
-def _padded(piece: Tensor, dim: int, blocks: int) -> Tensor:
+def _padded(piece: Tensor, dim: int, width: int) -> Tensor:
     shape = list(piece.shape)
-    shape[dim] = -shape[dim] % blocks
+    shape[dim] = width - shape[dim]
     return torch.cat([piece, piece.new_zeros(shape)], dim) if shape[dim] else piece
 
 

@@ -1,0 +1,179 @@
+"""Workhorses that hold no model: they sleep for what a call costs, and answer with rows of the right shapes.
+
+They import no torch, so that many of them fit on one machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+
+from benchmarks.cluster_sim.cost import STATE_BYTES, WEIGHT_BYTES, Call, Cost, Part
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.files import write_atomic
+from xray_runtime.store.shards import Piece, Shard, index_path, read_shards, shard_problem
+from xray_runtime.weights.device_transfer import Device
+from xray_runtime.workers.generator_spec import GeneratorSpec
+from xray_runtime.workers.heartbeat import Heartbeat
+from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.workhorse import RankInfo, Workhorse
+
+if TYPE_CHECKING:
+    from xray_runtime.workers.whole_model import WholeModel
+
+ELEMENT_BYTES = 4
+"""Shards hold float32."""
+LOGPROB = np.float32(-2.0)
+"""Of every token, by policy and generator."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What the simulation is smaller by than what it simulates."""
+
+    time: float
+    """A second of the model costs this many here."""
+    tokens: int
+    """A row has this many times fewer tokens."""
+    parameters: int
+    """Weights and snapshots have this many times fewer bytes."""
+
+
+@dataclass(frozen=True)
+class SimSpec:
+    """A model's spec with what its calls cost, for a `SimWorkhorse`."""
+
+    spec: ModelSpec | GeneratorSpec
+    part: Part
+    cost: Cost
+    scale: Scale
+
+    @property
+    def layout(self) -> Any:
+        return self.spec.layout
+
+    @property
+    def whole_model(self) -> type[WholeModel]:
+        return self.spec.whole_model
+
+    @property
+    def workhorse(self) -> type[Workhorse]:
+        return SimWorkhorse
+
+    def located(self, find: Callable[[Path], Path]) -> SimSpec:
+        return replace(self, spec=self.spec.located(find))
+
+
+@dataclass(frozen=True)
+class SimUpdate:
+    """Weights of a version, as `WeightUpdate`: buckets are references to the object store."""
+
+    version: int
+    buckets: tuple[Any, ...]
+    digest: str = "simulated"
+
+
+class SimWorkhorse(Workhorse):
+    """One rank of a simulated model."""
+
+    def __init__(self, runtime: RuntimeConfig) -> None:
+        super().__init__(runtime)
+        self.num_heartbeats = self.num_calls = 0
+
+    def build(self, spec: SimSpec, rank_info: RankInfo) -> None:
+        self.spec, self.rank_info, self.version = spec, rank_info, 0
+
+    def heartbeat(self) -> Heartbeat:
+        self.num_heartbeats += 1
+        return super().heartbeat()
+
+    def where(self) -> Device:
+        return Device(self.rank_info.host)
+
+    def counts(self) -> tuple[int, int]:
+        """(heartbeats, calls) so far."""
+        return self.num_heartbeats, self.num_calls
+
+    def _work(self, call: Call, tokens: int = 0, longest: int = 0) -> None:
+        self.num_calls += 1
+        scale = self.spec.scale
+        time.sleep(scale.time * self.spec.cost(self.spec.part, call, tokens * scale.tokens, longest * scale.tokens))
+
+    def _all_tokens(self, rows: Rows) -> int:
+        """Tokens of the whole batch, of which this rank has its replica's share."""
+        return len(rows["input_ids"].values) * getattr(self.spec.layout, "data_parallel", 1)
+
+    def score(self, rows: Rows, at_once: int = 1) -> Rows:
+        self._work("score", self._all_tokens(rows))
+        lengths = rows["input_ids"].lengths - rows["prompt_lengths"]
+        role = self.rank_info.role
+        if role.startswith("rewards"):
+            return {"scores": (rows["input_ids"].values[rows["input_ids"].offsets[1:] - 2] % 5).astype(np.float32)}
+        column = Ragged(np.full(lengths.sum(), LOGPROB), np.concatenate([[0], lengths.cumsum()]))
+        return {"ref_logprobs" if role == "reference" else "logprobs": column}
+
+    def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
+        self._work("train", self._all_tokens(rows))
+        counts = ("policy_loss", "entropy_sum", "clip_count", "dual_clip_count", "approx_kl_sum")
+        return dict.fromkeys(counts, 0.0) | {"grad_norm": 1.0}
+
+    def generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
+        length, count = sampling.max_new_tokens, len(rows["seed"])
+        self._work("generate", (len(rows["input_ids"].values) + length * count) * self.spec.part.num_replicas, length)
+        tokens = 20 + (rows["seed"][:, None] + np.arange(length)) % 200
+        return {
+            "response_ids": Ragged.of(tokens),
+            "rollout_logprobs": Ragged.of(np.full((count, length), LOGPROB), np.float32),
+            "ended": np.ones(count, bool),
+        }
+
+    def export_weights(self, version: int, shared: bool) -> SimUpdate | None:
+        self._work("export")
+        if self.rank_info.rank:
+            return None
+        size = WEIGHT_BYTES * self.spec.part.num_parameters / self.spec.scale.parameters
+        return SimUpdate(version, (ray.put(np.zeros(int(size), np.uint8)),))
+
+    def load_weights(self, update: SimUpdate) -> int:
+        self._work("load")
+        for bucket in update.buckets:
+            assert ray.get(bucket).sum() == 0
+        self.version = update.version
+        return update.version
+
+    def save_state(self, directory: Path) -> None:
+        """This rank's shard with its index, as real engines leave them."""
+        self._work("snapshot")
+        part, rank = self.spec.part, self.rank_info.rank
+        elements = int(STATE_BYTES * part.num_parameters / self.spec.scale.parameters / ELEMENT_BYTES)
+        whole = Piece.of((elements,))
+        own = whole.between(elements * rank // part.num_gpus, elements * (rank + 1) // part.num_gpus)
+        content = bytes([rank % 256]) * (ELEMENT_BYTES * own.size)
+        directory.mkdir(parents=True, exist_ok=True)
+        file = directory / f"rank-{rank:05d}.safetensors"
+        file.write_bytes(content)
+        digest = hashlib.sha256(content).hexdigest()
+        shard = Shard(file=file.name, sha256=digest, size=len(content), step=self.version, pieces={"weight/all": own})
+        write_atomic(index_path(file), shard.model_dump_json())
+
+    def check_state(self, directory: Path, number: int, checkers: int) -> str | None:
+        found = (shard_problem(directory, shard) for shard in read_shards(directory)[number::checkers])
+        return next((problem for problem in found if problem is not None), None)
+
+    def load_state(self, directory: Path) -> None:
+        self._work("snapshot")
+        (directory / f"rank-{self.rank_info.rank:05d}.safetensors").read_bytes()
+
+    def begin_save(self, directory: Path, number: int, copiers: int) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def save(self, directory: Path, head_file: str | None) -> list[str]:
+        return []

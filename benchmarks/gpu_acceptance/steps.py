@@ -1,0 +1,81 @@
+"""All steps, in the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_acceptance import generation_steps, machine_steps, peer_steps, rank_steps, training_steps
+from benchmarks.gpu_acceptance.setting import Setting
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing that must work."""
+
+    name: str
+    run: Callable[[Setting], dict[str, Any]]
+    """Returns its figures; raises if it does not work."""
+    limit_s: float = 60.0
+    modules: tuple[str, ...] = ()
+    """Optional libraries that it needs."""
+    num_gpus: int = 0
+    """GPUs without which it cannot even be rehearsed."""
+    num_ranks: int = 1
+    """GPUs that it needs where there are GPUs."""
+
+    def skip_reason(self, setting: Setting) -> str | None:
+        """Why it cannot run here; None if it can."""
+        for module in self.modules:
+            if find_spec(module) is None:
+                return f"no {module}"
+        count = torch.cuda.device_count()
+        needed = max(self.num_gpus, self.num_ranks if setting.device == "cuda" else 0)
+        return f"{count} GPUs of {needed}" if count < needed else None
+
+
+def _train(name: str, **engine: Any) -> Step:
+    return Step(name, partial(training_steps.train, **engine))
+
+
+def _ranks(name: str, *modules: str, **engine: Any) -> Step:
+    return Step(name, partial(rank_steps.train_ranks, **engine), 90.0, modules, num_ranks=rank_steps.NUM_RANKS)
+
+
+VLLM, MEGATRON, RAY = "vllm", "megatron.core", "ray"
+STEPS = (
+    Step("versions", machine_steps.versions),
+    Step("attention", machine_steps.attention),
+    Step("prepare", training_steps.prepare, 120.0),
+    _train("ZeRO-0 float32", zero_stage=0),
+    _train("ZeRO-1 bfloat16", zero_stage=1, precision="bfloat16"),
+    _train("ZeRO-2 bfloat16", zero_stage=2, precision="bfloat16"),
+    _train("ZeRO-3 bfloat16", zero_stage=3, precision="bfloat16"),
+    _train("ZeRO-3 float32", zero_stage=3),
+    _train("recomputation", zero_stage=2, precision="bfloat16", activation_checkpointing=True),
+    _train("offload", zero_stage=2, precision="bfloat16", offload="cpu"),
+    Step("LoRA", training_steps.lora),
+    Step("Megatron", partial(training_steps.train, library="megatron"), modules=(MEGATRON,)),
+    Step("snapshots", training_steps.snapshots, 90.0),
+    Step("determinism", training_steps.determinism, 90.0),
+    Step("trainer sleep", training_steps.trainer_sleep, modules=(VLLM,), num_gpus=1),
+    Step("transformers", partial(generation_steps.sample, engine="transformers"), 90.0),
+    Step("vLLM", partial(generation_steps.sample, engine="vllm"), 120.0, (VLLM,)),
+    Step("vLLM sleep", generation_steps.generator_sleep, 120.0, (VLLM,), num_gpus=1),
+    Step("vLLM beside a neighbour", generation_steps.neighbour, 120.0, (VLLM,), num_gpus=1),
+    Step("sync by memory", generation_steps.sync_memory, 120.0, (VLLM,)),
+    Step("sync by IPC", partial(generation_steps.sync_direct, transport="ipc"), 180.0, (VLLM, RAY), num_gpus=1),
+    Step("SFT beside TRL", peer_steps.sft, 120.0, ("trl",)),
+    Step("GRPO beside TRL", peer_steps.grpo, 120.0, ("trl",)),
+    _ranks("2 ranks, ZeRO-3", zero_stage=3, precision="bfloat16"),
+    _ranks("2 ranks, tensor parallel", tensor_parallel=2),
+    _ranks("2 ranks, pipeline", pipeline_parallel=2),
+    _ranks("2 ranks, Megatron", MEGATRON, library="megatron", tensor_parallel=2),
+    Step("2 ranks, vLLM", rank_steps.sample_ranks, 180.0, (VLLM, RAY), num_ranks=2),
+    Step("sync by NCCL", partial(generation_steps.sync_direct, transport="nccl"), 180.0, (VLLM, RAY), num_gpus=2),
+)

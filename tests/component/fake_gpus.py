@@ -1,0 +1,66 @@
+"""Opens models on GPUs that only Ray believes in, and prints where they are and when they were built.
+
+A program of its own, since a process can only have one Ray: `python -m tests.component.fake_gpus DIRECTORY`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from tests.component.models import Empty, EmptySpec, open_models
+from xray_runtime.config.engines import FrozenConfig, GeneratorConfig
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.workers.generator_spec import GeneratorSpec
+from xray_runtime.workers.workhorse import RankInfo, Workhorse
+
+NUM_GPUS = 4
+BUILD_SECONDS = 0.5
+
+
+class Noting(Empty):
+    """Notes its GPUs, and when it was built."""
+
+    def build(self, spec: Any, rank_info: RankInfo) -> None:
+        begin = time.time()
+        time.sleep(BUILD_SECONDS)
+        gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+        note = {"role": rank_info.role, "number": rank_info.number, "gpus": gpus, "begin": begin, "end": time.time()}
+        (spec.directory / f"{rank_info.role}-{rank_info.number}.json").write_text(json.dumps(note))
+
+
+@dataclass(frozen=True)
+class NotingSpec(EmptySpec):
+    @property
+    def workhorse(self) -> type[Workhorse]:
+        return Noting
+
+
+@dataclass(frozen=True)
+class NotingGeneratorSpec(GeneratorSpec):
+    @property
+    def workhorse(self) -> type[Workhorse]:
+        return Noting
+
+
+def main(directory: Path) -> None:
+    ray.init(address="local", num_cpus=2, num_gpus=NUM_GPUS, include_dashboard=False, log_to_driver=False)
+    runtime = RuntimeConfig(device="cuda", threads=1, cpus_per_workhorse=0.1, gpus_per_workhorse=0.333)
+    specs: dict[str, Any] = {
+        "policy": NotingSpec(directory, frozen=FrozenConfig(num_workhorses=2)),
+        "reference": NotingSpec(directory, frozen=FrozenConfig(num_workhorses=2)),
+        "generator": NotingGeneratorSpec(directory, 32, GeneratorConfig(tensor_parallel=2)),
+    }
+    with open_models(runtime, directory / "logs", specs):
+        print(json.dumps({path.stem: json.loads(path.read_text()) for path in directory.glob("*.json")}))
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,80 @@
+"""The acceptance of a GPU, rehearsed on the CPU with a tiny model, so that no import or call fails first on a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu_acceptance.runner import run_all
+from benchmarks.gpu_acceptance.setting import Setting
+from benchmarks.gpu_acceptance.steps import STEPS, Step
+
+ROOT = Path(__file__).parents[2]
+GPU_ONLY = {"trainer sleep", "vLLM sleep", "vLLM beside a neighbour", "sync by IPC", "sync by NCCL"}
+COMMAND = [sys.executable, "-m", "benchmarks.gpu_acceptance", "--rehearse"]
+
+
+@pytest.mark.timeout(1800)
+def test_every_step_runs_that_a_cpu_can_run(tmp_path: Path) -> None:
+    command = [*COMMAND, "--minutes", "30", "--out", str(tmp_path / "out")]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
+    records = [json.loads(line) for line in (tmp_path / "out" / "records.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [step.name for step in STEPS]
+    skipped = {record["step"]: record["reason"] for record in records if record["status"] == "skipped"}
+    peers = {name: reason for name, reason in skipped.items() if name.endswith("TRL")}
+    assert set(peers.values()) <= {"no trl"}
+    assert skipped.keys() - peers.keys() == GPU_ONLY
+
+
+def _hang(setting: Setting) -> dict[str, object]:
+    import time
+
+    time.sleep(1000)
+    return {}
+
+
+def _die(setting: Setting) -> dict[str, object]:
+    import os
+
+    os.abort()
+
+
+def _refuse(setting: Setting) -> dict[str, object]:
+    raise ValueError("too small\nmore")
+
+
+def test_a_step_that_hangs_dies_or_fails_stops_no_other(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    steps = [
+        Step("hangs", _hang, limit_s=0.2),
+        Step("dies", _die),
+        Step("fails", _refuse),
+        Step("lacks", _refuse, modules=("no_such_library",)),
+        Step("passes", _size),
+    ]
+    records = run_all(steps, Setting(tmp_path, True), deadline=float("inf"))
+    assert [record["status"] for record in records] == ["failed", "failed", "failed", "skipped", "passed"]
+    assert records[0]["reason"].startswith("took more than its")
+    assert records[1]["reason"].startswith("ended with exit code -6")
+    assert records[2]["reason"] == "ValueError: too small"
+    assert records[3]["reason"] == "no no_such_library"
+    assert records[4]["figures"] == {"num_rows": 6}
+    late = run_all(steps, Setting(tmp_path, True), deadline=0.0)
+    assert {record["reason"] for record in late} == {"no time left"}
+
+
+def _size(setting: Setting) -> dict[str, object]:
+    return {"num_rows": setting.size.num_rows}
+
+
+def test_a_machine_without_a_gpu_is_refused_unless_it_rehearses(tmp_path: Path) -> None:
+    command = [argument for argument in COMMAND if argument != "--rehearse"]
+    found = subprocess.run([*command, "--out", str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 2
+    assert "--rehearse" in found.stderr
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,96 @@
+"""Agents for the tests; worker processes import them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import httpx
+
+
+def ask(messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    """One call, without an SDK, which takes a second to import."""
+    url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+    body = {"model": "x", "messages": messages} | fields
+    answer = httpx.post(f"{url}/chat/completions", json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
+    answer.raise_for_status()
+    found: dict[str, Any] = answer.json()["choices"][0]["message"]
+    return found
+
+
+def post(value: Any) -> None:
+    url, key = os.environ["XRAY_EPISODE_URL"], os.environ["OPENAI_API_KEY"]
+    httpx.post(f"{url}/reward", json=value, headers={"x-api-key": key})
+
+
+def two_turns(task: dict[str, Any]) -> float:
+    """The number of letters of two replies, and a branch from the first."""
+    first = [{"role": "user", "content": task["prompt"]}]
+    answer = ask(first)
+    more = [*first, {"role": "assistant", "content": answer["content"]}]
+    end = ask([*more, {"role": "user", "content": "go on"}])
+    ask([*more, {"role": "user", "content": "another way"}])
+    return float(len(answer["content"]) + len(end["content"]))
+
+
+async def is_async(task: dict[str, Any]) -> dict[str, Any]:
+    ask([{"role": "user", "content": task["prompt"]}])
+    return {"value": 0.5, "info": {"steps": 1}}
+
+
+def faulty(task: dict[str, Any]) -> Any:
+    """Does what its task names."""
+    ask([{"role": "user", "content": task["prompt"]}])
+    match task["fault"]:
+        case "nothing":
+            return None
+        case "raises":
+            raise OSError("the page is gone")
+        case "hangs":
+            time.sleep(1000)
+        case "exits":
+            os._exit(3)
+        case "floods":
+            while True:
+                print("flood " * 10_000)
+        case "leaks":
+            leak = []
+            while True:
+                leak.append(bytearray(2**24))
+        case "forks":
+            while True:
+                subprocess.Popen(["sleep", "1000"])
+        case "nan":
+            return float("nan")
+        case "text":
+            return "1.0"
+        case "unusable":
+            return {"unusable": "the site was down"}
+        case "kills":
+            os.kill(os.getppid(), 9)
+            time.sleep(1000)
+        case "after":
+            post({"value": 0.25})
+            try:
+                ask([{"role": "user", "content": "more"}])
+            finally:
+                post({"value": 100})
+        case "daemon":
+            # A grandchild in a session of its own.
+            code = f"import subprocess; subprocess.Popen(['sleep', '{task['seconds']}'], start_new_session=True)"
+            subprocess.run([sys.executable, "-c", code], check=True)
+    return 1.0
+
+
+def says(task: dict[str, Any]) -> float:
+    ask([{"role": "user", "content": os.environ.get("XRAY_TEST_SAYS", "same")}])
+    return 1.0
+
+
+def by_number(task: dict[str, Any]) -> Any:
+    """A fault or none, by the number in the prompt."""
+    faults = ("none", "raises", "unusable", "nothing", "none")
+    return faulty(task | {"fault": faults[int(task["prompt"][-1]) % len(faults)]})

@@ -1,0 +1,177 @@
+"""Agents in processes: what they return, and what their faults cost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.unit.agents import sample_agents
+from tests.unit.agents.parts import World
+from xray_runtime.agents.outcomes import Outcome
+from xray_runtime.agents.posted import Posted
+from xray_runtime.agents.runner import Address, Runner, open_runner
+from xray_runtime.config.environment import AgentConfig
+
+HERE = sample_agents.__name__
+LIMITS: dict[str, Any] = {"timeout_s": 20.0, "memory_mb": 1024, "output_mb": 1.0, "max_processes": 6}
+
+
+def config(**fields: Any) -> AgentConfig:
+    return AgentConfig(**LIMITS | fields)
+
+
+def address(world: World, name: str = "a") -> Address:
+    episode = world.open(name)
+    return Address(world.gateway.url(episode), episode.secret)
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    runner = open_runner(config(agent=f"{HERE}:faulty"), tmp_path_factory.mktemp("log") / "agents.log")
+    yield runner
+    runner.close()
+
+
+def outcome(runner: Runner, world: World, **task: Any) -> Outcome:
+    return runner.start({"prompt": "question", **task}, address(world)).outcome.result(100)
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("none", Outcome(Posted(1.0))),
+        ("nothing", Outcome()),
+        ("raises", Outcome(broken="it raised OSError: the page is gone")),
+        ("exits", Outcome(broken="its process ended with 3")),
+        ("floods", Outcome(broken="it wrote more than output_mb = 1")),
+        ("leaks", Outcome(broken="it raised MemoryError")),
+        ("forks", Outcome(broken="it had more than max_processes = 6")),
+        ("nan", Outcome(broken="the agent returned no valid result: the reward is nan: must be a finite number")),
+        ("text", Outcome(broken="the agent returned no valid result: the reward is '1.0': must be a finite number")),
+        ("unusable", Outcome(Posted(unusable="the site was down"))),
+    ],
+)
+def test_a_fault_costs_its_own_episode(faulty: Runner, world: World, fault: str, expected: Outcome) -> None:
+    assert outcome(faulty, world, fault=fault) == expected
+    # The next one runs in the same process.
+    assert outcome(faulty, world, fault="none") == Outcome(Posted(1.0))
+
+
+def test_an_agent_that_hangs_is_ended_and_another_that_died_with_its_parent_is_infrastructure(
+    world: World, tmp_path: Path
+) -> None:
+    runner = open_runner(config(agent=f"{HERE}:faulty", timeout_s=1.0), tmp_path / "agents.log")
+    try:
+        assert outcome(runner, world, fault="hangs") == Outcome(broken="it took longer than timeout_s = 1")
+        assert outcome(runner, world, fault="kills") == Outcome(infrastructure="the process of agents died")
+        assert outcome(runner, world, fault="none") == Outcome(Posted(1.0))
+        run = runner.start({"prompt": "a", "fault": "hangs"}, address(world))
+        run.stop()
+        assert run.outcome.result(50).broken == "it was stopped"
+    finally:
+        runner.close()
+
+
+def test_descendants_end_with_their_agent(faulty: Runner, world: World) -> None:
+    seconds = "98765.4321"
+    assert outcome(faulty, world, fault="daemon", seconds=seconds) == Outcome(Posted(1.0))
+    assert not [p for p in psutil.process_iter(["cmdline"]) if seconds in (p.info["cmdline"] or ())]
+
+
+def test_an_agent_that_posted_its_result_can_add_nothing(faulty: Runner, world: World) -> None:
+    episode = world.open()
+    run = faulty.start({"prompt": "question", "fault": "after"}, Address(world.gateway.url(episode), episode.secret))
+    run.outcome.result(100)
+    assert (episode.reward, episode.is_over, len(episode.calls())) == (0.25, True, 1)
+
+
+def test_an_async_agent_and_one_that_cannot_start(world: World, tmp_path: Path) -> None:
+    runner = open_runner(config(agent=f"{HERE}:is_async"), tmp_path / "agents.log")
+    assert outcome(runner, world) == Outcome(Posted(0.5, info={"steps": 1.0}))
+    runner.close()
+    with pytest.raises(RuntimeError, match=r"the agent .*:missing cannot start: AttributeError"):
+        open_runner(config(agent=f"{HERE}:missing"), tmp_path / "agents.log")
+
+
+COMMAND = """
+import json, os, sys, urllib.request
+task = json.load(sys.stdin)
+body = json.dumps({"model": "x", "messages": [{"role": "user", "content": task["prompt"]}]}).encode()
+headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+answer = json.load(urllib.request.urlopen(urllib.request.Request(url, body, headers)))
+assert os.listdir(".") == []
+open("left", "w").close()
+print("not the result")
+print(json.dumps({"value": len(answer["choices"][0]["message"]["content"]), "info": {"n": task["n"]}}))
+"""
+
+
+def test_a_command_runs_in_an_empty_directory_and_prints_its_result(world: World, tmp_path: Path) -> None:
+    runner = open_runner(config(command=[sys.executable, "-c", COMMAND]), tmp_path / "agents.log")
+    episode = world.open()
+    run = runner.start({"prompt": "question", "n": 3}, Address(world.gateway.url(episode), episode.secret))
+    text = world.tokenizer.decode(run.outcome.result(100) and episode.calls()[0].ids, skip_special_tokens=True)
+    assert run.outcome.result() == Outcome(Posted(float(len(text)), info={"n": 3.0}))
+    runner.close()
+
+
+def test_a_command_finds_its_virtual_environment_and_its_directory(world: World, tmp_path: Path) -> None:
+    program = tmp_path / "venv" / "bin" / "play"
+    program.parent.mkdir(parents=True)
+    program.write_text('#!/bin/sh\necho "[$VIRTUAL_ENV]" >&2\ntest -e files || exit 4\nrm files\necho 0.5\n')
+    program.chmod(0o755)
+    fields = {"command": ["play"], "venv": str(tmp_path / "venv")}
+    log = tmp_path / "agents.log"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "files").write_text("")
+    runner = open_runner(config(**fields, directory=str(tmp_path / "mine")), log)
+    # Each episode has a copy of its own.
+    assert [outcome(runner, world) for _ in range(2)] == [Outcome(Posted(0.5))] * 2
+    runner.close()
+    assert f"[{tmp_path / 'venv'}]" in log.read_text()
+    runner = open_runner(config(**fields), log)
+    assert outcome(runner, world) == Outcome(broken="its command ended with 4")
+    runner.close()
+
+
+def test_a_service_is_asked_with_an_address(world: World, tmp_path: Path) -> None:
+    import threading
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
+    asked: list[dict[str, Any]] = []
+    answers = iter([(200, b'{"value": 2}'), (500, b""), (404, b""), (200, b"no")])
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            status, body = next(answers)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/play"
+    runner = open_runner(config(url=url), tmp_path / "agents.log")
+    assert outcome(runner, world) == Outcome(Posted(2.0))
+    assert asked[0]["task"] == {"prompt": "question"}
+    assert asked[0]["base_url"].endswith("/episodes/a/v1")
+    assert outcome(runner, world) == Outcome(infrastructure=f"{url}: status 500")
+    assert outcome(runner, world) == Outcome(broken="status 404")
+    assert outcome(runner, world) == Outcome(broken="the answer is not JSON")
+    server.shutdown()
+    server.server_close()
+    down = outcome(runner, world)
+    assert down.infrastructure is not None
+    assert "ConnectError" in down.infrastructure
+    runner.close()

@@ -1,0 +1,208 @@
+"""A prompt that is computed once for all its replies, against rows that are computed each by itself, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import Tensor
+
+from tests.unit.models.test_packing import model
+from xray_runtime.config.dpo import DPOConfig
+from xray_runtime.config.ppo import PPOStageConfig
+from xray_runtime.data.rows import Ragged, Rows, take
+from xray_runtime.data.text_rows import text_rows
+from xray_runtime.models.heads import Branch, HeadedLM
+from xray_runtime.models.objectives import Objective, ReferenceObjective, num_computed_tokens
+from xray_runtime.models.packing import FAMILIES, Prompts, Run, Trees
+from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
+from xray_runtime.models.preference_objectives import DPOObjective
+from xray_runtime.models.reward_objective import RewardObjective
+from xray_runtime.workers.micro_batches import as_tensors, row_groups
+
+FIRST, SECOND = [5, 9, 7, 42], [5, 9, 8]
+PROMPTS = [FIRST, SECOND, FIRST, [3], SECOND, FIRST, FIRST]
+"""Of each row: groups lie between one another, and one row is alone."""
+REPLIES = [[11, 6, 80], [4], [7, 2, 3], [8, 8], [15, 16], [9], [11, 6, 80]]
+"""Of each row: two of one prompt are equally long, and two are equal."""
+REJECTED = [[12], [4, 5], [7], [8, 9, 10], [2], [1, 1], [3]]
+TOTALS = {"tokens": 15.0, "rows": 7.0, "pairs": 7.0, "kl_coef": 0.1}
+
+
+def test_trees_by_hand() -> None:
+    """Texts a b c, d, a b e, a b f g: the prompt a b of three of them is a stem, d another."""
+    trees = Trees.of(torch.tensor([3, 1, 3, 4]), Prompts(torch.tensor([0, 1, 0, 0]), torch.tensor([2, 1, 2, 2])))
+    assert trees.stems == [Run(1, 1), Run(1, 2)]
+    assert trees.branches == [Run(2, 1, stem=1), Run(1, 2, stem=1)]
+    # Row: d | a b | c | e | f g.
+    assert trees.computed.tolist() == [3, 0, 1, 2, 6, 9, 10]
+    assert trees.positions.tolist() == [0, 0, 1, 2, 2, 2, 3]
+    assert trees.given.tolist() == [1, 2, 3, 0, 1, 2, 4, 1, 2, 5, 6]
+    # Keys of the branches c, e and f g, each after those of a b.
+    assert trees.keys.tolist() == [1, 2, 3, 1, 2, 4, 1, 2, 5, 6]
+
+
+@given(
+    groups=st.lists(st.integers(0, 3), min_size=1, max_size=9),
+    prompts=st.lists(st.integers(0, 4), min_size=4, max_size=4),
+    replies=st.lists(st.integers(1, 4), min_size=9, max_size=9),
+)
+def test_every_token_finds_itself_in_the_row(groups: list[int], prompts: list[int], replies: list[int]) -> None:
+    """A token is its prompt's or its row's, at a position; empty prompts share nothing."""
+    lengths = torch.tensor([prompts[group] + reply for group, reply in zip(groups, replies, strict=False)])
+    of_rows = torch.tensor([prompts[group] for group in groups])
+    trees = Trees.of(lengths, Prompts(torch.tensor([groups.index(group) for group in groups]), of_rows))
+    tokens = [
+        (("prompt", group) if place < prompts[group] else ("reply", row), place)
+        for row, group in enumerate(groups)
+        for place in range(int(lengths[row]))
+    ]
+    row = [tokens[i] for i in trees.computed]
+    assert [row[i] for i in trees.given] == tokens
+    assert [place for _, place in row] == trees.positions.tolist()
+    assert len(row) == len(set(tokens))
+    assert len(row) == sum(run.count * run.length for run in [*trees.stems, *trees.branches])
+
+
+def rows_of(objective: Objective) -> Rows:
+    """Rows with all columns that any objective reads, in float64."""
+    rows = text_rows(PROMPTS, REPLIES)
+    noise = np.random.default_rng(0).normal(size=(6, 15))
+    names = ("old_logprobs", "ref_logprobs", "advantages", "weights", "values", "returns")
+    offsets = Ragged.of(REPLIES).offsets
+    rows |= {name: Ragged(column - 4.8 * ("log" in name), offsets) for name, column in zip(names, noise, strict=True)}
+    if isinstance(objective, DPOObjective | RewardObjective):
+        rows["rejected_ids"] = text_rows(PROMPTS, REJECTED)["input_ids"]
+        rows |= {"ref_chosen": noise[0, :7] - 9, "ref_rejected": noise[1, :7] - 9}
+    return rows
+
+
+def outcome(
+    module: HeadedLM, objective: Objective, rows: Rows, batches: Sequence[Sequence[int]], shared: bool
+) -> tuple[float, list[Tensor]]:
+    """Loss and gradients over micro-batches."""
+    total = 0.0
+    module.zero_grad()
+    for batch in batches:
+        tensors = as_tensors(take(rows, batch))
+        if not shared:
+            del tensors["alike"]
+        loss, _ = objective.loss(module, tensors, TOTALS)
+        loss.backward()
+        total += loss.item()
+    return total, [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+
+def exact(family: str = "llama") -> Any:
+    """A model in float64, with torch's norms for the library's, which round to float32."""
+    lm = model(family)
+    for parent in list(lm.modules()):
+        for name, norm in parent.named_children():
+            if type(norm).__name__.endswith("RMSNorm"):
+                own = torch.nn.RMSNorm(norm.weight.shape, norm.variance_epsilon, dtype=torch.float64)
+                own.weight = norm.weight
+                setattr(parent, name, own)
+    return lm
+
+
+def headed(family: str = "llama", **options: Any) -> HeadedLM:
+    module = HeadedLM(exact(family), scalar_head=True, **options).double()
+    assert module.scalar is not None
+    torch.nn.init.constant_(module.scalar.weight, 0.1)
+    return module
+
+
+def assert_equal_outcomes(found: tuple[float, list[Tensor]], expected: tuple[float, list[Tensor]]) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    assert len(found[1]) == len(expected[1]) > 10
+    for ours, theirs in zip(found[1], expected[1], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12 * float(theirs.abs().max()) + 1e-15)
+
+
+OBJECTIVES: dict[str, Callable[[], Objective]] = {
+    "policy": lambda: PPOObjective(PPOStageConfig(entropy_coef=0.1, kl={"place": "loss"})),
+    "critic": lambda: CriticObjective(PPOStageConfig()),
+    "pairs": lambda: DPOObjective(DPOConfig()),
+    "reward": RewardObjective,
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_and_gradients_are_those_of_separate_rows(family: str, name: str) -> None:
+    module, objective = headed(family), OBJECTIVES[name]()
+    rows = rows_of(objective)
+    whole = [list(range(7))]
+    expected = outcome(module, objective, rows, whole, shared=False)
+    assert_equal_outcomes(outcome(module, objective, rows, whole, shared=True), expected)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("max_tokens", [1, 8, 12, 20])
+def test_micro_batches_and_recomputation_do_not_show(name: str, max_tokens: int) -> None:
+    module, objective = headed(), OBJECTIVES[name]()
+    rows = rows_of(objective)
+    expected = outcome(module, objective, rows, [[row] for row in range(7)], shared=False)
+    batches = row_groups(rows, max_tokens, packed=True)
+    assert sorted(row for batch in batches for row in batch) == list(range(7))
+    module.checkpoint_activations()
+    assert_equal_outcomes(outcome(module, objective, rows, batches, shared=True), expected)
+
+
+def test_trunks_and_their_branches() -> None:
+    """A frozen trunk, given or computed, the layers above it, and a reference above the same trunk."""
+    rows = rows_of(OBJECTIVES["policy"]())
+    objective = PPOObjective(PPOStageConfig())
+    module = headed(trainable_layers=1, branches=[Branch("reference", exact())])
+    whole = headed()
+    tensors = as_tensors(rows)
+    trunk = module.trunk(tensors["input_ids"], tensors["lengths"])
+    with torch.no_grad():
+        apart = {name: tensor for name, tensor in tensors.items() if name != "alike"}
+        expected = objective.score(whole, apart) | ReferenceObjective(1.0).score(whole, apart)
+        found = objective.score(module, tensors | {"trunk": trunk})
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values, rtol=0, atol=1e-12)
+    batches = [list(range(7))]
+    expected_outcome = outcome(module, objective, rows, batches, shared=False)
+    assert_equal_outcomes(outcome(module, objective, rows, batches, shared=True), expected_outcome)
+
+
+def test_computed_tokens_by_hand() -> None:
+    """Prompts of 4, 3 and 1 tokens once, replies of 15; of pairs also 11 tokens of the rejected ones."""
+    module = headed()
+    assert num_computed_tokens(module, as_tensors(rows_of(OBJECTIVES["policy"]()))) == 8 + 15
+    assert num_computed_tokens(module, as_tensors(rows_of(OBJECTIVES["pairs"]()))) == 8 + 15 + 11
+    tensors = as_tensors(rows_of(OBJECTIVES["policy"]()))
+    seen: list[int] = []
+    module.lm.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    module.hidden(tensors["input_ids"], tensors["lengths"], None, Prompts(tensors["alike"], tensors["prompt_lengths"]))
+    assert seen == [8 + 15]
+    module.packs = False
+    assert num_computed_tokens(module, tensors) == 7 * 7
+
+
+def test_groups_stay_together() -> None:
+    """Rows of 7, 4, 7, 3, 5, 5, 7 tokens: the first prompt's compute 4 + 3 + 3 + 1 + 3, the second's 3 + 1 + 2."""
+    rows = rows_of(OBJECTIVES["policy"]())
+    assert row_groups(rows, 100, packed=True) == [[0, 2, 6, 5, 4, 1, 3]]
+    assert row_groups(rows, 14, packed=True) == [[0, 2, 6, 5], [4, 1, 3]]
+    # A group that fits nowhere is cut, and its prompt computed again.
+    assert row_groups(rows, 10, packed=True) == [[0, 2], [6, 5], [4, 1, 3]]
+    assert row_groups(rows, 4, packed=True) == [[0], [2], [6], [5], [4], [1], [3]]
+
+
+def test_pairs_count_both_replies() -> None:
+    """The pair of row 1: 3 + 1 + 2 tokens, and of row 4 in the same group 2 + 1 more; with nothing shared 9 and 9."""
+    pairs = take(rows_of(RewardObjective()), [1, 4])
+    assert row_groups(pairs, 9, packed=True) == [[0, 1]]
+    assert row_groups(pairs, 8, packed=True) == [[0], [1]]
+    apart = {name: pairs[name] for name in ("input_ids", "rejected_ids")}
+    assert row_groups(apart, 18, packed=True) == [[0, 1]]
+    assert row_groups(apart, 17, packed=True) == [[0], [1]]
+    assert row_groups(apart, 20, packed=False) == [[0, 1]]
+    assert row_groups(apart, 19, packed=False) == [[0], [1]]

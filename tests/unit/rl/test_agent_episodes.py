@@ -1,0 +1,203 @@
+"""PPO's loop over agents: real worker processes and a real gateway, models in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.agents import sample_agents
+from tests.unit.agents.parts import FakeGenerator
+from tests.unit.rl.loop import PPOModel, World, attempt, logprob
+from tests.unit.rl.recorder import FakeRecorder
+from xray_runtime.config.ppo import KLConfig, PPOConfig
+from xray_runtime.config.validation import ConfigError, validate_as
+from xray_runtime.data.ledger import read_shard, shard_path
+from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.graph.inputs import PPOInputs
+from xray_runtime.lineage.recorded_answers import restore_answers
+from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.rewards.journal import ANSWERS, Journal
+from xray_runtime.rl.agent_records import agent_metrics
+from xray_runtime.rl.agent_rows import BranchRows, decoded_branches
+
+HERE = sample_agents.__name__
+
+
+class Policy(PPOModel):
+    """Says a few letters, which the seed decides, and checks that each token is scored after its own history."""
+
+    def _generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
+        self._note(f"generate {version}")
+        self.world.seeds += rows["seed"].tolist()
+        found = FakeGenerator(self.world.tokenizer)(rows, sampling, version)  # type: ignore[attr-defined]
+        ids = found["response_ids"]
+        return found | {"rollout_logprobs": Ragged(logprob(ids.values), ids.offsets)}
+
+
+def played(
+    inputs: PPOInputs, out: Path, agent: str | None = "two_turns", **fields: Any
+) -> tuple[World, FakeRecorder, Any]:
+    """(world, recorder, the ledger's first shard)."""
+    world = World()
+    world.tokenizer = load_tokenizer(inputs.policy.path)  # type: ignore[attr-defined]
+    limits = {"max_tokens": 256, "timeout_s": 60.0} | fields.pop("limits", {})
+    options: dict[str, Any] = {
+        "environment": {"agent": f"{HERE}:{agent}", **limits},
+        "rewards": [],
+        "iterations": 1,
+        "max_new_tokens": 16,
+        "advantages": "reinforce++",
+        "whiten_advantages": False,
+        "kl": KLConfig(controller="fixed", coef=0.0),
+    }
+    recorder = attempt(inputs, out, world, model=Policy, **options | fields)
+    return world, recorder, read_shard(shard_path(out / "ledger", 0)).table
+
+
+def test_branches_are_rows_for_the_models_and_one_row_in_the_ledger(inputs: PPOInputs, tmp_path: Path) -> None:
+    world, recorder, table = played(inputs, tmp_path / "out")
+    assert len(table) == 4
+    records = [json.loads(text) for text in table["answers"].to_pylist()]
+    rewards = table["score/environment"].to_pylist()
+    for row, (record, reward) in enumerate(zip(records, rewards, strict=True)):
+        ids, mask = table["reply_ids"][row].as_py(), table["response_mask"][row].as_py()
+        sampled = [token for token, own in zip(ids, mask, strict=True) if own]
+        assert sorted(sampled) == sorted(token for call in record["calls"] for token in call["ids"])
+        assert len(record["calls"]) == 3
+        # Two of three replies are counted by the agent, whose letters are one token each.
+        assert 2 <= reward < len(sampled)
+    # A batch of two episodes is four rows, each with the episode's advantage on its sampled tokens alone.
+    for _, rows, totals, _ in world.batches:
+        assert len(rows["input_ids"]) == 4
+        assert len(set(rows["id"].tolist())) == 4
+        assert "branches" not in rows
+        assert totals["tokens"] == rows["response_mask"].values.sum()
+        for advantage, mask in zip(rows["advantages"], rows["response_mask"], strict=True):
+            assert len(set(advantage[mask].tolist())) == 1
+            assert not advantage[~mask].any()
+    sampled = [
+        token
+        for _, rows, *_ in world.batches
+        for ids, start, mask in zip(rows["input_ids"], rows["prompt_lengths"], rows["response_mask"], strict=True)
+        for token in ids[start:][mask].tolist()
+    ]
+    assert sorted(sampled) == sorted(token for record in records for call in record["calls"] for token in call["ids"])
+    [point] = recorder.points
+    counts = {name: point[f"rollout/agent/{name}"] for name in ("calls", "branches", "broke", "begun_anew", "retries")}
+    assert counts == {"calls": 12, "branches": 4, "broke": 0, "begun_anew": 0, "retries": 0}
+    assert point["rollout/mismatch"] == 0
+
+
+def test_a_split_into_branches_is_undone() -> None:
+    rows: Rows = {
+        "input_ids": Ragged.of([[1, 2, 5, 6, 7, 8], [3, 9]]),
+        "prompt_lengths": np.array([2, 1]),
+        "id": np.array([10, 11]),
+        "response_mask": Ragged.of([[True, False, True, True], [True]], np.bool_),
+        "branches": Ragged.of([[2, 3, 1, 2, 3, 1, 1, 2, 4], [1, 1, 3]]),
+    }
+    split = BranchRows.of(rows)
+    assert [row.tolist() for row in split.rows["input_ids"]] == [[1, 2, 5, 6, 7], [1, 2, 4, 8], [3, 9]]
+    assert split.rows["prompt_lengths"].tolist() == [2, 3, 1]
+    assert [row.tolist() for row in split.rows["response_mask"]] == [[True, False, True], [True], [True]]
+    assert len(set(split.rows["id"].tolist())) == 3
+    logprobs = Ragged.of([[0.1, 0.2, 0.3], [0.4], [0.5]], np.float32)
+    merged = split.merged({"logprobs": logprobs, "final_values": np.array([1.0, 2.0, 3.0])})
+    assert [row.tolist() for row in merged["logprobs"]] == [
+        pytest.approx([0.1, 0.2, 0.3, 0.4]),
+        pytest.approx([0.5]),
+    ]
+    assert merged["final_values"].tolist() == [2.0, 3.0]
+    assert [length for _, length in decoded_branches(rows["branches"].values[:9])] == [3, 1]
+
+
+def test_a_run_again_reads_the_journal_and_gives_the_same_bytes(inputs: PPOInputs, tmp_path: Path) -> None:
+    """Of one that was killed after some calls: the ended episodes are read, the others run and are answered from it."""
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    _, _, whole = played(inputs, tmp_path / "whole", kept=kept)
+    lines = (kept / ANSWERS).read_bytes().splitlines(keepends=True)
+    assert len(lines) == 4 * (3 + 1)
+    for count in (16, 9, 5, 2):
+        (kept / ANSWERS).write_bytes(b"".join(lines[:count]))
+        world, _, again = played(inputs, tmp_path / f"after-{count}", kept=kept)
+        assert again.equals(whole)
+        assert len(world.seeds) == 12 - sum(b'"call"' in line for line in lines[:count])
+
+
+def test_calls_that_differ_from_the_journals_begin_the_episode_anew_or_fail(
+    inputs: PPOInputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    played(inputs, tmp_path / "whole", "says", kept=kept)
+    lines = (kept / ANSWERS).read_bytes().splitlines(keepends=True)
+    (kept / ANSWERS).write_bytes(b"".join(line for line in lines if b'"call"' in line))
+    monkeypatch.setenv("XRAY_TEST_SAYS", "other")
+    with pytest.raises(RuntimeError, match=r"sample-0-\d: a call differs from the journal's: .*same.* became .*other"):
+        played(inputs, tmp_path / "fails", "says", kept=kept, limits={"changed": "fail"})
+    _, recorder, table = played(inputs, tmp_path / "anew", "says", kept=kept)
+    assert recorder.points[0]["rollout/agent/begun_anew"] == 4
+    # Nothing of the journal is in what was begun anew.
+    assert all(len(json.loads(text)["calls"]) == 1 for text in table["answers"].to_pylist())
+
+
+def test_a_replay_samples_again_and_needs_no_agent(
+    inputs: PPOInputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, whole = played(inputs, tmp_path / "whole")
+    kept = tmp_path / "replayed"
+    kept.mkdir()
+    config = PPOConfig(
+        environment={"agent": f"{HERE}:two_turns"}, rewards=[], prompts_per_iteration=4, minibatch_size=2
+    )
+    checkpoint = tmp_path / "whole"
+    for path in inputs.policy.path.iterdir():
+        (checkpoint / path.name).write_bytes(path.read_bytes())
+    assert restore_answers(checkpoint, config, inputs, 0, Journal(kept)) == ["environment"]
+    world, _, replayed = played(inputs, tmp_path / "again", "is_gone", kept=kept)
+    assert replayed.equals(whole)
+    assert len(world.seeds) == 12
+
+
+def test_failures_have_no_reward_and_are_counted_by_sort(inputs: PPOInputs, tmp_path: Path) -> None:
+    _, recorder, table = played(inputs, tmp_path / "out", "by_number", prompts_per_iteration=10, max_failed=0.9)
+    whys = table["failure/environment"].to_pylist()
+    assert sorted(why for why in whys if why) == [
+        *["broke: it raised OSError: the page is gone"] * 2,
+        *["broke: the agent ended without a reward"] * 2,
+        *["unusable: the site was down"] * 2,
+    ]
+    failed = [why is not None for why in whys]
+    assert [reward is None for reward in table["reward"].to_pylist()] == failed
+    assert [trained == 0 for trained in table["times_trained"].to_pylist()] == failed
+    [point] = recorder.points
+    counts = {name: point[f"rollout/agent/{name}"] for name in ("broke", "failed_unusable", "failed_infrastructure")}
+    assert counts == {"broke": 4, "failed_unusable": 2, "failed_infrastructure": 0}
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"agent": "a:b", "url": "http://h"}, "exactly one of agent, command and url must be set, not agent and url"),
+        ({"url": "http://h", "venv": "v"}, "venv = 'v' must be left out without a command"),
+        ({"agent": "a:b", "max_turns": 3}, "max_turns"),
+        ({"agent": "a:b", "max_tokens": 2}, "max_tokens = 2 must be at least max_new_tokens = 16"),
+    ],
+)
+def test_an_agents_config_is_refused_in_one_line(environment: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as error:
+        validate_as(PPOConfig, {"environment": environment}, "ppo")
+    assert "\n" not in str(error.value)
+
+
+def test_metrics_sum_over_episodes() -> None:
+    records = [{"counts": {"calls": 2}, "failure": ""}, {"counts": {"calls": 3}, "failure": "broke: it hung"}]
+    found = agent_metrics([json.dumps(record) for record in records])
+    assert found["agent/calls"] == 5
+    assert found["agent/broke"] == 1
+    assert found["agent/failed_unusable"] == 0

@@ -1,0 +1,125 @@
+"""The options of `xray serve --record`: checked before anything is started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from filelock import FileLock, Timeout
+
+from xray.flows.subject import add_working_directory
+from xray_runtime.config.loading import parse_overrides
+from xray_runtime.config.recording import RecordingConfig
+from xray_runtime.config.validation import ConfigError, validate_as
+
+if TYPE_CHECKING:
+    from xray_runtime.lineage.reference import LineageStore
+    from xray_runtime.serving.recorder import RecorderHandle
+
+FEEDBACK_KEYS = "XRAY_FEEDBACK_KEYS"
+"""`APPLICATION=KEY` pairs, separated by commas: the applications that may send feedback."""
+MIN_KEY = 16
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Checked options."""
+
+    config: RecordingConfig
+    applications: dict[str, str]
+    """Digest of a key → application."""
+    redaction: dict[str, str]
+
+
+def recording_options(record: bool, fields: Sequence[str], inference_key: str | None) -> Recording | None:
+    """The options as they were given; None without --record. Raises ConfigError."""
+    # Child processes inherit the environment and must not get the keys.
+    keys = os.environ.pop(FEEDBACK_KEYS, "")
+    if not record:
+        if fields:
+            raise ConfigError("--set: needs --record")
+        return None
+    add_working_directory()
+    config = validate_as(RecordingConfig, parse_overrides(fields))
+    return Recording(config, _applications(keys, inference_key), _redaction(config))
+
+
+def _applications(text: str, inference_key: str | None) -> dict[str, str]:
+    from xray_runtime.serving.middleware import key_digest
+
+    found: dict[str, str] = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        name, _, key = pair.partition("=")
+        if not name or len(key) < MIN_KEY:
+            raise ConfigError(f"{FEEDBACK_KEYS}: {name!r} is not allowed: must be NAME=KEY, a key of {MIN_KEY} or more")
+        if key == inference_key or key_digest(key) in found:
+            raise ConfigError(f"{FEEDBACK_KEYS}: the key of {name!r} is not allowed: another one is the same")
+        if name in found.values():
+            raise ConfigError(f"{FEEDBACK_KEYS}: {name!r} is given twice")
+        found[key_digest(key)] = name
+    return found
+
+
+def _redaction(config: RecordingConfig) -> dict[str, str]:
+    """Module → digest of the code of the redaction."""
+    from xray_runtime.data.gold import import_function
+    from xray_runtime.store.code_digest import callable_digests
+
+    if config.redact is None:
+        return {}
+    try:
+        import_function(config.redact, "redact")
+        return callable_digests(config.redact, [config.redact.partition(":")[0]])
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+@contextlib.contextmanager
+def recording_lock(recording: Recording | None, store: LineageStore) -> Iterator[None]:
+    """One command records into an output directory at a time. Raises ConfigError where another one does."""
+    from xray_runtime.lineage.log import LOCKS
+
+    if recording is None:
+        yield
+        return
+    (store.output / LOCKS).mkdir(exist_ok=True)
+    lock = FileLock(store.output / LOCKS / "recorded.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(f"--record: another `xray serve --record` records into {store.output}") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def start(recording: Recording, store: LineageStore, logs: Path) -> RecorderHandle:
+    """Start the recorder, once what is there was checked. Raises NotServedError if it is not sound."""
+    from xray_runtime.lineage.audit.log import read_log
+    from xray_runtime.lineage.audit.recorded import check_recorded
+    from xray_runtime.lineage.keys import trusted_keys
+    from xray_runtime.lineage.signing import Verifier, signing_key
+    from xray_runtime.serving import NotServedError
+    from xray_runtime.serving.recorder import RecorderSettings, start_recorder
+
+    private = signing_key(store.output)
+    verifier = Verifier(trusted_keys(store.output))
+    found = [*check_recorded(store, read_log(store.output, verifier)[0], verifier, hashing=False)]
+    if found:
+        raise NotServedError(f"--record: {found[0].subject}: {found[0].detail}; see `xray recorded`")
+    settings = RecorderSettings(
+        output=store.output.absolute(),
+        private=private.absolute(),
+        config=recording.config,
+        applications=recording.applications,
+        redaction=recording.redaction,
+        path=tuple(path for path in sys.path if path and "site-packages" not in path and Path(path).is_dir()),
+        logs=logs,
+    )
+    return start_recorder(settings)

@@ -1,0 +1,47 @@
+"""OpenAI's Completions: `POST /v1/completions`, of a text or of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from xray_runtime.agents.chat import Event, usage
+from xray_runtime.agents.request import MAX_CHOICES, Reader, RefusedError, Reply, Request, shown
+
+
+def read(body: Any, temperature: float) -> Request:
+    """The request in a body. Raises RefusedError."""
+    reader = Reader(body, temperature)
+    prompt = reader.get("prompt", (str, list), "")
+    is_ids = isinstance(prompt, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt)
+    if not prompt or not (isinstance(prompt, str) or is_ids):
+        raise RefusedError(f"prompt = {shown(prompt)} is not allowed: must be one text, or a list of token ids")
+    request = Request(
+        prompt=prompt,
+        n=reader.count("n", MAX_CHOICES, 1) or 1,
+        max_tokens=reader.count("max_tokens"),
+        stop=reader.stop(),
+        calls_tools=False,
+        biases=reader.biases(),
+        overridden=reader.overridden(),
+    )
+    reader.check_rest()
+    return request
+
+
+def answer(replies: Sequence[Reply]) -> dict[str, Any]:
+    """The body of an answer."""
+    choices = [
+        {"index": number, "text": reply.text, "finish_reason": reply.finish, "logprobs": None}
+        for number, reply in enumerate(replies)
+    ]
+    head = {"id": f"cmpl-{replies[0].id}", "object": "text_completion", "created": 0, "model": "policy"}
+    return head | {"choices": choices, "usage": usage(replies)}
+
+
+def events(whole: dict[str, Any]) -> Iterator[Event]:
+    """An answer as a stream."""
+    for choice in whole["choices"]:
+        yield None, whole | {"choices": [choice], "usage": None}
+    yield None, whole | {"choices": []}
+    yield None, "[DONE]"

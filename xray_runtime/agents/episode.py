@@ -1,0 +1,268 @@
+"""One episode of an agent, as the gateway sees it: its calls, its limits, its result.
+
+An agent that runs again after a kill is answered from the journal as long as it makes the same calls. A call that the
+journal lacks is sampled; if the agent does not make all calls of the journal again, it is not the same episode
+(`difference`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from xray_runtime.agents.posted import Posted
+from xray_runtime.agents.request import RefusedError, Reply, Request, before_stop, read_calls
+from xray_runtime.agents.sampler import BatchSampler
+from xray_runtime.agents.segments import Call, Place, Tree
+from xray_runtime.data.chat_format import ChatFormat
+from xray_runtime.engines.generation.sampling import Sampling
+
+COUNTS = ("calls", "retries", "refused", "cancelled", "left_out", "unanswered")
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """Limits of one episode."""
+
+    max_calls: int
+    max_sampled_tokens: int
+    """Tokens of all replies together."""
+    context: int
+    """Tokens of one prompt with its longest reply."""
+    leave_out: bool
+    """Answer calls that cannot be trained on and leave them out of the loss, instead of refusing them."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How the calls of a rollout are sampled."""
+
+    chat_format: ChatFormat
+    decode: Callable[[list[int]], str]
+    sampler: BatchSampler
+    sampling: Sampling
+    version: int
+    seed_of: Callable[[str], int]
+    """A call's key → its seed."""
+    keep: Callable[[Iterable[Call]], None]
+    """Journals calls before they are answered; called in a thread."""
+
+
+class AgentEpisode:
+    """An episode. All methods run on the gateway's event loop.
+
+    Args:
+        name: the same in a repeated run.
+        known: calls of an earlier attempt by their key.
+        ended: called once, when the agent has posted its final result or is broken off.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        policy: Policy,
+        limits: EpisodeLimits,
+        known: Mapping[str, Call],
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.name, self.secret = name, f"xray-{secrets.token_urlsafe(24)}"
+        self._policy, self._limits, self._known, self._ended = policy, limits, dict(known), ended
+        self._tree = Tree(policy.chat_format)
+        self._num_sampled = 0
+        self._begun: dict[str, int] = {}
+        """Digest of place and options → number of calls there."""
+        self._by_body: dict[str, asyncio.Future[list[Reply]]] = {}
+        """Digest of a body → the answer of the last such request."""
+        self._keys: dict[asyncio.Future[list[Reply]], list[str]] = {}
+        self._cancelled = set[str]()
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self.is_over = False
+        self.reward: float | None = None
+        self.info: dict[str, float] = {}
+        self.unusable: str | None = None
+        self.broken: str | None = None
+        """Why the agent was broken off."""
+
+    @property
+    def temperature(self) -> float:
+        return self._policy.sampling.temperature
+
+    def count(self, name: str) -> None:
+        self.counts[name] += 1
+
+    def call(self, path: str, body: bytes, request: Request, repeats: bool) -> asyncio.Future[list[Reply]]:
+        """Begin to answer a request; a repeated one gets the answer of the first.
+
+        Args:
+            repeats: the client says that it sent this body before.
+
+        Raises:
+            ValueError: the request is refused.
+        """
+        self._check_open()
+        digest = hashlib.sha256(path.encode() + body).hexdigest()
+        if repeats and digest in self._by_body:
+            self.count("retries")
+            pending = self._by_body[digest]
+            self._cancelled -= set(self._keys[pending])
+            return pending
+        place, options = self._tree.place(request), self._options(request)
+        sampling = replace(self._policy.sampling, **options)
+        self._check_limits(request, place, sampling)
+        keys = self._take_keys(place, request)
+        pending = asyncio.ensure_future(self._answer(request, place, sampling, options, keys))
+        # An error of a call whose client went away is nobody's.
+        pending.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._by_body[digest], self._keys[pending] = pending, keys
+        return pending
+
+    def leave(self, pending: asyncio.Future[list[Reply]]) -> None:
+        """The client of a call went away before its answer; it is trained on only if another call continues it."""
+        self.count("cancelled")
+        self._cancelled |= set(self._keys[pending])
+
+    def post(self, posted: Posted) -> None:
+        """Take a result. Raises RefusedError if the episode is over."""
+        self._check_open()
+        if posted.unusable is not None:
+            self.unusable = posted.unusable
+        if posted.value is not None:
+            self.reward = (self.reward or 0.0) + posted.value
+        for name, value in posted.info.items():
+            self.info[name] = self.info.get(name, 0.0) + value
+        if posted.final:
+            self.close()
+
+    def break_off(self, why: str) -> None:
+        """End an episode whose agent broke a rule; it has no reward."""
+        if not self.is_over:
+            self.broken = why
+            self.close()
+
+    def close(self) -> None:
+        """Accept nothing more. Calls that are not answered are not part of the episode."""
+        if not self.is_over:
+            self.is_over = True
+            for pending in self._keys:
+                if not pending.done():
+                    self.count("unanswered")
+                    pending.cancel()
+            self._ended()
+
+    def calls(self) -> list[Call]:
+        return list(self._tree.calls.values())
+
+    def trained(self) -> frozenset[str]:
+        """Keys of the calls that are in the loss."""
+        calls = self._tree.calls
+        extended = {call.parent for call in calls.values()}
+        return frozenset(
+            key for key, call in calls.items() if call.is_trained and (key not in self._cancelled or key in extended)
+        )
+
+    def difference(self) -> str | None:
+        """The first journaled call that this run did not make, beside one that it made in its place; None if there is
+        none."""
+        missing = [call for key, call in self._known.items() if key not in self._tree.calls]
+        if not missing:
+            return None
+        old = next((call for call in missing if call.parent is None or call.parent in self._tree.calls), missing[0])
+        new = [c for c in self._tree.calls.values() if c.parent == old.parent and c.key not in self._known]
+        if not new:
+            return f"a call of the journal was not made again: {old.request[-1][:200]}"
+        pairs = zip(old.request, new[0].request, strict=False)
+        before, after = next((pair for pair in pairs if pair[0] != pair[1]), (old.request[-1], new[0].request[-1]))
+        return f"a call differs from the journal's: {before[:200]} became {after[:200]}"
+
+    def _check_open(self) -> None:
+        if self.is_over:
+            raise RefusedError("the episode is over", 403)
+
+    def _options(self, request: Request) -> dict[str, Any]:
+        """How its sampling differs from the stage's."""
+        if request.biases and not self._limits.leave_out:
+            name, value = next(iter(request.biases.items()))
+            raise RefusedError(
+                f"{name} = {value} is not allowed: the reply would not be a sample of the policy that is trained; "
+                "leave it out, or set environment.untrainable to leave_out"
+            )
+        options: dict[str, Any] = dict(request.biases)
+        if request.max_tokens is not None and request.max_tokens < self._policy.sampling.max_new_tokens:
+            options["max_new_tokens"] = request.max_tokens
+        return options | ({"stop": request.stop} if request.stop else {})
+
+    def _check_limits(self, request: Request, place: Place, sampling: Sampling) -> None:
+        limits = self._limits
+        if len(place.prompt) + sampling.max_new_tokens > limits.context:
+            raise RefusedError(
+                f"the prompt's {len(place.prompt)} tokens and a reply of {sampling.max_new_tokens} are more than the "
+                f"context's {limits.context}",
+                code="context_length_exceeded",
+            )
+        if self.counts["calls"] + request.n > limits.max_calls:
+            self.break_off(f"more than max_calls = {limits.max_calls} calls")
+            self._check_open()
+        # Replies under way count at their longest, so the order in which they end changes nothing.
+        self._num_sampled += sampling.max_new_tokens * request.n
+        if self._num_sampled > limits.max_sampled_tokens:
+            self.break_off(f"replies of more than max_sampled_tokens = {limits.max_sampled_tokens} tokens")
+            self._check_open()
+        self.counts["calls"] += request.n
+
+    def _take_keys(self, place: Place, request: Request) -> list[str]:
+        first = place.key(self.name, request, 0)
+        begun = self._begun.get(first, 0)
+        self._begun[first] = begun + request.n
+        return [place.key(self.name, request, begun + choice) for choice in range(request.n)]
+
+    async def _answer(
+        self, request: Request, place: Place, sampling: Sampling, options: dict[str, Any], keys: list[str]
+    ) -> list[Reply]:
+        calls = await asyncio.gather(
+            *(self._sampled(key, place, sampling, options, not request.biases) for key in keys)
+        )
+        fresh = [call for call in calls if call.key not in self._known]
+        if fresh:
+            # Written before the answer leaves: after a kill the agent must get the same one.
+            await asyncio.to_thread(self._policy.keep, fresh)
+        replies = []
+        for call in calls:
+            self._num_sampled -= sampling.max_new_tokens - len(call.ids)
+            self.counts["left_out"] += not call.is_trained
+            reply = self._reply(call, request)
+            self._tree.add(call, request, reply.message() if request.prompt is None else reply.text)
+            replies.append(reply)
+        return replies
+
+    async def _sampled(
+        self, key: str, place: Place, sampling: Sampling, options: dict[str, Any], is_trained: bool
+    ) -> Call:
+        if key in self._known:
+            return self._known[key]
+        seed = self._policy.seed_of(key)
+        found = await self._policy.sampler.sample(place.prompt, seed, sampling, self._policy.version)
+        parent = place.parent.key if place.parent else None
+        return Call(key, parent, place.prompt, seed, *found, is_trained, options, place.new)
+
+    def _reply(self, call: Call, request: Request) -> Reply:
+        text = before_stop(self._policy.decode(call.ids), request.stop)
+        rest, found = read_calls(text) if request.tools and request.calls_tools else (text, [])
+        named = [{"id": f"call_{call.key[:16]}{n}", **each} for n, each in enumerate(found)]
+        finish = "tool_calls" if named else "stop" if call.ended else "length"
+        return Reply(rest, named, finish, call.key[:24], len(call.prompt), len(call.ids))
+
+
+def call_to_json(call: Call) -> dict[str, Any]:
+    """A call for the journal."""
+    return asdict(call)
+
+
+def call_from_json(given: Mapping[str, Any]) -> Call:
+    """The call of a line of the journal."""
+    # JSON has no tuples.
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in given["options"].items()}
+    return Call(**{each.name: given[each.name] for each in fields(Call)} | {"options": options})

@@ -1,0 +1,194 @@
+"""The gateway's HTTP interface: each episode has an address and a secret of its own.
+
+    /episodes/ID/v1/chat/completions | completions | responses | messages     answers of the policy
+    /episodes/ID/v1/models                                                    the one model, `policy`
+    /episodes/ID/reward                                                       the episode's result (`posted`)
+
+A stream is sent after the whole reply was sampled and journaled, so a client that stops reading changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xray_runtime.agents import chat, completions, messages, responses
+from xray_runtime.agents.episode import AgentEpisode
+from xray_runtime.agents.posted import read_posted
+from xray_runtime.agents.request import RefusedError, Reply, Request
+from xray_runtime.agents.sampler import GeneratorFailedError
+
+log = logging.getLogger(__name__)
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+MAX_BODY_BYTES = 4 * 2**20
+RETRIES = b"x-stainless-retry-count"
+"""Header in which SDKs count the repetitions of a request."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One API."""
+
+    read: Callable[[Any, float], Request]
+    answer: Callable[[Sequence[Reply]], dict[str, Any]]
+    events: Callable[[dict[str, Any]], Iterator[chat.Event]]
+
+
+DIALECTS = {
+    "chat/completions": Dialect(chat.read, chat.answer, chat.events),
+    "completions": Dialect(completions.read, completions.answer, completions.events),
+    "responses": Dialect(responses.read, responses.answer, responses.events),
+    "messages": Dialect(messages.read, messages.answer, messages.events),
+}
+MODELS = {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "xray"}]}
+
+
+class AgentApp:
+    """An ASGI application.
+
+    Args:
+        episodes: the open episodes by their id, and those that ended.
+    """
+
+    def __init__(self, episodes: Mapping[str, AgentEpisode]) -> None:
+        self._episodes = episodes
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        try:
+            episode, path = self._find(scope)
+            await self._route(episode, path, scope, receive, send)
+        except RefusedError as error:
+            await _send_error(send, scope, error.status, str(error), error.code)
+        except GeneratorFailedError as error:
+            await _send_error(send, scope, 503, str(error), None)
+        except Exception:
+            log.exception("a call to the gateway failed")
+            await _send_error(send, scope, 500, "the gateway failed", None)
+
+    def _find(self, scope: Message) -> tuple[AgentEpisode, str]:
+        parts = [part for part in scope["path"].split("/") if part]
+        episode = self._episodes.get(parts[1]) if parts[:1] == ["episodes"] and len(parts) > 2 else None
+        given = _secret(scope["headers"])
+        # An unknown episode and a wrong secret look the same.
+        if episode is None or not secrets.compare_digest(given, episode.secret.encode()):
+            raise RefusedError("this is no episode, or the API key is not that of this episode", 401)
+        return episode, "/".join(parts[2:])
+
+    async def _route(self, episode: AgentEpisode, path: str, scope: Message, receive: Receive, send: Send) -> None:
+        if path == "v1/models":
+            await _send_json(send, 200, MODELS)
+            return
+        dialect = DIALECTS.get(path.removeprefix("v1/"))
+        if scope["method"] != "POST" or (dialect is None and path != "reward"):
+            raise RefusedError(f"{scope['method']} {path!r} is not supported; POST: {', '.join(DIALECTS)}, reward", 404)
+        body = await _body(receive)
+        if dialect is None:
+            await self._take_result(episode, body, send)
+            return
+        replies, stream = await self._call(episode, dialect, body, scope, receive)
+        if replies is None:
+            return
+        answer = dialect.answer(replies)
+        if not stream:
+            await _send_json(send, 200, answer)
+            return
+        await send(_head(200, b"text/event-stream"))
+        for name, data in dialect.events(answer):
+            text = data if isinstance(data, str) else json.dumps(data)
+            event = f"event: {name}\n" if name else ""
+            await send({"type": "http.response.body", "body": f"{event}data: {text}\n\n".encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _take_result(self, episode: AgentEpisode, body: bytes, send: Send) -> None:
+        try:
+            episode.post(read_posted(_json(body)))
+        except ValueError as error:
+            refusal = error if isinstance(error, RefusedError) else RefusedError(str(error))
+            episode.break_off(f"the agent posted no valid result: {error}")
+            raise refusal from error
+        await _send_json(send, 200, {"ended": episode.is_over})
+
+    async def _call(
+        self, episode: AgentEpisode, dialect: Dialect, body: bytes, scope: Message, receive: Receive
+    ) -> tuple[list[Reply] | None, bool]:
+        """(replies, whether they are streamed); no replies if the client went away."""
+        try:
+            given = _json(body)
+            request = dialect.read(given, episode.temperature)
+            repeats = int(dict(scope["headers"]).get(RETRIES, b"0") or 0) > 0
+            pending = episode.call(scope["path"], body, request, repeats)
+        except ValueError as error:
+            refusal = error if isinstance(error, RefusedError) else RefusedError(str(error))
+            episode.count("refused")
+            raise refusal from error
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((pending, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+        if not pending.done():
+            episode.leave(pending)
+            return None, False
+        if pending.cancelled():
+            raise RefusedError("the episode is over", 403)
+        return pending.result(), bool(given.get("stream"))
+
+
+def _secret(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    found = dict(headers)
+    scheme, _, key = found.get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else found.get(b"x-api-key", b"")
+
+
+async def _body(receive: Receive) -> bytes:
+    body = b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY_BYTES:
+            raise RefusedError(f"a request of more than {MAX_BODY_BYTES:,} bytes is not allowed", 413)
+        if not message.get("more_body"):
+            return body
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(f"the body is not JSON ({' '.join(str(error).split())})") from error
+
+
+def _head(status: int, kind: bytes, *more: tuple[bytes, bytes]) -> Message:
+    return {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind), *more]}
+
+
+async def _send_json(send: Send, status: int, value: Any, *headers: tuple[bytes, bytes]) -> None:
+    body = json.dumps(value).encode()
+    await send(_head(status, b"application/json", (b"content-length", str(len(body)).encode()), *headers))
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _send_error(send: Send, scope: Message, status: int, message: str, code: str | None) -> None:
+    kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}.get(
+        status, "invalid_request_error" if status < 500 else "api_error"
+    )
+    error: dict[str, Any] = {"type": kind, "message": message}
+    is_anthropic = scope["path"].endswith("/messages")
+    value = {"type": "error", "error": error} if is_anthropic else {"error": error | {"param": None, "code": code}}
+    await _send_json(send, status, value, *([(b"retry-after", b"1")] if status == 503 else []))

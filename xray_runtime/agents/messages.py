@@ -1,0 +1,105 @@
+"""Anthropic's Messages: `POST /v1/messages`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from xray_runtime.agents.chat import Event
+from xray_runtime.agents.request import Reader, RefusedError, Reply, Request, shown, text_of
+
+FINISHES = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+UNREAD = ("thinking", "redacted_thinking")
+"""Blocks that the policy never returns."""
+
+
+def read(body: Any, temperature: float) -> Request:
+    """The request in a body. Raises RefusedError."""
+    reader = Reader(body, temperature)
+    system = reader.get("system", (str, list))
+    first = [{"role": "system", "content": text_of("system", system, ("text",))}] if system else []
+    messages = [part for message in reader.get("messages", list, []) for part in _messages(message)]
+    request = Request(
+        messages=reader.messages([*first, *messages]),
+        tools=reader.tools([_tool(tool) for tool in reader.get("tools", list, [])]),
+        max_tokens=reader.count("max_tokens"),
+        stop=reader.stop("stop_sequences"),
+        calls_tools=reader.calls_tools(reader.get("tool_choice", dict)),
+        biases=reader.biases(),
+        overridden=reader.overridden(),
+    )
+    reader.check_rest()
+    return request
+
+
+def _tool(tool: Any) -> Any:
+    if not isinstance(tool, dict) or tool.get("type", "custom") != "custom" or "name" not in tool:
+        raise RefusedError(f"tools has {shown(tool)}, which is not supported; allowed: custom tools with a name")
+    function = {"name": tool["name"], "parameters": tool.get("input_schema", {})}
+    return {"type": "function", "function": function | {k: tool[k] for k in ("description",) if k in tool}}
+
+
+def _messages(message: Any) -> Iterator[dict[str, Any]]:
+    """A message of text, calls and results of tools as one message each, results first."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        yield message
+        return
+    texts, calls = [], []
+    for block in content:
+        kind = block.get("type") if isinstance(block, dict) else type(block).__name__
+        if kind == "tool_result":
+            result = text_of("messages", block.get("content") or "", ("text",))
+            yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": result}
+        elif kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": block.get("input")}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind not in UNREAD:
+            texts.append(text_of("messages", [block], ("text",)))
+    if texts or calls:
+        found = {"role": message.get("role"), "content": "\n".join(texts)}
+        yield found | ({"tool_calls": calls} if calls else {})
+
+
+def answer(replies: Sequence[Reply]) -> dict[str, Any]:
+    """The body of an answer."""
+    [reply] = replies
+    blocks: list[dict[str, Any]] = [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []
+    blocks += [
+        {"type": "tool_use", "id": call["id"], "name": call["name"], "input": call["arguments"]} for call in reply.calls
+    ]
+    return {
+        "id": f"msg_{reply.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": "policy",
+        "content": blocks,
+        "stop_reason": FINISHES[reply.finish],
+        "stop_sequence": None,
+        "usage": {"input_tokens": reply.num_prompt, "output_tokens": reply.num_tokens},
+    }
+
+
+def events(whole: dict[str, Any]) -> Iterator[Event]:
+    """An answer as a stream."""
+    for data in _events(whole):
+        yield str(data["type"]), data
+
+
+def _events(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    begun = whole | {"content": [], "stop_reason": None, "usage": whole["usage"] | {"output_tokens": 0}}
+    yield {"type": "message_start", "message": begun}
+    for number, block in enumerate(whole["content"]):
+        at = {"index": number}
+        if block["type"] == "text":
+            empty, delta = {"type": "text", "text": ""}, {"type": "text_delta", "text": block["text"]}
+        else:
+            arguments = json.dumps(block["input"], ensure_ascii=False)
+            empty, delta = block | {"input": {}}, {"type": "input_json_delta", "partial_json": arguments}
+        yield {"type": "content_block_start", **at, "content_block": empty}
+        yield {"type": "content_block_delta", **at, "delta": delta}
+        yield {"type": "content_block_stop", **at}
+    end = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    yield {"type": "message_delta", "delta": end, "usage": {"output_tokens": whole["usage"]["output_tokens"]}}
+    yield {"type": "message_stop"}

@@ -1,0 +1,94 @@
+"""Collects calls that arrive at about the same time into batches for the generator.
+
+Each reply has its own seed, so it does not depend on the rest of its batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.engines.generation.sampling import Sampling
+
+WINDOW_S = 0.005
+"""Wait for more calls before a batch."""
+MAX_BATCH = 512
+
+Generate = Callable[[Rows, Sampling, int], Rows]
+"""(prompts and seeds, sampling, policy version) → replies, as `Generation.generate`; called in a thread."""
+
+
+class GeneratorFailedError(RuntimeError):
+    """The generator raised an error; nothing is wrong with the call."""
+
+
+class Sampled(NamedTuple):
+    """One reply."""
+
+    ids: list[int]
+    logprobs: list[float]
+    ended: bool
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    prompt: list[int]
+    seed: int
+    sampling: Sampling
+    version: int
+    answer: asyncio.Future[Sampled]
+
+
+class BatchSampler:
+    """Samples replies. All methods run on one event loop.
+
+    Attributes:
+        failure: the first error of the generator; every later call fails.
+    """
+
+    def __init__(self, generate: Generate) -> None:
+        self._generate = generate
+        self._waiting: list[_Waiting] = []
+        self._running: asyncio.Task[None] | None = None
+        self.failure: Exception | None = None
+
+    async def sample(self, prompt: list[int], seed: int, sampling: Sampling, version: int) -> Sampled:
+        """Sample a reply. Raises GeneratorFailedError."""
+        waiting = _Waiting(prompt, seed, sampling, version, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        if self._running is None:
+            self._running = asyncio.create_task(self._run())
+        return await waiting.answer
+
+    async def _run(self) -> None:
+        await asyncio.sleep(WINDOW_S)
+        while self._waiting:
+            first = self._waiting[0]
+            same = [w for w in self._waiting if (w.sampling, w.version) == (first.sampling, first.version)][:MAX_BATCH]
+            chosen = set(map(id, same))
+            self._waiting = [waiting for waiting in self._waiting if id(waiting) not in chosen]
+            await self._answer(same)
+        self._running = None
+
+    async def _answer(self, batch: list[_Waiting]) -> None:
+        try:
+            if self.failure is not None:
+                raise self.failure
+            seeds = np.array([waiting.seed for waiting in batch])
+            rows: Rows = {"input_ids": Ragged.of(waiting.prompt for waiting in batch), "seed": seeds}
+            found = await asyncio.to_thread(self._generate, rows, batch[0].sampling, batch[0].version)
+        except Exception as error:
+            self.failure = error
+            for waiting in batch:
+                if not waiting.answer.done():
+                    waiting.answer.set_exception(GeneratorFailedError("the generator failed"))
+            return
+        columns: Any = zip(found["response_ids"], found["rollout_logprobs"], found["ended"], strict=True)
+        for waiting, (ids, logprobs, ended) in zip(batch, columns, strict=True):
+            if not waiting.answer.done():  # its episode may have been closed
+                waiting.answer.set_result(Sampled(ids.tolist(), logprobs.tolist(), bool(ended)))

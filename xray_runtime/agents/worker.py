@@ -1,0 +1,339 @@
+"""A process that runs agents, each in a forked child: `python -m xray_runtime.agents.worker`.
+
+The protocol is JSON lines. The first line in is {"agent": "module:function" or null, "path": [...], "parent": p}, where
+p is the reading end of a pipe of the parent; its answer is {"ready": true} or {"error": why}. Then
+
+    {"id": n, "task": {...}, "variables": {...}, "command": [...] or null, "directory": path or null,
+     "limits": {"timeout_s", "memory_mb", "output_bytes", "processes"}}
+    {"kill": n}
+
+are answered once each: {"id": n, "result": value} or {"id": n, "broken": why}. A function gets the task as a
+dictionary; a command gets it as JSON on its standard input, and the last line of its standard output is its result if
+it is JSON.
+
+Every descendant of an agent ends with it: orphans become children of this process, which is their subreaper.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import importlib
+import inspect
+import json
+import os
+import resource
+import selectors
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xray_runtime.environments.worker import end_with
+from xray_runtime.rewards.source import described
+
+TICK_S = 0.2
+"""How often time and processes are checked."""
+TAIL_BYTES = 65_536
+"""Size of the end of a command's output in which its result is looked for."""
+ERROR_CHARS = 500
+SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36
+"""Options of prctl."""
+
+USES: tuple[str, ...] = ()
+
+Say = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class _Run:
+    """One agent that runs."""
+
+    id: int
+    pid: int
+    exited: int
+    """pidfd."""
+    outputs: dict[int, bytearray]
+    """Reading ends of its result and of its log → the end of what was read."""
+    result: int
+    is_command: bool
+    limits: dict[str, Any]
+    begun: float = field(default_factory=time.monotonic)
+    num_bytes: int = 0
+    broken: str | None = None
+
+
+class _Worker:
+    """The agents of this process.
+
+    Args:
+        agent: the function; None: agents are commands.
+    """
+
+    def __init__(self, agent: Callable[[dict[str, Any]], Any] | None, say: Say) -> None:
+        self._agent, self._say = agent, say
+        self._runs: dict[int, _Run] = {}
+        self._selector = selectors.DefaultSelector()
+        self._requests = bytearray()
+
+    def serve(self, requests: int) -> None:
+        """Answer requests until their pipe closes."""
+        self._selector.register(requests, selectors.EVENT_READ, None)
+        checked = time.monotonic()
+        while True:
+            for key, _ in self._selector.select(TICK_S if self._runs else None):
+                run: _Run | None = key.data
+                if run is None:
+                    if not self._read_requests(requests):
+                        return
+                elif self._runs.get(run.id) is run:
+                    self._take(run, key.fd)
+            if self._runs and time.monotonic() - checked > TICK_S:
+                checked = time.monotonic()
+                self._check_limits()
+
+    def _read_requests(self, requests: int) -> bool:
+        content = os.read(requests, 2**20)
+        self._requests += content
+        *lines, rest = bytes(self._requests).split(b"\n")
+        self._requests = bytearray(rest)
+        for line in lines:
+            request = json.loads(line)
+            if "kill" not in request:
+                self._start(request)
+            elif request["kill"] in self._runs:
+                self._break(self._runs[request["kill"]], "it was stopped")
+        return bool(content)
+
+    def _start(self, request: dict[str, Any]) -> None:
+        results, logs = os.pipe(), os.pipe()
+        pid = os.fork()
+        if not pid:
+            self._selector.close()
+            _run_child(self._agent, request, results, logs)
+        for _, theirs in (results, logs):
+            os.close(theirs)
+        outputs = {results[0]: bytearray(), logs[0]: bytearray()}
+        is_command = request["command"] is not None
+        run = _Run(request["id"], pid, os.pidfd_open(pid), outputs, results[0], is_command, request["limits"])
+        self._runs[run.id] = run
+        for fd in (run.exited, *outputs):
+            self._selector.register(fd, selectors.EVENT_READ, run)
+
+    def _take(self, run: _Run, fd: int) -> None:
+        if fd == run.exited:
+            self._finish(run)
+            return
+        content = os.read(fd, TAIL_BYTES)
+        if not content:
+            self._selector.unregister(fd)
+            return
+        run.num_bytes += len(content)
+        run.outputs[fd] = (run.outputs[fd] + content)[-TAIL_BYTES:]
+        if fd != run.result:
+            sys.stderr.buffer.write(content)
+            sys.stderr.flush()
+        if run.num_bytes > run.limits["output_bytes"]:
+            self._break(run, f"it wrote more than output_mb = {run.limits['output_bytes'] / 2**20:g}")
+
+    def _check_limits(self) -> None:
+        children = _children()
+        for run in list(self._runs.values()):
+            limits, count = run.limits, 1 + len(list(_descendants(children, run.pid)))
+            if time.monotonic() - run.begun > limits["timeout_s"]:
+                self._break(run, f"it took longer than timeout_s = {limits['timeout_s']:g}")
+            elif count > limits["processes"]:
+                self._break(run, f"it had more than max_processes = {limits['processes']}")
+
+    def _break(self, run: _Run, why: str) -> None:
+        run.broken = run.broken or why
+        self._finish(run)
+
+    def _finish(self, run: _Run) -> None:
+        """End a run's processes and answer."""
+        _kill_tree(run.pid)
+        _, status = os.waitpid(run.pid, 0)
+        del self._runs[run.id]
+        self._kill_orphans()
+        for fd, content in run.outputs.items():
+            os.set_blocking(fd, False)
+            with contextlib.suppress(BlockingIOError):
+                while part := os.read(fd, TAIL_BYTES):
+                    content += part
+        for fd in (run.exited, *run.outputs):
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(fd)
+            os.close(fd)
+        code = os.waitstatus_to_exitcode(status)
+        self._say({"id": run.id} | _answer(run, code))
+
+    def _kill_orphans(self) -> None:
+        """Kill children of this process that are no run: the orphans of runs that ended."""
+        known = {run.pid for run in self._runs.values()}
+        while orphans := [pid for pid in _children().get(os.getpid(), []) if pid not in known]:
+            for pid in orphans:
+                _kill_tree(pid)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
+
+
+def _answer(run: _Run, code: int) -> dict[str, Any]:
+    if run.broken is not None:
+        return {"broken": run.broken}
+    output = bytes(run.outputs[run.result])
+    if run.is_command:
+        if code:
+            return {"broken": f"its command ended with {code}"}
+        lines = output.split(b"\n")
+        last = next((line for line in reversed(lines) if line.strip()), b"")
+        try:
+            return {"result": json.loads(last)}
+        except ValueError:
+            return {"result": None}
+    try:
+        answer: dict[str, Any] = json.loads(output)
+        return {name: answer[name] for name in ("result", "broken") if name in answer}
+    except ValueError:
+        return {"broken": f"its process ended with {code}"}
+
+
+def _run_child(
+    agent: Callable[..., Any] | None, request: dict[str, Any], results: tuple[int, int], logs: tuple[int, int]
+) -> None:
+    """Run the agent in this forked process, which then ends."""
+    code = 1
+    try:
+        os.setsid()
+        _prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+        _prctl(SET_SUBREAPER, 1)
+        size = request["limits"]["memory_mb"] * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.environ.update(request["variables"])
+        os.dup2(logs[1], 2)
+        if request["command"] is not None:
+            _exec(request, results[1])
+        os.dup2(logs[1], 1)
+        assert agent is not None
+        answer = _called(agent, request["task"])
+        with os.fdopen(results[1], "wb") as file:
+            file.write(json.dumps(answer).encode())
+        code = 0
+    except BaseException as error:
+        os.write(logs[1], f"{described(error)}\n".encode())
+    finally:
+        os._exit(code)
+
+
+def _called(agent: Callable[..., Any], task: dict[str, Any]) -> dict[str, Any]:
+    try:
+        result = agent(task)
+        if inspect.isawaitable(result):
+            result = asyncio.run(_awaited(result))
+        # numpy's and torch's numbers are no JSON; texts stay texts, to be refused.
+        return {"result": json.loads(json.dumps(result, default=float))}
+    except BaseException as error:  # SystemExit too
+        why = " ".join(described(error).split())[:ERROR_CHARS]
+        return {"broken": f"it raised {why.encode(errors='backslashreplace').decode()}"}
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def _exec(request: dict[str, Any], stdout: int) -> None:
+    os.chdir(request["directory"])
+    with tempfile.TemporaryFile() as task:
+        task.write(json.dumps(request["task"]).encode())
+        task.seek(0)
+        os.dup2(task.fileno(), 0)
+    os.dup2(stdout, 1)
+    os.execvp(request["command"][0], request["command"])
+
+
+def _prctl(option: int, value: int) -> None:
+    """Set an attribute of this process; the kernel keeps both over exec, not over fork."""
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _children() -> dict[int, list[int]]:
+    """Process → its children, of all processes."""
+    found: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                # The name in parentheses may hold anything.
+                fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
+                found.setdefault(int(fields[1]), []).append(int(name))
+    return found
+
+
+def _descendants(children: dict[int, list[int]], pid: int) -> Iterator[int]:
+    for child in children.get(pid, ()):
+        yield child
+        yield from _descendants(children, child)
+
+
+def _kill_tree(pid: int) -> None:
+    """Kill a process of ours that was not reaped yet, after all its descendants."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+        # A stopped process starts no others; its descendants may, until they are killed.
+        killed = set[int]()
+        while rest := set(_descendants(_children(), pid)) - killed:
+            for child in rest:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+            killed |= rest
+        os.kill(pid, signal.SIGKILL)
+
+
+def _load(name: str) -> Callable[[dict[str, Any]], Any]:
+    """The function at an import path. Raises ValueError if it is not callable."""
+    module, _, attribute = name.partition(":")
+    found: Callable[[dict[str, Any]], Any] = getattr(importlib.import_module(module), attribute)
+    if not callable(found):
+        raise ValueError(f"{name} is {found!r}: must be a function of a task")
+    return found
+
+
+def main() -> None:
+    # Keep the agents' output and input apart from the protocol.
+    answers, requests = os.dup(1), os.dup(0)
+    for fd in (answers, requests):
+        os.set_inheritable(fd, False)
+    os.dup2(2, 1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+
+    def say(answer: dict[str, Any]) -> None:
+        content = json.dumps(answer).encode() + b"\n"
+        while content:
+            content = content[os.write(answers, content) :]
+
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        line += os.read(requests, 1)
+    first = json.loads(line)
+    end_with(first["parent"])
+    sys.path[:] = first["path"]
+    _prctl(SET_SUBREAPER, 1)
+    try:
+        agent = None if first["agent"] is None else _load(first["agent"])
+    except BaseException as error:  # SystemExit of a module too
+        say({"error": " ".join(described(error).split())[:ERROR_CHARS]})
+        return
+    say({"ready": True})
+    _Worker(agent, say).serve(requests)
+    for pid in _children().get(os.getpid(), []):
+        _kill_tree(pid)
+
+
+if __name__ == "__main__":
+    main()

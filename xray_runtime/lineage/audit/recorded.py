@@ -1,0 +1,75 @@
+"""Recorded answers in an audit: the chain, its segments, and the models that they name."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from xray_runtime.data.recorded import KEYS, RECORDED, read_segment, segment_name
+from xray_runtime.lineage.audit.findings import Finding
+from xray_runtime.lineage.log import LogView
+from xray_runtime.lineage.recorded import CHAIN, ChainView, read_chain
+from xray_runtime.lineage.reference import LineageStore
+from xray_runtime.lineage.signed_lines import ChainProblem, sound_lines
+from xray_runtime.lineage.signing import Verifier
+from xray_runtime.store.identity import file_sha256
+
+
+def check_recorded(store: LineageStore, log: LogView, verifier: Verifier | None, hashing: bool) -> Iterator[Finding]:
+    """Every segment against the signed chain, and the chain against its end in the signed log.
+
+    Args:
+        hashing: without it the segments are not read.
+    """
+    directory = store.output / RECORDED
+    chain = ChainView()
+    try:
+        for line in sound_lines(read_chain(store.output), verifier):
+            chain.add(line)
+    except ChainProblem as problem:
+        yield Finding(f"{RECORDED}/{CHAIN} {problem.number}", "recorded-broken", str(problem))
+        return
+    except ValueError as error:
+        yield Finding(f"{RECORDED}/{CHAIN}", "recorded-broken", str(error))
+        return
+    last = log.recorded
+    if last.entries and (last.entries > len(chain.heads) or chain.heads[last.entries - 1] != last.sha256):
+        detail = f"it has {len(chain.heads)} lines; the log names line {last.entries}, {last.sha256[:12]}"
+        yield Finding(f"{RECORDED}/{CHAIN}", "recorded-shorter", detail)
+    for number, sha256 in chain.segments.items():
+        reason = _difference(directory / segment_name(number), sha256, hashing)
+        if reason is not None:
+            yield Finding(f"{RECORDED}/{segment_name(number)}", "recorded-broken", reason)
+        elif hashing:
+            yield from _check_models(store, log, directory / segment_name(number))
+    # A segment after the last one is that of a recorder which was killed before it signed it: nothing reads it.
+    allowed = {segment_name(number) for number in (*chain.segments, chain.last + 1)}
+    for path in sorted(directory.glob("*.parquet")):
+        if path.name not in allowed:
+            yield Finding(f"{RECORDED}/{path.name}", "recorded-broken", f"no line of {CHAIN} names it")
+    yield from _check_modes(directory / KEYS)
+
+
+def _difference(path: Path, sha256: str, hashing: bool) -> str | None:
+    if path.is_symlink() or not path.is_file():
+        return "it is missing, or a link" if os.path.lexists(path.parent) else "the directory is missing"
+    return "its bytes are others" if hashing and file_sha256(path) != sha256 else None
+
+
+def _check_modes(keys: Path) -> Iterator[Finding]:
+    for path in [keys, *sorted(keys.glob("*"))] if keys.is_dir() else []:
+        if mode := stat.S_IMODE(path.lstat().st_mode) & 0o077:
+            yield Finding(f"{RECORDED}/{KEYS}", "recorded-readable", f"{path.name}: others have mode {mode:03o}")
+            return
+
+
+def _check_models(store: LineageStore, log: LogView, path: Path) -> Iterator[Finding]:
+    try:
+        models = {row["model"] for row in read_segment(path, ["model"])}
+    except ValueError as error:
+        yield Finding(f"{RECORDED}/{path.name}", "recorded-broken", str(error))
+        return
+    for model in sorted(models - store.graph.nodes.keys() - log.pruned):
+        yield Finding(f"{RECORDED}/{path.name}", "recorded-foreign", f"model {model[:12]}")

@@ -1,0 +1,147 @@
+"""The weights of a checkpoint in Hugging Face form: one safetensors file, or several and an index that names them.
+
+`model.safetensors.index.json` maps each tensor to its file. In the `metadata` of ours is also `sha256`: the digest of
+each file by the rank that wrote it (`store.shards.written_sha256`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Container, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import safe_open
+from torch import Tensor
+
+from xray_runtime.models.tensor_file import WEIGHTS_FILE, TensorFile, check_file
+from xray_runtime.store.identity import file_sha256
+from xray_runtime.store.shards import WEIGHTS_INDEX, read_index
+
+SHARD_BYTES = 5_000_000_000
+"""Largest size of a file of weights, unless one tensor is larger."""
+
+
+def weight_files(directory: Path) -> dict[str, Path]:
+    """Tensor → its file, for every tensor of a checkpoint; empty if it has no safetensors files under these names.
+
+    Raises:
+        ValueError: the index is damaged.
+    """
+    file = directory / WEIGHTS_FILE
+    if file.is_file():
+        with safe_open(file, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), file)
+    index = read_index(directory)
+    return {} if index is None else {name: directory / each for name, each in index.weight_map.items()}
+
+
+def tensors(directory: Path, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a checkpoint's tensors in order of their names, one at a time: those in `names`, or all."""
+    for name, file in sorted(weight_files(directory).items()):
+        if names is None or name in names:
+            # Opened for each tensor: pages of a mapped file stay in memory until it is closed.
+            with safe_open(file, framework="pt") as opened:
+                yield name, opened.get_tensor(name)
+
+
+def copy_weights(source: Path, directory: Path, number: int = 0, copiers: int = 1) -> None:
+    """Copy every `copiers`-th file of weights from the one `number` on, and the index if `number` is 0."""
+    for file in sorted(set(weight_files(source).values()))[number::copiers]:
+        shutil.copyfile(file, directory / file.name)
+    if not number:
+        write_digests(source, directory, {})
+
+
+def write_digests(source: Path, directory: Path, sha256: Mapping[str, str]) -> None:
+    """Write the index of `source`, if it has one, into `directory` with these digests of the files there."""
+    index = read_index(source)
+    if index is not None:
+        metadata = {key: value for key, value in index.metadata.items() if key != "sha256"}
+        content = {"metadata": metadata | ({"sha256": dict(sha256)} if sha256 else {}), "weight_map": index.weight_map}
+        (directory / WEIGHTS_INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def overwrite(directory: Path, weights: Iterable[tuple[str, Tensor]], number: int, writers: int) -> list[str]:
+    """Overwrite tensors of a checkpoint in place, in every `writers`-th file from the one `number` on.
+
+    All `writers` get the same `weights`. Returns the names of those that this one wrote.
+    """
+    files, written = weight_files(directory), []
+    mine = sorted(set(files.values()))[number::writers]
+    with contextlib.ExitStack() as stack:
+        opened = {file: stack.enter_context(TensorFile(file)) for file in mine}
+        for name, tensor in weights:
+            if files[name] in opened:
+                opened[files[name]].write(name, tensor)
+                written.append(name)
+    return written
+
+
+def checked_digests(directory: Path, number: int, checkers: int) -> dict[str, str]:
+    """sha256 by name of every `checkers`-th file of weights from the one `number` on.
+
+    Raises:
+        NonFiniteError: one has numbers that are not finite.
+    """
+    files = sorted(set(weight_files(directory).values()))[number::checkers]
+    for file in files:
+        check_file(file, file.name)
+    return {file.name: file_sha256(file) for file in files}
+
+
+def copy_tensors(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Overwrite the tensors `names` of one checkpoint by those of another, one at a time."""
+    files = weight_files(target)
+    for name, tensor in tensors(source, frozenset(names)):
+        with TensorFile(files[name]) as written:
+            written.write(name, tensor)
+
+
+def check_finite(directory: Path) -> None:
+    """Look at every tensor of the safetensors files below `directory`, but for those that a rank looked at before it
+    recorded their digests.
+
+    Raises:
+        NonFiniteError: one has numbers that are not finite.
+    """
+    for path in sorted(directory.rglob("*.safetensors")):
+        index = read_index(path.parent)
+        if index is None or path.name not in index.sha256:
+            check_file(path, path.relative_to(directory).as_posix())
+
+
+def same_trunk(one: Path, other: Path, top_layers: int) -> bool:
+    """Whether two checkpoints differ in nothing but the weights of `top_layers` upper layers and the final norm."""
+    if one == other:
+        return True
+    config, other_config = (json.loads((directory / "config.json").read_text()) for directory in (one, other))
+    names = weight_files(one).keys()
+    if config != other_config or names != weight_files(other).keys():
+        return False
+    above = _above_trunk(config, top_layers)
+    below = {name for name in names if not name.startswith(above)}
+    pairs = zip(tensors(one, below), tensors(other, below), strict=True)
+    return all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in pairs)
+
+
+def trunk_digest(directory: Path, top_layers: int) -> str:
+    """Digest of a checkpoint's config and of all weights but those of `top_layers` upper layers and the final norm."""
+    text = (directory / "config.json").read_text()
+    above = _above_trunk(json.loads(text), top_layers)
+    digest = xxhash.xxh3_128(text.encode())
+    for name, tensor in tensors(directory):
+        if not name.startswith(above):
+            digest.update(name.encode())
+            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _above_trunk(config: dict[str, Any], top_layers: int) -> tuple[str, ...]:
+    """Prefixes of the names of weights above a frozen trunk."""
+    layers = config["num_hidden_layers"]
+    return (*(f"model.layers.{n}." for n in range(layers - top_layers, layers)), "model.norm.")

@@ -1,0 +1,124 @@
+"""The record of an agent's episode: in the ledger (`answers`), and from there into a rollout.
+
+    {"calls": [{"key", "parent", "prompt", "seed", "ids", "ended", "is_trained", "options"}], "trained": [keys],
+     "reward", "info", "failure", "counts"}
+
+A call's `prompt` leaves out the tokens of its parent. A failure begins with its sort: `broke`, `unusable` or
+`infrastructure` (`agents.outcomes`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from xray_runtime.agents.episode import call_from_json
+from xray_runtime.agents.segments import Call, Row, rows
+from xray_runtime.data.rows import Ragged
+from xray_runtime.rl.agent_rows import encoded_branches
+from xray_runtime.rl.types import EpisodeColumns, Rollout
+
+Record = dict[str, Any]
+
+SORTS = {"broke": "broke", "unusable": "failed_unusable", "infrastructure": "failed_infrastructure"}
+"""Sort of failure → its metric."""
+
+
+def written_calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
+    """Calls as JSON, in an order that does not depend on time."""
+    by_key = {call.key: call for call in calls}
+    written = []
+    for call in sorted(calls, key=lambda call: call.key):
+        known = len(by_key[call.parent].tokens) if call.parent is not None else 0
+        names = ("key", "parent", "seed", "ids", "ended", "is_trained", "options")
+        written.append({name: getattr(call, name) for name in names} | {"prompt": call.prompt[known:]})
+    return written
+
+
+def read_calls(record: Mapping[str, Any]) -> dict[str, Call]:
+    """The calls of a record by key; without log-probabilities."""
+    written, found = {call["key"]: call for call in record["calls"]}, dict[str, Call]()
+
+    def read(key: str) -> Call:
+        if key not in found:
+            given = written[key]
+            before = read(given["parent"]).tokens if given["parent"] is not None else []
+            prompt, logprobs = before + given["prompt"], [0.0] * len(given["ids"])
+            found[key] = call_from_json(given | {"prompt": prompt, "logprobs": logprobs, "request": []})
+        return found[key]
+
+    for key in written:
+        read(key)
+    return found
+
+
+def rollout_of_records(
+    records: Sequence[Record],
+    calls: Sequence[Sequence[Call]],
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    rows_of: Sequence[int],
+    end_of_turn: int,
+    version: int,
+) -> Rollout:
+    """Episodes as the rows of a rollout.
+
+    Args:
+        calls: of each episode, with log-probabilities.
+        prompts: tokens of the dataset's prompts, for episodes without a call to train on.
+        seeds: of the episodes' tasks.
+        rows_of: each episode's number in the rollout.
+    """
+    split = [_rows(*given, end_of_turn) for given in zip(records, calls, prompts, strict=True)]
+    failures = [record["failure"] for record in records]
+    rewards = [np.nan if record["failure"] else record["reward"] for record in records]
+    masks = [[own for row in branches for own in row.sampled] for branches in split]
+    placed = [_on_last(mask, reward) for mask, reward in zip(masks, rewards, strict=True)]
+    columns = EpisodeColumns(
+        prompt_ids=Ragged.of(branches[0].prompt for branches in split),
+        response_mask=Ragged.of(masks, np.bool_),
+        turn_rewards=Ragged.of(placed, np.float32),
+        turns=np.array([len(record["trained"]) for record in records], np.int32),
+        episode_reward=np.array(rewards, np.float64),
+        failure=np.array(failures, object),
+        info=np.array([json.dumps(record["info"], sort_keys=True) for record in records], object),
+        answers=np.array([json.dumps(record, sort_keys=True) for record in records], object),
+        branches=Ragged.of(encoded_branches(branches) for branches in split),
+    )
+    return Rollout(
+        response_ids=Ragged.of([i for row in branches for i in row.ids] for branches in split),
+        rollout_logprobs=Ragged.of(([p for row in branches for p in row.logprobs] for branches in split), np.float32),
+        ended=np.array([not failure for failure in failures]),
+        seed=np.array(seeds),
+        version=np.full(len(records), version),
+        prompt=np.array(rows_of),
+        episodes=columns,
+    )
+
+
+def agent_metrics(answers: Sequence[str]) -> dict[str, float]:
+    """`agent/NAME`: counts over the episodes of a rollout, from its column `answers`."""
+    records = [json.loads(text) for text in answers]
+    totals = dict.fromkeys(SORTS.values(), 0.0)
+    for record in records:
+        for name, count in record["counts"].items():
+            totals[name] = totals.get(name, 0.0) + count
+        if record["failure"]:
+            totals[SORTS[record["failure"].partition(":")[0]]] += 1
+    return {f"agent/{name}": count for name, count in totals.items()}
+
+
+def _rows(record: Record, calls: Sequence[Call], prompt: Sequence[int], end_of_turn: int) -> list[Row]:
+    found = rows(calls, frozenset(record["trained"]))
+    # A row must have a token; nothing learns from a row without a reward.
+    return found or [Row(list(prompt), [end_of_turn], [0.0], [True])]
+
+
+def _on_last(mask: list[bool], reward: float) -> list[float]:
+    """The reward on the last sampled token."""
+    placed = [0.0] * len(mask)
+    placed[max(place for place, own in enumerate(mask) if own)] = 0.0 if np.isnan(reward) else reward
+    return placed

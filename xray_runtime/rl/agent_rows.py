@@ -1,0 +1,92 @@
+"""The branches of agents' episodes as rows for the models.
+
+An agent's episode is one row of a rollout, like any other: the first branch's prompt, then the tokens that follow it in
+each branch, one branch after the other. Only models read branches one by one, each after its own prompt:
+
+    the row          prompt 1  tokens 1  tokens 2
+    the models       prompt 1  tokens 1
+                     prompt 2  tokens 2
+
+So a column over response tokens has the same values in both forms, and only other offsets. `branches` holds, for each
+branch, the numbers of prompt and response tokens, then the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from xray_runtime.agents.segments import Row
+from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.text_rows import text_rows
+
+BRANCHES = "branches"
+ID_STEP = 2**32
+"""Added to a row's `id` for each further branch."""
+
+
+def encoded_branches(rows: Sequence[Row]) -> list[int]:
+    """The branches of one episode as numbers."""
+    return [number for row in rows for number in (len(row.prompt), len(row.ids), *row.prompt)]
+
+
+def decoded_branches(numbers: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+    """(prompt, number of response tokens) of each branch."""
+    start = 0
+    while start < len(numbers):
+        end = start + 2 + int(numbers[start])
+        yield numbers[start + 2 : end], int(numbers[start + 1])
+        start = end
+
+
+def split_branches(rows: Rows, branches: Ragged | None) -> tuple[Rows, Callable[[Rows], Rows]]:
+    """(rows for the models, function that undoes the split in their outputs); None: not the episodes of agents."""
+    if branches is None:
+        return rows, lambda outputs: outputs
+    split = BranchRows.of(rows | {BRANCHES: branches})
+    return split.rows, split.merged
+
+
+@dataclass(frozen=True)
+class BranchRows:
+    """Rows for the models, and how to undo the split.
+
+    Args:
+        rows: one row a branch, without `branches`.
+    """
+
+    rows: Rows
+    counts: np.ndarray
+    """Number of branches of each episode [B]."""
+    offsets: np.ndarray
+    """Offsets of the episodes' response tokens."""
+
+    @classmethod
+    def of(cls, rows: Rows) -> BranchRows:
+        """Split rows that have `branches`; columns of response tokens are split, others repeated."""
+        split = [list(decoded_branches(numbers)) for numbers in rows[BRANCHES]]
+        counts = np.array([len(branches) for branches in split])
+        lengths = np.array([length for branches in split for _, length in branches])
+        fine = np.cumsum([0, *lengths], dtype=np.int64)
+        text = zip(rows["input_ids"], rows["prompt_lengths"], strict=True)
+        responses = Ragged(np.concatenate([ids[start:] for ids, start in text]), fine)
+        prompts = [prompt for branches in split for prompt, _ in branches]
+        found = text_rows(prompts, responses)
+        numbers = np.concatenate([np.arange(count) for count in counts])
+        if "id" in rows:
+            found["id"] = np.repeat(rows["id"], counts) + ID_STEP * numbers
+        for name, column in rows.items():
+            if name not in found and name != BRANCHES:
+                is_ragged = isinstance(column, Ragged)
+                found[name] = Ragged(column.values, fine) if is_ragged else np.repeat(column, counts)
+        return cls(found, counts, np.concatenate([[0], fine[np.cumsum(counts)]]))
+
+    def merged(self, outputs: Rows) -> Rows:
+        """Outputs of models on `rows` as columns of episodes; a number of a row is that of the last branch."""
+        last = np.cumsum(self.counts) - 1
+        return {
+            name: Ragged(column.values, self.offsets) if isinstance(column, Ragged) else column[last]
+            for name, column in outputs.items()
+        }
