@@ -52,16 +52,17 @@ def test_the_json_contract() -> None:
         loading = parts["weights"] + parts["process"] + parts.pop("loading")
         assert content["memory_gb"][name] == pytest.approx(max(sum(parts.values()), loading), abs=1e-3)
         assert content["memory_gb"][name] <= content["usable_gb"] == pytest.approx(0.9 * 80 * 1.073741824, abs=1e-3)
-    # All five models are on all 64 GPUs, awake.
-    assert content["in_turn"] is content["trainer_sleeps"] is False
+    # All five models are on all 64 GPUs; the generator sleeps while the others work.
+    assert (content["in_turn"], content["trainer_sleeps"]) == (True, False)
     assert {layout["num_devices"] for layout in content["layout"].values()} == {64}
-    assert content["peak_gb"] == pytest.approx(sum(content["memory_gb"].values()), abs=1e-3)
+    others = sum(size for name, size in content["memory_gb"].items() if name != "generator")
+    assert content["peak_gb"] == pytest.approx(others + content["breakdown_gb"]["generator"]["process"], abs=1e-3)
     [limit] = content["limits"]
-    peak = content["peak_gb"]
-    assert limit.startswith(f"the fullest device needs {peak:.1f} of 77.3 usable GB, most of it policy's activations (")
+    # 2 bytes of each of 7.5 × 10⁹ weights, whole under ZeRO-2.
+    assert limit == "the fullest device needs 74.5 of 77.3 usable GB, most of it policy's weights (15.0 GB)"
     assert content["reasons"] == content["suggestions"] == []
     seconds = content["seconds"]
-    assert seconds.keys() == {"generate", "score", "update", "sync"}
+    assert seconds.keys() == {"generate", "score", "update", "sync", "sleep"}
     assert content["bottleneck"] == max(seconds, key=seconds.__getitem__)
     # 4 bytes of a checkpoint's parameters; of policy and critic two snapshots of 12.
     assert content["disk_gb"] == {
@@ -138,7 +139,7 @@ def test_how_models_are_trained_shows(tmp_path: Path) -> None:
         assert found["breakdown_gb"]["policy"]["optimizer"] == 0
     assert content["peak_gb"] == max(found["peak_gb"] for found in content["stages"].values())
     # In one column where a person looks.
-    assert "ZeRO-3 DP2 bf16 LoRA 8 offload recompute" in xray_plan(*asked).stdout
+    assert "ZeRO-3 DP5 bf16 LoRA 8 offload recompute" in xray_plan(*asked).stdout
 
 
 def test_people_see_a_table_and_reasons() -> None:

@@ -91,16 +91,16 @@ def test_more_replicas_never_take_longer(stage: int) -> None:
 
 
 def test_slow_links_change_what_is_fastest() -> None:
-    """ZeRO-3 gathers all weights twice a pass: on PCIe that is most of the time, on NVLink it hides."""
+    """ZeRO-3 gathers all weights twice a pass: slow networks show it, fast ones hide it."""
     small = replace(BASE, micro_batch_tokens=2048)
 
     def ratio(gpu: Any) -> float:
         by_stage = [
-            update_seconds(policy(small), Layout(zero_stage=stage, dp=8), small, machine(8, gpu)) for stage in (1, 3)
+            update_seconds(policy(small), Layout(zero_stage=stage, dp=64), small, machine(64, gpu)) for stage in (1, 3)
         ]
         return by_stage[1] / by_stage[0]
 
-    assert ratio(L4) > 1.3 * ratio(H100)
+    assert ratio(L4) > 1.2 * ratio(H100)
     assert ratio(H100) > 1
 
 

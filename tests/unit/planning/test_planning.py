@@ -18,7 +18,7 @@ from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.loading import validate
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.planning.auto import GraphPlan, choose_layouts, plan, plan_call
+from xray_runtime.planning.auto import GraphPlan, choose_layouts, plan, plan_call, with_layouts
 from xray_runtime.planning.changes import UNCHANGED, Changes
 from xray_runtime.planning.demand import check_call
 from xray_runtime.planning.generator_memory import kv_cache_bytes
@@ -67,8 +67,8 @@ def test_longer_sequences_never_need_less(count: float, index: int, layout: Layo
     assert few.memory(few.roles[index], layout).total <= many.memory(many.roles[index], layout).total
 
 
-@settings(max_examples=40)
-@given(COUNTS, st.integers(1, 200), st.integers(1, 50), st.sampled_from([16, 40, 80]))
+@settings(max_examples=12, deadline=None)
+@given(COUNTS, st.integers(1, 64), st.integers(1, 32), st.sampled_from([16, 40, 80]))
 def test_what_fits_still_fits_on_more(count: float, devices: int, more: int, gib: int) -> None:
     workload = from_parameters(count, 1024)
     if search(workload, machine(devices, gib)).fits:
@@ -76,8 +76,8 @@ def test_what_fits_still_fits_on_more(count: float, devices: int, more: int, gib
         assert search(workload, machine(devices, gib + more)).fits
 
 
-@settings(max_examples=40)
-@given(COUNTS, st.integers(1, 300), st.sampled_from([4, 24, 80, 141]), st.sampled_from([64, 2048, 32768]))
+@settings(max_examples=12, deadline=None)
+@given(COUNTS, st.integers(1, 64), st.sampled_from([4, 24, 80, 141]), st.sampled_from([64, 2048, 32768]))
 def test_a_plan_keeps_to_the_machine(count: float, devices: int, gib: int, length: int) -> None:
     workload = from_parameters(count, length)
     plan = search(workload, machine(devices, gib))
@@ -185,7 +185,7 @@ def test_what_is_proposed_can_be_run(model: str) -> None:
     """Whatever is written: the layouts, put into the config, are allowed, and the machine has what they ask for."""
     chance = random.Random(0)
     proposed: Counter[str] = Counter()
-    for _ in range(250):
+    for _ in range(100):
         data, there = any_config(chance, model), any_machine(chance)
         node = there.devices_per_node or there.num_devices
         sizes = [node] * (there.num_devices // node) + [there.num_devices % node]
@@ -199,15 +199,18 @@ def test_what_is_proposed_can_be_run(model: str) -> None:
             if not call.kind.models(call.config):
                 continue
             try:
-                chosen, _ = choose_layouts(call, there, nodes)
-            except ConfigError as error:
-                proposed["no plan fits" if "no plan fits" in str(error) else "refused"] += 1
+                found = plan_call(call, there, nodes)
+            except ConfigError:
+                proposed["refused"] += 1
                 continue
+            assert found is not None
+            if not found.fits:
+                proposed["no plan fits"] += 1
+                continue
+            chosen = with_layouts(call, found)
             assert chosen.config == call.kind.validated(chosen.config.model_dump(mode="json"))
             assert chosen.runtime.parallel == "as_written"
             check_call(chosen, there.device, nodes)
-            found = plan_call(call, there, nodes)
-            assert found is not None
             proposed[f"{found.kind} on {there.device}"] += 1
     assert {name for name in proposed if name.endswith("on cuda")} >= {
         "colocated on cuda",
