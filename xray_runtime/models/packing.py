@@ -36,7 +36,8 @@ class Prompts(NamedTuple):
     """Tokens of each sequence's prompt [B]."""
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True)
+class Run:
     """Neighbours in the row that are equally long."""
 
     count: int
@@ -208,8 +209,9 @@ def _in_two_kernels(query: Tensor, key: Tensor, value: Tensor, trees: Trees, sca
         offsets, key_offsets = (
             torch.nn.functional.pad(torch.tensor(of).cumsum(0), (1, 0)).int().to(q.device) for of in (lengths, num_keys)
         )
-        options = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": q.shape[1] != k.shape[1]}
-        out = varlen_attn(q, k, v, offsets, key_offsets, max(lengths), max(num_keys), **options)
+        grouped = q.shape[1] != k.shape[1]
+        bounds = offsets, key_offsets, max(lengths), max(num_keys)
+        out = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=(-1, 0), enable_gqa=grouped)
         assert isinstance(out, Tensor)
         return out
 
