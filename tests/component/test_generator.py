@@ -153,6 +153,10 @@ def test_the_life_of_a_generator(models: dict[str, Any], prompts: Rows, tiny_mod
     expected = _logprobs(tiny_model, list(mixed.items()), asked, third)
     np.testing.assert_allclose(third["rollout_logprobs"].values, expected, atol=2e-5)
 
+    # A checkpoint's files replace all of them.
+    ray.get(models["generator"].load_checkpoint.remote(tiny_model, 3))
+    same(generate(models, prompts, 3), first)
+
 
 def _logprobs(
     directory: Path, weights: list[tuple[str, torch.Tensor]], asked: list[list[int]], out: Rows

@@ -193,13 +193,14 @@ def test_buffers_that_a_checkpoint_holds_are_read_too(tiny_model: Path, tmp_path
     assert lm.lm_head.weight is lm.model.embed_tokens.weight
 
 
-def test_a_checkpoint_that_is_no_single_file_is_read_whole(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_in_several_files_is_read_tensor_by_tensor(tiny_model: Path, tmp_path: Path) -> None:
     lm: Any = load_model(tiny_model)
     lm.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
     assert not (tmp_path / "shards" / "model.safetensors").exists()
-    whole = skeleton_of(tmp_path / "shards")
-    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), lm.parameters(), strict=True))
-    assert all(p.is_meta for p in skeleton_of(tiny_model).parameters())
+    assert all(p.is_meta for p in skeleton_of(tmp_path / "shards").parameters())
+    module = HeadedLM(skeleton_of(tmp_path / "shards"))
+    load_shard(module, Weights(module, tmp_path / "shards"), torch.device("cpu"))
+    assert all(torch.equal(p, q) for p, q in zip(module.lm.parameters(), lm.parameters(), strict=True))
     lacking = {n: t for n, t in load_file(tiny_model / "model.safetensors").items() if n != "model.norm.weight"}
     lm.config.save_pretrained(tmp_path)
     save_file(lacking, tmp_path / "model.safetensors", {"format": "pt"})
@@ -212,8 +213,13 @@ def test_a_checkpoint_that_is_no_single_file_is_read_whole(tiny_model: Path, tmp
     [
         [ZERO_3 | {"num_workhorses": 4}, TP, MEGATRON, {}],
         [PP, TP_PP, {"zero_stage": 2, "num_workhorses": 2}, ZERO_3],
+        [ALL, ZERO_3, {}],
     ],
-    ids=["ZeRO-3 on 4, TP 2, Megatron TP 2, one process", "PP 2, TP 2 × PP 2, ZeRO-2, ZeRO-3"],
+    ids=[
+        "ZeRO-3 on 4, TP 2, Megatron TP 2, one process",
+        "PP 2, TP 2 × PP 2, ZeRO-2, ZeRO-3",
+        "TP 2 × PP 2 × DP 2, ZeRO-3 on 2, one process",
+    ],
 )
 def test_a_model_goes_on_under_another_layout(
     alone: Run, tiny_model: Path, batches: list[Rows], tmp_path: Path, layouts: list[dict[str, Any]]

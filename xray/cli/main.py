@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from xray.cli import artifacts, chat, compare, keys, lineage, rollouts, tune, up
+from xray.cli.doctor import doctor
 from xray.cli.errors import Commands
 from xray.cli.plan import plan
 from xray.cli.promote import promote
@@ -35,7 +36,7 @@ def automations() -> None:
 
 
 COMMANDS: tuple[Any, ...] = (
-    *(run, plan, tune.tune, up.up, up.down, up.status),
+    *(run, plan, tune.tune, up.up, up.down, up.status, doctor),
     *(lineage.lineage, lineage.diff, lineage.audit, rollouts.rollouts, rollouts.replay),
     *(chat.chat, compare.compare, compare.preferences, promote, serve, recorded),
     *(artifacts.prune, artifacts.export, artifacts.import_, artifacts.fetch),

@@ -22,7 +22,7 @@ MAX_INFO = 100
 
 @dataclass(frozen=True)
 class Posted:
-    """What an agent says about its episode."""
+    """An agent's statement about its episode."""
 
     value: float | None = None
     final: bool = True

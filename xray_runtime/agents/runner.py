@@ -25,7 +25,7 @@ class Address:
     """Where an agent reaches the policy."""
 
     url: str
-    """Of its episode, without `/v1`."""
+    """Base URL of its episode, without `/v1`."""
     secret: str
 
     def variables(self) -> dict[str, str]:
@@ -83,11 +83,13 @@ class _ProcessRunner:
         config, directory = self._config, None
         variables = address.variables()
         if config.command is not None:
-            directory = config.directory or tempfile.mkdtemp(prefix="xray-agent-")
+            directory = tempfile.mkdtemp(prefix="xray-agent-")
+            if config.directory is not None:
+                shutil.copytree(config.directory, directory, symlinks=True, dirs_exist_ok=True)
             variables |= {} if config.venv is None else _of_venv(Path(config.venv))
         request = {"task": dict(task), "variables": variables, "command": config.command, "directory": directory}
         number, outcome = self._worker.run(request | {"limits": self._limits})
-        if directory is not None and config.directory is None:
+        if directory is not None:
             outcome.add_done_callback(lambda _: shutil.rmtree(directory, ignore_errors=True))
         return Run(outcome, lambda: self._worker.kill(number))
 

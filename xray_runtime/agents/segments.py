@@ -53,7 +53,7 @@ class Call:
     options: dict[str, Any]
     """How it was sampled, where that differs from the stage's sampling."""
     request: list[str] = field(default_factory=list)
-    """What its history adds to the parent's, one text a message, to name differences."""
+    """Additions of its history to the parent's, one text a message, to name differences."""
 
     @property
     def tokens(self) -> list[int]:

@@ -55,6 +55,7 @@ class AgentWorker:
                 return number, answer
             if self._process.poll() is not None:
                 log.warning("the process of agents ended with %s; it is started again", self._process.returncode)
+                os.close(self._held)
                 self._start()
             self._pending[number] = answer
             self._write({"id": number, **request})

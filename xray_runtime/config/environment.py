@@ -57,7 +57,7 @@ class AgentConfig(Section):
     command: Annotated[list[str], Field(min_length=1)] | None = None
     """A program with its arguments. The task is JSON on its standard input; it posts its reward, or prints it last."""
     directory: Source | None = None
-    """Where the command runs; None: in an empty directory of each episode."""
+    """Files of the command, which runs in a copy of this directory for each episode; None: in an empty one."""
     venv: Source | None = None
     """A Python virtual environment for the command."""
     url: Annotated[str, Field(pattern=r"^https?://[^\s@]+$")] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -65,7 +65,7 @@ class RuntimeConfig(Section):
     """A rank that lets its peers wait longer for it in a collective is replaced, and its stage continues from a
     snapshot. Allow as much as one rank may need to work alone. torch has its own limit of thirty minutes."""
     generator_memory_gib: Annotated[float, Field(ge=0.25)] = 1.0
-    """Memory for vLLM's KV cache on CPU."""
+    """Largest size of vLLM's KV cache on CPU."""
     gpu_memory_fraction: Fraction = 0.4
     """Share of a GPU that vLLM may use on CUDA."""
     snapshot_every: Count = 10
@@ -84,12 +84,8 @@ class RuntimeConfig(Section):
     restarts: Annotated[int, Field(ge=0, le=100)] = 3
     """Restarts of the whole run after its driver or Ray was lost; each continues from finished stages and snapshots."""
     stall_timeout_s: Annotated[float, Field(ge=10.0)] = 1800.0
-    """A run without progress for this long is killed and restarted."""
-
-    def in_keys(self) -> dict[str, Any]:
-        """The fields that change results; they are in every stage key."""
-        found: dict[str, Any] = {"device": self.device, "threads": self.threads}
-        return found | ({"reproducible": self.reproducible, "tf32": self.tf32} if self.device == "cuda" else {})
+    """A run without progress for this long is killed and restarted. A micro-batch or a step of generation is progress
+    too."""
 
     @model_validator(mode="after")
     def _chosen_once(self) -> Self:

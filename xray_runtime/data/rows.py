@@ -130,14 +130,24 @@ def balance(costs: Sequence[int] | np.ndarray, num_loads: int) -> list[list[int]
 
 
 def shard(rows: Rows, num_shards: int) -> list[Rows]:
-    """Shard r gets rows r, r + num_shards, …, so that sorted lengths stay balanced."""
-    return [{name: column[r::num_shards] for name, column in rows.items()} for r in range(num_shards)]
+    """Shard r gets rows r, r + num_shards, …, so that sorted lengths stay balanced.
+
+    Where rows have the same prompts, shards are neighbours instead, sorted by prompt: a prompt is in few shards.
+    """
+    return [rows] if num_shards == 1 else [take(rows, places) for places in _shard_places(rows, num_shards)]
 
 
-def merge(shards: Sequence[Rows]) -> Rows:
-    """The inverse of `shard`."""
-    total = sum(map(num_rows, shards))
-    return join(shards, [list(range(r, total, len(shards))) for r in range(len(shards))])
+def merge(shards: Sequence[Rows], rows: Rows) -> Rows:
+    """What was made of the shards of `rows`, in the order of `rows`."""
+    return join(shards, [places.tolist() for places in _shard_places(rows, len(shards))])
+
+
+def _shard_places(rows: Rows, num_shards: int) -> list[np.ndarray]:
+    count = num_rows(rows)
+    alike = alike_prompts(rows)[:count] if "prompt_lengths" in rows and num_shards > 1 else np.arange(count)
+    if len(np.unique(alike)) < count:
+        return np.array_split(np.argsort(alike, kind="stable"), num_shards)
+    return [np.arange(r, count, num_shards) for r in range(num_shards)]
 
 
 def join(parts: Sequence[Rows], places: Sequence[Sequence[int] | range]) -> Rows:

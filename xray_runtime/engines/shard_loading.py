@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,20 @@ from xray_runtime.signs import part_done
 if TYPE_CHECKING:
     from xray_runtime.engines.training.tensor import Split
 
+SMALL = 100_000
+"""Elements up to which rank 0 reads a parameter for all: below ZeRO-3's limit every rank may keep it whole."""
 EMBEDDING = "model.embed_tokens.weight"
+
+
+class Partition(Protocol):
+    """Leaves every rank its share of a parameter."""
+
+    by_share: bool
+    """Whether ranks can fill in their shares by themselves."""
+
+    def __call__(self, parameter: nn.Parameter, share: Callable[[int, int], Tensor] | None) -> None:
+        """Partition a parameter that rank 0 has whole and the others have empty; with `share` all have it empty, and
+        each fills in the elements `share(start, size)` of the flattened parameter."""
 
 
 class Weights:
@@ -93,14 +107,14 @@ def load_shard(
     weights: Weights,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-    partition: Callable[[nn.Parameter], None] | None = None,
+    partition: Partition | None = None,
 ) -> None:
     """Load the parameters of `module` in `dtype` and its buffers onto `device`.
 
     Args:
-        partition: gives every rank its share of a parameter that rank 0 has whole and the others have empty.
+        partition: leaves every rank its share of a parameter, which the rank reads by itself where it can.
     """
-    reads = partition is None or dist.get_rank() == 0
+    first = partition is None or dist.get_rank() == 0
     places: dict[int, list[tuple[Any, str]]] = {}
     for owner in module.modules():
         for key, parameter in owner._parameters.items():
@@ -108,7 +122,8 @@ def load_shard(
             places.setdefault(id(parameter), []).append((owner, key))
     for name in [name for name, _ in module.named_parameters()]:
         old = module.get_parameter(name)
-        if reads:
+        shared = partition is not None and partition.by_share and old.is_meta and old.numel() > SMALL
+        if first and not shared:
             value = (weights.value(name) if old.is_meta else old.detach()).to(dtype)
         else:
             value = torch.empty(old.shape, dtype=dtype)
@@ -116,7 +131,7 @@ def load_shard(
         # AutoTP stores attributes on parameters.
         new.__dict__ |= old.__dict__
         if partition is not None:
-            partition(new)
+            partition(new, functools.partial(weights.share, name) if shared else None)
         for owner, key in places[id(old)]:
             owner._parameters[key] = new
         part_done()

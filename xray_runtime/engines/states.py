@@ -26,7 +26,7 @@ from xray_runtime.store.shards import Piece, Shard, index_path, overlaps, read_s
 
 WEIGHT = "weight"
 BYTES = 4
-"""Of a float32 element."""
+"""Size of a float32 element."""
 
 
 def hugging_face_name(name: str) -> str:

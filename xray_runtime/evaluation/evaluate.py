@@ -17,6 +17,7 @@ from xray_runtime.evaluation.human_verdicts import human_judge
 from xray_runtime.evaluation.judging import Scoring, judge, record_replies
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.objectives import ReferenceObjective
+from xray_runtime.rl.agent_rows import split_branches
 from xray_runtime.rl.policy_replies import PolicyReplies, sample_policy
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.dataset import max_prompt_tokens
@@ -90,9 +91,9 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
 
 def _kl(models: dict[str, ModelHandle], replies: PolicyReplies) -> float:
     """KL(policy ‖ before) of a whole reply in nats: k1 over the policy's own samples."""
-    rows = text_rows(replies.begun, replies.ids)
+    rows, merged = split_branches(text_rows(replies.begun, replies.ids), replies.branches)
     # Both work at the same time and share threads.
-    after, before = get_all([models[side].score.remote(rows, 2) for side in ("after", "before")])
+    after, before = map(merged, get_all([models[side].score.remote(rows, 2) for side in ("after", "before")]))
     logprobs, ref_logprobs = after["ref_logprobs"], before["ref_logprobs"]
     chosen = logprobs.mask() if replies.mask is None else replies.mask.dense()
     padded = (torch.from_numpy(x) for x in (logprobs.dense(), ref_logprobs.dense(), chosen))

@@ -19,7 +19,7 @@ from xray_runtime.data.gold import load_gold
 from xray_runtime.data.verdicts import outcomes
 from xray_runtime.rl.reward_sources import RewardSources
 from xray_runtime.seeding import derive_seed
-from xray_runtime.workers.protocols import ModelHandle, get_all
+from xray_runtime.workers.protocols import ModelHandle
 
 if TYPE_CHECKING:
     from xray_runtime.config.evaluate import EvaluationConfig
@@ -88,9 +88,7 @@ class Scoring:
             self.panel.judges.setdefault(GOLD, {})[side] = torch.tensor(self._gold(prompt_texts, replies)).double()
         both = (self._rewards, self._judges)
         at_once = sum(len(sources.roles) for sources in both)
-        calls = [sources.requests(models, prompts, replies, tokens, at_once or None) for sources in both]
-        answers = get_all([call for of_source in calls for call in of_source])
-        of_rewards, of_judges = answers[: len(calls[0])], answers[len(calls[0]) :]
+        of_rewards, of_judges = (s.requests(models, prompts, replies, tokens, at_once or None) for s in both)
         if self._rewards.weights:
             scores = self._rewards.scores(
                 of_rewards, prompt_texts, replies, messages=prompts, columns=columns, episodes=episodes, tokens=tokens

@@ -14,6 +14,7 @@ from xray_runtime.lineage.graph import Graph, Node, checkpoint_paths, read_graph
 from xray_runtime.lineage.log import view
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_manifest
 from xray_runtime.store.manifest import MANIFEST
+from xray_runtime.store.shards import WEIGHTS_INDEX
 from xray_runtime.tracking.mlflow_tracker import ARTIFACTS
 from xray_runtime.tracking.registry import registered_checkpoint
 
@@ -190,9 +191,13 @@ def find(reference: str, store: LineageStore) -> Node:
     return matches[0]
 
 
+WEIGHTS = {"model.safetensors", WEIGHTS_INDEX}
+"""Files of which a model in Hugging Face form has one."""
+
+
 def require_language_model(node: Node) -> None:
     """Raises ConfigError where a checkpoint is not a model that replies: by its type, or by its files where the type is
     not known in this process."""
     type, files = node.manifest.type, {entry.path for entry in node.manifest.files}
-    if not (node.is_a(Model) or (type not in TYPES and {"config.json", "model.safetensors"} <= files)):
+    if not (node.is_a(Model) or (type not in TYPES and "config.json" in files and files & WEIGHTS)):
         raise ConfigError(f"REF: {node.name} is not allowed: it is a {type}; must be a {Model.__name__}")

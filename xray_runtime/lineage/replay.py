@@ -262,6 +262,7 @@ class _ReplayRecorder:
     def published(self) -> None:
         """Compare the files of the body, which has ended, with the checkpoint's."""
         from xray_runtime.models.tensor_file import WEIGHTS_FILE
+        from xray_runtime.store.shards import WEIGHTS_INDEX
 
         for entry in self._stage.node.manifest.files:
             if entry.path.startswith(f"{LEDGER}/"):
@@ -271,7 +272,8 @@ class _ReplayRecorder:
             if made != entry.sha256:
                 self._end(Difference(self._result.iteration, None, entry.path, entry.sha256, made))
             self._result.files += 1
-            if entry.path == WEIGHTS_FILE:
+            # The index has the digests of all files of weights.
+            if entry.path in (WEIGHTS_FILE, WEIGHTS_INDEX):
                 self._result.weights = made
 
     def _end(self, found: Difference) -> None:

@@ -45,6 +45,8 @@ BANDWIDTH = 0.7
 """Share of peak memory and host rates."""
 COLLECTIVE = 0.5
 """Share of peak link rates in collectives."""
+EXPOSED = 0.1
+"""Share of the shorter of computation and ZeRO's collectives that does not overlap with the longer."""
 LAYER_S = 3e-4
 """Least time of one layer's forward pass: its kernels are started one by one."""
 STEP_S = 4e-3
@@ -105,7 +107,7 @@ def score_seconds(role: Role, layout: Layout, workload: Workload, machine: Machi
     flops = rows * forward_flops(role, workload) / (layout.tp * layout.pp)
     compute = max(flops / links.flops(role.weight_bytes, tokens), passes * role.shape.num_layers * LAYER_S)
     gathered = passes * _gather_bytes(role, layout) / links.ring(layout.dp)
-    return max(compute, gathered) + passes * _split_seconds(role, layout, tokens, links)
+    return _overlapped(compute, gathered) + passes * _split_seconds(role, layout, tokens, links)
 
 
 def update_seconds(role: Role, layout: Layout, workload: Workload, machine: Machine) -> float:
@@ -132,7 +134,9 @@ def update_seconds(role: Role, layout: Layout, workload: Workload, machine: Mach
     if layout.zero_stage in (1, 2):
         moved += trained * role.weight_bytes * (layout.dp - 1) / layout.dp
     split = (2 + options.checkpointing) * passes * _split_seconds(role, layout, tokens, links)
-    return steps * (max(compute, moved / ring) + split + _optimizer_seconds(role, layout, trained, links))
+    handed = tokens * shape.hidden_size * role.weight_bytes / links.ring(2, layout.tp) + REDUCE_S
+    split += 2 * passes * (layout.pp - 1) * handed
+    return steps * (_overlapped(compute, moved / ring) + split + _optimizer_seconds(role, layout, trained, links))
 
 
 def generate_seconds(role: Role, layout: Layout, workload: Workload, machine: Machine) -> float:
@@ -199,6 +203,10 @@ def trained_parameters(role: Role, layout: Layout) -> int:
     if role.top_layers is not None:
         return role.top_layers * shape.layer_parameters(tp)
     return device_parameters(shape, tp, pp)
+
+
+def _overlapped(compute: float, moved: float) -> float:
+    return max(compute, moved) + EXPOSED * min(compute, moved)
 
 
 def _gather_bytes(role: Role, layout: Layout) -> float:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.planning.cost import (
     generate_seconds,
     iteration_seconds,
@@ -63,16 +64,9 @@ Candidate = tuple[float, Sleeps, Choice, Choice, Choice]
 
 def plans(workload: Workload, machine: Machine) -> Iterator[Plan]:
     """Plans that fit, the fastest first; the nearest of each placement where none does."""
-    offloaded = [workload]
+    yield from _plans(workload, machine)
     if "offload" in workload.open_choices:
-        offloaded.append(workload.with_options(offload=True))
-    for one in offloaded:
-        found = False
-        for plan in _plans(one, machine):
-            found |= plan.fits
-            yield plan
-        if found:
-            return
+        yield from _plans(workload.with_options(offload=True), machine)
 
 
 def _plans(workload: Workload, machine: Machine) -> Iterator[Plan]:
@@ -268,7 +262,12 @@ class _Search:
             most = min(groups(self._machine, tp, []), workload.rollout_size)
             counts = _counts(most, fewer) if free else [workload.generator_replicas]
             if pp == 1:
-                found[tp] = [count for count in counts if count <= most or workload.generator_replicas > 1]
+                found[tp] = [count for count in counts if count <= most]
+        if self._sampled and not any(found.values()):
+            raise ConfigError(
+                f"runtime.generator_replicas: {workload.generator_replicas} is not allowed: must be at most "
+                f"{self._machine.num_devices}, the number of GPUs, and at most the replies of a rollout"
+            )
         return found
 
     def _generating(self, replicas: Mapping[int, Sequence[int]], *, shared: bool) -> Iterator[Choice]:

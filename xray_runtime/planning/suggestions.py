@@ -87,7 +87,7 @@ def suggest(planner: Planner, changes: Changes, planned: GraphPlan) -> Iterator[
     written = "micro_batch_tokens" not in workload.open_choices
     most = workload.micro_batch_tokens - max(workload.sequence_tokens, 16) if written else 0
     for suggestion, low, high in (
-        (devices, machine.num_devices + 1, MAX_DEVICES),
+        (devices, machine.num_devices + 1, min(64 * machine.num_devices, MAX_DEVICES)),
         (memory, now + 1, now + enough),
         (narrower, 1, most),
     ):

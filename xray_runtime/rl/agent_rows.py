@@ -13,7 +13,7 @@ branch, the numbers of prompt and response tokens, then the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +39,14 @@ def decoded_branches(numbers: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
         end = start + 2 + int(numbers[start])
         yield numbers[start + 2 : end], int(numbers[start + 1])
         start = end
+
+
+def split_branches(rows: Rows, branches: Ragged | None) -> tuple[Rows, Callable[[Rows], Rows]]:
+    """(rows for the models, function that undoes the split in their outputs); None: not the episodes of agents."""
+    if branches is None:
+        return rows, lambda outputs: outputs
+    split = BranchRows.of(rows | {BRANCHES: branches})
+    return split.rows, split.merged
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,8 @@ class BranchRows:
         prompts = [prompt for branches in split for prompt, _ in branches]
         found = text_rows(prompts, responses)
         numbers = np.concatenate([np.arange(count) for count in counts])
-        found["id"] = np.repeat(rows["id"], counts) + ID_STEP * numbers
+        if "id" in rows:
+            found["id"] = np.repeat(rows["id"], counts) + ID_STEP * numbers
         for name, column in rows.items():
             if name not in found and name != BRANCHES:
                 is_ragged = isinstance(column, Ragged)

@@ -37,6 +37,8 @@ class PolicyReplies:
     """`ids` as text for display, with the tokens read between turns in brackets."""
     mask: Ragged | None = None
     """True where the policy sampled the token of `ids`; None: it sampled all."""
+    branches: Ragged | None = None
+    """`EpisodeColumns.branches`."""
     scores: list[Score] | None = None
     """The environment's scores."""
     means: dict[str, float] = field(default_factory=dict)
@@ -74,4 +76,4 @@ def sample_policy(
     shown = [transcript(tokenizer, *row) for row in zip(played.response_ids, mask, strict=True)]
     begun, ids = ([row.tolist() for row in column] for column in (played.episodes.prompt_ids, played.response_ids))
     texts, means = own_texts(tokenizer, played), episode_means(played.episodes)
-    return PolicyReplies(begun, ids, own, texts, shown, mask, episode_scores(played), means)
+    return PolicyReplies(begun, ids, own, texts, shown, mask, played.episodes.branches, episode_scores(played), means)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,6 +34,7 @@ from xray_runtime.rewards.source import Batch, Score, Source
 from xray_runtime.rewards.verifiers import VerifierSource
 from xray_runtime.rl.reward_reader import RewardReader
 from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
+from xray_runtime.workers.protocols import get_all
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import JudgingConfig
@@ -137,7 +138,7 @@ class RewardSources:
         tokens: Rows | None = None,
         at_once: int | None = None,
     ) -> list[Ref[Rows]]:
-        """Start scoring with every model of `roles`; pass the answers to `scores`.
+        """Start scoring with every model of `roles`; pass the requests to `scores`.
 
         Args:
             replies: texts.
@@ -150,10 +151,10 @@ class RewardSources:
 
     def scores(
         self,
-        answers: Sequence[Rows],
+        requests: Sequence[Ref[Rows]],
         prompts: Sequence[str],
         replies: Sequence[str],
-        of_branches: Rows | None = None,
+        of_branches: Callable[[], Rows] | None = None,
         *,
         messages: Sequence[Messages] | None = None,
         columns: Mapping[str, Sequence[Any]] | None = None,
@@ -161,12 +162,12 @@ class RewardSources:
         episodes: Sequence[Score] | None = None,
         tokens: Rows | None = None,
     ) -> SourceScores:
-        """Each source's score of each reply.
+        """Each source's score of each reply. Functions, verifiers and judges score while the models do.
 
         Args:
-            answers: to `requests`.
+            requests: of `requests`.
             prompts: the prompts as text.
-            of_branches: scores of `branches` by role.
+            of_branches: waits for the scores of `branches`, by role.
             messages: the prompts as messages; by default one user message each.
             columns: ground truth of each row, by column of the dataset.
             step: the iteration.
@@ -184,12 +185,12 @@ class RewardSources:
         batch = Batch(prompts, replies, messages, columns or {}, {"stage": self._stage, "step": step})
         applies = {source: self._applies(source, batch) for source in self._terms}
         alike = first_alike(zip(map(repr, messages), replies, strict=True) if tokens is None else row_keys(tokens))
-        answered = self._by_role(answers, of_branches or {}, alike)
+        keys = {source: self._journal.keys(f"{self._field}/{source}", batch) for source in self._external}
+        found = self._score_external(batch, applies, keys)
+        answered = self._by_role(get_all(requests), of_branches() if of_branches else {}, alike)
         members = {s: self._members_scores(term, answered) for s, term in self._terms.items() if term.models}
         values = {s: torch.from_numpy(answered[t.model]) for s, t in self._terms.items() if t.model is not None}
         values |= {s: uncertainty_penalized(given, self._terms[s].uncertainty) for s, given in members.items()}
-        keys = {source: self._journal.keys(f"{self._field}/{source}", batch) for source in self._external}
-        found = self._score_external(batch, applies, keys)
         given = dict(found)
         if episodes is not None and ENVIRONMENT in self.weights:
             given[ENVIRONMENT] = dict(enumerate(episodes))

@@ -21,7 +21,7 @@ from xray_runtime.training.dataset import max_prompt_tokens
 from xray_runtime.training.prompts import UniquePrompts
 from xray_runtime.training.resumable import Resumable
 from xray_runtime.workers.generator_spec import GeneratorSpec
-from xray_runtime.workers.protocols import get, get_all
+from xray_runtime.workers.protocols import get
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,9 +86,8 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, recorder:
             answer = get(models["generator"].generate.remote(rows, sampling, 0))
             replies = decode_replies(tokenizer, list(answer["response_ids"]))
             prompts = [messages for messages, _ in batch]
-            answers = get_all(sources.requests(models, prompts, replies))
             scores = sources.scores(
-                answers,
+                sources.requests(models, prompts, replies),
                 [prompt_text(m) for m in prompts],
                 replies,
                 messages=prompts,

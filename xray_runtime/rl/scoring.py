@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from xray_runtime.data.rows import Rows
 from xray_runtime.data.text_rows import text_rows, with_end_of_turn
 from xray_runtime.data.tokenizing import decode_replies, own_text
 from xray_runtime.rewards.source import Score, failure
-from xray_runtime.rl.agent_rows import BRANCHES, BranchRows
+from xray_runtime.rl.agent_rows import split_branches
 from xray_runtime.rl.types import Rollout, Scores, Text, rows_at, rows_replaced, to_rows
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
 
@@ -141,20 +142,22 @@ class Scorer:
         replies = own_texts(self._tokenizer, rollout)
         text = Text(**text_rows(prompt_ids, ids), id=np.arange(first_id, first_id + len(ids)))
         whole = text_rows(prompt_ids, (with_end_of_turn(reply, self._stops) for reply in ids))
-        rows, branches = to_rows(text), None
-        if rollout.episodes is not None and rollout.episodes.branches is not None:
-            branches = BranchRows.of(rows | {BRANCHES: rollout.episodes.branches})
-            rows = branches.rows
+        branches = None if rollout.episodes is None else rollout.episodes.branches
+        rows, merged = split_branches(to_rows(text), branches)
         inputs = self._inputs(rows, whole)
         # With a lag, the generator works at the same time.
         at_once = len(inputs) + len(rewards.roles) + self._config.lag
         calls = [models[role].score.remote(rows, at_once) for role, rows in inputs.items()]
-        answers = get_all([*calls, *rewards.requests(models, messages, replies, whole, at_once)])
-        outputs: Rows = {}
-        for answer in answers[: len(calls)]:
-            outputs |= answer if branches is None else branches.merged(answer)
+
+        @cache
+        def outputs() -> Rows:
+            found: Rows = {}
+            for answer in get_all(calls):
+                found |= merged(answer)
+            return found
+
         sources = rewards.scores(
-            answers[len(calls) :],
+            rewards.requests(models, messages, replies, whole, at_once),
             [prompt_text(message) for message in messages],
             replies,
             outputs,
@@ -164,7 +167,7 @@ class Scorer:
             episodes=episode_scores(rollout),
             tokens=whole,
         )
-        return ScoredRollout(rollout, text, replies, Scores.read(outputs), sources)
+        return ScoredRollout(rollout, text, replies, Scores.read(outputs()), sources)
 
     def _inputs(self, rows: Rows, whole: Rows) -> dict[str, Rows]:
         """Role → the rows that its model scores.
@@ -178,7 +181,7 @@ class Scorer:
         if self._rewards.branches:
             inputs["policy"] = rows | whole | {"added_ends": rows["input_ids"].lengths < whole["input_ids"].lengths}
         if self._one_trunk:
-            trunk_rows = {"input_ids": inputs["policy"]["input_ids"], "id": rows["id"]}
+            trunk_rows = {name: inputs["policy"][name] for name in ("input_ids", "prompt_lengths", "id")}
             states = get(models["policy"].trunk.remote(trunk_rows, 1 + self._config.lag))["trunk"]
             inputs["critic"] = rows | {"trunk": states.heads(rows["input_ids"].lengths)}
         return inputs

@@ -7,7 +7,8 @@ finish   the last version is scored too; `keep: best` saves the best version, th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from xray_runtime.seeding import derive_seed
 from xray_runtime.training.dataset import validation_file
 from xray_runtime.training.policy_versions import BestVersion, save_policy
 from xray_runtime.training.prompts import UniquePrompts
-from xray_runtime.workers.protocols import ModelHandle, get, get_all
+from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOConfig
@@ -109,14 +110,14 @@ class Validation:
         texts = own_texts(self._tokenizer, replies)
         begun = prompt_tokens(replies, [p for _, p in self._prompts])
         whole = text_rows(begun, [with_end_of_turn(reply, self._stops) for reply in ids])
-        answers = get_all(self._sources.requests(models, messages, texts, whole))
-        branches: Rows = {}
+        requests = self._sources.requests(models, messages, texts, whole)
+        branches: Callable[[], Rows] | None = None
         if self._sources.branches:
             rows = text_rows(begun, ids)
             added = {"added_ends": rows["input_ids"].lengths < whole["input_ids"].lengths}
-            branches = get(models["policy"].score.remote(rows | whole | added))
+            branches = partial(get, models["policy"].score.remote(rows | whole | added))
         scores = self._sources.scores(
-            answers,
+            requests,
             [prompt_text(prompt) for prompt in messages],
             texts,
             branches,

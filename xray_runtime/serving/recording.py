@@ -93,6 +93,8 @@ class Outbox:
                 log.warning("recording: %d answers wait for the recorder (%s)", self._waiting, type(error).__name__)
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+        if lost:
+            log.warning("recording: answers were lost before this: %s", dict(lost))
         self._waiting -= len(batch)
         self._bytes -= sum(exchange.size for exchange in batch)
         self._count("kept", "", len(batch) - sum(skipped.values()))

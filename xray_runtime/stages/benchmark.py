@@ -11,7 +11,7 @@ from xray_runtime.graph.artifacts import Benchmark
 from xray_runtime.graph.inputs import BenchmarkInputs
 from xray_runtime.graph.kind import StageKind, register
 from xray_runtime.planning.roles import ModelRole, frozen, sampled
-from xray_runtime.stages.shared import FEW_PROMPTS, called_functions
+from xray_runtime.stages.shared import FEW_PROMPTS, agent_reads, called_functions
 
 
 def _benchmark_models(config: Any) -> dict[str, ModelRole]:
@@ -25,7 +25,7 @@ def _benchmark_models(config: Any) -> dict[str, ModelRole]:
 
 def _benchmark_reads(config: Any) -> dict[str, str]:
     lists = config.lists if isinstance(config, WordsSuite) else {}
-    return {f"lists.{name}": words for name, words in lists.items() if isinstance(words, str)}
+    return agent_reads(config) | {f"lists.{name}": words for name, words in lists.items() if isinstance(words, str)}
 
 
 def _fewer_rows(config: Any) -> Any:

@@ -11,7 +11,7 @@ from xray_runtime.graph.kind import StageKind, register
 from xray_runtime.planning.roles import ModelRole, frozen
 from xray_runtime.rl.model_roles import sampling_models
 from xray_runtime.stages.findings import evaluation_findings
-from xray_runtime.stages.shared import called_functions, check_evaluation, fewer_prompts
+from xray_runtime.stages.shared import agent_reads, called_functions, check_evaluation, fewer_prompts
 
 
 def evaluate_models(config: EvaluationConfig) -> dict[str, ModelRole]:
@@ -29,6 +29,7 @@ EVALUATE = register(
         Evaluation,
         "xray_runtime.evaluation.evaluate:run",
         models=evaluate_models,
+        outside=agent_reads,
         functions=called_functions,
         check=check_evaluation,
         shorten=fewer_prompts,

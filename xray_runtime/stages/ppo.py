@@ -14,6 +14,7 @@ from xray_runtime.rl.model_roles import ppo_models
 from xray_runtime.stages.findings import policy_findings
 from xray_runtime.stages.shared import (
     FEW_STEPS,
+    agent_reads,
     called_functions,
     check_rewards,
     check_terms,
@@ -41,6 +42,7 @@ PPO = register(
         Model,
         "xray_runtime.rl.ppo:run",
         models=ppo_models,
+        outside=agent_reads,
         functions=_ppo_functions,
         check=check_ppo,
         shorten=lambda config: config.model_copy(update={"iterations": FEW_STEPS}),

@@ -37,6 +37,12 @@ def called_functions(config: Any) -> list[str]:
     return gold_functions(config) + [name for name in names if name is not None]
 
 
+def agent_reads(config: Any) -> dict[str, str]:
+    """The directory of an agent's command."""
+    directory = getattr(getattr(config, "environment", None), "directory", None)
+    return {} if directory is None else {"environment.directory": directory}
+
+
 def num_samples(config: GroupsConfig) -> int:
     """Number of sampled replies, for planning."""
     return config.samples * (config.num_prompts or ALL_PROMPTS)
@@ -47,12 +53,7 @@ def fewer_prompts(config: Any) -> Any:
 
 
 def check_rewards(config: JudgingConfig, inputs: Mapping[str, Any]) -> None:
-    environment = getattr(config, "environment", None)
-    if environment is not None:
-        if isinstance(environment, AgentConfig) and any(term.roles for term in config.rewards):
-            raise ValueError(
-                "rewards: a reward model is not allowed with an agent, whose episode is no conversation of one history"
-            )
+    if getattr(config, "environment", None) is not None:
         check_terms(config, inputs)
         return
     if not config.rewards:
@@ -72,6 +73,7 @@ def check_terms(config: JudgingConfig, inputs: Mapping[str, Any], where: str = "
     data = dataset_config(inputs)
     # Validations and evaluations sample one reply per prompt.
     groups = getattr(config, "samples_per_prompt", getattr(config, "samples", 1))
+    is_agent = isinstance(getattr(config, "environment", None), AgentConfig)
     replies = groups if where == "rewards" else 1
     for number, term in enumerate(getattr(config, where)):
         if term.compares and replies < 2:
@@ -80,6 +82,8 @@ def check_terms(config: JudgingConfig, inputs: Mapping[str, Any], where: str = "
                 "several replies to a prompt"
             )
         for role in term.roles:
+            if is_agent:
+                raise ValueError(f"{where}.{number}: {role} is not allowed with an agent, whose episode has branches")
             if role not in inputs:
                 field = "model" if term.model is not None else "models"
                 raise ValueError(f"{where}.{number}.{field}: {role!r} is not allowed: there is no such input")

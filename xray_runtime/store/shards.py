@@ -35,7 +35,7 @@ class Piece(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     shape: tuple[int, ...]
-    """Of the whole tensor; a scalar's is (1,)."""
+    """Shape of the whole tensor; a scalar has (1,)."""
     dim: Count = 0
     low: Count
     high: Count

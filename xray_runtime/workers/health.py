@@ -88,9 +88,13 @@ class HealthMonitor:
         answers: dict[Ref[T], T] = {}
         failures: dict[int, Exception] = {}
         pending: dict[int, tuple[Ref[Heartbeat], float]] = {}
+        polled = time.monotonic()
         while waiting and not failures:
             failures |= _gather(waiting, answers, HEARTBEAT_SECONDS)
-            failures |= self._poll(pending, set(waiting.values()))
+            # By time: a round for every answer would make heartbeats quadratic in the number of ranks.
+            if time.monotonic() - polled >= HEARTBEAT_SECONDS:
+                polled = time.monotonic()
+                failures |= self._poll(pending, set(waiting.values()))
         if not failures:
             return [answers[ref] for ref in refs]
         deadline = time.monotonic() + AFTERMATH_SECONDS

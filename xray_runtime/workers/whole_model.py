@@ -120,11 +120,11 @@ class WholeModel:
         """`Learner.score` of all rows, in order. Raises NonFiniteError if a score is not finite."""
         answers = self._scatter(rows, lambda w, shard: w.score.remote(shard, at_once))
         self._check_finite(answers, self._reporting())
-        return merge(answers)
+        return merge(answers, rows)
 
     def trunk(self, rows: Rows, at_once: int = 1) -> Rows:
         """`Learner.trunk` of all rows, in order."""
-        return merge(self._scatter(rows, lambda w, shard: w.trunk.remote(shard, at_once)))
+        return merge(self._scatter(rows, lambda w, shard: w.trunk.remote(shard, at_once)), rows)
 
     def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
         """One optimizer step over all rows; returns sums over the rows, and `grad_norm`.

@@ -125,12 +125,15 @@ def test_a_command_runs_in_an_empty_directory_and_prints_its_result(world: World
 def test_a_command_finds_its_virtual_environment_and_its_directory(world: World, tmp_path: Path) -> None:
     program = tmp_path / "venv" / "bin" / "play"
     program.parent.mkdir(parents=True)
-    program.write_text(f'#!/bin/sh\necho "[$VIRTUAL_ENV]" >&2\ntest "$PWD" = {tmp_path} && echo 0.5 || exit 4\n')
+    program.write_text('#!/bin/sh\necho "[$VIRTUAL_ENV]" >&2\ntest -e files || exit 4\nrm files\necho 0.5\n')
     program.chmod(0o755)
     fields = {"command": ["play"], "venv": str(tmp_path / "venv")}
     log = tmp_path / "agents.log"
-    runner = open_runner(config(**fields, directory=str(tmp_path)), log)
-    assert outcome(runner, world) == Outcome(Posted(0.5))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "files").write_text("")
+    runner = open_runner(config(**fields, directory=str(tmp_path / "mine")), log)
+    # Each episode has a copy of its own.
+    assert [outcome(runner, world) for _ in range(2)] == [Outcome(Posted(0.5))] * 2
     runner.close()
     assert f"[{tmp_path / 'venv'}]" in log.read_text()
     runner = open_runner(config(**fields), log)

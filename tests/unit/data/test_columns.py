@@ -134,7 +134,7 @@ def test_columns_and_fields_are_the_same() -> None:
     assert names(Text) <= listed["Text"]
     assert names(Rollout, EpisodeColumns) - {"episodes", "response_mask"} == listed["Rollout"]
     assert names(Scores) <= listed["Scores"]
-    others = {"text", "values", "ref_logprobs", "response_mask"}
+    others = {"text", "values", "ref_logprobs", "response_mask", "branches"}
     assert names(UpdateRows) - others == listed["Experience"]
     assert names(steps.StepTotals) == listed["Totals of a step"]
     kinds = (steps.SFTSums, steps.PairSums, steps.DPOSums, steps.KTOSums, steps.ValueSums, steps.PolicySums)
@@ -247,7 +247,8 @@ def test_episodes_make_what_is_listed(inputs: PPOInputs, tmp_path: Path, made: l
     [rollout] = made
     assert rollout.episodes is not None
     rows = to_rows(rollout)
-    assert check(rows, ROLLOUT, TEXT) == {column.name for column in ROLLOUT} | {"response_mask"}
+    listed = {column.name for column in ROLLOUT} - {"branches"}  # of agents alone
+    assert check(rows, ROLLOUT, TEXT) == listed | {"response_mask"}
     for column in ROLLOUT:
         if column.shape == "[B, R]":
             np.testing.assert_array_equal(rows[column.name].lengths, rollout.response_ids.lengths, column.name)

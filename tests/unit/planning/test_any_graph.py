@@ -103,7 +103,8 @@ def test_every_stage_with_models_is_planned_and_laid_out(name: str, machine: Mac
         layouts = planned.stages[call.name].layouts
         ranks = 0
         for role in models.values():
-            size = getattr(role.layout, "num_workhorses", None) or role.layout.tensor_parallel
+            size = getattr(role.layout, "num_workhorses", None)
+            size = size or role.layout.tensor_parallel * chosen.runtime.generator_replicas
             assert size == layouts[role.use].num_devices
             ranks += size
         if machine.device == "cuda":

@@ -6,6 +6,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,13 +35,14 @@ from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import ANSWERS
 from xray_runtime.rl.reward_sources import RewardSources
 from xray_runtime.store.shared import SharedFolder, SharedStore
+from xray_runtime.workers.protocols import Local, Ready
 
 NAN = math.nan
 Function = Callable[[list[str], list[str]], list[Any]]
 
 
 def score(found: RewardSources, replies: Sequence[str], answers: Sequence[Rows] = (), **more: Any) -> SourceScores:
-    return found.scores(answers, ["p"] * len(replies), replies, **more)
+    return found.scores([Ready(answer) for answer in answers], ["p"] * len(replies), replies, **more)
 
 
 def as_is(prompts: list[str], replies: list[str]) -> list[Any]:
@@ -145,6 +147,25 @@ def test_a_source_by_itself_has_its_weight_and_its_deviations(models: list[Path]
     assert each["rewards.1"].tolist() == [-1.0, 0.0]
     assert each["f"][0] == 3.0
     assert each["f"][1].isnan()
+
+
+def test_functions_score_while_models_do(models: list[Path]) -> None:
+    """A model that answers only after the function was called."""
+    called = []
+
+    class Later(Future[Rows]):
+        def result(self, timeout: float | None = None) -> Rows:
+            assert called == [["3", "4"]]
+            return {"scores": np.array([5.0, 1.0], np.float32)}
+
+    def function(prompts: list[str], replies: list[str]) -> list[Any]:
+        called.append(replies)
+        return [1.0, 2.0]
+
+    found = sources(RewardTerm(model="rewards.1"), RewardTerm(function="f"), models=models, f=function)
+    scores = found.scores([Local(Later())], ["p"] * 2, ["3", "4"])
+    # Mean 1 and deviation 2: (5 − 1) / 2 + 1 and (1 − 1) / 2 + 2.
+    assert found.scaled(scores).tolist() == [3.0, 2.0]
 
 
 def test_an_ensemble_is_one_source(models: list[Path]) -> None:

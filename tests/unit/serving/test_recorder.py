@@ -323,6 +323,10 @@ def all_gone(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
+def readable_by_others(folder: Path) -> None:
+    (folder / "keys" / "pseudonyms").chmod(0o640)
+
+
 @pytest.mark.parametrize(
     ("tamper", "named"),
     [
@@ -334,6 +338,7 @@ def all_gone(folder: Path) -> None:
         (line_removed, {"recorded-broken chain.jsonl 2"}),
         (cut_short, {"recorded-shorter chain.jsonl"}),
         (signed_by_another, {"recorded-broken chain.jsonl 1"}),
+        (readable_by_others, {"recorded-readable keys"}),
         (all_gone, {"recorded-shorter chain.jsonl"}),
     ],
 )

@@ -90,7 +90,21 @@ def test_rows_are_dealt_like_cards() -> None:
     parts = shard({"id": np.arange(7)}, 3)
     assert [part["id"].tolist() for part in parts] == [[0, 3, 6], [1, 4], [2, 5]]
     assert [part["id"].tolist() for part in shard({"id": np.arange(2)}, 3)] == [[0], [1], []]
-    assert merge(parts)["id"].tolist() == list(range(7))
+    assert merge(parts, {"id": np.arange(7)})["id"].tolist() == list(range(7))
+
+
+def test_rows_with_the_same_prompts_are_dealt_together() -> None:
+    prompts, replies = [[1], [1, 2], [1], [3], [1, 2], [1], [3]], [[n] for n in range(7)]
+    rows = text_rows(prompts, replies) | {"id": np.arange(7)}
+    parts = shard(rows, 3)
+    # By prompt: 0 2 5, 1 4, 3 6.
+    assert [part["id"].tolist() for part in parts] == [[0, 2, 5], [1, 4], [3, 6]]
+    assert_same(merge(parts, rows), rows)
+    assert [part["id"].tolist() for part in shard(rows, 2)] == [[0, 2, 5, 1], [4, 3, 6]]
+    pairs = rows | {"rejected_ids": rows["input_ids"]}
+    assert [part["id"].tolist() for part in shard(pairs, 3)] == [[0, 2, 5], [1, 4], [3, 6]]
+    different = text_rows([[n] for n in range(5)], replies[:5]) | {"id": np.arange(5)}
+    assert [part["id"].tolist() for part in shard(different, 2)] == [[0, 2, 4], [1, 3]]
 
 
 @given(n=NUM_ROWS, parts=PARTS)
@@ -99,7 +113,7 @@ def test_what_is_dealt_comes_together_again(n: int, parts: int) -> None:
     dealt = shard(rows, parts)
     assert sum(map(num_rows, dealt)) == n
     assert max(map(num_rows, dealt)) - min(map(num_rows, dealt)) <= 1
-    assert_same(merge(dealt), rows)
+    assert_same(merge(dealt, rows), rows)
 
 
 @given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=40).map(sorted), parts=PARTS)
@@ -123,7 +137,7 @@ def test_what_is_computed_of_each_row_keeps_its_place(n: int, parts: int, data: 
         return {"score": out}
 
     rows = {"id": np.arange(n), "lengths": lengths}
-    scores = merge([answer(part) for part in shard(rows, parts)])["score"]
+    scores = merge([answer(part) for part in shard(rows, parts)], rows)["score"]
     assert scores.tolist() == [i * 1000 + length for i, length in enumerate(lengths.tolist())]
 
 

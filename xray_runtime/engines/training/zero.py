@@ -73,7 +73,7 @@ class ZeroEngine(PlainScorer):
         }
         mixed = training.engine.precision != "float32"
         dtype = getattr(torch, training.engine.precision)
-        load_shard(module, weights, device, dtype, _partition(config, dtype) if self.stage == 3 else None)
+        load_shard(module, weights, device, dtype, _Partition(config, dtype) if self.stage == 3 else None)
         if mesh is not None and mesh.topology.tensor > 1:
             sum_gradients(module, mesh)
         optimizer = torch.optim.AdamW(
@@ -158,9 +158,10 @@ class ZeroEngine(PlainScorer):
                 plain, whole = states.hugging_face_name(name), self._slice(name, parameter)
                 own = whole.between(*self._range(parameter))
                 for kind in (states.WEIGHT, *MOMENTS):
-                    self._set_own(parameter, kind, saved.read(kind, plain, own))
-                if self.stage == 3:
-                    self._set_shard(parameter, functools.partial(saved.read, states.WEIGHT, plain), whole, own)
+                    value = saved.read(kind, plain, own)
+                    self._set_own(parameter, kind, value)
+                    if self.stage == 3 and kind == states.WEIGHT:
+                        self._set_shard(parameter, value, functools.partial(saved.read, kind, plain, whole))
             for moments in self._moments:
                 moments["step"].fill_(saved.step)
         if self.stage in (1, 2):
@@ -236,17 +237,17 @@ class ZeroEngine(PlainScorer):
         else:
             safe_set_local_optimizer_state(parameter, padded, kind)
 
-    def _set_shard(self, parameter: Any, read: Callable[[Piece], Tensor], whole: Piece, own: Piece) -> None:
-        """Set the weight that ZeRO-3 computes with."""
+    def _set_shard(self, parameter: Any, own: Tensor, whole: Callable[[], Tensor]) -> None:
+        """Set the weight that ZeRO-3 computes with to this rank's share, or to the whole one."""
         import deepspeed
 
         if not parameter.ds_persist and not self._on_disk:
-            parameter.ds_tensor.data.copy_(self._padded(parameter, read(own)))
+            parameter.ds_tensor.data.copy_(self._padded(parameter, own))
             return
         # Small parameters stay whole on every rank, and those on disk are only written when they are sharded again.
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             if not dist.get_rank():
-                parameter.data.copy_(read(whole).view(parameter.ds_shape))
+                parameter.data.copy_(whole().view(parameter.ds_shape))
 
     def _padded(self, parameter: Any, value: Tensor) -> Tensor:
         return nn.functional.pad(value, (0, parameter.ds_tensor.ds_numel - value.numel())).to(parameter.device)
@@ -308,7 +309,7 @@ class ZeroScorer(PlainScorer):
         import deepspeed
 
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "steps_per_print": 2**31}
-        load_shard(module, weights, device, dtype, _partition(config, dtype))
+        load_shard(module, weights, device, dtype, _Partition(config, dtype))
         self._engine, *_ = deepspeed.initialize(model=module, config=config)
         super().__init__(self._engine.module)
 
@@ -317,13 +318,22 @@ class ZeroScorer(PlainScorer):
         return self._engine(task, *args)
 
 
-def _partition(config: dict[str, Any], dtype: torch.dtype) -> Callable[[nn.Parameter], None]:
-    """A function that gives every rank its share of a parameter that is whole on rank 0, as `config` says."""
-    import deepspeed
+class _Partition:
+    """ZeRO-3's partition of parameters over all ranks, as DeepSpeed's `config` says; see `shard_loading.Partition`."""
 
-    init = deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype)
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype) -> None:
+        import deepspeed
 
-    def partition(parameter: nn.Parameter) -> None:
-        init._convert_to_zero_parameters([parameter])
+        self._init = deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype)
+        # A share on disk is written only as it is split off the whole parameter.
+        self.by_share = config["zero_optimization"].get("offload_param", {}).get("device") != "nvme"
 
-    return partition
+    def __call__(self, parameter: Any, share: Callable[[int, int], Tensor] | None) -> None:
+        if share is None:
+            self._init._convert_to_zero_parameters([parameter])
+            return
+        # As DeepSpeed does, but without sending rank 0's values to all.
+        self._init._convert_to_deepspeed_param(parameter)
+        parameter.partition()
+        size = parameter.ds_tensor.ds_numel
+        parameter.ds_tensor.data.copy_(share(size * dist.get_rank(), size))

@@ -140,6 +140,10 @@ CODES: dict[str, tuple[str, str]] = {
         f"{_ASK} Do not learn from them: move `recorded` away, or restore it from a copy.",
     ),
     "recorded-shorter": ("Lines were taken off the chain of recorded answers, or an older one put in its place.", _ASK),
+    "recorded-readable": (
+        "Other users can, or could, read the keys of recorded texts.",
+        "Set the mode of `recorded/keys` to 0700, and of the files in it to 0600.",
+    ),
     "recorded-foreign": ("Recorded answers name a model that was never in this store.", _ASK),
     "tracking-missing": (
         "MLflow's store, where the runs were recorded, is gone: nothing of it was checked.",

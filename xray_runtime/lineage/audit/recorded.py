@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from xray_runtime.data.recorded import RECORDED, read_segment, segment_name
+from xray_runtime.data.recorded import KEYS, RECORDED, read_segment, segment_name
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.log import LogView
 from xray_runtime.lineage.recorded import CHAIN, ChainView, read_chain
@@ -48,12 +49,20 @@ def check_recorded(store: LineageStore, log: LogView, verifier: Verifier | None,
     for path in sorted(directory.glob("*.parquet")):
         if path.name not in allowed:
             yield Finding(f"{RECORDED}/{path.name}", "recorded-broken", f"no line of {CHAIN} names it")
+    yield from _check_modes(directory / KEYS)
 
 
 def _difference(path: Path, sha256: str, hashing: bool) -> str | None:
     if path.is_symlink() or not path.is_file():
         return "it is missing, or a link" if os.path.lexists(path.parent) else "the directory is missing"
     return "its bytes are others" if hashing and file_sha256(path) != sha256 else None
+
+
+def _check_modes(keys: Path) -> Iterator[Finding]:
+    for path in [keys, *sorted(keys.glob("*"))] if keys.is_dir() else []:
+        if mode := stat.S_IMODE(path.lstat().st_mode) & 0o077:
+            yield Finding(f"{RECORDED}/{KEYS}", "recorded-readable", f"{path.name}: others have mode {mode:03o}")
+            return
 
 
 def _check_models(store: LineageStore, log: LogView, path: Path) -> Iterator[Finding]:

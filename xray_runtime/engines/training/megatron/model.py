@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from xray_runtime.algorithms.logprobs import chunked_logprobs_and_entropy
 from xray_runtime.engines.topology import Topology
 from xray_runtime.engines.training.megatron.weights import padded_vocabulary
+from xray_runtime.models.packing import Prompts
 from xray_runtime.models.padding import pad, unpad
 
 
@@ -73,8 +74,8 @@ class MegatronLM(GPTModel):
         )
         return out
 
-    def hidden(self, input_ids: Tensor, lengths: Tensor, trunk: None = None) -> Tensor:
-        """Last hidden states [N, H]."""
+    def hidden(self, input_ids: Tensor, lengths: Tensor, trunk: None = None, prompts: Prompts | None = None) -> Tensor:
+        """Last hidden states [N, H]. `prompts` changes nothing: each sequence's prompt is computed."""
         return unpad(self.states(pad(input_ids, lengths)).transpose(0, 1), lengths)
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,39 @@
+"""`xray doctor`: what is wrong with this installation, in plain words."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from xray.cli.job import FAILED
+from xray.cli.lineage import AsJson
+from xray.cli.up import Where
+from xray.deployments.server_home import find_server_home
+from xray_runtime.terminal import print_indented
+
+
+def doctor(
+    output: Annotated[Path | None, typer.Option(help="Also look at this output directory.")] = None,
+    home: Where = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what is wrong with this installation: Python, disk, memory, libraries, GPU, ports, servers, results.
+
+    Exit codes: 0 healthy, 1 something is wrong, 2 bad input.
+    """
+    from xray.deployments.doctor import diagnose
+
+    found = diagnose(find_server_home(home), output)
+    if as_json:
+        print(json.dumps([asdict(diagnosis) for diagnosis in found], indent=2))
+    else:
+        console = Console()
+        for diagnosis in found:
+            for problem in diagnosis.problems or ("ok",):
+                print_indented(console, f"{diagnosis.name:10}", problem)
+    raise typer.Exit(FAILED if any(diagnosis.problems for diagnosis in found) else 0)
