@@ -26,9 +26,9 @@ class FakeEngine:
         self.sent: list[dict[str, torch.Tensor]] = []
 
     @classmethod
-    def trainer_init(cls, info: Any, *, client: Any, source: Any) -> FakeEngine:
+    def trainer_init(cls, init_info: Any, *, client: Any, source: Any) -> FakeEngine:
         cls.made.append(cls(client, source))
-        client.init_weight_transfer_engine({"world_size": info.world_size})
+        client.init_weight_transfer_engine({"world_size": init_info.world_size})
         return cls.made[-1]
 
     def send_weights(self) -> None:
