@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -86,6 +86,11 @@ class RuntimeConfig(Section):
     stall_timeout_s: Annotated[float, Field(ge=10.0)] = 1800.0
     """A run without progress for this long is killed and restarted. A micro-batch or a step of generation is progress
     too."""
+
+    def in_keys(self) -> dict[str, Any]:
+        """The fields that change results; they are in every stage key."""
+        found: dict[str, Any] = {"device": self.device, "threads": self.threads}
+        return found | ({"reproducible": self.reproducible, "tf32": self.tf32} if self.device == "cuda" else {})
 
     @model_validator(mode="after")
     def _chosen_once(self) -> Self:
