@@ -44,7 +44,7 @@ def test_heartbeats_do_not_grow_with_answers(monkeypatch: pytest.MonkeyPatch, se
 
     def request(workhorse: Any) -> Heartbeat:
         asked.append(workhorse)
-        return Heartbeat("here", 1, 0.0, "nothing", parts=0, load=1.0)
+        return Heartbeat("here", 1, 0.0, "nothing", parts=0, common_parts=0, stands_s=0.0, load=1.0)
 
     monkeypatch.setattr(health, "ray", ray)
     monkeypatch.setattr(health, "get", ray.get)
