@@ -5,12 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.unit.store.published import IDENTITY
 from xray_runtime.config.base import FreshBase
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.processes import kill_tagged, start_reaper
+from xray_runtime.store.checkpoints import Store
 from xray_runtime.workers.workhorse import REPRODUCIBLE
+
+if TYPE_CHECKING:
+    from xray_runtime.serving.replica import ServedModel
 
 # As Workhorses do: on some processors MKL's small products else depend on where in a batch a row stands.
 os.environ["MKL_CBWR"] = REPRODUCIBLE
@@ -55,3 +62,27 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = train_tokenizer(["hello there", "how are you today", "fine thanks"] * 20, TINY.vocab_size)
     save_model(fresh_llama(TINY, tokenizer, seed=1), tokenizer, directory)
     return directory
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    from xray_runtime.models.causal_lm import fresh_llama, load_tokenizer, save_model
+    from xray_runtime.serving.replica import ServedModel
+
+    folder = tmp_path_factory.mktemp("served")
+    store = Store(folder / "checkpoints")
+    tokenizer = load_tokenizer(tiny_model)
+    with store.building(IDENTITY.stage, IDENTITY.key) as built:
+        # The schema of a tool takes a few hundred tokens of so small a vocabulary.
+        save_model(fresh_llama(TINY.model_copy(update={"max_positions": 1024}), tokenizer, seed=1), tokenizer, built)
+        ref = store.publish(built, IDENTITY, type="Model", step=0, dataset=None)
+    return ServedModel(
+        directory=ref.path,
+        sha256=ref.sha256,
+        names=("tiny",),
+        tensor_parallel=2,
+        runtime=RuntimeConfig(threads=1, generator_memory_gib=0.25),
+        device="cpu",
+        key=None,
+        logs=folder / "logs",
+    )

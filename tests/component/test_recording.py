@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.component.test_serving import model as model
 from tests.unit.serving.recording import KEYS, settings
 from xray.deployments.service import free_port
 from xray_runtime.lineage.recorded import RecordedReader

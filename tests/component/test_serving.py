@@ -19,14 +19,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.component.conftest import TINY
 from tests.unit.environments.caller import CALL, conversation, save_caller
 from tests.unit.store.published import IDENTITY
 from xray.deployments.service import free_port
-from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.tokenizing import encode_prompts
 from xray_runtime.engines.generation.vllm_server import NO_CALLS, call_parser
-from xray_runtime.models.causal_lm import fresh_llama, load_tokenizer, save_model
+from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.serving import NotServedError
 from xray_runtime.serving.middleware import SHA256_HEADER
 from xray_runtime.serving.replica import ServedModel
@@ -38,27 +36,6 @@ NEW_TOKENS = 24
 WAIT_SECONDS = 240
 DAY = {"type": "object", "properties": {"day": {"enum": ["today"]}}, "required": ["day"], "additionalProperties": False}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": DAY, "strict": True}}]
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    folder = tmp_path_factory.mktemp("served")
-    store = Store(folder / "checkpoints")
-    tokenizer = load_tokenizer(tiny_model)
-    with store.building(IDENTITY.stage, IDENTITY.key) as built:
-        # The schema of a tool takes a few hundred tokens of so small a vocabulary.
-        save_model(fresh_llama(TINY.model_copy(update={"max_positions": 1024}), tokenizer, seed=1), tokenizer, built)
-        ref = store.publish(built, IDENTITY, type="Model", step=0, dataset=None)
-    return ServedModel(
-        directory=ref.path,
-        sha256=ref.sha256,
-        names=("tiny",),
-        tensor_parallel=2,
-        runtime=RuntimeConfig(threads=1, generator_memory_gib=0.25),
-        device="cpu",
-        key=None,
-        logs=folder / "logs",
-    )
 
 
 @pytest.fixture(scope="module")

@@ -139,6 +139,7 @@ TOTALS = (
 STATISTICS = (
     Column("grad_norm", "number", "float", "engines.training", "training, rl.metrics", "before clipping"),
     Column("refused_by", "number", "int", "workers.whole_model", "training.finite", "rank with a non-finite loss"),
+    Column("computed_tokens", "number", "float", "workers.learner", "training, rl.metrics", "shared prompts once"),
     Column("nll", "number", "float", _OBJECTIVES, "training.sft", "sum over tokens"),
     Column("loss", "number", "float", "models", "training", "sum over rows or pairs"),
     Column("correct", "number", "float", "models", "training", "pairs in the right order; ties half"),

@@ -138,7 +138,7 @@ def shard(rows: Rows, num_shards: int) -> list[Rows]:
 
 
 def merge(shards: Sequence[Rows], rows: Rows) -> Rows:
-    """What was made of the shards of `rows`, in the order of `rows`."""
+    """Join what was made of the shards of `rows`, in the order of `rows`."""
     return join(shards, [places.tolist() for places in _shard_places(rows, len(shards))])
 
 

@@ -13,7 +13,7 @@ LEDGER_BYTES = 24
 
 
 def disk_bytes(workload: Workload) -> dict[str, int]:
-    """What → bytes; without what is 0.
+    """Kind of file → bytes, without those that are 0.
 
     `checkpoint` is the published model in float32. `snapshots` are two: a new one is whole before the last is removed.
     `ledger` has the rollouts that the config keeps.

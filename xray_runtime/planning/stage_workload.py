@@ -57,7 +57,7 @@ def stage_workload(call: StageCall, device: str) -> Workload | None:
 
 
 def _open_choices(call: StageCall, engines: list[EngineConfig]) -> Iterator[OpenChoice]:
-    """What the config leaves at its default."""
+    """Choices that the config leaves at their defaults."""
     runtime, defaults = call.runtime, type(call.runtime).model_fields
     roles = call.kind.models(call.config).values()
     vllm = all(r.layout.engine == "vllm" for r in roles if isinstance(r.layout, GeneratorConfig))

@@ -116,7 +116,7 @@ class Workload:
     through_host: bool = False
     """Weights go to the generator through host memory."""
     open_choices: frozenset[OpenChoice] = frozenset()
-    """What the planner may choose on GPUs, besides layouts and recomputation."""
+    """Choices that the planner may make on GPUs, besides layouts and recomputation."""
 
     def of_use(self, use: Use) -> list[Role]:
         return [role for role in self.roles if role.use == use]

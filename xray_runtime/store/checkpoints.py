@@ -38,7 +38,6 @@ from xray_runtime.store.manifest import (
     file_entries,
 )
 from xray_runtime.store.ref import CheckpointRef
-from xray_runtime.store.shards import written_sha256
 from xray_runtime.store.shared import DamagedError, SharedStore, is_safe
 
 log = logging.getLogger(__name__)
@@ -170,6 +169,9 @@ class Store:
         Raises:
             StorageError: the shared store did not take it; it is published here.
         """
+        # It imports numpy, which writing a graph does without.
+        from xray_runtime.store.shards import written_sha256
+
         key = identity.key
         files = file_entries(built, written_sha256)
         manifest = Manifest(**identity.model_dump(), type=type, key=key, step=step, dataset=dataset, files=files)

@@ -85,7 +85,7 @@ class Route:
     shared: bool
     """Whether both are on one machine."""
     dtype: str | None
-    """What `plasma` sends them in; None: as they are."""
+    """Precision in which `plasma` sends them; None: as they are."""
 
 
 def choose_route(

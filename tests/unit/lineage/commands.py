@@ -7,6 +7,7 @@ from pathlib import Path
 from typer.testing import CliRunner, Result
 
 from xray.cli.main import app
+from xray.deployments.service import free_port
 from xray_runtime.lineage.bundle import export
 from xray_runtime.lineage.reference import resolve
 
@@ -23,3 +24,10 @@ def bundled(output: Path, path: Path) -> Path:
     place, node = resolve("ppo-2", output, None)
     assert export(place, node, path) == 8
     return path
+
+
+def serve_command(output: Path, *arguments: str) -> tuple[int, str]:
+    """Exit code and what was said, of a command that ends before anything is started."""
+    port = free_port()
+    done = CliRunner().invoke(app, ["serve", "--output", str(output), "--port", str(port), *arguments])
+    return done.exit_code, done.output.strip()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.unit.lineage.test_serving import command
+from tests.unit.lineage.commands import serve_command
 from tests.unit.serving.recording import exchange, keep
 from xray.cli.main import app
 from xray.cli.serve_recording import FEEDBACK_KEYS, recording_lock, recording_options
@@ -56,14 +56,14 @@ def test_records_are_shown_and_checked(fresh: Callable[[], Path]) -> None:
 def test_bad_options_of_a_recording_are_one_line(fresh: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     output = fresh()
     monkeypatch.delenv(FEEDBACK_KEYS, raising=False)
-    assert command(output, "ppo-2", "--set", "sample=0.5") == (2, "error: --set: needs --record")
+    assert serve_command(output, "ppo-2", "--set", "sample=0.5") == (2, "error: --set: needs --record")
     for field, text in (
         ("sample=0", "sample: 0 is not allowed: must be greater than 0"),
         ("routes=[/v1/models]", 'routes.0: "/v1/models" is not allowed: must be one of'),
         ("days=3", "days: unknown field; allowed here: "),
         ("redact=os:system", "redact: 'os:system' is not allowed: it would import os"),
     ):
-        code, found = command(output, "ppo-2", "--record", "--set", field)
+        code, found = serve_command(output, "ppo-2", "--record", "--set", field)
         assert (code, found.startswith("error: "), text.split(":")[0] in found) == (2, True, True), found
         assert text[:40] in " ".join(found.split()), found
 

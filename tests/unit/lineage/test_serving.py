@@ -8,12 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
+from tests.unit.lineage.commands import serve_command
 from tests.unit.lineage.promoting import promoted, second_candidate
 from tests.unit.lineage.synthetic import NAME
-from xray.cli.main import app
-from xray.deployments.service import free_port
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.reference import resolve
 from xray_runtime.serving import NotServedError
@@ -86,35 +84,28 @@ def test_a_champion_that_moves_is_followed_once_it_is_sound(fresh: Callable[[], 
     assert follower.next_champion() is None
 
 
-def command(output: Path, *arguments: str) -> tuple[int, str]:
-    """Exit code and what was said, of a command that ends before anything is started."""
-    port = free_port()
-    done = CliRunner().invoke(app, ["serve", "--output", str(output), "--port", str(port), *arguments])
-    return done.exit_code, done.output.strip()
-
-
 def test_bad_input_is_one_line_and_exit_code_2(fresh: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     output = fresh()
     monkeypatch.delenv("XRAY_API_KEY", raising=False)
     refused = "error: REF: 'champion' is not allowed: {} has no such champion; promote one with `xray promote`"
-    assert command(output) == (2, refused.format(output))
+    assert serve_command(output) == (2, refused.format(output))
     refused = "error: --host: '0.0.0.0' is not allowed without a key: set XRAY_API_KEY"
-    assert command(output, "ppo-2", "--host", "0.0.0.0") == (2, refused)
+    assert serve_command(output, "ppo-2", "--host", "0.0.0.0") == (2, refused)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         refused = f"error: --port: {port} is not allowed: Address already in use on 127.0.0.1"
-        assert command(output, "ppo-2", "--port", str(port)) == (2, refused)
+        assert serve_command(output, "ppo-2", "--port", str(port)) == (2, refused)
     refused = "error: --tensor-parallel: 2 is not allowed: must divide the model's 1 attention heads"
-    assert command(output, "ppo-2", "--tensor-parallel", "2") == (2, refused)
-    assert command(output, "nothing")[0] == 2
+    assert serve_command(output, "ppo-2", "--tensor-parallel", "2") == (2, refused)
+    assert serve_command(output, "nothing")[0] == 2
 
 
 def test_a_changed_file_is_refused_with_exit_code_1(fresh: Callable[[], Path]) -> None:
     output = fresh()
     weights = resolve("sft", output, None)[1].directory / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[::-1])
-    code, said = command(output, "ppo-2")
+    code, said = serve_command(output, "ppo-2")
     assert code == 1
     assert re.fullmatch(r"refused: ppo-2 \w+: the audit found file-changed \(sft \w+\)", said)

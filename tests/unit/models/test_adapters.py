@@ -26,7 +26,7 @@ def lm(tiny_tokenizer: Any) -> Any:
 @pytest.fixture
 def checkpoint(lm: Any, tmp_path: Path) -> Path:
     save_file({name: p.detach().clone() for name, p in lm.named_parameters()}, tmp_path / "model.safetensors")
-    return tmp_path / "model.safetensors"
+    return tmp_path
 
 
 def test_nothing_changes_until_an_adapter_learns(lm: Any, checkpoint: Path) -> None:
@@ -70,7 +70,7 @@ def test_merged_as_peft_merges(tiny_tokenizer: Any, lm: Any, checkpoint: Path) -
     peft = get_peft_model(plain, LoraConfig(r=2, lora_alpha=6.0, target_modules="all-linear"))
     peft.base_model.model.load_state_dict({n: p for n, p in lm.state_dict().items() if "lora_" in n}, strict=False)
     expected = peft.merge_and_unload().state_dict()
-    before = load_file(checkpoint)
+    before = load_file(checkpoint / "model.safetensors")
     assert len(merged) == 3 * len(LINEAR_LAYERS)
     for name, weight in merged.items():
         assert torch.equal(weight, expected[name])

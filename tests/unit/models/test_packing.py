@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from tests.unit.models.families import model
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.packing import FAMILIES, Run, Trees, can_pack
@@ -17,19 +18,6 @@ from xray_runtime.models.ppo_objectives import PPOObjective
 TEXTS = [[5, 9, 7, 42, 11, 6, 80], [8], [100, 3], [7, 7, 7, 9, 12]]
 IDS = torch.tensor([token for text in TEXTS for token in text])
 LENGTHS = torch.tensor([len(text) for text in TEXTS])
-SIZES = {"vocab_size": 120, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-
-
-def model(family: str, **options: Any) -> Any:
-    """Four heads, two of keys and values; weights so large that attention matters."""
-    options = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "sliding_window": None} | options
-    config = transformers.AutoConfig.for_model(family, **(SIZES | options))
-    torch.manual_seed(0)
-    lm = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double().eval()
-    with torch.no_grad():
-        for parameter in lm.parameters():
-            parameter *= 5.0 if parameter.dim() > 1 else 1.0
-    return lm
 
 
 def alone(lm: Any) -> Tensor:

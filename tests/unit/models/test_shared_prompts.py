@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from tests.unit.models.test_packing import model
+from tests.unit.models.families import model
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.data.rows import Ragged, Rows, take

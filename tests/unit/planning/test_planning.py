@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from tests.unit.planning.recount import recounted
 from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.loading import validate
@@ -97,25 +98,6 @@ def test_a_plan_keeps_to_the_machine(count: float, devices: int, gib: int, lengt
     if plan.fits:
         assert recounted(plan) <= 0.9 * gib * GIB
     assert min(plan.seconds.values()) > 0
-
-
-def recounted(plan: Plan) -> int:
-    """Peak bytes on the fullest GPU, counted turn by turn."""
-    workload = plan.workload
-    if plan.placement == "separate":
-        return max(p.memory.total for p in plan.roles)
-
-    def turn(working: set[str]) -> int:
-        held = 0
-        for p in plan.roles:
-            sleeps = workload.generator_sleeps if p.role.use == "sampled" else workload.trainer_sleeps
-            asleep = p.memory.process if sleeps and p.role.use != "frozen" else p.memory.resident
-            # An allocator keeps its peak while nobody takes turns; vLLM keeps its cache until it sleeps.
-            keeps = not workload.generator_sleeps or (p.role.use == "sampled" and not sleeps)
-            held += p.memory.total if p.role.use in working or keeps else asleep
-        return held
-
-    return max(turn({"sampled"}), turn({"trained", "frozen"}))
 
 
 # --- what a config accepts
@@ -479,7 +461,7 @@ def test_planning_loads_no_engine() -> None:
     heavy = {"torch", "ray", "prefect", "deepspeed", "vllm", "transformers"}
     code = (
         "import sys, xray_runtime.planning.suggestions as s, xray_runtime.planning.workload as w\n"
-        "from xray_runtime.planning.plan import search\n"
+        "from xray_runtime.planning.search import search\n"
         "plan = lambda changes, there: s.GraphPlan({'ppo': search(changes.of_parameters(7e9, 1024), there)})\n"
         "list(s.suggest(plan, s.Changes(), plan(s.Changes(), w.Machine(num_devices=1, memory_bytes=2**33))))\n"
         f"print(sorted({heavy!r} & set(sys.modules)))"

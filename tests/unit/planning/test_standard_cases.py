@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plan_table import STAGES, Case, answer, cases, graph_of, planned
-from tests.unit.planning.test_planning import recounted
+from tests.unit.planning.recount import recounted
 from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.config.loading import load_config
 from xray_runtime.planning.auto import plan

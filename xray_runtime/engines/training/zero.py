@@ -200,7 +200,7 @@ class ZeroEngine(PlainScorer):
         return min(size * dist.get_rank(), whole), min(size * (dist.get_rank() + 1), whole)
 
     def _written(self, name: str, parameter: nn.Parameter) -> Piece:
-        """What this rank writes of a parameter: ranks that hold the same divide it."""
+        """The piece of a parameter that this rank writes: ranks that hold the same divide it."""
         piece, mesh = self._slice(name, parameter).between(*self._range(parameter)), self._mesh
         if mesh is not None and name not in self._splits:
             piece = states.share(piece, mesh.tensor_rank, mesh.topology.tensor)
