@@ -31,8 +31,8 @@ stubs: install  ## write xray/__init__.pyi: what type checkers know of the stage
 demo: install  ## run the quickstart lifecycle into runs/quickstart
 	$(BIN)/xray run configs/quickstart.yaml
 
-test:  ## style and types, dependencies, unit, component and end-to-end tests; beside TRL
-	@for part in install lint audit-deps unit component lifecycle peers; do \
+test:  ## style and types, dependencies, unit, component and end-to-end tests
+	@for part in install lint audit-deps unit component lifecycle; do \
 		echo "=== make $$part"; SECONDS=0; $(MAKE) --no-print-directory $$part; \
 		echo "=== make $$part: $$((SECONDS / 60)) min $$((SECONDS % 60)) s"; done
 
