@@ -20,7 +20,9 @@ from tests.component.models import open_models
 from xray_runtime.config.engines import LoRAConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.rows import Rows, num_response_tokens
+from xray_runtime.engines.states import Reader
 from xray_runtime.models.causal_lm import load_model
+from xray_runtime.store.shards import Piece, read_shards
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
 
@@ -148,8 +150,10 @@ def test_adapters_are_published_as_peft_would_merge_them(
     training = spec.training.model_copy(update={"lora": LoRAConfig(rank=4, alpha=16.0)})
     run = goes_on_alike(replace(spec, training=training, adapter_seed=7), batches, tmp_path)
 
-    (file,) = (tmp_path / "end").glob("*.safetensors")
-    adapters = {n.removeprefix("weight/"): t for n, t in load_file(file).items() if n.startswith("weight/model.")}
+    shapes = {key: piece.shape for shard in read_shards(tmp_path / "end") for key, piece in shard.pieces.items()}
+    names = {key.removeprefix("weight/"): shape for key, shape in shapes.items() if key.startswith("weight/model.")}
+    with Reader(tmp_path / "end") as saved:
+        adapters = {n: saved.read("weight", n, Piece.of(shape)).view(shape) for n, shape in names.items()}
     assert all("lora_" in name for name in adapters)  # a snapshot holds these and the head alone
     peft = get_peft_model(load_model(tiny_model), LoraConfig(r=4, lora_alpha=16.0, target_modules="all-linear"))
     unknown = peft.base_model.model.load_state_dict(adapters, strict=False).unexpected_keys

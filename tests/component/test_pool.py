@@ -193,7 +193,7 @@ def test_runs_do_not_touch_each_other(pool: Any, holders: Any) -> None:
     ray.get([mine.report.remote("sft", 1, 2, "steps", ""), yours.stop.remote()])
     assert ray.get(mine.report.remote("sft", 2, 2, "steps", "")) is False
     assert ray.get(yours.report.remote("sft", 0, 9, "steps", "")) is True
-    assert ray.get(mine.read.remote()) == {"sft": (2, 2, "steps", "")}
+    assert ray.get(mine.read.remote()) == {"sft": (2, 2, "steps", "", 0)}
     assert find_progress("nobody's") is None
 
 
