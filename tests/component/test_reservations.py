@@ -120,7 +120,7 @@ def test_a_stage_that_waits_hears_that_it_should_stop(controllers: list[Any], ti
     with open_models(runtime(cpus), tmp_path / "holding", specs):
         waiting = controllers[0].stage.remote(runtime(cpus), tmp_path / "waiting", specs, "stopped", 0.0)
         assert eventually(lambda: "waiting" in ray.get(progress.read.remote()))
-        assert ray.get(progress.read.remote())["waiting"] == (0, 0, "", "waiting for 1.2 CPUs")
+        assert ray.get(progress.read.remote())["waiting"] == (0, 0, "", "waiting for 1.2 CPUs", 0)
         ray.get(progress.stop.remote())
         with pytest.raises(StageInterruptedError, match="waiting: stopped while waiting for devices"):
             ray.get(waiting, timeout=SECONDS)
