@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from tests.component.models import gone, pid_of
 from xray_runtime.models.causal_lm import load_model
+from xray_runtime.models.tensor_file import WEIGHTS_FILE
 from xray_runtime.weights import object_store
 from xray_runtime.weights.object_store import (
     Memory,
@@ -30,7 +31,7 @@ from xray_runtime.weights.object_store import (
     verify,
 )
 from xray_runtime.weights.shared_memory import SharedReader, SharedWriter
-from xray_runtime.weights.versioned import WEIGHTS_FILE, StaleWeightsError, Tensors, VersionedWeights
+from xray_runtime.weights.versioned import StaleWeightsError, Tensors, VersionedWeights
 from xray_runtime.weights.zero_copy import open_shared, share
 
 MIB = 2**20
