@@ -18,6 +18,7 @@ GPU_ONLY = {"trainer sleep", "vLLM sleep", "vLLM beside a neighbour", "sync by I
 COMMAND = [sys.executable, "-m", "benchmarks.gpu_acceptance", "--rehearse"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_every_step_runs_that_a_cpu_can_run(tmp_path: Path) -> None:
     command = [*COMMAND, "--minutes", "30", "--out", str(tmp_path / "out")]
