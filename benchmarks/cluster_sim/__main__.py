@@ -60,7 +60,6 @@ def report(job: Job, nodes: int, watch: Watch, points: list[dict[str, Any]]) -> 
     took = {phase: statistics.median(m.get(f"seconds/{phase}", 0.0) for m in metrics) for phase in PHASES}
     slept = {phase: job.scale.time * seconds for phase, seconds in modelled(job).items()}
     overhead = {phase: took[phase] - slept.get(phase, 0.0) for phase in PHASES}
-    rate = watch.heartbeats / job.num_gpus / max(watch.seconds, 1e-9)
     return [
         str(job.num_gpus),
         str(nodes),
@@ -69,7 +68,7 @@ def report(job: Job, nodes: int, watch: Watch, points: list[dict[str, Any]]) -> 
         *(f"{overhead[phase]:.2f}" for phase in PHASES),
         f"{sum(overhead.values()):.2f}",
         f"{watch.calls / job.iterations:.0f}",
-        f"{rate:.2f}",
+        f"{_rate(job, watch):.2f}",
         f"{watch.driver_bytes / MIB:.0f}",
         f"{watch.store_bytes / MIB:.0f}",
     ]
@@ -114,6 +113,7 @@ def limits(job: Job, watch: Watch) -> list[list[str]]:
 
 
 def _rate(job: Job, watch: Watch) -> float:
+    """Heartbeats a second of one Workhorse."""
     return watch.heartbeats / job.num_gpus / max(watch.seconds, 1e-9)
 
 

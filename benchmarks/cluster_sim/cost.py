@@ -13,11 +13,11 @@ Call = Literal["train", "score", "generate", "export", "load", "snapshot"]
 FLOPS, BYTES_PER_S = 989e12, 3.35e12
 """An H100's dense bfloat16 operations and memory bandwidth, a second."""
 MFU, BANDWIDTH_SHARE = 0.4, 0.6
-"""What training and scoring reach of the one, decoding of the other."""
+"""Share of the operations that training and scoring reach, and of the bandwidth that decoding reaches."""
 WIRE_BYTES_PER_S, DISK_BYTES_PER_S = 25e9, 2e9
-"""Of one node's network, and of one rank's part of a shared disk."""
+"""Bandwidth of a node's network, and of a rank's share of the disk."""
 WEIGHT_BYTES, STATE_BYTES = 2, 14
-"""A parameter's on the wire, and of what a snapshot holds: bfloat16 weights, float32 masters and two moments."""
+"""Bytes of a parameter on the wire and in a snapshot: bfloat16 weights, float32 masters and two moments."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Part:
 
     num_parameters: float
     num_gpus: int
-    """Of the whole model; of a generator, of all replicas."""
+    """GPUs of the whole model; a generator counts those of all replicas."""
     num_replicas: int = 1
 
 

@@ -33,7 +33,7 @@ from xray_runtime.workers.protocols import ModelHandle
 
 RUN_ID, STAGE, KEY = "cluster-sim", "ppo-1", "simulated-stage"
 PROMPT_TOKENS = 256
-"""What the cost model counts of a prompt; the text that is carried is shorter."""
+"""Prompt length for the cost model; the simulated prompts are shorter."""
 TENSOR_PARALLEL = 8
 """GPUs of one of the generator's replicas, as far as there are so many."""
 SAMPLE_SECONDS = 0.5
@@ -69,7 +69,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Job:
-    """What is simulated, and how much smaller."""
+    """The simulated stage, and its scale."""
 
     num_gpus: int
     num_parameters: float
@@ -121,7 +121,7 @@ class Job:
 
 @dataclass
 class Watch:
-    """What was seen while the stage ran."""
+    """Measurements of one run of the stage."""
 
     iterations_done: list[tuple[int, float]] = field(default_factory=list)
     """(iterations done, time) of every report of progress."""
@@ -135,10 +135,10 @@ class Watch:
     driver_bytes: int = 0
     store_bytes: int = 0
     heartbeats: int = 0
-    """Of all Workhorses of the last attempt."""
+    """Heartbeats of all Workhorses in the last attempt."""
     calls: int = 0
     seconds: float = 0.0
-    """Of the last attempt, models open."""
+    """Duration of the last attempt, without opening the models."""
 
 
 def make_inputs(folder: Path, num_prompts: int) -> PPOInputs:

@@ -57,7 +57,7 @@ def driver_bytes() -> int:
 
 
 def store_bytes() -> int:
-    """What all object stores hold now."""
+    """Bytes that all object stores hold now."""
     from ray._private.internal_api import node_stats
 
     addresses = [(n["NodeManagerAddress"], n["NodeManagerPort"]) for n in ray.nodes() if n["Alive"]]

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 ELEMENT_BYTES = 4
 """Shards hold float32."""
 LOGPROB = np.float32(-2.0)
-"""Of every token, by policy and generator."""
+"""Log-probability of every token, from policy and generator."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What the simulation is smaller by than what it simulates."""
+    """How much smaller the simulation is than the real run."""
 
     time: float
     """A second of the model costs this many here."""
