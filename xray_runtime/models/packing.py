@@ -221,13 +221,15 @@ def _attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     outs = []
     for block in trees.blocks:
-        keys, values = (_gathered(x, block.index) for x in (k, v))
+        queries, keys, values = (_gathered(x, block.index) for x in (q, k, v))
         if block.stem_index is not None:
             assert block.stem_of is not None
             of_stems = (_gathered(_gathered(x, block.stem_index), block.stem_of) for x in (k, v))
             keys, values = (torch.cat(sides, 1) for sides in zip(of_stems, (keys, values), strict=True))
         out = scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (_gathered(q, block.index), keys, values)),
+            queries.transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
             attn_mask=block.visible,
             is_causal=block.visible is None,
             scale=scaling,
