@@ -191,6 +191,8 @@ def simulate(job: Job, folder: Path, nodes: GPUNodes, lose_node: bool) -> tuple[
                 if watch.killed is None or attempt == ATTEMPTS - 1:
                     raise
                 watch.failures.append((str(error).splitlines()[0], time.monotonic()))
+                if attempt == 0:
+                    nodes.add_one()
     finally:
         done.set()
         sampler.join()
@@ -207,7 +209,7 @@ def _attempt(
         watch.iterations_done.append((done, time.monotonic()))
         if lose_node and watch.killed is None and done >= total // 2:
             watch.killed = time.monotonic()
-            threading.Thread(target=nodes.replace_one, daemon=True).start()
+            threading.Thread(target=nodes.lose_one, daemon=True).start()
 
     @contextlib.contextmanager
     def open_models(specs: Mapping[str, Any]) -> Iterator[dict[str, ModelHandle]]:
