@@ -253,8 +253,8 @@ class Learner(Workhorse):
         assert self.engine is not None
         self.engine.load(directory)
 
-    def export_weights(self, version: int, shared: bool, dtype: str | None = None) -> WeightUpdate | None:
-        """This pipeline stage's trained weights by Hugging Face name, on one of its ranks; None on the others.
+    def export_weights(self, version: int, shared: bool, dtype: str | None = None) -> WeightUpdate:
+        """This rank's share of its pipeline stage's trained weights, by Hugging Face name.
 
         Args:
             shared: in memory that readers on this machine map, not in the object store.
@@ -263,13 +263,9 @@ class Learner(Workhorse):
         from xray_runtime.weights.object_store import pack
         from xray_runtime.weights.shared_memory import SharedWriter
 
-        tensors = self._weights(head=False)
-        if self.engine is not None and self.engine.writes:
-            self._shared = self._shared or SharedWriter()
-            return pack(tensors, version, self._shared if shared else None, dtype)
-        for _ in tensors:
-            pass
-        return None
+        assert self.engine is not None
+        self._shared = self._shared or SharedWriter()
+        return pack(self._weights(head=False), version, self._shared if shared else None, dtype, self.engine.turn)
 
     def weight_names(self) -> set[str]:
         """Names of the trained weights; a collective."""
