@@ -58,12 +58,16 @@ class Learner(Workhorse):
         from xray_runtime.engines.shard_loading import skeleton_of
         from xray_runtime.engines.training.deepspeed_setup import init_collectives
         from xray_runtime.models.adapters import Adapters
-        from xray_runtime.models.causal_lm import load_model, published
+        from xray_runtime.models.causal_lm import published
         from xray_runtime.models.heads import HeadedLM
+        from xray_runtime.models.weight_files import same_trunk
 
         self.spec = spec
-        # A frozen trunk is compared with those of the branches, so both are loaded whole.
-        lm = skeleton_of(spec.directory) if spec.trainable_layers is None else load_model(spec.directory)
+        ranks = rank_info.rank, rank_info.world_size
+        for role, branch in spec.branches.items():
+            if not same_trunk(spec.directory, branch.directory, spec.trainable_layers or 0, *ranks):
+                raise ValueError(f"{role} does not share the policy's frozen trunk")
+        lm = skeleton_of(spec.directory)
         self._published: Any = functools.partial(published, lm)
         lora = None if spec.training is None else spec.training.lora
         module = HeadedLM(
