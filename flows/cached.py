@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray.flows.lifecycle_graph import Lifecycle, lifecycle_graph, record_options
-from xray.tasks.output_directory import DIGESTS
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import find_result, show_cached
 from xray_runtime.config.lifecycle import LifecycleConfig
@@ -20,7 +19,7 @@ from xray_runtime.graph.stage_identity import identify
 from xray_runtime.lineage.attestation import open_store
 from xray_runtime.lineage.log import LIFECYCLE
 from xray_runtime.store.checkpoints import Store
-from xray_runtime.store.digest_memory import DigestMemory
+from xray_runtime.store.digest_memory import DIGESTS, DigestMemory
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.shared import open_shared
 from xray_runtime.workers.device import local_device

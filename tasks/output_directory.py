@@ -16,8 +16,6 @@ from xray_runtime.lineage.log import LIFECYCLE, LOCKS, run_lock
 from xray_runtime.store.identity import digest
 
 CONFIG, SEARCH = "config.yaml", "search.yaml"
-DIGESTS = "digests.sqlite"
-"""Remembered digests of files outside the output directory."""
 
 
 def saved_config(output: Path, overrides: Sequence[str] = ()) -> LifecycleConfig:

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from xray.flows.lifecycle_graph import recorded_graph
 from xray.flows.subject import Subject
-from xray.tasks.output_directory import DIGESTS
 from xray_runtime.config.loading import validate
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.graph import Graph, StageCall
@@ -21,7 +20,7 @@ from xray_runtime.lineage.attestation import open_store
 from xray_runtime.planning.auto import choose_layouts
 from xray_runtime.planning.workload import local_node, this_machine
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_manifest
-from xray_runtime.store.digest_memory import DigestMemory
+from xray_runtime.store.digest_memory import DIGESTS, DigestMemory
 from xray_runtime.store.identity import Identity
 from xray_runtime.store.manifest import MANIFEST, Manifest
 from xray_runtime.store.shared import open_shared
