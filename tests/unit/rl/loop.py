@@ -7,6 +7,7 @@ reply is 2.2; four replies an iteration, two a minibatch.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,6 +85,10 @@ class World:
     """Role and method of each call, in order; of `follow` and `generate` also the version."""
     batches: list[tuple[str, Rows, dict[str, float], float]] = field(default_factory=list)
     """Role and arguments of each `train`."""
+    value_head: bool = True
+    """Whether the policy has one."""
+    scored: Counter[str] = field(default_factory=Counter)
+    """Role → how many rows it scored."""
     seeds: list[int] = field(default_factory=list)
     """Of the replies, in order."""
     shares: list[int] = field(default_factory=list)
@@ -156,6 +161,7 @@ class PPOModel:
     def _score(self, rows: Rows, at_once: int = 1) -> Rows:
         self._note("score")
         self.world.shares.append(at_once)
+        self.world.scored[self.role] += num_rows(rows)
         if self.role == "rewards.0":
             # The word decides; the last token is the end token.
             return {"scores": (words(rows) % 5).astype(np.float32)}
@@ -164,7 +170,9 @@ class PPOModel:
             return {"ref_logprobs": Ragged(logprobs.values - np.float32(KL_PER_TOKEN), logprobs.offsets)}
         zeros = Ragged(np.zeros_like(logprobs.values), logprobs.offsets)
         values = {"values": zeros, "final_values": np.zeros(len(logprobs), np.float32)}
-        return values if self.role == "critic" else {"logprobs": logprobs} | values
+        if self.role == "critic":
+            return values
+        return {"logprobs": logprobs} | (values if self.world.value_head else {})
 
     def _train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
         self._note("train")
@@ -244,6 +252,8 @@ def attempt(
         }
         | fields
     )
+
+    world.value_head = config.critic_in_use == "shared"
 
     @contextlib.contextmanager
     def open_models(specs: Mapping[str, Any]) -> Iterator[dict[str, ModelHandle]]:
