@@ -123,17 +123,20 @@ class SimWorkhorse(Workhorse):
 
     def score(self, rows: Rows, at_once: int = 1) -> Rows:
         self._work("score", self._share(rows))
-        lengths = rows["input_ids"].lengths - rows["prompt_lengths"]
         role = self.rank_info.role
         if role.startswith("rewards"):
             return {"scores": (rows["input_ids"].values[rows["input_ids"].offsets[1:] - 2] % 5).astype(np.float32)}
-        column = Ragged(np.full(lengths.sum(), LOGPROB), np.concatenate([[0], lengths.cumsum()]))
-        return {"ref_logprobs" if role == "reference" else "logprobs": column}
+        return {"ref_logprobs" if role == "reference" else "logprobs": _logprobs(rows)}
 
     def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
         self._work("train", self._share(rows))
         counts = ("policy_loss", "entropy_sum", "clip_count", "dual_clip_count", "approx_kl_sum")
         return dict.fromkeys(counts, 0.0) | {"grad_norm": 1.0}
+
+    def train_and_score(
+        self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1
+    ) -> tuple[dict[str, float], Rows]:
+        return self.train(rows, totals, lr, at_once), {"old_logprobs": _logprobs(rows)}
 
     def generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
         length, count = sampling.max_new_tokens, len(rows["seed"])
@@ -189,3 +192,8 @@ class SimWorkhorse(Workhorse):
 
     def save(self, directory: Path, head_file: str | None) -> list[str]:
         return []
+
+
+def _logprobs(rows: Rows) -> Ragged:
+    lengths = rows["input_ids"].lengths - rows["prompt_lengths"]
+    return Ragged(np.full(lengths.sum(), LOGPROB), np.concatenate([[0], lengths.cumsum()]))

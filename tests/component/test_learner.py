@@ -205,6 +205,41 @@ def test_a_critic_of_its_own_takes_the_policys_trunk(
     assert np.ptp(values) > 1e-3
 
 
+@pytest.mark.parametrize(
+    "engine",
+    [EngineConfig(), EngineConfig(num_workhorses=2), EngineConfig(num_workhorses=2, pipeline_parallel=2)],
+    ids=["alone", "2 replicas", "2 pipeline stages"],
+)
+def test_a_step_returns_the_log_probabilities_before_it(
+    cluster: None, tiny_model: Path, tmp_path: Path, engine: EngineConfig
+) -> None:
+    """Row by row those that the policy would have scored; it learns the same as if it had."""
+    config = PPOStageConfig(method="grpo", lr=1e-2, engine=engine)
+    policy = ModelSpec(tiny_model, PPOObjective(config), training=config)
+    rows, totals = text(num_rows=6), {"tokens": 10.0, "rows": 6.0, "kl_coef": 0.1}
+    lengths = response_lengths(rows)
+    noise = np.random.default_rng(3).normal(size=(3, sum(lengths))).astype(np.float32)
+    offsets = np.cumsum([0, *lengths])
+    rollout, reference, advantages = (
+        Ragged(values, offsets) for values in (0.8 * noise[0] - 5.6, noise[1] - 5.6, noise[2])
+    )
+    given = rows | {"ref_logprobs": reference, "advantages": advantages}
+    with open_models(RUNTIME, tmp_path, {"step": policy, "before": policy}) as models:
+        before = ray.get(models["before"].score.remote(rows))["logprobs"]
+        weights = np.minimum(np.exp(before.values - rollout.values), 2.0)
+        assert 0 < (weights == 2.0).sum() < len(weights)
+        scored = given | {"old_logprobs": before, "weights": Ragged(weights, offsets)}
+        expected = ray.get(models["before"].train.remote(scored, totals, 1e-2))
+        call = models["step"].train_and_score.remote(given | {"rollout_logprobs": rollout}, totals, 1e-2)
+        stats, columns = ray.get(call)
+        after, wanted = (ray.get(models[role].score.remote(rows))["logprobs"] for role in ("step", "before"))
+    np.testing.assert_array_equal(columns["old_logprobs"].offsets, before.offsets)
+    np.testing.assert_allclose(columns["old_logprobs"].values, before.values, atol=1e-5)
+    assert stats == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    np.testing.assert_allclose(after.values, wanted.values, atol=1e-4)
+    assert np.abs(after.values - before.values).max() > 1e-2
+
+
 def test_a_failure_in_a_workhorse_shows_its_cause(cluster: None, tmp_path: Path, tiny_model: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()

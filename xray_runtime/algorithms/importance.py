@@ -15,16 +15,14 @@ from torch import Tensor
 
 from xray_runtime.algorithms.advantages import masked_mean
 from xray_runtime.algorithms.kl import clamp_log_ratio
+from xray_runtime.algorithms.losses import reply_means
+
+Mode = Literal["truncate", "mask", "none"]
+Level = Literal["token", "reply"]
 
 
 def importance_weights(
-    train_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    mode: Literal["truncate", "mask", "none"],
-    cap: float,
-    level: Literal["token", "reply"] = "token",
+    train_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, mode: Mode, cap: float, level: Level = "token"
 ) -> tuple[Tensor, dict[str, float]]:
     """Weights [B, T] and what they say of the mismatch. `level` "reply": w is the geometric mean over a reply.
 
@@ -36,21 +34,36 @@ def importance_weights(
     log_weights = diff
     if level == "reply":
         log_weights = (diff.sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)) * valid
-    raw = clamp_log_ratio(log_weights).exp()
-    over = (raw > cap) & mask.bool()
-    if mode == "truncate":
-        weights = raw.clamp(max=cap)
-    elif mode == "mask":
-        weights = torch.where(over, 0.0, raw)
-    else:
-        weights = torch.ones_like(raw)
-    weights = weights * valid
+    raw = clamp_log_ratio(log_weights).exp() * valid
     count = valid.sum().clamp(min=1)
-    raw = raw * valid
     stats = {
         "mean_abs_diff": float(masked_mean(diff.abs(), valid)),
         "max_abs_diff": float(diff.abs().max()) if diff.numel() else 0.0,
         "effective_sample_share": float(raw.sum().square() / (count * raw.square().sum().clamp(min=1e-12))),
-        "capped_share": float(over.sum() / count),
+        "capped_share": float((raw > cap).sum() / count),
     }
-    return weights, stats
+    return _bounded(raw, valid, mode, cap), stats
+
+
+def flat_importance_weights(
+    train_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    replies: Tensor,
+    *,
+    mode: Mode,
+    cap: float,
+    level: Level,
+) -> Tensor:
+    """`importance_weights` of tokens [R] without padding; `replies` [R], from 0: which reply each token is of."""
+    valid = mask.to(train_logprobs.dtype)
+    diff = train_logprobs - rollout_logprobs
+    log_weights = reply_means(diff, replies, valid) if level == "reply" else diff
+    return _bounded(clamp_log_ratio(log_weights).exp() * valid, valid, mode, cap)
+
+
+def _bounded(raw: Tensor, valid: Tensor, mode: Mode, cap: float) -> Tensor:
+    """Weights of ratios; both are 0 where `valid` is 0."""
+    if mode == "truncate":
+        return raw.clamp(max=cap)
+    return torch.where(raw > cap, 0.0, raw) if mode == "mask" else valid

@@ -52,7 +52,7 @@ TEXT = (
 ROLLOUT = (
     Column("seed", "[B]", "int64", _LOOP, "engines.generation", "seed of a reply or an environment"),
     Column("response_ids", "[B, R]", "int64", "engines.generation", "rl.scoring", "the reply"),
-    Column("rollout_logprobs", "[B, R]", "float32", "engines.generation", "rl.experience", "by the generator"),
+    Column("rollout_logprobs", "[B, R]", "float32", "engines.generation", "rl.experience, models", "by the generator"),
     Column("ended", "[B]", "bool", "engines.generation", "rl.experience", "False: cut off"),
     Column("version", "[B]", "int64", _LOOP, "rl.metrics, rl.ledger_writer", "updates of the sampling policy"),
     Column("prompt", "[B]", "int64", _LOOP, "rl.scoring, rl.ledger_writer", "index of the stage's prompt"),
@@ -80,12 +80,12 @@ SCORES = (
 """Outputs of a model. A reward model that is a branch of the policy writes a column named after its role."""
 
 EXPERIENCE = (
-    Column("old_logprobs", "[B, R]", "float32", "rl.experience", _POLICY, "where the clipped ratio is 1"),
+    Column("old_logprobs", "[B, R]", "float32", "rl.experience", _POLICY, "where the ratio is 1; or the step's own"),
     Column("advantages", "[B, R]", "float32", "rl.experience", _POLICY, "0 at tokens that do not count"),
-    Column("weights", "[B, R]", "float32", "rl.experience", _POLICY, "old policy over generator"),
+    Column("weights", "[B, R]", "float32", "rl.experience", _POLICY, "old policy over generator; or the step's"),
     Column("returns", "[B, R]", "float32", "rl.experience", _CRITIC, "targets of the values"),
 )
-"""`rl.types.UpdateRows`: these, and the text, `values`, `ref_logprobs` and `response_mask`."""
+"""`rl.types.UpdateRows`: these, and the text, `rollout_logprobs`, `values`, `ref_logprobs` and `response_mask`."""
 
 LABELLED = (
     Column("logprobs", "[B]", "float32", "models.preference_objectives", "training.dpo, training.kto", "of a reply"),

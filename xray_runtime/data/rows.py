@@ -61,6 +61,12 @@ class Ragged:
         """The first `lengths` [B] values of each row."""
         return self._gather(self.offsets[:-1], lengths)
 
+    def spread(self, places: np.ndarray, count: int) -> Ragged:
+        """These rows at `places`, in ascending order, of `count` rows; the others are empty."""
+        lengths = np.zeros(count, np.int64)
+        lengths[places] = self.lengths
+        return Ragged(self.values, np.cumsum([0, *lengths], dtype=np.int64))
+
     def _gather(self, starts: np.ndarray, lengths: np.ndarray) -> Ragged:
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         places = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)

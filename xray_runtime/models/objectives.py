@@ -4,8 +4,8 @@ This module has the shared code, SFT and the reference; `reward_objective` and `
 Separate files keep the stage keys apart: a change of one algorithm recomputes nothing that another trained.
 
 An objective has `score(module, rows)`, without gradient, and `loss(module, rows, totals)`, this micro-batch's share of
-the loss: a sum divided by *global* counts in `totals`, plus sums for the log. A new algorithm is a new objective;
-nothing else changes.
+the loss: a sum divided by *global* counts in `totals`, plus sums for the log, or columns [R]. A new algorithm is a new
+objective; nothing else changes.
 
 Rows (B of them) carry `input_ids` [N], each row's prompt and response after those of the row before, `lengths` [B] and,
 of these, `prompt_lengths` [B]. What belongs to response tokens is [R], in the same order. `trunk` [N, H] holds the

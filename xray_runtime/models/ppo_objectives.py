@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from xray_runtime.algorithms.importance import flat_importance_weights
 from xray_runtime.algorithms.losses import POLICY_LOSSES, PolicyLoss, kl_loss, policy_loss, value_loss
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import (
@@ -32,7 +33,9 @@ class PPOObjective:
     each reward branch a number a row under its role. Rows whose last token was added for reward models alone say so in
     `added_ends` [B].
 
-    `loss` needs `tokens` or, by `loss_mean`, `rows` in `totals`, and `kl_coef` for a KL in the loss.
+    `loss` needs `tokens` or, by `loss_mean`, `rows` in `totals`, and `kl_coef` for a KL in the loss. Rows without
+    `old_logprobs` are those of a rollout's first step: the pass computes them itself and gives them back as a column
+    [R] among its sums, and importance weights come from `rollout_logprobs`.
     """
 
     config: PPOStageConfig
@@ -67,29 +70,32 @@ class PPOObjective:
         if config.loss_mean == "replies":
             counts = torch.zeros_like(lengths, dtype=mask.dtype).index_add_(0, replies, mask)
             share = share / counts[replies].clamp(min=1)
+        first = "old_logprobs" not in rows
+        old_logprobs = logprobs.detach() if first else rows["old_logprobs"]
+        weights = _weights(config, old_logprobs, rows, mask, replies) if first else rows["weights"]
         loss, stats = policy_loss(
             logprobs,
-            rows["old_logprobs"],
+            old_logprobs,
             rows["advantages"],
             mask,
             clip_range=config.clip_range,
             clip_range_high=config.clip_range_high,
             dual_clip=config.dual_clip,
-            weights=rows["weights"] * share,
+            weights=weights * share,
             loss=self.policy_loss or POLICY_LOSSES[config.loss],
             replies=replies,
         )
         stats |= {"policy_loss": loss.detach(), "entropy_sum": (entropy * mask).sum().detach()}
         loss = loss - config.entropy_coef * (entropy * share).sum()
         if config.kl.place == "loss":
-            kl = kl_loss(logprobs, rows["old_logprobs"], rows["ref_logprobs"], config.kl.estimator)
+            kl = kl_loss(logprobs, old_logprobs, rows["ref_logprobs"], config.kl.estimator)
             loss = loss + totals["kl_coef"] * (kl * share).sum()
         loss = loss / _mean_over(config, totals)
         if module.scalar is not None:
             value, value_stats = _value_loss(module, hidden, rows, config)
             loss = loss + config.value_coef * value / totals["tokens"]
             stats |= value_stats | {"value_loss": value.detach()}
-        return loss, stats
+        return loss, stats | {"old_logprobs": old_logprobs} if first else stats
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,18 @@ class CriticObjective:
 def _counted(like: Tensor, rows: Tensors) -> Tensor:
     """1 at response tokens that the policy chose, 0 at those that it read in between [R]."""
     return rows["response_mask"].to(like.dtype) if "response_mask" in rows else torch.ones_like(like)
+
+
+def _weights(config: PPOStageConfig, old_logprobs: Tensor, rows: Tensors, mask: Tensor, replies: Tensor) -> Tensor:
+    return flat_importance_weights(
+        old_logprobs,
+        rows["rollout_logprobs"],
+        mask,
+        replies,
+        mode=config.importance_correction,
+        cap=config.importance_cap,
+        level=config.importance_level,
+    )
 
 
 def _as_sampled(rows: Tensors) -> Tensors:

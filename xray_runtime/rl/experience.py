@@ -7,7 +7,7 @@ Shapes: B replies, T response tokens of the longest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,12 +17,12 @@ from torch import Tensor
 from xray_runtime.algorithms.advantages import place_rewards, whiten
 from xray_runtime.algorithms.estimators import ESTIMATORS, AdvantageEstimator, AdvantageInputs, estimate
 from xray_runtime.algorithms.importance import importance_weights
-from xray_runtime.algorithms.kl import kl_estimate
+from xray_runtime.algorithms.kl import kl_estimate, kl_summary
 from xray_runtime.algorithms.moments import RunningMoments
 from xray_runtime.algorithms.rewards import SourceScores, lowest_where_cut, overlong_penalty, weighted_sum
 from xray_runtime.data.rows import Ragged, first_alike, non_finite, row_keys
 from xray_runtime.errors import NonFiniteError
-from xray_runtime.rl.metrics import experience_metrics
+from xray_runtime.rl.metrics import experience_metrics, policy_metrics
 from xray_runtime.rl.types import Experience, Rollout, Scores, Text, UpdateRows, rows_at, to_rows
 
 if TYPE_CHECKING:
@@ -38,9 +38,6 @@ class Padded:
     """True where the row has a token."""
     mask: Tensor
     """True where the policy sampled the token; an episode of many turns also has tokens that it read."""
-    rollout_logprobs: Tensor
-    logprobs: Tensor
-    ref_logprobs: Tensor
     values: Tensor
     """0 without a critic."""
     turn_rewards: Tensor
@@ -49,16 +46,13 @@ class Padded:
     @classmethod
     def of(cls, rollout: Rollout, scores: Scores, has_critic: bool) -> Padded:
         """Pad the rows; only advantages need it, since they run over all replies at once, from the last token back."""
-        valid = torch.from_numpy(rollout.rollout_logprobs.mask())
-        logprobs, episodes = _dense(scores.logprobs), rollout.episodes
+        valid, episodes = torch.from_numpy(rollout.rollout_logprobs.mask()), rollout.episodes
+        zeros = torch.zeros(valid.shape)
         return cls(
             valid=valid,
-            mask=valid if episodes is None else _dense(episodes.response_mask),
-            rollout_logprobs=_dense(rollout.rollout_logprobs),
-            logprobs=logprobs,
-            ref_logprobs=_dense(scores.ref_logprobs),
-            values=_dense(scores.values) if has_critic and scores.values is not None else torch.zeros_like(logprobs),
-            turn_rewards=torch.zeros_like(logprobs) if episodes is None else _dense(episodes.turn_rewards),
+            mask=_mask(rollout),
+            values=_dense(scores.values) if has_critic and scores.values is not None else zeros,
+            turn_rewards=zeros if episodes is None else _dense(episodes.turn_rewards),
         )
 
     def ragged(self, column: Tensor, offsets: np.ndarray) -> Ragged:
@@ -76,6 +70,8 @@ def build_experience(
     estimator: AdvantageEstimator | None = None,
 ) -> Experience:
     """Compute rewards, advantages and weights of one rollout. Replies without a reward are left out.
+
+    Weights and what they measure are those of the rows with log-probabilities; see `measured`.
 
     Args:
         rewards: scaled reward of each reply [B] (`scaled_rewards`); NaN if it has none.
@@ -97,34 +93,57 @@ def build_experience(
     has_critic, offsets = config.critic_in_use != "none", rollout.rollout_logprobs.offsets
     padded, ended = Padded.of(rollout, scores, has_critic), torch.from_numpy(rollout.ended)
     rewards, bootstrap = _final_rewards(config, rewards, ended, padded.mask, scores)
-    inputs = _advantage_inputs(config, padded, rewards, bootstrap, groups, text, kl_coef)
+    penalties = torch.zeros_like(padded.values)
+    if config.kl.place == "reward" and kl_coef:
+        logprobs, ref_logprobs = _dense(scores.logprobs), _dense(scores.ref_logprobs)
+        penalties = kl_coef * kl_estimate(logprobs, ref_logprobs, config.kl.estimator)
+    inputs = _advantage_inputs(config, padded, rewards, bootstrap, groups, text, penalties)
     advantages, returns = estimate(estimator or ESTIMATORS[config.advantages], inputs, config.advantages)
     if config.whiten_advantages:
         advantages = whiten(advantages, padded.mask)
-    weights, mismatch = importance_weights(
-        padded.logprobs,
-        padded.rollout_logprobs,
-        padded.mask,
-        mode=config.importance_correction,
-        cap=config.importance_cap,
-        level=config.importance_level,
-    )
     rows = UpdateRows(
         text=text,
         old_logprobs=scores.logprobs,
         advantages=padded.ragged(advantages, offsets),
-        weights=padded.ragged(weights, offsets),
+        weights=scores.logprobs,
+        rollout_logprobs=rollout.rollout_logprobs,
         values=scores.values if has_critic else None,
         returns=padded.ragged(returns, offsets) if has_critic else None,
         ref_logprobs=scores.ref_logprobs if config.kl.place == "loss" else None,
         response_mask=None if rollout.episodes is None else rollout.episodes.response_mask,
         branches=None if rollout.episodes is None else rollout.episodes.branches,
     )
+    metrics = experience_metrics(config, padded, rewards, groups, ended, returns)
+    made = Experience(rows, rollout, scores.ref_logprobs, int(padded.mask.sum()), 0.0, 0.0, metrics)
+    return measured(config, made, scores.logprobs)
+
+
+def measured(config: PPOStageConfig, experience: Experience, logprobs: Ragged) -> Experience:
+    """`experience` with the policy's log-probabilities before the update, and what follows from them: importance
+    weights, the mismatch of generator and trainer, the KL to the reference. Rows in which they are empty count nowhere.
+
+    Raises:
+        NonFiniteError: a column of the update is not finite.
+    """
+    known = np.flatnonzero(logprobs.lengths)
+    rollout, dense = rows_at(experience.rollout, known), _dense(logprobs[known])
+    mask = _mask(rollout)
+    weights, mismatch = importance_weights(
+        dense,
+        _dense(rollout.rollout_logprobs),
+        mask,
+        mode=config.importance_correction,
+        cap=config.importance_cap,
+        level=config.importance_level,
+    )
+    ragged = Ragged(weights[torch.from_numpy(rollout.rollout_logprobs.mask())].float().numpy(), logprobs.offsets)
+    rows = replace(experience.rows, old_logprobs=logprobs, weights=ragged)
     wrong = non_finite(to_rows(rows))
     if wrong is not None:
         raise NonFiniteError(f"the experience: {wrong} are not finite")
-    metrics = experience_metrics(config, padded, rewards, groups, ended, returns, mismatch)
-    return Experience(rows, int(padded.mask.sum()), metrics["kl/reference_k1"], mismatch["mean_abs_diff"], metrics)
+    kl = kl_summary(dense, _dense(experience.ref_logprobs[known]), mask)
+    metrics = experience.metrics | policy_metrics(kl, mismatch)
+    return replace(experience, rows=rows, reference_kl=kl["k1"], mismatch=mismatch["mean_abs_diff"], metrics=metrics)
 
 
 def _final_rewards(
@@ -154,10 +173,9 @@ def _advantage_inputs(
     bootstrap: Tensor,
     groups: Tensor,
     text: Text,
-    kl_coef: float,
+    penalties: Tensor,
 ) -> AdvantageInputs:
-    mask, in_reward = padded.mask, kl_coef if config.kl.place == "reward" else 0.0
-    penalties = in_reward * kl_estimate(padded.logprobs, padded.ref_logprobs, config.kl.estimator)
+    mask = padded.mask
     # Equal replies get one KL: differences in the last bits would be amplified by the group's deviation.
     alike = torch.from_numpy(first_alike(row_keys(to_rows(text))))
     return AdvantageInputs(
@@ -171,6 +189,13 @@ def _advantage_inputs(
         gamma=config.gamma,
         gae_lambda=config.gae_lambda if config.critic_in_use != "none" else 1.0,
     )
+
+
+def _mask(rollout: Rollout) -> Tensor:
+    """True at tokens that the policy sampled [B, T]."""
+    if rollout.episodes is not None:
+        return _dense(rollout.episodes.response_mask)
+    return torch.from_numpy(rollout.rollout_logprobs.mask())
 
 
 def _dense(column: Ragged) -> Tensor:

@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from xray_runtime.data.ledger import (
     shard_path,
     table_of,
 )
-from xray_runtime.data.rows import Ragged
+from xray_runtime.data.rows import Ragged, join_column
 from xray_runtime.graph.artifacts import SHOWN_ROLLOUTS
 from xray_runtime.store.manifest import LEDGER, MANIFEST
 
@@ -95,7 +96,12 @@ class Ledger:
         trained = np.zeros(len(scaled), np.int32)
         trained[rewarded] = times_trained
         columns = {"advantages": experience.rows.advantages, "weights": experience.rows.weights}
-        token_columns = {name: _spread(column, rewarded, len(scaled)) for name, column in columns.items()}
+        token_columns = {name: column.spread(rewarded, len(scaled)) for name, column in columns.items()}
+        # The update may have computed them.
+        others = np.flatnonzero(scaled.isnan().numpy())
+        logprobs = [scored.scores.logprobs[others], experience.rows.old_logprobs]
+        of_all = join_column(logprobs, [others.tolist(), rewarded.tolist()])
+        scored = replace(scored, scores=replace(scored.scores, logprobs=of_all))
         tables = [self._table(iteration, scored, scaled, token_columns, trained, golds)]
         for dropped in scored.dropped:
             count = len(dropped.replies)
@@ -193,13 +199,6 @@ def _remarkable(table: pa.Table) -> list[int]:
     found = [int(used[choose(rewards[used])]) for choose in (np.nanargmin, np.nanargmax)] if len(used) else []
     unused = np.flatnonzero(table["times_trained"].to_numpy() == 0)
     return list(dict.fromkeys([*found, *unused[:1].tolist()]))
-
-
-def _spread(column: Ragged, places: np.ndarray, count: int) -> Ragged:
-    """`column` with its rows at `places` of `count`, the other rows empty."""
-    lengths = np.zeros(count, np.int64)
-    lengths[places] = column.lengths
-    return Ragged(column.values, np.cumsum([0, *lengths], dtype=np.int64))
 
 
 def _scores(sources: SourceScores) -> dict[str, pa.Array]:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from xray_runtime.algorithms.advantages import masked_mean
 from xray_runtime.algorithms.groups import tied_groups
-from xray_runtime.algorithms.kl import kl_summary
 from xray_runtime.algorithms.rewards import SourceScores, statistics, weighted_sum
 from xray_runtime.algorithms.statistics import explained_variance
 from xray_runtime.rl.agent_records import agent_metrics
@@ -63,7 +62,6 @@ def experience_metrics(
     groups: Tensor,
     ended: Tensor,
     returns: Tensor,
-    mismatch: dict[str, float],
 ) -> dict[str, float]:
     """Metrics of the replies that have a reward.
 
@@ -72,21 +70,14 @@ def experience_metrics(
         groups: prompt number of each reply [B].
         ended: True if the reply was not cut off [B].
         returns: return of each token [B, T].
-        mismatch: second result of `importance_weights`.
     """
-    mask, kl = padded.mask, kl_summary(padded.logprobs, padded.ref_logprobs, padded.mask)
+    mask = padded.mask
     metrics = {
         "reward/mean": float(rewards.mean()),
         # In float64 the deviation of equal rewards is exactly 0.
         "reward/std": float(rewards.double().std(correction=0)),
-        "kl/reference_k1": kl["k1"],
-        "kl/reference_k3": kl["k3"],
         "rollout/length": float(mask.sum(-1).float().mean()),
         "rollout/truncated": float((~ended).float().mean()),
-        "rollout/mismatch": mismatch["mean_abs_diff"],
-        "rollout/mismatch_max": mismatch["max_abs_diff"],
-        "rollout/effective_sample_share": mismatch["effective_sample_share"],
-        "rollout/capped_share": mismatch["capped_share"],
     }
     if config.critic_in_use != "none":
         metrics |= {
@@ -97,6 +88,19 @@ def experience_metrics(
     if config.samples_per_prompt > 1:
         metrics["rollout/tied_groups"] = float(tied_groups(rewards, groups).float().mean())
     return metrics
+
+
+def policy_metrics(kl: dict[str, float], mismatch: dict[str, float]) -> dict[str, float]:
+    """Metrics of the policy's log-probabilities before the update: `kl_summary` to the reference, and the second result
+    of `importance_weights`."""
+    return {
+        "kl/reference_k1": kl["k1"],
+        "kl/reference_k3": kl["k3"],
+        "rollout/mismatch": mismatch["mean_abs_diff"],
+        "rollout/mismatch_max": mismatch["max_abs_diff"],
+        "rollout/effective_sample_share": mismatch["effective_sample_share"],
+        "rollout/capped_share": mismatch["capped_share"],
+    }
 
 
 def reward_metrics(rewards: RewardSources, sources: SourceScores) -> dict[str, float]:

@@ -4,7 +4,8 @@ The loop of `run` is the algorithm; each iteration:
 
     sync      policy ── weights, version, checksums ──▶ generator
     generate  prompts ──▶ generator ──▶ replies with their log-probabilities
-    score     policy, reference, critic and reward model score the replies at the same time;
+    score     policy, reference, critic and reward model score the replies at the same time (what nothing but the update
+              needs is left to its first step);
               with `resample_rounds`, other prompts replace those whose replies all score the same
     update    several epochs of clipped minibatch steps on policy and critic
     ledger    the iteration's rows are written into the checkpoint
@@ -46,7 +47,7 @@ from xray_runtime.rl.model_roles import ppo_models
 from xray_runtime.rl.reward_sources import RewardSources
 from xray_runtime.rl.rollouts import Rollouts
 from xray_runtime.rl.scoring import ScoredRollout, Scorer
-from xray_runtime.rl.update import Updater
+from xray_runtime.rl.update import Updater, first_minibatch
 from xray_runtime.rl.validation import Validation
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.clock import PhaseClock
@@ -91,6 +92,8 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                 _check_mismatch(experience.mismatch if probe is None else probe, config)
             with clock.phase("update"):
                 update = loop.updater.update(experience, iteration, loop.kl.coef)
+                experience = update.experience
+                _check_mismatch(experience.mismatch if probe is None else probe, config)
             with clock.phase("generate"):
                 loop.rollouts.wait()
             golds = loop.gold_scores(scored)
@@ -183,7 +186,11 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
             episodes=episodes,
             rollouts=rollouts,
             rewards=rewards,
-            scorer=Scorer(models, config, rewards, tokenizer, stops, prompts, _one_trunk(config, specs)),
+            scorer=Scorer(
+                *(models, config, rewards, tokenizer, stops, prompts),
+                partial(first_minibatch, stage),
+                _one_trunk(config, specs),
+            ),
             estimator=estimator,
             updater=Updater(stage, models, skipped),
             kl=kl,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ import torch
 from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.rewards import SourceScores, weighted_sum
 from xray_runtime.data.pairs import prompt_text
-from xray_runtime.data.rows import Rows
+from xray_runtime.data.rows import Ragged, Rows, take
 from xray_runtime.data.text_rows import text_rows, with_end_of_turn
 from xray_runtime.data.tokenizing import decode_replies, own_text
 from xray_runtime.rewards.source import Score, failure
@@ -116,6 +116,7 @@ class Scorer:
 
     Args:
         stops: tokens that end a reply.
+        first_minibatch: the rows of an iteration that the policy need not score (`update.first_minibatch`).
         one_trunk: policy and critic share a frozen trunk, which the policy computes for both.
     """
 
@@ -127,10 +128,12 @@ class Scorer:
         tokenizer: Any,
         stops: tuple[int, ...],
         prompts: UniquePrompts,
+        first_minibatch: Callable[[Rows, int], np.ndarray],
         one_trunk: bool = False,
     ) -> None:
         self._models, self._config, self._rewards, self._one_trunk = models, config, rewards, one_trunk
         self._tokenizer, self._stops, self._prompts = tokenizer, stops, prompts
+        self._first_minibatch = first_minibatch
 
     def score(self, rollout: Rollout, iteration: int, first_id: int = 0) -> ScoredRollout:
         """Score a rollout with all models and sources at the same time."""
@@ -144,7 +147,12 @@ class Scorer:
         whole = text_rows(prompt_ids, (with_end_of_turn(reply, self._stops) for reply in ids))
         branches = None if rollout.episodes is None else rollout.episodes.branches
         rows, merged = split_branches(to_rows(text), branches)
-        inputs = self._inputs(rows, whole)
+        inputs, scored = self._inputs(rows, whole), np.arange(len(ids))
+        if branches is None and self._config.step_scores:
+            scored = np.setdiff1d(scored, self._first_minibatch(rows, iteration))
+            inputs |= {"policy": take(rows, scored)}
+        if not len(scored):
+            del inputs["policy"]
         # With a lag, the generator works at the same time.
         at_once = len(inputs) + len(rewards.roles) + self._config.lag
         calls = [models[role].score.remote(rows, at_once) for role, rows in inputs.items()]
@@ -154,7 +162,8 @@ class Scorer:
             found: Rows = {}
             for answer in get_all(calls):
                 found |= merged(answer)
-            return found
+            logprobs = found.get("logprobs", Ragged.of([], np.float32))
+            return found | {"logprobs": logprobs.spread(scored, len(ids))}
 
         sources = rewards.scores(
             rewards.requests(models, messages, replies, whole, at_once),

@@ -90,6 +90,7 @@ class Scores:
     """Outputs of policy, reference and critic on the replies."""
 
     logprobs: Ragged
+    """Empty in rows whose log-probabilities the update's first step computes."""
     ref_logprobs: Ragged
     values: Ragged | None = None
     """Absent without a critic; so is `final_values`."""
@@ -107,9 +108,11 @@ class UpdateRows:
 
     text: Text
     old_logprobs: Ragged
+    """Empty in rows that the first step scores; so is `weights`."""
     advantages: Ragged
     weights: Ragged
     """Importance weight of the proximal policy relative to the sampling policy."""
+    rollout_logprobs: Ragged
     values: Ragged | None = None
     """Absent without a critic; so is `returns`."""
     returns: Ragged | None = None
@@ -126,6 +129,9 @@ class Experience:
     """One rollout ready for updates."""
 
     rows: UpdateRows
+    rollout: Rollout
+    """The replies that have a reward; likewise `ref_logprobs`."""
+    ref_logprobs: Ragged
     num_tokens: int
     """Number of tokens that the policy sampled."""
     reference_kl: float

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from xray_runtime.data.rows import Rows, alike_prompts, num_response_tokens, take
+from xray_runtime.data.rows import Ragged, Rows, alike_prompts, join_column, num_response_tokens, take
 from xray_runtime.rl.agent_rows import BRANCHES, BranchRows
+from xray_runtime.rl.experience import measured
 from xray_runtime.rl.types import Experience, to_rows
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.schedule import lr_at
 from xray_runtime.training.steps import PolicySums, StepStatistics, StepTotals, ValueSums, read_step
-from xray_runtime.workers.protocols import ModelHandle, get_all
+from xray_runtime.workers.protocols import ModelHandle, get, get_all
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOConfig
@@ -46,6 +47,8 @@ class Update:
     """By `stop_kl`."""
     times_trained: np.ndarray
     """Number of optimizer steps on each row of the experience [B] int32."""
+    experience: Experience
+    """With the log-probabilities that the first step computed."""
 
 
 class Updater:
@@ -71,14 +74,18 @@ class Updater:
             NonFiniteError: a model skipped more steps than `max_skipped_steps`.
         """
         config, rows, count = self._config, to_rows(experience.rows), experience.num_rows
-        num_minibatches, prompts = self._num_minibatches(count), alike_prompts(rows)
-        order = np.random.default_rng(derive_seed(self._stage.seed, self._stage.name, "minibatches", iteration))
+        num_minibatches = self._num_minibatches(count)
+        epochs = _minibatches(self._stage, alike_prompts(rows), num_minibatches, iteration)
         steps: list[MinibatchStep] = []
         times_trained, stopped_early = np.zeros(count, np.int32), False
-        for epoch in range(config.epochs):
-            for number, index in enumerate(np.array_split(shuffled(prompts, order), num_minibatches)):
+        for epoch, minibatches in zip(range(config.epochs), epochs, strict=False):
+            for number, index in enumerate(minibatches):
                 at = (iteration * config.epochs + epoch) * self._per_epoch + number
-                step = self._step(take(rows, index), at, kl_coef)
+                if not steps:
+                    experience = self._score_later(experience, index)
+                step, logprobs = self._step(take(to_rows(experience.rows), index), at, kl_coef)
+                if logprobs is not None:
+                    experience = measured(config, experience, _replaced(experience, index, logprobs))
                 steps.append(step)
                 times_trained[index] += step.taken
                 stopped_early = step.taken and self._moved_too_far(step)
@@ -86,7 +93,16 @@ class Updater:
                     break
             if stopped_early:
                 break
-        return Update(steps, len(steps) / num_minibatches, stopped_early, times_trained)
+        return Update(steps, len(steps) / num_minibatches, stopped_early, times_trained, experience)
+
+    def _score_later(self, experience: Experience, first: np.ndarray) -> Experience:
+        """Score the rows outside the `first` minibatch if some of them are not: replies without a reward, which are
+        left out, move the others to other minibatches than were expected."""
+        later = np.setdiff1d(np.arange(experience.num_rows), first)
+        if not _unscored(take(to_rows(experience.rows), later)):
+            return experience
+        answer = get(self._policy.score.remote(take(to_rows(experience.rows.text), later), 1 + self._config.lag))
+        return measured(self._config, experience, _replaced(experience, later, answer["logprobs"]))
 
     def _num_minibatches(self, num_replies: int) -> int:
         """Fewer minibatches than planned if few replies have a reward."""
@@ -99,28 +115,65 @@ class Updater:
             )
         return count
 
-    def _step(self, batch: Rows, at: int, kl_coef: float) -> MinibatchStep:
+    def _step(self, batch: Rows, at: int, kl_coef: float) -> tuple[MinibatchStep, Ragged | None]:
+        """(the step, the policy's log-probabilities before it if the batch lacks them)."""
+        first = _unscored(batch)
+        for name in ("old_logprobs", "weights") if first else ("rollout_logprobs",):
+            del batch[name]
         batch = BranchRows.of(batch).rows if BRANCHES in batch else batch
         config, tokens = self._config, float(num_response_tokens(batch))
         totals = StepTotals(tokens=tokens, rows=len(batch["id"]), kl_coef=kl_coef).to_wire()
         at_once = (1 if self._critic is None else 2) + config.lag
         lr = lr_at(config, at, self._planned)
-        calls = [self._policy.train.remote(batch, totals, lr, at_once)]
+        train = self._policy.train_and_score if first else self._policy.train
+        calls: list[Any] = [train.remote(batch, totals, lr, at_once)]
         if self._critic is not None:
             critic_lr = lr_at(config, at, self._planned, peak=config.critic_lr)
             calls.append(self._critic.train.remote(batch, totals, critic_lr, at_once))
         answers = get_all(calls)
-        policy = read_step(PolicySums, answers[0])
+        sums, columns = answers[0] if first else (answers[0], {})
+        policy = read_step(PolicySums, sums)
         critic = read_step(ValueSums, answers[1]) if self._critic is not None else None
         # Each model steps or skips on its own, so both are counted.
         taken = self._skipped.check_step(self._stage, "policy", at, policy)
         if critic is not None:
             taken = self._skipped.check_step(self._stage, "critic", at, critic) and taken
-        return MinibatchStep(tokens, lr, policy, critic, taken)
+        return MinibatchStep(tokens, lr, policy, critic, taken), columns.get("old_logprobs")
 
     def _moved_too_far(self, step: MinibatchStep) -> bool:
         limit = self._config.stop_kl
         return limit is not None and not step.policy.sums.approx_kl_sum / step.num_tokens <= limit  # NaN too
+
+
+def first_minibatch(stage: Stage[PPOConfig, PPOInputs], rows: Rows, iteration: int) -> np.ndarray:
+    """The rows of a rollout that an iteration's first step trains on if all get a reward; none if tied groups may be
+    replaced before the rollout is split into minibatches."""
+    config = stage.config
+    count = config.rollout_size // config.minibatch_size
+    if count > 1 and config.resample_rounds:
+        return np.zeros(0, np.int64)
+    return next(_minibatches(stage, alike_prompts(rows), count, iteration))[0]
+
+
+def _minibatches(
+    stage: Stage[PPOConfig, PPOInputs], prompts: np.ndarray, count: int, iteration: int
+) -> Iterator[list[np.ndarray]]:
+    """The places of each minibatch's rows, epoch after epoch; `prompts` [B] as from `alike_prompts`."""
+    order = np.random.default_rng(derive_seed(stage.seed, stage.name, "minibatches", iteration))
+    while True:
+        yield np.array_split(shuffled(prompts, order), count)
+
+
+def _unscored(rows: Rows) -> bool:
+    """Whether some rows lack the policy's log-probabilities."""
+    return bool((rows["old_logprobs"].lengths < rows["rollout_logprobs"].lengths).any())
+
+
+def _replaced(experience: Experience, places: np.ndarray, by: Ragged) -> Ragged:
+    """The experience's `old_logprobs` with `by` at `places`."""
+    others = np.setdiff1d(np.arange(experience.num_rows), places)
+    kept: Ragged = experience.rows.old_logprobs[others]
+    return cast("Ragged", join_column([kept, by], [others.tolist(), places.tolist()]))
 
 
 def shuffled(groups: np.ndarray, order: np.random.Generator) -> np.ndarray:

@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +94,7 @@ class StageRecorder:
         self.attempt = self._count_attempt()
         """Number of this attempt under the stage's key, from 1."""
         self._newest: Snapshot | None = None
-        self._sent = 0
+        self._sender, self._sent = ThreadPoolExecutor(1), 0
         self._reported = 0.0
 
     def _count_attempt(self) -> int:
@@ -166,29 +167,39 @@ class StageRecorder:
             self._secure()
             shutil.copyfile(self.metrics_path, directory / METRICS)
             save(directory)
-        try:
-            self.send()
-        except Exception:
-            log.warning("%s: MLflow did not accept the metrics; they are sent later", self._stage, exc_info=True)
+        # The next step does not wait for MLflow.
+        self._sender.submit(self._try_to_send, self.metrics_path.stat().st_size)
         if self._interrupted is not None:
             raise self._interrupted(f"{self._stage}: stopped after step {step}; run it again to continue from there")
 
     def send(self) -> None:
         """Send MLflow the points that this attempt has not sent; repeating those of an earlier one is harmless."""
         self._secure()
+        self._sender.submit(self._send, self.metrics_path.stat().st_size).result()
+
+    def _send(self, end: int) -> None:
+        """Send the points in the file of metrics up to byte `end`."""
         if self._run is None:
             return
         with self.metrics_path.open("rb") as file:
             file.seek(self._sent)
-            lines = file.read().splitlines(keepends=True)
+            lines = file.read(end - self._sent).splitlines()
         self._run.points([json.loads(line) for line in lines])
-        self._sent += sum(map(len, lines))
+        self._sent = end
+
+    def _try_to_send(self, end: int) -> None:
+        try:
+            self._send(end)
+        except Exception:
+            log.warning("%s: MLflow did not accept the metrics; they are sent later", self._stage, exc_info=True)
 
     def finished(self) -> None:
         """Remove the snapshots: the stage is published."""
         self._snapshots.clear()
 
     def close(self) -> None:
+        """Wait for what is still being sent, and close the file of metrics."""
+        self._sender.shutdown()
         self._metrics.close()
 
     def _secure(self) -> None:

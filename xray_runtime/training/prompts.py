@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from xray_runtime.data.pairs import Example, Messages, Pairs
 from xray_runtime.data.tokens import Tokens
 from xray_runtime.store.seal import Seal
+
+CACHED_ROWS = 1024
+"""An iteration reads the same rows several times for each reply, and every read decodes a batch of rows."""
 
 
 class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
@@ -24,6 +29,7 @@ class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
     def __init__(self, tokenizer: Any, pairs: Path, max_prompt: int, seal: Seal) -> None:
         self.max_prompt = max_prompt
         self._pairs, self._tokens = Pairs(pairs, Example), Tokens(pairs, Example, tokenizer, seal)
+        self._pair = lru_cache(CACHED_ROWS)(self._pairs.__getitem__)
         self.rows = self._tokens.different_prompts(max_prompt)
         """Row of each prompt's first appearance."""
         self.num_too_long = int((self._tokens.prompt_lengths > max_prompt).sum())
@@ -36,7 +42,8 @@ class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         row = int(self.rows[index])
-        return self._pairs[row].prompt, self._tokens.prompt(row)
+        # A copy: functions of users may change what they are given.
+        return copy.deepcopy(self._pair(row).prompt), self._tokens.prompt(row)
 
     def metrics(self) -> dict[str, float]:
         """Number of prompts that do not fit; empty if all fit."""
@@ -47,6 +54,6 @@ class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
 
     def columns(self, indices: Sequence[int]) -> dict[str, list[Any]]:
         """Column of the dataset → its value where each of these prompts first appears, None if that row lacks it."""
-        rows = [json.loads(self._pairs[int(self.rows[index])].columns) for index in indices]
+        rows = [json.loads(self._pair(int(self.rows[index])).columns) for index in indices]
         names = sorted({name for row in rows for name in row})
         return {name: [row.get(name) for row in rows] for name in names}

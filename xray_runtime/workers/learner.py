@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import math
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from xray_runtime.errors import NonFiniteError
 from xray_runtime.processes import at_low_priority
 from xray_runtime.signs import part_done
 from xray_runtime.store.shards import read_shards, shard_problem
-from xray_runtime.workers.micro_batches import as_tensors, row_groups
+from xray_runtime.workers.micro_batches import Columns, as_tensors, row_groups
 from xray_runtime.workers.trunk_memory import TrunkMemory
 from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from xray_runtime.weights.shared_memory import SharedWriter
     from xray_runtime.workers.model_spec import ModelSpec
     from xray_runtime.workers.protocols import WorkhorseHandle
+
+Sums = dict[str, float]
 
 
 class Learner(Workhorse):
@@ -99,8 +102,7 @@ class Learner(Workhorse):
         # `_published` refers to the model, so it must go too for the memory to be freed.
         self.engine = self.scorer = self.module = self._published = None
         self._trunks = TrunkMemory()
-        self._shared = None
-        self._sender = None
+        self._shared = self._sender = None
         gc.collect()
 
     def sleep(self) -> None:
@@ -125,15 +127,13 @@ class Learner(Workhorse):
 
         if self.module.has_trunk:
             rows = self._trunks.identified(rows)
-        out: dict[str, list[np.ndarray]] = {}
+        columns = Columns(num_rows(rows))
         batches = self._micro_batches(rows, self._score_tokens)
         with self._share_threads(at_once), torch.no_grad():
             for batch, scores in self.scorer.evaluate(self.spec.objective.score, batches):
                 for name, of_rows in scores.items():
-                    column = out.setdefault(name, [np.zeros(0)] * num_rows(rows))
-                    for row, tensor in zip(batch.rows, of_rows, strict=False):
-                        column[row] = tensor.float().cpu().numpy()
-        return {name: np.array(c) if c[0].ndim == 0 else Ragged.of(c, np.float32) for name, c in out.items()}
+                    columns.add(name, batch.rows, of_rows)
+        return columns.rows()
 
     def trunk(self, rows: Rows, at_once: int = 1) -> Rows:
         """The frozen trunk's output for `input_ids`: `trunk`, ragged [N, H], remembered as by `score`.
@@ -151,34 +151,38 @@ class Learner(Workhorse):
                     states[row] = of_row.numpy()
         return {"trunk": Ragged(np.concatenate(states), rows["input_ids"].offsets)}
 
-    def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
+    def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> Sums:
         """One optimizer step over `rows`; returns this rank's sums for the log, the number of tokens that it computed,
         and `grad_norm`. `at_once` as above.
 
-        If this rank's loss or the whole gradient is not finite, no rank steps, and `grad_norm` is not finite.
-
-        Raises:
-            NonFiniteError: a weight is not finite.
+        If this rank's loss or the whole gradient is not finite, no rank steps, and `grad_norm` is not finite. Raises
+        NonFiniteError if a weight is not finite.
         """
+        return self.train_and_score(rows, totals, lr, at_once)[0]
+
+    def train_and_score(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> tuple[Sums, Rows]:
+        """`train`, and the columns of response tokens that the objective gives back with its sums."""
         import torch
 
-        from xray_runtime.models.objectives import num_computed_tokens
+        from xray_runtime.models.objectives import by_row, num_computed_tokens
 
         assert self.engine is not None
         assert self.spec.training is not None
-        max_tokens = self.spec.training.engine.micro_batch_tokens // self.runtime.micro_batch_divisor
-        pipelined = self.spec.training.engine.pipeline_parallel > 1
+        layout = self.spec.training.engine
+        max_tokens = layout.micro_batch_tokens // self.runtime.micro_batch_divisor
+        columns, computed_tokens = Columns(num_rows(rows)), 0
         sums: dict[str, torch.Tensor] = {}
-        computed_tokens = 0
 
         def loss(batch: MicroBatch) -> torch.Tensor:
             value, stats = self.scorer.forward(self.spec.objective.loss, batch.tensors, totals)
             # Other stages of a pipeline have no loss.
-            part_done(common=not pipelined)
+            part_done(common=layout.pipeline_parallel == 1)
             if not batch.rows:
                 return value * 0.0
             nonlocal computed_tokens
             computed_tokens += num_computed_tokens(self.module, batch.tensors)
+            for name in [name for name, stat in stats.items() if stat.dim()]:
+                columns.add(name, batch.rows, by_row(stats.pop(name), batch.tensors))
             for name, stat in stats.items():
                 sums[name] = sums.get(name, torch.zeros_like(stat)) + stat
             finite = torch.stack([value.detach().float(), *(stat.float() for stat in stats.values())]).isfinite().all()
@@ -188,10 +192,9 @@ class Learner(Workhorse):
         with self._share_threads(at_once):
             norm = self.engine.step(loss, self._micro_batches(rows, max_tokens), lr)
             if not math.isfinite(norm):
-                for _ in self._weights(head=True):
-                    pass
-        found = {name: float(v) for name, v in sums.items()}
-        return found | {"computed_tokens": float(computed_tokens), "grad_norm": norm}
+                deque(self._weights(head=True), maxlen=0)
+        found = {name: float(v) for name, v in sums.items()} | {"computed_tokens": float(computed_tokens)}
+        return found | {"grad_norm": norm}, columns.rows()
 
     @property
     def _score_tokens(self) -> int:

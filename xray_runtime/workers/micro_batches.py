@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,3 +49,24 @@ def as_tensors(rows: Rows, device: torch.device | str = "cpu") -> dict[str, torc
     # uint16 is bfloat16, see `Learner.trunk`.
     bits = {name: tensor.view(torch.bfloat16) for name, tensor in tensors.items() if tensor.dtype == torch.uint16}
     return {name: tensor.to(device) for name, tensor in (tensors | bits).items()}
+
+
+class Columns:
+    """Columns of `count` rows, filled micro-batch by micro-batch."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._columns: dict[str, list[np.ndarray]] = {}
+
+    def add(self, name: str, places: Sequence[int], of_rows: Iterable[torch.Tensor]) -> None:
+        """Put a number, or the numbers of its response tokens, in each row of `places`."""
+        column = self._columns.setdefault(name, [np.zeros(0)] * self._count)
+        for row, tensor in zip(places, of_rows, strict=False):
+            column[row] = tensor.float().cpu().numpy()
+
+    def rows(self) -> Rows:
+        """The columns; those of response tokens are `Ragged`."""
+        return {
+            name: np.array(column) if column[0].ndim == 0 else Ragged.of(column, np.float32)
+            for name, column in self._columns.items()
+        }

@@ -89,6 +89,12 @@ class Train(Protocol):
     def remote(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> Ref[dict[str, float]]: ...
 
 
+class TrainAndScore(Protocol):
+    def remote(
+        self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1
+    ) -> Ref[tuple[dict[str, float], Rows]]: ...
+
+
 class ExportWeights(Protocol):
     def remote(self, version: int, shared: bool = False, dtype: str | None = None) -> Ref[WeightUpdate]: ...
 
@@ -103,6 +109,7 @@ class ModelHandle(Protocol):
     score: Score
     trunk: Score
     train: Train
+    train_and_score: TrainAndScore
     generate: Method[[Rows, Sampling, int], Rows]
     follow: Method[[ModelHandle, int], str | None]
     load_weights: Method[[WeightUpdate], int]
@@ -156,6 +163,7 @@ class WorkhorseHandle(FileReceiverHandle, Protocol):
     score: Method[[Rows, int], Rows]
     trunk: Method[[Rows, int], Rows]
     train: Method[[Rows, dict[str, float], float, int], dict[str, float]]
+    train_and_score: Method[[Rows, dict[str, float], float, int], tuple[dict[str, float], Rows]]
     export_weights: Method[[int, bool, str | None], WeightUpdate]
     weight_names: Method[[], set[str]]
     send_weights: Method[[int, Transport, tuple[str, int], list[WorkhorseHandle], int], None]

@@ -7,8 +7,9 @@ read, chunk by chunk through Ray's object store, and stages out the files they w
 from __future__ import annotations
 
 import contextlib
+import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -123,3 +124,18 @@ class FileStager:
 
 def _peers(places: Sequence[str | None]) -> list[tuple[int, int]]:
     return [(places[:rank].count(place), places.count(place)) for rank, place in enumerate(places)]
+
+
+def merge_copy(copy: Path, directory: Path, names: Iterable[str], head_file: str | None) -> None:
+    """Merge another node's `copy` of the model into `directory`, and remove the copy."""
+    from xray_runtime.models.weight_files import copy_tensors, weight_files
+
+    if not weight_files(directory):
+        # Without a rank on this node, the first copy becomes the model.
+        shutil.copytree(copy, directory, dirs_exist_ok=True)
+    else:
+        copy_tensors(copy, directory, names)
+        if head_file is not None and (copy / head_file).exists():
+            (directory / head_file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(copy / head_file, directory / head_file)
+    shutil.rmtree(copy)

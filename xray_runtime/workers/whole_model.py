@@ -26,7 +26,7 @@ from xray_runtime.workers.health import HealthMonitor, WorkhorseError
 from xray_runtime.workers.nodes import WorkerInfo, check_environment
 from xray_runtime.workers.progress import find_progress
 from xray_runtime.workers.protocols import Ref, WholeModelHandle, WorkhorseHandle, get
-from xray_runtime.workers.staging import FileStager
+from xray_runtime.workers.staging import FileStager, merge_copy
 from xray_runtime.workers.workhorse import RankInfo
 
 if TYPE_CHECKING:
@@ -132,7 +132,18 @@ class WholeModel:
         If a loss or the gradient is not finite, no rank steps and `grad_norm` is not finite; then `refused_by` is the
         first rank with such a loss.
         """
-        stats = self._scatter(rows, lambda w, shard: w.train.remote(shard, totals, lr, at_once))
+        return self._summed(self._scatter(rows, lambda w, shard: w.train.remote(shard, totals, lr, at_once)))
+
+    def train_and_score(
+        self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1
+    ) -> tuple[dict[str, float], Rows]:
+        """`train`, and `Learner.train_and_score`'s columns of all rows, in order. Raises NonFiniteError as `score`."""
+        answers = self._scatter(rows, lambda w, shard: w.train_and_score.remote(shard, totals, lr, at_once))
+        columns = [columns for _, columns in answers]
+        self._check_finite(columns, self._reporting())
+        return self._summed([sums for sums, _ in answers]), merge(columns, rows)
+
+    def _summed(self, stats: list[dict[str, float]]) -> dict[str, float]:
         sums = {name: sum(s.get(name, 0.0) for s in stats) for name in {name for s in stats for name in s}}
         # Every rank has the same norm.
         sums["grad_norm"] = stats[0]["grad_norm"]
@@ -250,7 +261,7 @@ class WholeModel:
         for rank, copy in self._stager.stage_out(directories, directory).items():
             # All ranks of that node wrote their tensors into one copy of the model.
             names = [name for r, own in enumerate(directories) if own == directories[rank] for name in written[r]]
-            _merge_copy(copy, directory, names, head_file)
+            merge_copy(copy, directory, names, head_file)
         self._stager.remove(directories)
         if (directory / WEIGHTS_INDEX).exists():
             here = [rank for rank, own in enumerate(directories) if own == directory]
@@ -325,21 +336,6 @@ class WholeModel:
     def _kill(self) -> None:
         for workhorse in self._workhorses:
             ray.kill(workhorse)
-
-
-def _merge_copy(copy: Path, directory: Path, names: Iterable[str], head_file: str | None) -> None:
-    """Merge another node's `copy` of the model into `directory`, and remove the copy."""
-    from xray_runtime.models.weight_files import copy_tensors, weight_files
-
-    if not weight_files(directory):
-        # Without a rank on this node, the first copy becomes the model.
-        shutil.copytree(copy, directory, dirs_exist_ok=True)
-    else:
-        copy_tensors(copy, directory, names)
-        if head_file is not None and (copy / head_file).exists():
-            (directory / head_file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(copy / head_file, directory / head_file)
-    shutil.rmtree(copy)
 
 
 def _succeeded(ref: Ref[T]) -> bool:

@@ -134,7 +134,7 @@ def test_columns_and_fields_are_the_same() -> None:
     assert names(Text) <= listed["Text"]
     assert names(Rollout, EpisodeColumns) - {"episodes", "response_mask"} == listed["Rollout"]
     assert names(Scores) <= listed["Scores"]
-    others = {"text", "values", "ref_logprobs", "response_mask", "branches"}
+    others = {"text", "values", "ref_logprobs", "rollout_logprobs", "response_mask", "branches"}
     assert names(UpdateRows) - others == listed["Experience"]
     assert names(steps.StepTotals) == listed["Totals of a step"]
     kinds = (steps.SFTSums, steps.PairSums, steps.DPOSums, steps.KTOSums, steps.ValueSums, steps.PolicySums)
@@ -177,7 +177,7 @@ class Checked(PPOModel):
         return answer
 
     def _train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
-        check(rows, EXPERIENCE, TEXT, SCORES)
+        check(rows, EXPERIENCE, TEXT, SCORES, ROLLOUT)
         self._same_tokens(rows, rows)
         assert totals.keys() <= {column.name for column in TOTALS}
         answer = super()._train(rows, totals, lr, at_once)

@@ -7,6 +7,7 @@ reply is 2.2; four replies an iteration, two a minibatch.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,6 +85,10 @@ class World:
     """Role and method of each call, in order; of `follow` and `generate` also the version."""
     batches: list[tuple[str, Rows, dict[str, float], float]] = field(default_factory=list)
     """Role and arguments of each `train`."""
+    value_head: bool = True
+    """Whether the policy has one."""
+    scored: Counter[str] = field(default_factory=Counter)
+    """Role → how many rows it scored."""
     seeds: list[int] = field(default_factory=list)
     """Of the replies, in order."""
     shares: list[int] = field(default_factory=list)
@@ -121,6 +126,7 @@ class PPOModel:
         self.version = self.updates = 0
         self.busy_until = 0.0
         self.score, self.train = Method(self, "score", self._score), Method(self, "train", self._train)
+        self.train_and_score = Method(self, "train", self._train_and_score)
         self.generate, self.follow = Method(self, "generate", self._generate), Method(self, "follow", self._follow)
         self.save, self.save_state = Method(self, "save", self._save), Method(self, "save_state", self._save_state)
         self.check_state = Method(self, "check_state", lambda directory: None)
@@ -155,17 +161,18 @@ class PPOModel:
     def _score(self, rows: Rows, at_once: int = 1) -> Rows:
         self._note("score")
         self.world.shares.append(at_once)
+        self.world.scored[self.role] += num_rows(rows)
         if self.role == "rewards.0":
             # The word decides; the last token is the end token.
             return {"scores": (words(rows) % 5).astype(np.float32)}
-        replies = [ids[n:] for ids, n in zip(rows["input_ids"], rows["prompt_lengths"], strict=True)]
-        logprobs = Ragged.of(map(logprob, replies), np.float32)
+        logprobs = self._logprobs(rows)
         if self.role == "reference":
             return {"ref_logprobs": Ragged(logprobs.values - np.float32(KL_PER_TOKEN), logprobs.offsets)}
         zeros = Ragged(np.zeros_like(logprobs.values), logprobs.offsets)
         values = {"values": zeros, "final_values": np.zeros(len(logprobs), np.float32)}
-        own = Ragged(logprobs.values + np.float32(self.surer), logprobs.offsets)
-        return values if self.role == "critic" else {"logprobs": own} | values
+        if self.role == "critic":
+            return values
+        return {"logprobs": logprobs} | (values if self.world.value_head else {})
 
     def _train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
         self._note("train")
@@ -178,6 +185,17 @@ class PPOModel:
             return values | {"grad_norm": 3.0}
         counts = dict.fromkeys(("policy_loss", "entropy_sum", "clip_count", "dual_clip_count"), 1.0)
         return counts | values | {"approx_kl_sum": kl, "grad_norm": 2.0}
+
+    def _train_and_score(
+        self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1
+    ) -> tuple[dict[str, float], Rows]:
+        logprobs = self._logprobs(rows)
+        return self._train(rows, totals, lr, at_once), {"old_logprobs": logprobs}
+
+    def _logprobs(self, rows: Rows) -> Ragged:
+        """The policy's."""
+        replies = [ids[n:] for ids, n in zip(rows["input_ids"], rows["prompt_lengths"], strict=True)]
+        return Ragged.of((logprob(reply) + np.float32(self.surer) for reply in replies), np.float32)
 
     def _save(self, directory: Path, head_file: str | None = None) -> None:
         self._note(f"save {directory.name}")
@@ -234,6 +252,8 @@ def attempt(
         }
         | fields
     )
+
+    world.value_head = config.critic_in_use == "shared"
 
     @contextlib.contextmanager
     def open_models(specs: Mapping[str, Any]) -> Iterator[dict[str, ModelHandle]]:

@@ -368,8 +368,9 @@ def test_what_comes_from_the_object_store_is_only_read() -> None:
                 np.testing.assert_array_equal(found.offsets, expected.offsets)
                 found, expected = found.values, expected.values
             np.testing.assert_array_equal(found, expected)
-    assert all(to_rows(experience.rows)[name] is data[0][name] for name in data[0])
-    made = {name: column for name, column in to_rows(experience.rows).items() if name not in data[0]}
+    given = data[0] | {"rollout_logprobs": data[1]["rollout_logprobs"]}
+    assert all(to_rows(experience.rows)[name] is given[name] for name in given)
+    made = {name: column for name, column in to_rows(experience.rows).items() if name not in given}
     assert set(made) == {"old_logprobs", "values", "advantages", "returns", "weights"}
     assert all(c.values.dtype == np.float32 and tuple(c.lengths) == LENGTHS for c in made.values())
 

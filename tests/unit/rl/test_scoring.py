@@ -72,7 +72,9 @@ def test_a_reward_model_reads_whole_replies_and_a_function_the_messages(inputs: 
     replies = [[a, n, end], [an, end], [a, n, end], [a, n]]
     policy, critic, prompts = Policy(), Critic(), Prompts([(ASKED, [5, 6])])
     models: dict[str, Any] = {"policy": policy, "critic": critic}
-    scorer = Scorer(models, PPOConfig(), rewards, tokenizer, (end,), prompts, one_trunk=True)  # type: ignore[arg-type]
+    # A value head or a KL in the reward, as here, needs the policy's scores of all replies.
+    needs = PPOConfig(), rewards, tokenizer, (end,), prompts, lambda rows, iteration: np.arange(4)
+    scorer = Scorer(models, *needs, one_trunk=True)  # type: ignore[arg-type]
     zeros = np.zeros(4, np.int64)
     rollout = Rollout(Ragged.of(replies), Ragged.of(replies), np.array([True, True, True, False]), zeros, zeros, zeros)
     scored = scorer.score(rollout, 3, first_id=8)

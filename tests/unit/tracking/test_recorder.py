@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,45 @@ def test_a_question_goes_to_whoever_can_be_asked(tmp_path: Path) -> None:
         tmp_path, "ppo", KEY, None, silent, 1, process_seal(), ask=lambda text: asked.append(text) or answer
     )
     assert (recorder.ask("go on?"), asked) == (answer, ["go on?"])
+
+
+class SlowTracking:
+    """An MLflow run that takes points once it is `open`, and refuses the first ones it is told to."""
+
+    def __init__(self, refused: int = 0) -> None:
+        self.open, self.refused, self.steps = threading.Event(), refused, list[int]()
+
+    def points(self, lines: list[dict[str, Any]]) -> None:
+        assert self.open.wait(timeout=60)
+        if self.refused:
+            self.refused -= 1
+            raise OSError("away")
+        self.steps += [line["step"] for line in lines]
+
+
+@pytest.mark.parametrize("refused", [0, 1, 2])
+def test_a_snapshot_does_not_wait_for_tracking(tmp_path: Path, refused: int) -> None:
+    run = SlowTracking(refused)
+    recorder = StageRecorder(tmp_path, "sft", KEY, run, silent, 1, process_seal())  # type: ignore[arg-type]
+    recorder.begin()
+    for step in range(4):
+        recorder.metrics({"sft/loss": 1.0}, step)
+        if step in (1, 2):
+            recorder.write_snapshot(step + 1, {}, lambda directory: None)
+    assert run.steps == []
+    run.open.set()
+    recorder.send()
+    # All, in order and once each, whether or not tracking took them at the first try.
+    assert run.steps == [0, 1, 2, 3]
+    recorder.close()
+
+
+def test_what_is_being_sent_arrives_before_the_recorder_is_closed(tmp_path: Path) -> None:
+    run = SlowTracking()
+    recorder = StageRecorder(tmp_path, "sft", KEY, run, silent, 1, process_seal())  # type: ignore[arg-type]
+    recorder.begin()
+    recorder.metrics({"sft/loss": 1.0}, 0)
+    recorder.write_snapshot(1, {}, lambda directory: None)
+    threading.Timer(0.05, run.open.set).start()
+    recorder.close()
+    assert run.steps == [0]
