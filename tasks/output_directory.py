@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from xray_runtime.store.identity import digest
 CONFIG, SEARCH = "config.yaml", "search.yaml"
 
 
-def saved_config(output: Path, overrides: Sequence[str] = ()) -> LifecycleConfig:
-    """The config of the last run in `output`, or the defaults if there is none, with overrides."""
+def saved_config(output: Path) -> LifecycleConfig:
+    """The config of the last run in `output`, or the defaults if there is none."""
     path = output / CONFIG
-    return load_config(path if path.is_file() else None, overrides)
+    return load_config(path if path.is_file() else None)
 
 
 def interrupted_stages(output: Path) -> dict[str, int]:
