@@ -3,13 +3,16 @@
     python -m benchmarks.model_memory [--gb 2] [--ranks 2] [--out FILE.json]
 
 A random Llama of so many GB in float32, in several files of weights, is loaded under ZeRO-3; its snapshot is written,
-checked and restored, first by as many ranks and then by one and under tensor parallelism; then it is published. No Ray:
-the ranks are plain processes, and this one, which plays the stage's part, only passes paths.
+checked and restored, first by as many ranks and then by one and under tensor parallelism; its weights are exported as
+for a generator; then it is published. Then it is evaluated as the stage does it: scored by frozen models under ZeRO-3
+and sampled by vLLM under tensor parallelism. No Ray: the ranks are plain processes, and this one, which plays the
+stage's part, only passes paths.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import resource
 import tempfile
@@ -18,16 +21,22 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import transformers
 
 from benchmarks.ranks import run_ranks
-from xray_runtime.config.engines import EngineConfig
+from xray_runtime.config.engines import EngineConfig, FrozenConfig, GeneratorConfig
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
-from xray_runtime.data.rows import Rows
+from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.engines import states
+from xray_runtime.engines.generation.generation import Generation
+from xray_runtime.engines.generation.sampling import EngineRank, Sampling
+from xray_runtime.engines.generation.vllm import load_vllm
+from xray_runtime.engines.shard_loading import Weights
 from xray_runtime.models.causal_lm import skeleton
-from xray_runtime.models.objectives import SFTObjective
+from xray_runtime.models.objectives import ReferenceObjective, SFTObjective
 from xray_runtime.models.tensor_file import TensorFile, create
 from xray_runtime.models.weight_files import weight_files
 from xray_runtime.store.shards import WEIGHTS_INDEX, read_shards
@@ -36,6 +45,7 @@ from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.workhorse import RankInfo
 
 NUM_FILES, NUM_LAYERS = 4, 8
+MAX_LENGTH, KV_CACHE_GIB = 32, 0.25
 GB = 1e9
 
 
@@ -43,8 +53,21 @@ class Measured(Learner):
     """Notes the peak memory of each of its phases."""
 
     def build(self, spec: ModelSpec, rank_info: RankInfo) -> None:
-        self.peaks = {"libraries": _resident()}
-        self.phase("load", lambda: super(Measured, self).build(spec, rank_info))
+        self.peaks, self.bytes_read = {"libraries": _resident()}, 0
+        read = {name: getattr(Weights, name) for name in ("value", "share")}
+
+        def counted(name: str) -> Callable[..., torch.Tensor]:
+            def counting(weights: Weights, *args: Any) -> torch.Tensor:
+                found: torch.Tensor = read[name](weights, *args)
+                self.bytes_read += found.nbytes
+                return found
+
+            return counting
+
+        with contextlib.ExitStack() as stack:
+            for name in read:
+                stack.enter_context(mock.patch.object(Weights, name, counted(name)))
+            self.phase("load", lambda: super(Measured, self).build(spec, rank_info))
 
     def phase(self, name: str, work: Callable[[], Any]) -> Any:
         """`work()`, and the most memory that was resident meanwhile, mapped files included."""
@@ -52,6 +75,28 @@ class Measured(Learner):
         found = work()
         self.peaks[name] = _resident("VmHWM")
         return found
+
+
+class Frozen(Measured):
+    """The frozen model under ZeRO-3 that scores in an evaluation."""
+
+    def build(self, spec: ModelSpec, rank_info: RankInfo) -> None:
+        frozen = FrozenConfig(num_workhorses=rank_info.world_size, zero_stage=3)
+        super().build(ModelSpec(spec.directory, ReferenceObjective(1.0), frozen=frozen), rank_info)
+
+
+class Sampled(Measured):
+    """A rank of the generator in an evaluation."""
+
+    def build(self, spec: ModelSpec, rank_info: RankInfo) -> None:
+        self._begin(rank_info)
+        runtime = RuntimeConfig(threads=1, device="cpu", generator_memory_gib=KV_CACHE_GIB)
+        self.peaks = {}
+        self.phase("libraries", lambda: load_vllm("cpu"))
+        rank = EngineRank("cpu", rank_info.rank, rank_info.world_size, rank_info.host, rank_info.port)
+        self.generator = self.phase(
+            "load", lambda: Generation(spec.directory, MAX_LENGTH, GeneratorConfig(), runtime, rank)
+        )
 
 
 def _resident(field: str = "VmRSS") -> float:
@@ -87,6 +132,8 @@ def keep_and_publish(learner: Measured, deal: Callable[[Rows], Rows], directory:
     learner.phase("snapshot", lambda: learner.save_state(snapshot))
     _barrier()
     found = restored(learner, deal, snapshot, ranks)
+    update = learner.phase("export", lambda: learner.export_weights(1, True))
+    found["packed"] = update.num_bytes / GB
     learner.phase("copy", lambda: learner.begin_save(out, rank, ranks))
     _barrier()
     learner.phase("publish", lambda: learner.save(out, None))
@@ -112,6 +159,23 @@ def restored(learner: Measured, deal: Callable[[Rows], Rows], snapshot: Path, ra
         learner.phase("restore", lambda: learner.load_state(snapshot))
     hashed = sum(shard.size for shard in read_shards(snapshot)[rank::ranks])
     return {"read": {"restore": sum(read) / GB}, "hashed": {"restore": hashed / GB}, "peaks": learner.peaks}
+
+
+def scored(learner: Frozen, deal: Callable[[Rows], Rows]) -> dict[str, Any]:
+    """Peaks of a rank that scores, and the bytes it read to do so."""
+    rows = {"input_ids": Ragged.of([np.arange(5, 5 + MAX_LENGTH)] * 8), "prompt_lengths": np.full(8, MAX_LENGTH // 2)}
+    learner.phase("score", lambda: learner.score(deal(rows)))
+    return {"read": {"load": learner.bytes_read / GB}, "peaks": learner.peaks}
+
+
+def sampled(learner: Sampled, deal: Callable[[Rows], Rows], policy: Path) -> dict[str, Any]:
+    """Peaks of a rank that samples from one model and then, in the same engine, from another."""
+    sampling = Sampling(max_new_tokens=4, temperature=1.0, stop_token_ids=(), pad_token_id=0)
+    asked = [[5, 6, 7]] * 4, [0, 1, 2, 3], sampling
+    learner.phase("sample", lambda: learner.generator.generate(*asked, 0))
+    learner.phase("other checkpoint", lambda: learner.generator.restart(policy, 1))
+    learner.phase("sample again", lambda: learner.generator.generate(*asked, 1))
+    return {"peaks": learner.peaks}
 
 
 def _barrier() -> None:
@@ -142,8 +206,13 @@ def main() -> None:
             found[name] = run_ranks(
                 spec_of(model, layout), logs, restored, directory / "snapshot", count, kind=Measured
             )
+        evaluated = spec_of(directory / "published", zero)
+        found["evaluate, frozen"] = run_ranks(evaluated, logs, scored, kind=Frozen)
+        found["evaluate, generator"] = run_ranks(evaluated, logs, sampled, model, kind=Sampled)
         # Weight and two moments, of which every rank holds an equal share.
         share = 3 * size / ranks
+        found["load ÷ share"] = max(rank["read"]["load"] for rank in found["evaluate, frozen"]) / (size / ranks)
+        found["packed ÷ share"] = max(rank["packed"] for rank in found["ZeRO-3"]) / (size / ranks)
         found["restore ÷ share"] = max(rank["read"]["restore"] for rank in found["ZeRO-3"]) / share
         found["hashed ÷ share"] = max(rank["hashed"]["restore"] for rank in found["ZeRO-3"]) / share
         found["stage's process"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GB

@@ -87,7 +87,7 @@ def load_pretrained(model: str, chat_template: str | None = None) -> tuple[Any, 
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
         if files:
             with contextlib.suppress(OSError):  # it has none
-                lm.generation_config = transformers.GenerationConfig.from_pretrained(name)
+                lm.generation_config = transformers.GenerationConfig.from_pretrained(name, **NO_CODE)
         else:
             # A config may name an attention that is fetched from a hub, so it is not left to it.
             lm, report = transformers.AutoModelForCausalLM.from_pretrained(
