@@ -44,6 +44,7 @@ from xray_runtime.environments.protocol import Start, Step
 from xray_runtime.graph.kind import Stage
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.processes import kill_tagged, start_reaper
+from xray_runtime.rl.episode import EpisodeBatch
 from xray_runtime.rl.episodes import Episodes
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.opening import model_opener
@@ -192,7 +193,7 @@ def rollout(model: Path, generator: Any, bare: Any, case: str, num_episodes: int
         episodes = Episodes(traced, stage, sampling, tokenizer, MAX_PROMPT, pool)  # type: ignore[arg-type]
         Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
         traced.trace = pool.trace = trace = Trace()
-        played = episodes.sample(prompts, {}, 0, "sample")
+        played = episodes.sample(EpisodeBatch(prompts, {}, 0, "sample"))
         trace.seconds = time.perf_counter() - trace.begin
         workers = [p.pid for p in psutil.Process().children() if worker.__name__ in p.cmdline()]
         peaks = [_peak_mib(pid) for pid in workers]

@@ -24,13 +24,14 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.machine import MIB, machine, ratio, spread, table, times
-from xray_runtime.data.ledger import LEDGER, iterations, read_shard, shard_path
+from xray_runtime.data.ledger import iterations, read_shard, shard_path
 from xray_runtime.data.rows import Ragged, Rows, non_finite
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.weight_files import check_finite
 from xray_runtime.report.figures import read_metrics
 from xray_runtime.store.checkpoints import read_manifest
 from xray_runtime.store.identity import file_sha256
+from xray_runtime.store.manifest import LEDGER
 from xray_runtime.tracking.recorder import METRICS, records_directory
 from xray_runtime.training.finite import check_rollout
 

@@ -38,8 +38,8 @@ def main() -> None:
     learner, reserved = Learner(RuntimeConfig(device="cpu")), reserve_port()
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory)
-        lm, tokenizer = load_pretrained(MODEL)
-        save_model(lm, tokenizer, model)
+        lm, tokenizer, files = load_pretrained(MODEL)
+        save_model(lm, tokenizer, model, files=files)
         vocabulary = len(tokenizer)
         del lm
         rank_info = RankInfo("reward", 0, 0, 1, "127.0.0.1", reserved.getsockname()[1], None)

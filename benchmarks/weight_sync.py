@@ -130,8 +130,7 @@ def measure(directory: Path, training: SFTConfig) -> tuple[float, dict[str, list
 
 def num_bytes(model: Any) -> int:
     """Of what a policy sends."""
-    update = ray.get(model._workhorses[0].export_weights.remote(0, False))
-    return int(update.num_bytes)
+    return int(model.export_weights(0).num_bytes)
 
 
 def main() -> None:

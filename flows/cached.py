@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -11,16 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray.flows.lifecycle_graph import Lifecycle, lifecycle_graph, record_options
-from xray.tasks.output_directory import DIGESTS
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import find_result, show_cached
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.graph.graph import Graph, StageCall, recording
 from xray_runtime.graph.stage_identity import identify
 from xray_runtime.lineage.attestation import open_store
-from xray_runtime.lineage.log import LIFECYCLE
+from xray_runtime.lineage.log import read_run
 from xray_runtime.store.checkpoints import Store
-from xray_runtime.store.digest_memory import DigestMemory
+from xray_runtime.store.digest_memory import DIGESTS, DigestMemory
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.shared import open_shared
 from xray_runtime.workers.device import local_device
@@ -47,7 +45,8 @@ def take_cached(
         done: called with the name of each stage.
     """
     elsewhere = os.environ.get("PREFECT_API_URL") or os.environ.get("RAY_ADDRESS")
-    if elsewhere or config.runtime.parallel == "auto" or not _completed(output):
+    # Prefect may still show a run that was not completed as running.
+    if elsewhere or config.runtime.parallel == "auto" or read_run(output).get("status") != "completed":
         return None
     with recording(config.seed, config.runtime) as graph:
         ends = lifecycle_graph(config)
@@ -61,15 +60,6 @@ def take_cached(
     with RunRecord(output, storage=config.runtime.storage, **record_options(config)) as record:
         _record(record, found, store, ends, done)
     return record.summary.content
-
-
-def _completed(output: Path) -> bool:
-    """Whether the last run here was completed. If not, Prefect may still show it as running."""
-    try:
-        content = json.loads((output / LIFECYCLE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and content.get("status") == "completed"
 
 
 def _find(graph: Graph, output: Path, store: Store, until: str | None) -> dict[str, _Found] | None:

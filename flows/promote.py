@@ -21,7 +21,7 @@ from prefect.input import RunInput
 from prefect.runtime import deployment
 from pydantic import Field
 
-from xray.tasks.output_directory import DIGESTS, saved_config
+from xray.tasks.output_directory import saved_config
 from xray.tasks.task_runner import task_runner
 from xray.tasks.workspace import Workspace
 from xray_runtime.config.evaluate import PromotionConfig
@@ -36,7 +36,7 @@ from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.promotion import Review
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve
 from xray_runtime.stages.kinds import COMPARE
-from xray_runtime.store.digest_memory import DigestMemory
+from xray_runtime.store.digest_memory import DIGESTS, DigestMemory
 from xray_runtime.store.identity import digest
 
 STAGE = "compare"

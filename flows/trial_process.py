@@ -24,7 +24,7 @@ from xray.flows.search import SearchConfig
 from xray.flows.subject import Subject
 from xray.flows.trials import POLL_SECONDS, RECORD, Points, Trial, UnknownMetricError, read_record
 from xray.tasks.command import Command, commanded
-from xray.tasks.output_directory import CONFIG, DIGESTS
+from xray.tasks.output_directory import CONFIG
 from xray.tasks.spec import forwarded_variables
 from xray.tasks.task_runner import task_runner
 from xray.tasks.workspace import Workspace
@@ -38,7 +38,7 @@ from xray_runtime.graph.handles import Handle
 from xray_runtime.graph.stage_identity import identify
 from xray_runtime.processes import redirect_output
 from xray_runtime.report.figures import read_metrics
-from xray_runtime.store.digest_memory import DigestMemory
+from xray_runtime.store.digest_memory import DIGESTS, DigestMemory
 from xray_runtime.store.seal import process_seal
 from xray_runtime.store.shared import open_shared
 from xray_runtime.store.snapshots import Snapshots

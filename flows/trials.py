@@ -5,7 +5,6 @@ A trial's directory is named after the digest of its subject and metric, so the 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from xray.tasks.workspace import STOP_SECONDS
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.cores import load
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.log import LIFECYCLE
+from xray_runtime.lineage.log import read_run
 from xray_runtime.workers.progress import find_progress
 
 State = Literal["running", "finished", "pruned", "failed"]
@@ -78,11 +77,7 @@ class Trial:
 
     def run(self) -> dict[str, Any]:
         """Content of its lifecycle.json; empty if the trial has not begun."""
-        try:
-            content: dict[str, Any] = json.loads((self.place / LIFECYCLE).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return content
+        return read_run(self.place)
 
     def progress(self) -> Any:
         """The progress actor of its run; None if it is not running."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from filelock import Timeout
 
-from xray_runtime.lineage.log import LIFECYCLE, mark, run_lock
+from xray_runtime.lineage.log import LIFECYCLE, mark, read_run, run_lock
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +48,8 @@ def close_lost_runs(outputs: Iterable[Path]) -> None:
 
 def _running(path: Path) -> dict[str, Any] | None:
     """The lifecycle.json at `path` if it says that the run is running, else None."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return content if content["status"] == "running" and content["run_id"] else None
-    return None
+    content = read_run(path.parent)
+    return content if content.get("status") == "running" and content.get("run_id") else None
 
 
 def _close(output: Path, path: Path, content: dict[str, Any]) -> None:

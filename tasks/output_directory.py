@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,16 @@ from filelock import AcquireReturnProxy, FileLock, Timeout
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import load_config
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.lineage.log import LIFECYCLE, LOCKS, run_lock
+from xray_runtime.lineage.log import LOCKS, read_run, run_lock
 from xray_runtime.store.identity import digest
 
 CONFIG, SEARCH = "config.yaml", "search.yaml"
-DIGESTS = "digests.sqlite"
-"""Remembered digests of files outside the output directory."""
 
 
-def saved_config(output: Path, overrides: Sequence[str] = ()) -> LifecycleConfig:
-    """The config of the last run in `output`, or the defaults if there is none, with overrides."""
+def saved_config(output: Path) -> LifecycleConfig:
+    """The config of the last run in `output`, or the defaults if there is none."""
     path = output / CONFIG
-    return load_config(path if path.is_file() else None, overrides)
+    return load_config(path if path.is_file() else None)
 
 
 def interrupted_stages(output: Path) -> dict[str, int]:
@@ -37,10 +34,7 @@ def resume_point(output: Path) -> str:
     steps = [f"{stage} step {step}" for stage, step in interrupted_stages(output).items()]
     if steps:
         return " and ".join(steps)
-    try:
-        done = json.loads((output / LIFECYCLE).read_text(encoding="utf-8"))["stages"]
-    except (OSError, ValueError, KeyError, TypeError):
-        done = []
+    done = read_run(output).get("stages")
     return f"the end of {done[-1]['name']}" if done else "the beginning"
 
 
@@ -67,12 +61,12 @@ def file_lock(directory: Path, name: str = "lock") -> AcquireReturnProxy:
 
 def unfinished_run(place: Path, output: Path, record: Mapping[str, Any]) -> dict[str, Any] | None:
     """The lifecycle.json in `place` if it is one of an interrupted run of the same config, else None."""
+    content = read_run(place)
+    if content.get("config_digest") != digest(record) or content["status"] == "completed" or not content["run_id"]:
+        return None
     try:
-        content: dict[str, Any] = json.loads((place / LIFECYCLE).read_text(encoding="utf-8"))
-        if content["config_digest"] != digest(record) or content["status"] == "completed" or not content["run_id"]:
-            return None
         # A run that is still active holds its lock.
         run_lock(output, content["run_id"]).acquire(timeout=0).lock.release()
-        return content
-    except (OSError, ValueError, KeyError, TypeError, Timeout):
+    except (OSError, Timeout):
         return None
+    return content

@@ -35,17 +35,7 @@ from xray_runtime.tracking.registry import LOG_TAG
 class RunRecord:
     """Context of a run: opens its records, and closes them however the run ends.
 
-    Args:
-        output: directory of everything the run makes.
-        project: MLflow's experiment.
-        seed: the run's seed.
-        storage: address of the shared store, if there is one.
-        record: the config of the whole run; by default the flow's parameters.
-        gates: bounds that a candidate must pass to be promoted.
-        terms: source → its `SourceTerms`.
-        place: directory of lifecycle.json and the report; by default `output`.
-        tags: further tags of the MLflow run.
-        tracking_uri: MLflow's address; by default MLFLOW_TRACKING_URI, or a database in `output`.
+    The arguments are those of `xray.workspace`; `storage` is the address of the shared store, if there is one.
     """
 
     def __init__(

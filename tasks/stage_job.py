@@ -21,7 +21,7 @@ from prefect.context import TaskRunContext
 
 from xray.tasks.flow_context import PAGE
 from xray.tasks.out_of_memory import run_in_memory
-from xray.tasks.output_directory import DIGESTS, LOCKS
+from xray.tasks.output_directory import LOCKS
 from xray.tasks.progress import StageProgress
 from xray.tasks.review import ask_person
 from xray.tasks.spec import RunContext, StageResult, StageSpec
@@ -42,7 +42,7 @@ from xray_runtime.models.transformers_import import import_transformers
 from xray_runtime.report.figures import read_metrics, training_figure
 from xray_runtime.store.checkpoints import load_manifest
 from xray_runtime.store.content_digest import check_unchanged
-from xray_runtime.store.digest_memory import DigestMemory
+from xray_runtime.store.digest_memory import DIGESTS, DigestMemory
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.shared import open_shared
 from xray_runtime.tracking.mlflow_tracker import Tracker

@@ -62,23 +62,11 @@ class StoppedEarly(Exception):
 
 
 class Workspace(Graph):
-    """A graph whose stages run.
+    """A graph whose stages run. The other arguments are those of `xray.workspace`.
 
     Args:
-        output: directory of everything the run makes.
-        project: MLflow's experiment; a policy is registered as `<project>-policy`.
-        seed: the source of every random choice.
-        runtime: where and how the work runs.
-        until: the stage after which nothing more is computed.
-        gates: bounds that a candidate must pass to be promoted, for the signed record of its evaluation.
-        terms: source → its licence, origin and personal data (`SourceTerms`), for the signed records and the cards.
-        record: the config of the whole run, for MLflow and lifecycle.json; by default the flow's parameters.
-        place: directory of lifecycle.json and the report; by default `output`.
-        tags: further tags of the MLflow run.
-        tracking_uri: MLflow's address; by default MLFLOW_TRACKING_URI, or a database in `output`.
-        checked: `check_run` has checked the whole graph already.
         on_open: called with this workspace once it is open, instead of the command's.
-        defaults: values of fields for every stage that has them: `generator`, `frozen`, `gold`.
+        checked: `check_run` has checked the whole graph already.
     """
 
     def __init__(

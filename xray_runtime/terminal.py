@@ -73,6 +73,11 @@ def show(console: Console, line: str, style: str = "") -> None:
     console.print(Text(line, style=style), soft_wrap=True, highlight=False)
 
 
+def say(text: str) -> None:
+    """`show` on stdout."""
+    show(Console(), text)
+
+
 def _padded(cell: str, width: int, right: bool) -> str:
     space = " " * (width - cell_len(cell))
     return space + cell if right else cell + space

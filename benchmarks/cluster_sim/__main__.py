@@ -12,8 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster_sim.cost import roofline
-from benchmarks.cluster_sim.job import PROMPT_TOKENS, Job, Shares, Watch, simulate
+from benchmarks.cluster_sim.job import Job, Shares, Watch, simulate
 from benchmarks.cluster_sim.nodes import GPUNodes
 from benchmarks.cluster_sim.workhorse import Scale
 from benchmarks.machine import MIB, machine, table
@@ -58,13 +57,13 @@ def report(job: Job, nodes: int, watch: Watch, points: list[dict[str, Any]]) -> 
     """A line of the table: medians over the iterations but the first."""
     metrics = [point["metrics"] for point in points][1:]
     took = {phase: statistics.median(m.get(f"seconds/{phase}", 0.0) for m in metrics) for phase in PHASES}
-    slept = {phase: job.scale.time * seconds for phase, seconds in modelled(job).items()}
+    slept = {phase: job.scale.time * seconds for phase, seconds in job.estimate.phases().items()}
     overhead = {phase: took[phase] - slept.get(phase, 0.0) for phase in PHASES}
     return [
         str(job.num_gpus),
         str(nodes),
         f"{watch.opened[0]:.1f}",
-        *(f"{sum(modelled(job).values()):.0f}", f"{sum(slept.values()):.2f}", f"{sum(took.values()):.2f}"),
+        *(f"{sum(job.estimate.phases().values()):.0f}", f"{sum(slept.values()):.2f}", f"{sum(took.values()):.2f}"),
         *(f"{overhead[phase]:.2f}" for phase in PHASES),
         f"{sum(overhead.values()):.2f}",
         f"{watch.calls / job.iterations:.0f}",
@@ -81,29 +80,11 @@ HEAD = (
 )
 
 
-def modelled(job: Job) -> dict[str, float]:
-    """Seconds of an iteration's phases by the cost model; models that score do so at the same time."""
-    specs = job.specs(dict.fromkeys(("policy", "generator", "reference")))
-    rows = job.num_prompts * job.samples
-    replies = job.reply_tokens // job.scale.tokens * job.scale.tokens
-    tokens = rows * (PROMPT_TOKENS + replies)
-
-    def seconds(role: str, call: Any, longest: int = 0) -> float:
-        return job.cost(specs[role].part, call, tokens, longest)
-
-    return {
-        "sync": seconds("policy", "export") + seconds("generator", "load"),
-        "generate": seconds("generator", "generate", replies),
-        "score": max(seconds("policy", "score"), seconds("reference", "score")),
-        "update": seconds("policy", "train"),
-    }
-
-
 def limits(job: Job, watch: Watch) -> list[list[str]]:
     """Each limit of the runtime's beside what came closest to it; what takes simulated time, at full scale."""
     times = [at for _, at in watch.iterations_done]
     silence = max((b - a for a, b in pairwise(times)), default=0.0)
-    full = silence + sum(modelled(job).values()) * (1 - job.scale.time)
+    full = silence + sum(job.estimate.phases().values()) * (1 - job.scale.time)
     runtime = job.runtime
     return [
         [str(job.num_gpus), "stall_timeout_s", f"{runtime.stall_timeout_s:.0f}", f"{full:.0f} between two reports"],
@@ -143,7 +124,7 @@ def main() -> int:
     lines, limit_lines, loss_lines = [], [], []
     print(f"{machine()}\n", flush=True)
     for gpus in args.gpus:
-        job = make(num_gpus=gpus, samples=args.samples, reply_tokens=args.reply_tokens, scale=scale, cost=roofline)
+        job = make(num_gpus=gpus, samples=args.samples, reply_tokens=args.reply_tokens, scale=scale)
         with tempfile.TemporaryDirectory() as folder:
             nodes = GPUNodes(gpus)
             try:

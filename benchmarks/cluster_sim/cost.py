@@ -1,23 +1,27 @@
-"""Seconds of the calls of one model: a role → seconds. This estimate is a roofline of H100s; another may replace it.
-
-Sources: 6 operations a parameter and trained token, 2 a scored one (Kaplan et al. 2020, §2.1); decoding reads all
-weights once a step (Pope et al. 2022, §2).
-"""
+"""Seconds of each model's calls on H100s in nodes of eight, by the planner's cost model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
+
+from xray_runtime.planning.cost import iteration_seconds, score_seconds
+from xray_runtime.planning.disk import SNAPSHOT_BYTES
+from xray_runtime.planning.gpus import GPUS
+from xray_runtime.planning.memory import HALF_BYTES, Layout
+from xray_runtime.planning.roles import Use
+from xray_runtime.planning.shapes import from_parameter_count
+from xray_runtime.planning.workload import Machine, Role, Workload
 
 Call = Literal["train", "score", "generate", "export", "load", "snapshot"]
-FLOPS, BYTES_PER_S = 989e12, 3.35e12
-"""An H100's dense bfloat16 operations and memory bandwidth, a second."""
-MFU, BANDWIDTH_SHARE = 0.4, 0.6
-"""Share of the operations that training and scoring reach, and of the bandwidth that decoding reaches."""
-WIRE_BYTES_PER_S, DISK_BYTES_PER_S = 25e9, 2e9
-"""Bandwidth of a node's network, and of a rank's share of the disk."""
-WEIGHT_BYTES, STATE_BYTES = 2, 14
-"""Bytes of a parameter on the wire and in a snapshot: bfloat16 weights, float32 masters and two moments."""
+[H100] = [gpu for gpu in GPUS if gpu.name == "H100"]
+NODE_SIZE = 8
+MICRO_BATCH_TOKENS = 16_384
+CACHE_SCALE = 64
+"""A KV cache of a million tokens: what eight H100s hold beside a 70B model."""
+DISK_BYTES_PER_S = 2e9
+"""A rank's share of the disk's bandwidth."""
+USES: dict[str, Use] = {"policy": "trained", "reference": "frozen", "reward": "frozen", "generator": "sampled"}
 
 
 @dataclass(frozen=True)
@@ -27,25 +31,57 @@ class Part:
     num_parameters: float
     num_gpus: int
     """GPUs of the whole model; a generator counts those of all replicas."""
-    num_replicas: int = 1
+    seconds: dict[Call, float]
+    """Seconds of a call over all rows of an iteration, of one weight transfer, or of one snapshot."""
 
 
-class Cost(Protocol):
-    """Seconds of one call, over all ranks at once."""
+@dataclass(frozen=True)
+class Estimate:
+    """GRPO without a critic: a policy, a reference, a reward model, and a generator."""
 
-    def __call__(self, part: Part, call: Call, tokens: int, longest: int) -> float:
-        """`tokens`: of all rows; `longest`: of the longest reply."""
+    num_parameters: float
+    num_gpus: int
+    """Of the whole cluster."""
+    layouts: dict[Use, Layout]
+    rollout_size: int
+    minibatch_size: int
+    prompt_tokens: int
+    reply_tokens: int
 
+    @property
+    def workload(self) -> Workload:
+        shape = from_parameter_count(self.num_parameters)
+        return Workload(
+            roles=tuple(
+                Role(name=name, shape=shape, use=use, weight_bytes=HALF_BYTES, scores_tokens=name != "reward")
+                for name, use in USES.items()
+            ),
+            sequence_tokens=self.prompt_tokens + self.reply_tokens,
+            response_tokens=self.reply_tokens,
+            batch_size=self.minibatch_size,
+            rollout_size=self.rollout_size,
+            micro_batch_tokens=MICRO_BATCH_TOKENS,
+            cache_scale=CACHE_SCALE,
+            generator_replicas=self.layouts["sampled"].dp,
+        )
 
-def roofline(part: Part, call: Call, tokens: int, longest: int) -> float:
-    """The estimate of this module; see `Cost`."""
-    n, gpus = part.num_parameters, part.num_gpus
-    if call in ("train", "score"):
-        return (6 if call == "train" else 2) * n * tokens / (gpus * FLOPS * MFU)
-    if call == "generate":
-        steps = WEIGHT_BYTES * n / (gpus / part.num_replicas * BYTES_PER_S * BANDWIDTH_SHARE)
-        return longest * steps + 2 * n * tokens / (gpus * FLOPS * MFU)
-    if call == "snapshot":
-        return STATE_BYTES * n / gpus / DISK_BYTES_PER_S
-    # A node's network brings all weights to, or takes them from, its GPUs.
-    return WEIGHT_BYTES * n / WIRE_BYTES_PER_S
+    @property
+    def machine(self) -> Machine:
+        return Machine(num_devices=self.num_gpus, memory_bytes=H100.memory_bytes, devices_per_node=NODE_SIZE)
+
+    def phases(self) -> dict[str, float]:
+        """Phase → seconds of an iteration."""
+        return iteration_seconds(self.workload, self.layouts, self.machine, shared=False)
+
+    def part(self, use: Use) -> Part:
+        """A model of this use with its calls."""
+        layout, phases = self.layouts[use], self.phases()
+        if use == "sampled":
+            seconds: dict[Call, float] = {"generate": phases["generate"], "load": phases["sync"] / 2}
+        else:
+            [role, *_] = self.workload.of_use(use)
+            seconds = {"score": score_seconds(role, layout, self.workload, self.machine)}
+        if use == "trained":
+            written = SNAPSHOT_BYTES * self.num_parameters / layout.num_devices
+            seconds |= {"train": phases["update"], "export": phases["sync"] / 2, "snapshot": written / DISK_BYTES_PER_S}
+        return Part(self.num_parameters, layout.num_devices, seconds)

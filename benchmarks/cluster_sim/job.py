@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from benchmarks.cluster_sim.cost import Cost, Part
+from benchmarks.cluster_sim.cost import Estimate
 from benchmarks.cluster_sim.nodes import GPUNodes, driver_bytes, store_bytes
 from benchmarks.cluster_sim.workhorse import Scale, SimSpec, SimWorkhorse
 from xray_runtime.config.engines import EngineConfig, FrozenConfig, GeneratorConfig
@@ -25,6 +25,8 @@ from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.graph.artifacts import Dataset, Model, RewardModel
 from xray_runtime.graph.inputs import PPOInputs
 from xray_runtime.graph.kind import Stage
+from xray_runtime.planning.memory import Layout
+from xray_runtime.planning.roles import Use
 from xray_runtime.rl.ppo import run
 from xray_runtime.store.seal import process_seal
 from xray_runtime.tracking.recorder import StageRecorder, read_points
@@ -78,7 +80,23 @@ class Job:
     samples: int
     reply_tokens: int
     scale: Scale
-    cost: Cost
+
+    @property
+    def estimate(self) -> Estimate:
+        shares = Shares(self.num_gpus)
+        return Estimate(
+            self.num_parameters,
+            self.num_gpus,
+            {
+                "trained": Layout(zero_stage=3, dp=shares.policy),
+                "frozen": Layout(zero_stage=3, dp=shares.frozen),
+                "sampled": Layout(tp=shares.tensor_parallel, dp=shares.replicas),
+            },
+            rollout_size=self.num_prompts * self.samples,
+            minibatch_size=self.config.minibatch_size,
+            prompt_tokens=PROMPT_TOKENS,
+            reply_tokens=self.reply_tokens,
+        )
 
     @property
     def config(self) -> PPOConfig:
@@ -110,13 +128,15 @@ class Job:
 
     def specs(self, specs: Mapping[str, Any]) -> dict[str, SimSpec]:
         """The loop's models as simulated ones."""
-        shares = Shares(self.num_gpus)
-        parts = {
-            "policy": Part(self.num_parameters, shares.policy),
-            "generator": Part(self.num_parameters, self.num_gpus // 4, shares.replicas),
-        }
-        frozen = Part(self.num_parameters, shares.frozen)
-        return {role: SimSpec(spec, parts.get(role, frozen), self.cost, self.scale) for role, spec in specs.items()}
+        estimate = self.estimate
+        uses: dict[str, Use] = {"policy": "trained", "generator": "sampled"}
+
+        def simulated(role: str, spec: Any) -> SimSpec:
+            use = uses.get(role, "frozen")
+            replicas = estimate.layouts[use].dp if use == "sampled" else 1
+            return SimSpec(spec, estimate.part(use), estimate.rollout_size // replicas, self.scale)
+
+        return {role: simulated(role, spec) for role, spec in specs.items()}
 
 
 @dataclass
@@ -171,6 +191,8 @@ def simulate(job: Job, folder: Path, nodes: GPUNodes, lose_node: bool) -> tuple[
                 if watch.killed is None or attempt == ATTEMPTS - 1:
                     raise
                 watch.failures.append((str(error).splitlines()[0], time.monotonic()))
+                if attempt == 0:
+                    nodes.add_one()
     finally:
         done.set()
         sampler.join()
@@ -187,7 +209,7 @@ def _attempt(
         watch.iterations_done.append((done, time.monotonic()))
         if lose_node and watch.killed is None and done >= total // 2:
             watch.killed = time.monotonic()
-            threading.Thread(target=nodes.replace_one, daemon=True).start()
+            threading.Thread(target=nodes.lose_one, daemon=True).start()
 
     @contextlib.contextmanager
     def open_models(specs: Mapping[str, Any]) -> Iterator[dict[str, ModelHandle]]:

@@ -41,9 +41,12 @@ class GPUNodes:
                 if attempt == STARTS - 1:
                     raise
 
-    def replace_one(self) -> None:
-        """Kill the first node as if it lost its power, then let a new one join."""
+    def lose_one(self) -> None:
+        """Kill the first node as if it lost its power."""
         self._cluster.remove_node(self._nodes.pop(0), allow_graceful=False)
+
+    def add_one(self) -> None:
+        """Let a new node join. Only in the main thread, since Ray sets signal handlers."""
         self._nodes.append(self._add())
 
     def end(self) -> None:

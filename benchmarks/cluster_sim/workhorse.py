@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
-from benchmarks.cluster_sim.cost import STATE_BYTES, WEIGHT_BYTES, Call, Cost, Part
+from benchmarks.cluster_sim.cost import Call, Part
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.files import write_atomic
+from xray_runtime.planning.disk import SNAPSHOT_BYTES
+from xray_runtime.planning.memory import HALF_BYTES
 from xray_runtime.store.shards import Piece, Shard, index_path, read_shards, shard_problem
 from xray_runtime.weights.device_transfer import Device
 from xray_runtime.workers.generator_spec import GeneratorSpec
@@ -53,7 +55,8 @@ class SimSpec:
 
     spec: ModelSpec | GeneratorSpec
     part: Part
-    cost: Cost
+    rollout_size: int
+    """Rows of one iteration; of a generator, those of each replica."""
     scale: Scale
 
     @property
@@ -73,11 +76,19 @@ class SimSpec:
 
 
 @dataclass(frozen=True)
+class SimBucket:
+    """A rank's share of the weights, as `Bucket`."""
+
+    ref: Any
+    place: int
+
+
+@dataclass(frozen=True)
 class SimUpdate:
-    """Weights of a version, as `WeightUpdate`: buckets are references to the object store."""
+    """Weights of a version, as `WeightUpdate`."""
 
     version: int
-    buckets: tuple[Any, ...]
+    buckets: tuple[SimBucket, ...]
     digest: str = "simulated"
 
 
@@ -102,24 +113,23 @@ class SimWorkhorse(Workhorse):
         """(heartbeats, calls) so far."""
         return self.num_heartbeats, self.num_calls
 
-    def _work(self, call: Call, tokens: int = 0, longest: int = 0) -> None:
+    def _work(self, call: Call, share: float = 1.0) -> None:
         self.num_calls += 1
-        scale = self.spec.scale
-        time.sleep(scale.time * self.spec.cost(self.spec.part, call, tokens * scale.tokens, longest * scale.tokens))
+        time.sleep(self.spec.scale.time * self.spec.part.seconds[call] * share)
 
-    def _all_tokens(self, rows: Rows) -> int:
-        """Tokens of the whole batch, of which this rank has its replica's share."""
-        return len(rows["input_ids"].values) * getattr(self.spec.layout, "data_parallel", 1)
+    def _share(self, rows: Rows) -> float:
+        """Share of a rollout in the whole batch, of which this rank has its replica's part."""
+        return len(rows["prompt_lengths"]) * getattr(self.spec.layout, "data_parallel", 1) / self.spec.rollout_size
 
     def score(self, rows: Rows, at_once: int = 1) -> Rows:
-        self._work("score", self._all_tokens(rows))
+        self._work("score", self._share(rows))
         role = self.rank_info.role
         if role.startswith("rewards"):
             return {"scores": (rows["input_ids"].values[rows["input_ids"].offsets[1:] - 2] % 5).astype(np.float32)}
         return {"ref_logprobs" if role == "reference" else "logprobs": _logprobs(rows)}
 
     def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
-        self._work("train", self._all_tokens(rows))
+        self._work("train", self._share(rows))
         counts = ("policy_loss", "entropy_sum", "clip_count", "dual_clip_count", "approx_kl_sum")
         return dict.fromkeys(counts, 0.0) | {"grad_norm": 1.0}
 
@@ -130,7 +140,7 @@ class SimWorkhorse(Workhorse):
 
     def generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
         length, count = sampling.max_new_tokens, len(rows["seed"])
-        self._work("generate", (len(rows["input_ids"].values) + length * count) * self.spec.part.num_replicas, length)
+        self._work("generate", count / self.spec.rollout_size)
         tokens = 20 + (rows["seed"][:, None] + np.arange(length)) % 200
         return {
             "response_ids": Ragged.of(tokens),
@@ -138,17 +148,19 @@ class SimWorkhorse(Workhorse):
             "ended": np.ones(count, bool),
         }
 
-    def export_weights(self, version: int, shared: bool, dtype: str | None = None) -> SimUpdate | None:
+    def export_weights(self, version: int, shared: bool, dtype: str | None = None) -> SimUpdate:
         self._work("export")
-        if self.rank_info.rank:
-            return None
-        size = WEIGHT_BYTES * self.spec.part.num_parameters / self.spec.scale.parameters
-        return SimUpdate(version, (ray.put(np.zeros(int(size), np.uint8)),))
+        size = HALF_BYTES * self.spec.part.num_parameters / self.spec.scale.parameters / self.rank_info.world_size
+        return SimUpdate(version, (SimBucket(ray.put(np.zeros(int(size), np.uint8)), self.rank_info.rank),))
 
-    def load_weights(self, update: SimUpdate) -> int:
+    def verify_weights(self, update: SimUpdate, number: int, checkers: int) -> None:
+        for bucket in update.buckets[number::checkers]:
+            assert ray.get(bucket.ref).sum() == 0
+
+    def load_weights(self, update: SimUpdate, verified: bool) -> int:
         self._work("load")
         for bucket in update.buckets:
-            assert ray.get(bucket).sum() == 0
+            ray.get(bucket.ref)
         self.version = update.version
         return update.version
 
@@ -156,7 +168,7 @@ class SimWorkhorse(Workhorse):
         """This rank's shard with its index, as real engines leave them."""
         self._work("snapshot")
         part, rank = self.spec.part, self.rank_info.rank
-        elements = int(STATE_BYTES * part.num_parameters / self.spec.scale.parameters / ELEMENT_BYTES)
+        elements = int(SNAPSHOT_BYTES * part.num_parameters / self.spec.scale.parameters / ELEMENT_BYTES)
         whole = Piece.of((elements,))
         own = whole.between(elements * rank // part.num_gpus, elements * (rank + 1) // part.num_gpus)
         content = bytes([rank % 256]) * (ELEMENT_BYTES * own.size)

@@ -145,7 +145,6 @@ def sync_memory(setting: Setting) -> dict[str, Any]:
         start = time.perf_counter()
         update = learner.export_weights(1, True)
         export_s = time.perf_counter() - start
-        assert update is not None
         start = time.perf_counter()
         check(model.load_weights(update) == 1, "the generator holds another version than it was sent")
         load_s = time.perf_counter() - start

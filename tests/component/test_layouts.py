@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,13 +41,15 @@ from xray_runtime.engines.make import can_shard
 from xray_runtime.engines.shard_loading import Weights, load_shard, skeleton_of
 from xray_runtime.models import heads
 from xray_runtime.models.causal_lm import load_model, skeleton
-from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.heads import Branch, HeadedLM
 from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.models.reward_objective import RewardObjective
+from xray_runtime.weights import object_store
 from xray_runtime.weights.object_store import unpack
+from xray_runtime.weights.shared_memory import SharedReader
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.micro_batches import as_tensors
-from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
 from xray_runtime.workers.workhorse import RankInfo
 
 NUM_UPDATES = 4
@@ -160,6 +164,55 @@ def test_a_rank_loads_its_own_part_alone(tmp_path: Path) -> None:
     assert fullest(TP) < 0.6 * whole
 
 
+def with_other_top(source: Path, directory: Path, layer: int) -> Path:
+    """A copy of a checkpoint in which this layer and the final norm are others."""
+    shutil.copytree(source, directory)
+    weights = load_file(directory / "model.safetensors")
+    changed = {n: t * 1.5 for n, t in weights.items() if n.startswith((f"model.layers.{layer}.", "model.norm."))}
+    save_file(weights | changed, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def test_branches_read_their_own_layers_from_their_own_files(tiny_model: Path, tmp_path: Path) -> None:
+    other = with_other_top(tiny_model, tmp_path / "other", 1)
+    branch, lm = BranchSpec(other).load("reference"), skeleton_of(tiny_model)
+    assert all(p.is_meta for p in (*branch.parameters(), *lm.parameters()))
+    module = HeadedLM(lm, trainable_layers=1, branches=[branch])
+    load_shard(module, Weights(module, tiny_model), torch.device("cpu"))
+    whole = HeadedLM(load_model(tiny_model), trainable_layers=1, branches=[Branch("reference", load_model(other))])
+    found, expected = module.state_dict(), whole.state_dict()
+    assert found.keys() == expected.keys()
+    assert len([name for name in found if name.startswith("branches.0.layers.0.")]) > 5
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert not torch.equal(found["branches.0.norm.weight"], found["lm.model.norm.weight"])
+
+
+def branched(model: Path, branch: Path, layout: dict[str, int], trainable: int = 1) -> ModelSpec:
+    spec = spec_of(model, layout)
+    return replace(spec, trainable_layers=trainable, branches={"reference": BranchSpec(branch)})
+
+
+@pytest.mark.parametrize("layout", [{}, ZERO_3], ids=["1 process", "ZeRO-3 × 2"])
+def test_a_branch_above_another_trunk_is_refused(tiny_model: Path, tmp_path: Path, layout: dict[str, int]) -> None:
+    """Ranks divide the comparison, so one of them finds it."""
+    other = with_other_top(tiny_model, tmp_path / "other", 0)
+    with pytest.raises(RuntimeError, match="reference does not share the policy's frozen trunk"):
+        run_ranks(branched(tiny_model, other, layout), tmp_path, grown, kind=Loader)
+
+
+def test_a_branch_takes_the_memory_of_its_layers(tmp_path: Path) -> None:
+    """38M parameters, 151 MB in float32, of which a branch holds a ninth; each rank of ZeRO-3 its share of that."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 9, "num_attention_heads": 8}
+    config = transformers.LlamaConfig(vocab_size=320, tie_word_embeddings=True, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    size = (tmp_path / "model" / "model.safetensors").stat().st_size
+    other = with_other_top(tmp_path / "model", tmp_path / "other", 8)
+    for layout in ({}, ZERO_3):
+        plain = max(run_ranks(spec_of(tmp_path / "model", layout), tmp_path, grown, kind=Loader))
+        spec = branched(tmp_path / "model", other, layout)
+        assert max(run_ranks(spec, tmp_path, grown, kind=Loader)) - plain < 0.25 * size
+
+
 def loaded(learner: Learner, deal: Callable[[Rows], Rows]) -> dict[str, np.ndarray]:
     assert learner.engine is not None
     weights = {name: t.detach().numpy().copy() for name, t in learner.engine.weights()}
@@ -179,6 +232,76 @@ def test_the_parts_are_the_whole(tiny_model: Path, tmp_path: Path, tied: bool) -
     assert found.keys() == expected.keys()
     assert ("lm_head.weight" in found) is not tied
     assert all(np.array_equal(found[name], tensor.float().numpy()) for name, tensor in expected.items())
+
+
+EXPORTED = {
+    "1 process": {},
+    "ZeRO-3 × 2": ZERO_3,
+    "ZeRO-1 × 2": {"zero_stage": 1, "num_workhorses": 2},
+    "TP 2": TP,
+    "PP 2": PP,
+    "TP 2 × PP 2": TP_PP,
+    "Megatron TP 2": MEGATRON,
+}
+
+
+def exported(learner: Learner, deal: Callable[[Rows], Rows]) -> dict[str, Any]:
+    """A rank's share of the weights, and what one rank of its stage used to send: all of them."""
+    object_store.BUCKET_BYTES = 2**14
+    update, reader = learner.export_weights(1, True), SharedReader()
+    sent = {name: t.numpy().copy() for bucket in update.buckets for name, t in unpack(bucket, reader)}
+    return {"sent": sent, "whole": {name: t.numpy().copy() for name, t in learner._weights(head=False)}}
+
+
+@pytest.mark.parametrize("layout", EXPORTED)
+def test_every_rank_sends_its_share_of_the_weights(tiny_model: Path, tmp_path: Path, layout: str) -> None:
+    spec = spec_of(tiny_model, EXPORTED[layout])
+    ranks = run_ranks(spec, tmp_path, exported)
+    sent = [name for rank in ranks for name in rank["sent"]]
+    assert len(sent) == len(set(sent))
+    expected = load_file(tiny_model / "model.safetensors")
+    assert set(sent) == expected.keys()
+    largest = max(tensor.nbytes for tensor in expected.values())
+    for rank in ranks:
+        for name, tensor in rank["sent"].items():
+            assert np.array_equal(tensor, rank["whole"][name])
+            assert np.array_equal(tensor, expected[name].numpy())
+        # Ranks of one stage hold the same names.
+        stage = [other for other in ranks if other["whole"].keys() == rank["whole"].keys()]
+        share = sum(tensor.nbytes for tensor in rank["whole"].values()) / len(stage)
+        assert rank["sent"]
+        assert sum(tensor.nbytes for tensor in rank["sent"].values()) <= share + largest
+
+
+class Exporter(Learner):
+    """Tells by how much its memory grows as it exports, shared memory included, and how much it packs."""
+
+    def export_weights(self, version: int, shared: bool, dtype: str | None = None) -> Any:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _memory("VmRSS")
+        update = super().export_weights(version, shared, dtype)
+        self.grown = _memory("VmHWM") - before
+        return update
+
+
+def packed_and_grown(learner: Exporter, deal: Callable[[Rows], Rows], bucket: int) -> tuple[int, int]:
+    object_store.BUCKET_BYTES = bucket
+    return learner.export_weights(1, True).num_bytes, learner.grown
+
+
+@pytest.mark.parametrize("layout", ["1 process", "ZeRO-3 × 2", "TP 2", "PP 2"])
+def test_an_export_takes_a_share_and_a_bucket(tmp_path: Path, layout: str) -> None:
+    """38M parameters, 151 MB in float32."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 9, "num_attention_heads": 8}
+    config = transformers.LlamaConfig(vocab_size=320, tie_word_embeddings=True, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    size, bucket, largest = (tmp_path / "model.safetensors").stat().st_size, 2**23, 4 * 512 * 2048
+    ranks = run_ranks(spec_of(tmp_path, EXPORTED[layout]), tmp_path, packed_and_grown, bucket, kind=Exporter)
+    share = size / len(ranks)
+    for packed, grown in ranks:
+        assert packed <= 1.1 * share + bucket
+        # One tensor is whole on every rank at a time, and in pieces while it is put together.
+        assert grown <= 1.1 * share + bucket + 3 * largest
 
 
 def test_buffers_that_a_checkpoint_holds_are_read_too(tiny_model: Path, tmp_path: Path) -> None:
@@ -301,14 +424,17 @@ def test_what_a_model_can_shard_into_is_known_from_its_config(tiny_model: Path, 
     assert found == [(True, True), (True, False), (False, False)]
 
 
-def test_a_pipeline_is_one_whole_model(cluster: None, tiny_model: Path, batches: list[Rows], tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [PP, ZERO_3], ids=["PP 2", "ZeRO-3 × 2"])
+def test_parts_are_one_whole_model(
+    cluster: None, tiny_model: Path, batches: list[Rows], tmp_path: Path, layout: dict[str, Any]
+) -> None:
     """Over Ray: scores of all rows in order, one learning step, and the same weights exported and saved."""
     rows = {name: batches[0][name] for name in ("input_ids", "prompt_lengths")}
     module = HeadedLM(load_model(tiny_model), scalar_head=True).eval()
     with torch.no_grad():
         expected = PPOObjective(CONFIG).score(module, as_tensors(rows))["logprobs"]
     runtime = RuntimeConfig(threads=1, device="cpu")
-    with open_models(runtime, tmp_path / "logs", {"policy": spec_of(tiny_model, PP, 32)}) as models:
+    with open_models(runtime, tmp_path / "logs", {"policy": spec_of(tiny_model, layout, 32)}) as models:
         policy = models["policy"]
         scores = ray.get(policy.score.remote(rows))
         stats = ray.get(policy.train.remote(batches[0], {"tokens": 60.0}, 1e-3))

@@ -95,6 +95,17 @@ def test_one_flipped_bit_is_found_and_named(cluster: None) -> None:
         verify(flipped(update, 0, 1))
 
 
+def test_ranks_on_a_node_divide_the_checksums(engine: Engine) -> None:
+    update = pack(weights(1).items(), version=1)
+    damaged = flipped(update, 1, 0)
+    engine.held.verify(damaged, 0, 2)
+    with pytest.raises(WeightTransferError, match="weight c: checksum"):
+        engine.held.verify(damaged, 1, 2)
+    engine.held.load(update, verified=True)
+    engine.held.use(1)
+    assert engine.values() == [1, 1, 1, 1]
+
+
 def flipped(update: WeightUpdate, bucket: int, entry: int) -> WeightUpdate:
     """`update` with one bit of one tensor changed on the way."""
     damaged = update.buckets[bucket]

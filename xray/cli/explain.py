@@ -11,17 +11,17 @@ from rich.console import Console
 
 from xray.flows.lifecycle_graph import recorded_graph
 from xray.flows.subject import Subject
-from xray.tasks.output_directory import DIGESTS
 from xray_runtime.config.loading import validate
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.graph import Graph, StageCall
 from xray_runtime.graph.stage_identity import identify
 from xray_runtime.lineage.adopt import sha256_of
 from xray_runtime.lineage.attestation import open_store
+from xray_runtime.lineage.diff import changed
 from xray_runtime.planning.auto import choose_layouts
 from xray_runtime.planning.workload import local_node, this_machine
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_manifest
-from xray_runtime.store.digest_memory import DigestMemory
+from xray_runtime.store.digest_memory import DIGESTS, DigestMemory
 from xray_runtime.store.identity import Identity
 from xray_runtime.store.manifest import MANIFEST, Manifest
 from xray_runtime.store.shared import open_shared
@@ -111,21 +111,17 @@ def differences(before: Identity, after: Identity) -> list[str]:
         changes.append(f"kind {before.kind} → {after.kind}")
     if before.seed != after.seed:
         changes.append(f"seed {before.seed} → {after.seed}")
-    for field, old, new in _changed(_flat(before.config), _flat(after.config)):
+    for field, (old, new) in changed(_flat(before.config), _flat(after.config)).items():
         changes.append(f"{field} {_show(old)} → {_show(new)}")
-    for role, old, new in _changed(before.parents, after.parents):
+    for role, (old, new) in changed(before.parents, after.parents).items():
         changes.append(f"parent {role} {_short(old)} → {_short(new)}")
     for function in sorted(before.functions.keys() | after.functions.keys()):
-        pairs = _changed(before.functions.get(function, {}), after.functions.get(function, {}))
-        changes += [f"function {function}: module {module}" for module, _, _ in pairs]
-    changes += [f"code {module}" for module, _, _ in _changed(before.code, after.code)]
-    changes += [f"library {name} {old} → {new}" for name, old, new in _changed(before.versions, after.versions)]
+        modules = changed(before.functions.get(function, {}), after.functions.get(function, {}))
+        changes += [f"function {function}: module {module}" for module in modules]
+    changes += [f"code {module}" for module in changed(before.code, after.code)]
+    libraries = changed(before.versions, after.versions)
+    changes += [f"library {name} {old} → {new}" for name, (old, new) in libraries.items()]
     return changes
-
-
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    names = sorted(before.keys() | after.keys())
-    return [(n, before.get(n), after.get(n)) for n in names if before.get(n) != after.get(n)]
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:

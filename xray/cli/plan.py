@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from xray.cli.lineage import Overrides
 from xray.flows.subject import read_subject
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.planning.auto import GraphPlan
@@ -25,10 +26,7 @@ def plan(
         str | None,
         typer.Argument(metavar="CONFIG|MODULE:FLOW", help="YAML file of a lifecycle, or a flow of your own."),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field, or the flow's parameter; repeatable."),
-    ] = None,
+    overrides: Overrides = None,
     params: Annotated[
         str | None,
         typer.Option(metavar="N", help="Plan five models of N parameters in mixed precision, without a CONFIG."),

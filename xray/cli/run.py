@@ -10,6 +10,7 @@ from rich.console import Console
 
 from xray.cli.determinism import verify_determinism
 from xray.cli.explain import explain
+from xray.cli.lineage import Overrides, Target
 from xray.cli.supervisor import supervise
 from xray.flows.lifecycle_graph import recorded_graph
 from xray.flows.subject import output_name, read_subject
@@ -26,13 +27,8 @@ from xray_runtime.planning.workload import this_machine
 
 
 def run(
-    target: Annotated[
-        str, typer.Argument(metavar="CONFIG|MODULE:FLOW", help="YAML file of a lifecycle, or a flow of your own.")
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field, or the flow's parameter; repeatable."),
-    ] = None,
+    target: Target,
+    overrides: Overrides = None,
     output: Annotated[
         Path | None, typer.Option(help="Directory for everything the run writes. Default: runs/<name>.")
     ] = None,

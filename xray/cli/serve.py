@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from xray.cli.errors import print_error
 from xray.cli.job import FAILED
@@ -32,6 +31,7 @@ from xray.tasks.preflight import check_ray_address, is_loopback
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.processes import kill_tagged, start_reaper
 from xray_runtime.serving import NotServedError
+from xray_runtime.terminal import say
 
 if TYPE_CHECKING:
     from xray_runtime.serving.choice import Choice
@@ -90,7 +90,7 @@ def serve(
                 signal.signal(number, signal.SIG_IGN)
             kill_tagged(tag)
     except KeyboardInterrupt:
-        _say("stopped at once")
+        say("stopped at once")
 
 
 @contextmanager
@@ -150,10 +150,10 @@ def _run(options: _Options, name: str | None, choice: Choice) -> None:
         try:
             _serve(server, options, name, choice)
         except KeyboardInterrupt:
-            _say("finishing the current requests; press Ctrl-C again to stop at once")
+            say("finishing the current requests; press Ctrl-C again to stop at once")
         finally:
             server.stop()
-    _say("stopped")
+    say("stopped")
 
 
 def _logs(choice: Choice) -> Path:
@@ -182,7 +182,7 @@ def _serve(server: Server, options: _Options, name: str | None, choice: Choice) 
         )
 
     server.deploy(model(choice))
-    _say(f"serving {choice.title} at http://{clients_address(options.host)}:{options.port}/v1")
+    say(f"serving {choice.title} at http://{clients_address(options.host)}:{options.port}/v1")
     if name is None:
         threading.Event().wait()
         return
@@ -193,19 +193,15 @@ def _serve(server: Server, options: _Options, name: str | None, choice: Choice) 
             new_champion = follower.next_champion()
             if new_champion is None:
                 continue
-            _say(f"{_now()} {new_champion.title} is the new champion and its audit is sound: loading it")
+            say(f"{_now()} {new_champion.title} is the new champion and its audit is sound: loading it")
             server.deploy(model(new_champion))
         except NotServedError as error:
             print_error("refused", f"{error}; still serving {choice.title}")
             continue
         choice = new_champion
         follower.serving = choice.node.sha256
-        _say(f"{_now()} serving {choice.title}")
+        say(f"{_now()} serving {choice.title}")
 
 
 def _now() -> str:
     return datetime.now().isoformat(sep=" ", timespec="seconds")
-
-
-def _say(text: str) -> None:
-    Console().print(text, markup=False, soft_wrap=True, highlight=False)

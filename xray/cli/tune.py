@@ -9,6 +9,7 @@ import typer
 import yaml
 from rich.console import Console
 
+from xray.cli.lineage import Overrides, Target
 from xray.cli.supervisor import supervise
 from xray.flows.search import load_search, search_space
 from xray.flows.subject import output_name, read_subject
@@ -20,14 +21,9 @@ from xray_runtime.files import write_atomic
 
 
 def tune(
-    target: Annotated[
-        str, typer.Argument(metavar="CONFIG|MODULE:FLOW", help="YAML file of a lifecycle, or a flow of your own.")
-    ],
+    target: Target,
     search: Annotated[Path, typer.Option("--search", help="YAML file with the fields, their ranges and the metric.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field, or the flow's parameter; repeatable."),
-    ] = None,
+    overrides: Overrides = None,
     trials: Annotated[int | None, typer.Option("--trials", help="Number of trials. Default: the search's.")] = None,
     output: Annotated[
         Path | None,
@@ -41,13 +37,7 @@ def tune(
 
     Exit codes: 0 done, 1 no trial finished, 2 bad input, 130 interrupted.
     """
-    _tune(target, search, overrides or [], trials, output, as_json)
-
-
-def _tune(
-    target: str, search: Path, overrides: list[str], trials: int | None, output: Path | None, as_json: bool
-) -> None:
-    subject, wanted = read_subject(target, overrides), load_search(search, trials)
+    subject, wanted = read_subject(target, overrides or []), load_search(search, trials)
     try:
         search_space(subject, wanted)
     except ConfigError as error:

@@ -24,6 +24,7 @@ from xray.deployments.servers import servers, start_missing, stop, worker
 from xray.deployments.service import Service
 from xray.deployments.status import service_status, show
 from xray.deployments.suspension import resolve_lost_runs, resume, suspend
+from xray_runtime.terminal import say
 
 Where = Annotated[
     Path | None,
@@ -90,14 +91,14 @@ def _up(home: ServerHome, host: str | None, ports: dict[str, int | None]) -> Non
             _install(home, state)
             assert prefect.record is not None
             if resumed := resume(_api(home, state), prefect.record.created):
-                _say(f"resumed: {', '.join(resumed)}")
+                say(f"resumed: {', '.join(resumed)}")
         _start(home, state, [runs])
     variables = home.environment(state)
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
-        _say(f"export {name}={variables[name]}")
+        say(f"export {name}={variables[name]}")
     for name, database in state.databases.items():
-        _say(f"{name:8} keeps its records in PostgreSQL at {database}")
-    _say(f"output   {home.output}")
+        say(f"{name:8} keeps its records in PostgreSQL at {database}")
+    say(f"output   {home.output}")
 
 
 def _start(
@@ -106,14 +107,14 @@ def _start(
     """Start missing `services` and wait until all are healthy; call `after[name]` once that service is."""
     started = start_missing(home, state, services)
     if running := [service.title for service in services if service.name not in started]:
-        _say(f"already running: {', '.join(running)}")
+        say(f"already running: {', '.join(running)}")
     if started:
-        _say(f"starting {', '.join(service.title for service in services if service.name in started)}")
+        say(f"starting {', '.join(service.title for service in services if service.name in started)}")
     ended: queue.SimpleQueue[tuple[Service, BaseException | None]] = queue.SimpleQueue()
 
     def wait(service: Service) -> None:
         try:
-            service.wait_healthy(_say)
+            service.wait_healthy(say)
             ended.put((service, None))
         except BaseException as error:
             ended.put((service, error))
@@ -126,7 +127,7 @@ def _start(
             raise error
         if after is not None and service.name in after:
             after[service.name]()
-        _say(f"{service.title:8} {service.address}")
+        say(f"{service.title:8} {service.address}")
 
 
 def _install(home: ServerHome, state: State) -> None:
@@ -140,13 +141,13 @@ def _install(home: ServerHome, state: State) -> None:
         )
     if done.returncode:
         raise NotUpError(f"Prefect refused the deployments. {end_of(log)}")
-    _say("deployments, schedules and automations are in place")
+    say("deployments, schedules and automations are in place")
 
 
 def _down(home: ServerHome) -> None:
     state = home.load() if home.path.is_dir() else None
     if state is None:
-        _say(f"nothing was started in {home.path}")
+        say(f"nothing was started in {home.path}")
         return
     with home.locked():
         prefect, *others = servers(home, state)
@@ -157,17 +158,17 @@ def _down(home: ServerHome) -> None:
             _suspend(_api(home, state), runs)
         # Clients stop before their servers.
         ended = stop(home, state, [runs, *reversed(others), prefect])
-    _say(f"stopped {', '.join(ended)}" if ended else "nothing was running")
+    say(f"stopped {', '.join(ended)}" if ended else "nothing was running")
 
 
 def _suspend(api: str, runs: Service) -> None:
     try:
         suspended = suspend(api)
     except (OSError, ValueError):
-        _say("Prefect does not answer: runs are stopped, and continue after `xray up`")
+        say("Prefect does not answer: runs are stopped, and continue after `xray up`")
         return
     if suspended:
-        _say(f"suspended: {', '.join(suspended)}; up to {runs.stop_s:.0f} s for snapshots; `xray up` resumes them")
+        say(f"suspended: {', '.join(suspended)}; up to {runs.stop_s:.0f} s for snapshots; `xray up` resumes them")
 
 
 def _api(home: ServerHome, state: State) -> str:
@@ -188,9 +189,5 @@ def _interruptible() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _say("interrupted; servers keep running: run the command again to continue, or stop them with `xray down`")
+        say("interrupted; servers keep running: run the command again to continue, or stop them with `xray down`")
         raise typer.Exit(INTERRUPTED) from None
-
-
-def _say(text: str) -> None:
-    Console().print(text, markup=False, soft_wrap=True, highlight=False)

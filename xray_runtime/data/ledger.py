@@ -21,8 +21,6 @@ from xray_runtime.data.rows import Ragged
 from xray_runtime.data.tokenizing import decode_replies, own_text, transcript
 from xray_runtime.files import write_atomic
 
-LEDGER = "ledger"
-"""Directory in a checkpoint."""
 TOKENS = ("prompt_ids", "reply_ids")
 NUMBERS = ("rollout_logprobs", "logprobs", "ref_logprobs", "advantages", "weights")
 """List columns: token ids, and numbers per token of the reply."""

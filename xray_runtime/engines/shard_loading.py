@@ -54,33 +54,48 @@ class Weights:
         self, module: nn.Module, checkpoint: Path, splits: Mapping[str, Split] | None = None, tensor_rank: int = 0
     ) -> None:
         self.splits, self._files, self._tensor_rank = splits or {}, weight_files(checkpoint), tensor_rank
+        self._branches = [
+            (branch.first, {} if branch.checkpoint is None else weight_files(branch.checkpoint))
+            for branch in getattr(module, "branches", ())
+        ]
         self._given = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad and not p.is_meta}
         parameters, self._buffers = _to_read(module)
         # Checked here, where all ranks fail alike.
-        missing = {hugging_face_name(name) for name in parameters | self._buffers} - self._files.keys()
-        if missing:
+        sources = [self._source(name) for name in parameters | self._buffers]
+        if missing := [plain for files, plain in sources if plain not in files]:
             raise ValueError(f"{checkpoint}: has no weights for {min(missing)}")
 
     def value(self, name: str) -> Tensor:
         """The parameter `name`, or this rank's slice of it."""
         if name in self._given:
             return self._given[name]
-        plain, split = hugging_face_name(name), self.splits.get(name)
+        (files, plain), split = self._source(name), self.splits.get(name)
         if split is None:
-            return read(self._files, plain)
+            return read(files, plain)
         low = sum(split.sizes[: self._tensor_rank])
-        return read(self._files, plain, split.dim, low, low + split.sizes[self._tensor_rank])
+        return read(files, plain, split.dim, low, low + split.sizes[self._tensor_rank])
 
     def share(self, name: str, start: int, size: int) -> Tensor:
         """`size` elements of the flat parameter from `start` on, padded with zeros; only these are read."""
         if name in self._given:
             part = self._given[name].flatten()[start : start + size]
         else:
-            plain = hugging_face_name(name)
-            with safe_open(self._files[plain], framework="pt") as file:
+            files, plain = self._source(name)
+            with safe_open(files[plain], framework="pt") as file:
                 mapped = file.get_tensor(plain).flatten()
                 part = mapped[start : start + size].to(torch.float32, copy=True)
         return nn.functional.pad(part, (0, size - len(part)))
+
+    def _source(self, name: str) -> tuple[Mapping[str, Path], str]:
+        """(files, Hugging Face name in them) of a parameter; a branch has a checkpoint of its own."""
+        if not name.startswith("branches."):
+            return self._files, hugging_face_name(name)
+        _, number, part = name.split(".", 2)
+        first, files = self._branches[int(number)]
+        if part.startswith("layers."):
+            _, layer, rest = part.split(".", 2)
+            part = f"layers.{first + int(layer)}.{rest}"
+        return files, f"model.{part}"
 
     def embedding(self) -> Tensor:
         """The whole embedding, for the last pipeline stage of a tied model."""

@@ -30,6 +30,7 @@ from xray_runtime.lineage.signing import Verifier, public_key, sign
 from xray_runtime.lineage.statement import External, OutsideSource, RunFacts, Statement, Subject
 from xray_runtime.stages.kinds import find_kind
 from xray_runtime.store.checkpoints import CHECKPOINTS, Store, read_bounded, read_manifest
+from xray_runtime.store.digest_memory import DIGESTS, DigestMemory
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import ATTESTATION, CARD, MANIFEST, SIGNATURE, STATEMENT, Manifest
 from xray_runtime.store.ref import CheckpointRef
@@ -93,7 +94,7 @@ def read_statement(directory: Path) -> Statement:
 
 def open_store(output: Path, shared: SharedStore | None = None) -> Store:
     """The checkpoints of an output directory; those that no trusted key signed are not used once there is a key."""
-    return Store(output / CHECKPOINTS, shared, partial(_record_problem, output))
+    return Store(output / CHECKPOINTS, shared, partial(_record_problem, output), DigestMemory(output / DIGESTS))
 
 
 def _record_problem(output: Path, directory: Path, manifest: Manifest, sha256: str) -> str | None:

@@ -11,9 +11,11 @@ person (`xray audit --expect`).
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -240,6 +242,14 @@ def listed(output: Path) -> dict[str, str]:
 def mark(output: Path) -> str:
     """`LogView.mark` of an output directory."""
     return view(output).mark
+
+
+def read_run(place: Path) -> dict[str, Any]:
+    """The content of the lifecycle.json in `place`; empty where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads((place / LIFECYCLE).read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else {}
+    return {}
 
 
 def digests(output: Path, paths: list[Path]) -> dict[str, str]:

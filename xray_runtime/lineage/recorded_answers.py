@@ -10,7 +10,7 @@ import numpy as np
 
 from xray_runtime.config.environment import AgentConfig
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.data.ledger import ANSWERS, FAILURE, LEDGER, SCORE, read_shard, reply_texts, shard_path, sources_of
+from xray_runtime.data.ledger import ANSWERS, FAILURE, SCORE, read_shard, reply_texts, shard_path, sources_of
 from xray_runtime.data.pairs import TRAIN, Example, Pairs
 from xray_runtime.data.tokenizing import turns
 from xray_runtime.rewards.journal import Journal
@@ -20,6 +20,7 @@ from xray_runtime.rl.episode import rollout_name
 from xray_runtime.rl.episodes import answer_key
 from xray_runtime.rl.reward_sources import ENVIRONMENT
 from xray_runtime.rl.rollouts import purpose_of
+from xray_runtime.store.manifest import LEDGER
 
 if TYPE_CHECKING:
     import pyarrow as pa

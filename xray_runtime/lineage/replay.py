@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.gold import import_function
-from xray_runtime.data.ledger import LEDGER, Difference, first_difference, iterations, read_shard, shard_path
+from xray_runtime.data.ledger import Difference, first_difference, iterations, read_shard, shard_path
 from xray_runtime.graph.answer import Answer
 from xray_runtime.graph.kind import Stage, StageKind, config_of
 from xray_runtime.lineage.graph import Graph, Node
@@ -30,6 +30,7 @@ from xray_runtime.rewards.journal import Journal
 from xray_runtime.rl.hacking_monitor import read_answers
 from xray_runtime.store.checkpoints import inspect
 from xray_runtime.store.identity import file_sha256
+from xray_runtime.store.manifest import LEDGER
 from xray_runtime.store.seal import process_seal
 from xray_runtime.workers.protocols import ModelHandle, Ready, Ref, get
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.data.ledger import LEDGER, Query, iterations, read_shard, readable, shard_path
+from xray_runtime.data.ledger import Query, iterations, read_shard, readable, shard_path
 from xray_runtime.lineage.graph import Node
 from xray_runtime.store.identity import file_sha256
+from xray_runtime.store.manifest import LEDGER
 
 
 @dataclass

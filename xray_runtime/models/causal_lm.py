@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,15 @@ import accelerate
 import torch
 import transformers
 from torch import nn
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
+from transformers.utils.hub import cached_file
 
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.chat_templates import named_template
-from xray_runtime.models.weight_files import SHARD_BYTES, copy_weights
+from xray_runtime.models.tensor_file import WEIGHTS_FILE
+from xray_runtime.models.weight_files import SHARD_BYTES, copy_weights, has_plain, weight_files, write_float32
 from xray_runtime.store.location import NO_CODE, locate
+from xray_runtime.store.shards import WEIGHTS_INDEX
 
 if TYPE_CHECKING:
     from xray_runtime.config.base import FreshBase
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 ATTENTION = "sdpa"
 CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 """Config fields by which families name their context."""
+WEIGHTS = (WEIGHTS_FILE, WEIGHTS_INDEX)
 SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Config fields by which some families change logits after the output layer."""
 
@@ -54,8 +58,11 @@ def fresh_llama(config: FreshBase, tokenizer: Any, seed: int) -> nn.Module:
         return transformers.LlamaForCausalLM(llama)
 
 
-def load_pretrained(model: str, chat_template: str | None = None) -> tuple[Any, Any]:
-    """Load (model, tokenizer) in float32 from a hub name, a directory, a .gguf file or a packaged name.
+def load_pretrained(model: str, chat_template: str | None = None) -> tuple[Any, Any, dict[str, Path]]:
+    """Load (model, tokenizer, files) in float32 from a hub name, a directory, a .gguf file or a packaged name.
+
+    A model whose files hold the tensors that it is saved with is only a skeleton, and `save_model` converts them one at
+    a time: `files` says where each is. Others, whose tensors transformers renames or puts together, are loaded whole.
 
     Args:
         chat_template: a name or a file, in place of the tokenizer's own.
@@ -68,25 +75,35 @@ def load_pretrained(model: str, chat_template: str | None = None) -> tuple[Any, 
     options: dict[str, Any] = NO_CODE | ({"gguf_file": gguf} if gguf else {})
     # Never a .bin, which is a pickle.
     weights: dict[str, Any] = {} if gguf else {"use_safetensors": True}
+    lm: Any = None
+    files: dict[str, Path] = {}
+    missing: list[str] = []
     try:
         if not gguf:
             # Before the weights are read, which may be many.
-            check_publishable(skeleton(model))
+            lm = skeleton(model)
+            check_publishable(lm)
+            files = _plain_files(lm, name)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
-        # A config may name an attention that is fetched from a hub, so it is not left to it.
-        lm, report = transformers.AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=torch.float32,
-            attn_implementation=ATTENTION,
-            output_loading_info=True,
-            **weights,
-            **options,
-        )
+        if files:
+            with contextlib.suppress(OSError):  # it has none
+                lm.generation_config = transformers.GenerationConfig.from_pretrained(name)
+        else:
+            # A config may name an attention that is fetched from a hub, so it is not left to it.
+            lm, report = transformers.AutoModelForCausalLM.from_pretrained(
+                name,
+                dtype=torch.float32,
+                attn_implementation=ATTENTION,
+                output_loading_info=True,
+                **weights,
+                **options,
+            )
+            missing = sorted(report["missing_keys"])
     except Exception as error:
         raise unloadable("base.model", model, error) from error
-    if report["missing_keys"]:
+    if missing:
         # transformers would go on with random numbers in their place.
-        raise ValueError(f"base.model: {model!r} has no weights for {sorted(report['missing_keys'])[0]}")
+        raise ValueError(f"base.model: {model!r} has no weights for {missing[0]}")
     if gguf:
         lm = _without_quantization(lm)
     scaled = [field for field in SCALED_LOGITS if getattr(lm.config, field, None) not in (None, 1, 1.0)]
@@ -98,7 +115,30 @@ def load_pretrained(model: str, chat_template: str | None = None) -> tuple[Any, 
         except (OSError, UnicodeDecodeError) as error:
             raise unloadable("base.chat_template", chat_template, error) from error
     complete_tokenizer(tokenizer, "base.model", model)
-    return lm, tokenizer
+    return lm, tokenizer, files
+
+
+def _plain_files(lm: Any, name: str) -> dict[str, Path]:
+    """Tensor → its file, where these hold exactly what the skeleton `lm` is saved with; else empty."""
+    if getattr(lm.config, "quantization_config", None) is not None:
+        return {}
+    if Path(name).is_dir():
+        files = weight_files(Path(name))
+    else:
+        found = [cached_file(name, each, _raise_exceptions_for_missing_entries=False) for each in WEIGHTS]
+        folder = next((Path(file).parent for file in found if file is not None), None)
+        files = {} if folder is None else weight_files(folder)
+        for file in {file.name for file in files.values()}:
+            cached_file(name, file)
+    return files if has_plain(files, _saved_shapes(lm)) else {}
+
+
+def _saved_shapes(lm: Any) -> dict[str, torch.Size]:
+    """Names and shapes of the tensors that `save_pretrained` writes, in its order; tied ones have one name."""
+    held = lm.state_dict()
+    once = dict(lm.named_parameters()) | {name: buffer for name, buffer in lm.named_buffers() if name in held}
+    ordered = {name: once[name] for name in sorted(once, key=dot_natural_key)}
+    return {name: tensor.shape for name, tensor in revert_weight_conversion(lm, ordered).items()}
 
 
 def complete_tokenizer(tokenizer: Any, field: str, model: str) -> None:
@@ -128,17 +168,26 @@ def _without_quantization(lm: Any) -> nn.Module:
     return clean
 
 
-def save_model(lm: Any, tokenizer: Any, directory: Path, stops: Sequence[int] = ()) -> None:
+def save_model(
+    lm: Any, tokenizer: Any, directory: Path, stops: Sequence[int] = (), files: Mapping[str, Path] | None = None
+) -> None:
     """Write `lm` and `tokenizer` in Hugging Face form, with nothing in it that differs between equal runs.
 
     Args:
         stops: tokens that end a reply (`stop_tokens`): whoever serves the checkpoint finds them in its
             generation_config.json.
+        files: of a skeleton (`load_pretrained`).
     """
     lm.config._name_or_path = ""
     ends = list(stops) if len(stops) > 1 else tokenizer.eos_token_id
     lm.generation_config = transformers.GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
-    lm.save_pretrained(directory, safe_serialization=True, max_shard_size=SHARD_BYTES)
+    if files:
+        lm.config.dtype, lm.config.architectures = "float32", [type(lm).__name__]
+        lm.config.save_pretrained(directory)
+        lm.generation_config.save_pretrained(directory)
+        write_float32(files, _saved_shapes(lm), directory)
+    else:
+        lm.save_pretrained(directory, safe_serialization=True, max_shard_size=SHARD_BYTES)
     tokenizer.name_or_path = ""
     tokenizer.save_pretrained(directory)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,7 +98,9 @@ class HeadedLM(nn.Module):
     def _same_trunk(self, other: Any) -> bool:
         pairs = [(self.lm.model.embed_tokens, other.model.embed_tokens), (self.lm.lm_head, other.lm_head)]
         pairs += zip(self.lm.model.layers[: self.frozen_layers], other.model.layers[: self.frozen_layers], strict=True)
-        return all(torch.equal(p, q) for a, b in pairs for p, q in zip(a.parameters(), b.parameters(), strict=True))
+        parameters = (pq for a, b in pairs for pq in zip(a.parameters(), b.parameters(), strict=True))
+        # Those of skeletons are compared in their files, by `weight_files.same_trunk`.
+        return all(p.shape == q.shape if p.is_meta and q.is_meta else torch.equal(p, q) for p, q in parameters)
 
     def checkpoint_activations(self) -> None:
         """Keep, from now on, only what enters each layer for the backward pass, which computes the rest again.
@@ -216,20 +219,23 @@ class Branch(nn.Module):
         role: what it scores as.
         lm: a Hugging Face causal LM.
         scalar: its head, of a reward model.
+        checkpoint: of a skeleton, where its weights are.
     """
 
     layers: nn.ModuleList
     norm: nn.Module
+    first: int
+    """Number of its first layer in the whole model."""
 
-    def __init__(self, role: str, lm: Any, scalar: ScalarHead | None = None) -> None:
+    def __init__(self, role: str, lm: Any, scalar: ScalarHead | None = None, checkpoint: Path | None = None) -> None:
         super().__init__()
-        self.role, self.scalar = role, scalar
+        self.role, self.scalar, self.checkpoint = role, scalar, checkpoint
         self.whole: Any = lm
         self.requires_grad_(False)
 
     def keep_top(self, first: int) -> None:
         """Keep the layers from `first` on, and let go of the others."""
-        self.layers, self.norm = self.whole.model.layers[first:], self.whole.model.norm
+        self.first, self.layers, self.norm = first, self.whole.model.layers[first:], self.whole.model.norm
         del self.whole
 
 

@@ -26,13 +26,13 @@ NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def create(path: Path, shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> None:
-    """A file with room for float32 tensors of these shapes, still zeros."""
+    """A file with room for float32 tensors of these shapes, still zeros; laid out as safetensors itself does."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
-    for name, shape in shapes.items():
+    for name, shape in sorted(shapes.items()):
         start, end = end, end + 4 * torch.Size(shape).numel()
         header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)

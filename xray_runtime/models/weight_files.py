@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 import xxhash
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from torch import Tensor
 
-from xray_runtime.models.tensor_file import WEIGHTS_FILE, TensorFile, check_file
+from xray_runtime.models.tensor_file import NAMES, WEIGHTS_FILE, TensorFile, check_file, create
+from xray_runtime.signs import part_done
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.shards import WEIGHTS_INDEX, read_index
 
@@ -47,6 +49,37 @@ def tensors(directory: Path, names: Container[str] | None = None) -> Iterator[tu
             # Opened for each tensor: pages of a mapped file stay in memory until it is closed.
             with safe_open(file, framework="pt") as opened:
                 yield name, opened.get_tensor(name)
+
+
+def has_plain(files: Mapping[str, Path], shapes: Mapping[str, torch.Size]) -> bool:
+    """Whether these files of weights hold floating-point tensors of these names and shapes, and nothing else."""
+    if files.keys() != shapes.keys():
+        return False
+    for file in set(files.values()):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118, it is no dict
+                held = opened.get_slice(name)
+                if held.get_dtype() not in NAMES.values() or tuple(held.get_shape()) != shapes.get(name):
+                    return False
+    return True
+
+
+def write_float32(files: Mapping[str, Path], shapes: Mapping[str, torch.Size], directory: Path) -> None:
+    """Write tensors of `files` in float32 as `save_pretrained` would, one at a time."""
+    meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    split = split_torch_state_dict_into_shards(meta, max_shard_size=SHARD_BYTES)
+    for file, names in split.filename_to_tensors.items():
+        create(directory / file, {name: tuple(shapes[name]) for name in names}, {"format": "pt"})
+        with TensorFile(directory / file) as written:
+            for name in names:
+                # Opened for each tensor: pages of a mapped file stay in memory until it is closed.
+                with safe_open(files[name], framework="pt") as opened:
+                    written.write(name, opened.get_tensor(name).float())
+                part_done()
+    if split.is_sharded:
+        total = sum(shape.numel() for shape in shapes.values())
+        content = {"metadata": {"total_parameters": total} | split.metadata, "weight_map": split.tensor_to_filename}
+        (directory / WEIGHTS_INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def copy_weights(source: Path, directory: Path, number: int = 0, copiers: int = 1) -> None:
@@ -115,8 +148,11 @@ def check_finite(directory: Path) -> None:
             check_file(path, path.relative_to(directory).as_posix())
 
 
-def same_trunk(one: Path, other: Path, top_layers: int) -> bool:
-    """Whether two checkpoints differ in nothing but the weights of `top_layers` upper layers and the final norm."""
+def same_trunk(one: Path, other: Path, top_layers: int, number: int = 0, checkers: int = 1) -> bool:
+    """Whether two checkpoints differ in nothing but the weights of `top_layers` upper layers and the final norm.
+
+    Of `checkers` that divide the tensors, the one with this `number` sees its own alone.
+    """
     if one == other:
         return True
     config, other_config = (json.loads((directory / "config.json").read_text()) for directory in (one, other))
@@ -124,7 +160,7 @@ def same_trunk(one: Path, other: Path, top_layers: int) -> bool:
     if config != other_config or names != weight_files(other).keys():
         return False
     above = _above_trunk(config, top_layers)
-    below = {name for name in names if not name.startswith(above)}
+    below = set(sorted(name for name in names if not name.startswith(above))[number::checkers])
     pairs = zip(tensors(one, below), tensors(other, below), strict=True)
     return all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in pairs)
 

@@ -17,7 +17,7 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.planning.sharing import first_gpus, shares_gpus
 
 if TYPE_CHECKING:
-    from xray_runtime.graph.graph import Graph, StageCall
+    from xray_runtime.graph.graph import StageCall
 
 Resources = Mapping[str, float]
 """Ray's resource names ("CPU", "GPU") → amount."""
@@ -68,12 +68,6 @@ def total(demands: Sequence[Demand]) -> dict[str, float]:
 def call_demands(call: StageCall, device: str) -> list[Demand]:
     """The demands of a stage's models, which are all open at the same time."""
     return [demand(name, role.layout, call.runtime, device) for name, role in call.kind.models(call.config).items()]
-
-
-def graph_demands(graph: Graph, device: str) -> dict[str, list[Demand]]:
-    """Stage → demands of its models, for every stage that has models."""
-    demands = {name: call_demands(call, device) for name, call in graph.calls.items()}
-    return {name: found for name, found in demands.items() if found}
 
 
 def check_call(call: StageCall, device: str, nodes: Sequence[Resources]) -> None:

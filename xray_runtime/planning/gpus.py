@@ -8,7 +8,7 @@ from functools import cache
 MIB = 2**20
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Gpu:
     """One kind of GPU. Rates are peaks; `cost.py` states which share of them it assumes."""
 
@@ -30,46 +30,11 @@ class Gpu:
 
 
 GPUS = (
-    Gpu(
-        name="L4",
-        memory_bytes=23_034 * MIB,
-        half_flops=121e12,
-        single_flops=30e12,
-        memory_rate=300e9,
-        peer_rate=32e9,
-        network_rate=3e9,
-        host_rate=32e9,
-    ),
-    Gpu(
-        name="L40S",
-        memory_bytes=46_068 * MIB,
-        half_flops=362e12,
-        single_flops=92e12,
-        memory_rate=864e9,
-        peer_rate=32e9,
-        network_rate=12.5e9,
-        host_rate=32e9,
-    ),
-    Gpu(
-        name="H100",
-        memory_bytes=81_559 * MIB,
-        half_flops=989e12,
-        single_flops=67e12,
-        memory_rate=3.35e12,
-        peer_rate=450e9,
-        network_rate=50e9,
-        host_rate=64e9,
-    ),
-    Gpu(
-        name="H200",
-        memory_bytes=143_771 * MIB,
-        half_flops=989e12,
-        single_flops=67e12,
-        memory_rate=4.8e12,
-        peer_rate=450e9,
-        network_rate=50e9,
-        host_rate=64e9,
-    ),
+    # name, memory, half and single FLOP/s, rates of its memory, to a peer, to the network, to the host
+    Gpu("L4", 23_034 * MIB, 121e12, 30e12, 300e9, 32e9, 3e9, 32e9),
+    Gpu("L40S", 46_068 * MIB, 362e12, 92e12, 864e9, 32e9, 12.5e9, 32e9),
+    Gpu("H100", 81_559 * MIB, 989e12, 67e12, 3.35e12, 450e9, 50e9, 64e9),
+    Gpu("H200", 143_771 * MIB, 989e12, 67e12, 4.8e12, 450e9, 50e9, 64e9),
 )
 """24, 48, 80 and 141 GB. A 24 GB card is taken to be an L4, the slowest of them."""
 

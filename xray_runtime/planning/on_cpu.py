@@ -18,7 +18,7 @@ from xray_runtime.planning.workload import Machine, Workload
 
 def plans(workload: Workload, machine: Machine) -> Iterator[Plan]:
     """All candidates; activations are kept before they are recomputed."""
-    again = workload.recomputing()
+    again = workload.with_options(checkpointing=True)
     for one in [workload, again] if again != workload else [workload]:
         yield from _plans(one, machine)
 

@@ -126,10 +126,6 @@ class Workload:
         """Number of models, with each replica of a generator."""
         return len(self.roles) + len(self.of_use("sampled")) * (self.generator_replicas - 1)
 
-    def recomputing(self) -> Workload:
-        """The workload with activations of trained models recomputed in the backward pass."""
-        return self.with_options(checkpointing=True)
-
     def with_options(self, **changes: Any) -> Workload:
         """The workload with these fields of `Options` for its trained models."""
 

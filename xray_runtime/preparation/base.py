@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 def run(stage: Stage[HubModel, NoInputs], out: Path, recorder: Recorder) -> int:
     """Writes config.json, model.safetensors and the tokenizer's files."""
     recorder.progress(0, 1, "models", "loading")
-    lm, tokenizer = load_pretrained(stage.config.model, stage.config.chat_template)
+    lm, tokenizer, files = load_pretrained(stage.config.model, stage.config.chat_template)
     try:
         stops = stop_tokens(tokenizer, lm.generation_config.eos_token_id)
     except ValueError as error:
         raise ValueError(f"{stage.name}.model: {stage.config.model!r} cannot be used: {error}") from error
-    save_model(lm, tokenizer, out, stops)
+    save_model(lm, tokenizer, out, stops, files)
     report_size(recorder, sum(p.numel() for p in lm.parameters()), len(tokenizer))
     return 0
 

@@ -27,12 +27,11 @@ from xray_runtime.agents.outcomes import Outcome
 from xray_runtime.agents.runner import Address, Runner, open_runner
 from xray_runtime.agents.segments import Call, rows
 from xray_runtime.data.chat_format import chat_format
-from xray_runtime.data.pairs import prompt_text
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rl.agent_records import Record, read_calls, rollout_of_records, written_calls
-from xray_runtime.rl.episode import rollout_name
+from xray_runtime.rl.episode import EpisodeBatch
 from xray_runtime.rl.types import Rollout
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.finite import check_rollout
@@ -41,7 +40,6 @@ from xray_runtime.workers.protocols import ModelHandle, get
 if TYPE_CHECKING:
     from xray_runtime.config.environment import AgentConfig
     from xray_runtime.graph.kind import Stage
-    from xray_runtime.rl.episodes import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -113,29 +111,16 @@ class AgentEpisodes:
         # One rollout at a time: episodes of two would have the same names.
         self._rollouts = ThreadPoolExecutor(1)
 
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        columns: Mapping[str, Sequence[Any]],
-        version: int,
-        purpose: str,
-        number: int = 0,
-        group_size: int = 1,
-        first_row: int = 0,
-    ) -> Rollout:
-        """Run an agent for each prompt; see `Episodes.sample`."""
-        stage, planned = self._stage, list[_Planned]()
-        for place, (messages, ids) in enumerate(prompts):
-            row = first_row + place
-            seed = derive_seed(stage.seed, stage.name, purpose, "environment", number, row // group_size)
-            task = {"seed": seed} | {name: values[place] for name, values in columns.items()}
-            task |= {"prompt": prompt_text(messages), "messages": messages}
-            rollout = rollout_name(purpose, number, version)
-            planned.append(_Planned(f"{purpose}-{number}-{row}", rollout, row, task, seed, list(ids)))
-        replayed = self._replayed(planned, version)
+    def sample(self, batch: EpisodeBatch) -> Rollout:
+        """Run an agent for each prompt of a batch."""
+        planned = [
+            _Planned(f"{batch.purpose}-{batch.number}-{row}", batch.name, row, {"seed": seed} | task, seed, ids)
+            for row, task, seed, ids in batch.starts(self._stage)
+        ]
+        replayed = self._replayed(planned, batch.version)
         rest = [episode for episode in planned if episode.name not in replayed]
         with ThreadPoolExecutor(min(self._config.concurrency, max(1, len(rest)))) as threads:
-            played = list(threads.map(partial(self._play, version, number), rest))
+            played = list(threads.map(partial(self._play, batch.version, batch.number), rest))
         by_name = replayed | {episode.name: of for episode, of in zip(rest, played, strict=True)}
         found = [by_name[episode.name] for episode in planned]
         return rollout_of_records(
@@ -145,12 +130,12 @@ class AgentEpisodes:
             [episode.seed for episode in planned],
             [episode.row for episode in planned],
             self._format.end_of_turn,
-            version,
+            batch.version,
         )
 
-    def begin(self, *args: Any) -> Future[Rollout]:
+    def begin(self, batch: EpisodeBatch) -> Future[Rollout]:
         """Call `sample` in another thread, after earlier calls of `begin`."""
-        return self._rollouts.submit(self.sample, *args)
+        return self._rollouts.submit(self.sample, batch)
 
     def close(self) -> None:
         """End all agents and stop answering."""

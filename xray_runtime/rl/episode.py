@@ -11,17 +11,56 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xray_runtime.data.pairs import Messages, prompt_text
 from xray_runtime.data.rows import Ragged
 from xray_runtime.rl.types import EpisodeColumns, Rollout
+from xray_runtime.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from xray_runtime.graph.kind import Stage
 
 FAILURE_CHARS = 500
 METRIC_NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)
+
+Prompt = tuple[Messages, list[int]]
+"""Messages and tokens of one prompt."""
+
+
+@dataclass(frozen=True)
+class EpisodeBatch:
+    """Prompts, each the start of one episode; purpose, number and row seed it."""
+
+    prompts: Sequence[Prompt]
+    columns: Mapping[str, Sequence[Any]]
+    """Columns of the dataset, one value per prompt."""
+    version: int
+    """The policy's version."""
+    purpose: str
+    number: int = 0
+    group_size: int = 1
+    """Number of consecutive copies of one prompt; their episodes share the environment's seed."""
+    first_row: int = 0
+    """Row number of the first prompt among all that are sampled for this purpose."""
+
+    @property
+    def name(self) -> str:
+        """The rollout's."""
+        return rollout_name(self.purpose, self.number, self.version)
+
+    def starts(self, stage: Stage[Any, Any]) -> Iterator[tuple[int, dict[str, Any], int, list[int]]]:
+        """(row, task, the environment's seed, tokens of the prompt) of each episode."""
+        for place, (messages, ids) in enumerate(self.prompts):
+            row = self.first_row + place
+            task = {name: values[place] for name, values in self.columns.items()}
+            task |= {"prompt": prompt_text(messages), "messages": messages}
+            group = self.number, row // self.group_size
+            yield row, task, derive_seed(stage.seed, stage.name, self.purpose, "environment", *group), list(ids)
 
 
 @dataclass

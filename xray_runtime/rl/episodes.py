@@ -22,7 +22,6 @@ import numpy as np
 
 from xray_runtime.config.environment import AgentConfig
 from xray_runtime.data.chat_format import chat_format
-from xray_runtime.data.pairs import Messages, prompt_text
 from xray_runtime.data.rows import Ragged
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.generation.sampling import Sampling
@@ -30,7 +29,7 @@ from xray_runtime.environments.pool import EnvironmentFailure, EnvironmentPool
 from xray_runtime.environments.protocol import Start, Step
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rl.agent_episodes import AgentEpisodes
-from xray_runtime.rl.episode import Episode, rollout_name, rollout_of
+from xray_runtime.rl.episode import Episode, EpisodeBatch, Prompt, rollout_of
 from xray_runtime.rl.sampled_replies import GENERATION_BATCH
 from xray_runtime.rl.types import Rollout, rows_joined
 from xray_runtime.seeding import derive_seed
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Prompt = tuple[Messages, list[int]]
-"""Messages and tokens of one prompt."""
 LOG, AGENT_LOG = "environments.log", "agents.log"
 """Output of the environments, and of agents."""
 
@@ -76,60 +73,39 @@ class Episodes:
         # A template that cannot write observations fails here, before anything is sampled.
         self._format.observations([{"role": "user", "content": "a"}], self._format.end_of_turn)
 
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        columns: Mapping[str, Sequence[Any]],
-        version: int,
-        purpose: str,
-        number: int = 0,
-        group_size: int = 1,
-        first_row: int = 0,
-    ) -> Rollout:
-        """Play one episode per prompt with policy version `version`; purpose, number and row seed it.
-
-        Args:
-            columns: columns of the dataset, one value per prompt.
-            group_size: number of consecutive copies of one prompt; their episodes share the environment's seed.
-            first_row: row number of the first prompt among all that are sampled for this purpose.
-        """
-        stage, episodes = self._stage, []
-        for place, (messages, ids) in enumerate(prompts):
-            row = first_row + place
-            task = {name: values[place] for name, values in columns.items()}
-            task |= {"prompt": prompt_text(messages), "messages": messages}
-            seed = derive_seed(stage.seed, stage.name, purpose, "environment", number, row // group_size)
-            episodes.append(Episode(row, row, task, seed, list(ids)))
+    def sample(self, batch: EpisodeBatch) -> Rollout:
+        """Play the episodes of a batch."""
+        episodes = [Episode(row, row, task, seed, ids) for row, task, seed, ids in batch.starts(self._stage)]
         size = -(-len(episodes) // self._config.cohorts)
         cohorts = [episodes[start : start + size] for start in range(0, len(episodes), size)]
         with ThreadPoolExecutor(len(cohorts)) as threads:
-            running = [threads.submit(self._play, cohort, version, purpose, number) for cohort in cohorts]
+            running = [threads.submit(self._play, cohort, batch) for cohort in cohorts]
             for cohort in running:
                 cohort.result()
         for episode in episodes:
             if not episode.ids:
                 # It failed before its first turn. A row must have a token; nothing learns from a row without a reward.
                 episode.say([self._format.end_of_turn], [0.0])
-        return rollout_of(episodes, version)
+        return rollout_of(episodes, batch.version)
 
-    def begin(self, *args: Any) -> Future[Rollout]:
+    def begin(self, batch: EpisodeBatch) -> Future[Rollout]:
         """Call `sample` in another thread, after earlier calls of `begin`."""
-        return self._rollouts.submit(self.sample, *args)
+        return self._rollouts.submit(self.sample, batch)
 
     def close(self) -> None:
         """Wait for the other thread, which ends at its next request once the pool is shut down."""
         self._rollouts.shutdown(cancel_futures=True)
 
-    def _play(self, episodes: list[Episode], version: int, purpose: str, number: int) -> None:
+    def _play(self, episodes: list[Episode], batch: EpisodeBatch) -> None:
         """Play the turns of a cohort until all its episodes are over."""
-        name = rollout_name(purpose, number, version)
+        stage, name, number = self._stage, batch.name, batch.number
         for episode, start in self._answers(episodes, name, number):
             self._begin(episode, Start(**start))
         turn = 0
         while active := [episode for episode in episodes if not episode.over]:
-            seeds = [self._seed(purpose, number, episode.row, turn) for episode in active]
+            seeds = [derive_seed(stage.seed, stage.name, batch.purpose, number, e.row, turn) for e in active]
             rows = {"input_ids": Ragged.of([*e.prompt, *e.ids] for e in active), "seed": np.array(seeds)}
-            answer = get(self._generator.generate.remote(rows, self._sampling, version))
+            answer = get(self._generator.generate.remote(rows, self._sampling, batch.version))
             check_rollout(answer, len(active), self._sampling)
             turns = list(answer["response_ids"])
             texts = decode_replies(self._tokenizer, turns)
@@ -144,9 +120,6 @@ class Episodes:
             turn += 1
         for episode in episodes:
             self._pool.close(episode.number)
-
-    def _seed(self, purpose: str, number: int, row: int, turn: int) -> int:
-        return derive_seed(self._stage.seed, self._stage.name, purpose, number, row, turn)
 
     def _begin(self, episode: Episode, start: Start) -> None:
         if start.messages is None and start.tools is None:
@@ -217,18 +190,9 @@ class Episodes:
 class EpisodeSampler(Protocol):
     """`Episodes` or `AgentEpisodes`."""
 
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        columns: Mapping[str, Sequence[Any]],
-        version: int,
-        purpose: str,
-        number: int = 0,
-        group_size: int = 1,
-        first_row: int = 0,
-    ) -> Rollout: ...
+    def sample(self, batch: EpisodeBatch) -> Rollout: ...
 
-    def begin(self, *args: Any) -> Future[Rollout]: ...
+    def begin(self, batch: EpisodeBatch) -> Future[Rollout]: ...
 
 
 def sample_all(
@@ -246,9 +210,10 @@ def sample_all(
     """
     parts: list[Rollout] = []
     for start in range(0, len(prompts), GENERATION_BATCH):
-        batch = slice(start, start + GENERATION_BATCH)
-        batch_columns = {name: values[batch] for name, values in columns.items()}
-        parts.append(episodes.sample(prompts[batch], batch_columns, version, "sample", 0, group_size, start))
+        part = slice(start, start + GENERATION_BATCH)
+        of_part = {name: values[part] for name, values in columns.items()}
+        batch = EpisodeBatch(prompts[part], of_part, version, "sample", 0, group_size, start)
+        parts.append(episodes.sample(batch))
         done(start + len(parts[-1].response_ids))
     return rows_joined(parts)
 

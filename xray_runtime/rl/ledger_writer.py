@@ -23,7 +23,6 @@ from xray_runtime.data.ledger import (
     ANSWERS,
     FAILURE,
     GOLD,
-    LEDGER,
     NUMBERS,
     SCORE,
     TOKENS,
@@ -37,7 +36,7 @@ from xray_runtime.data.ledger import (
 )
 from xray_runtime.data.rows import Ragged, join_column
 from xray_runtime.graph.artifacts import SHOWN_ROLLOUTS
-from xray_runtime.store.manifest import MANIFEST
+from xray_runtime.store.manifest import LEDGER, MANIFEST
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOConfig

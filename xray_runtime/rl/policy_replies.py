@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from xray_runtime.data.rows import Ragged
 from xray_runtime.data.tokenizing import decode_replies, transcript
 from xray_runtime.rewards.source import Score
-from xray_runtime.rl.episode import episode_means
-from xray_runtime.rl.episodes import Prompt, open_episodes, sample_all
+from xray_runtime.rl.episode import Prompt, episode_means
+from xray_runtime.rl.episodes import open_episodes, sample_all
 from xray_runtime.rl.sampled_replies import sample_replies, sampling_of
 from xray_runtime.rl.scoring import episode_scores, own_texts
 from xray_runtime.workers.protocols import ModelHandle

@@ -25,6 +25,7 @@ import numpy as np
 from xray_runtime.data.rows import Ragged, Rows, load_rows, save_rows
 from xray_runtime.data.text_rows import text_rows
 from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.rl.episode import EpisodeBatch
 from xray_runtime.rl.types import Rollout, to_rows
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.finite import check_rollout
@@ -143,7 +144,8 @@ class Rollouts:
             return self._generate(prompts, self._sampling, version, purpose, number)
         contents, group_size = [self._prompts[i] for i in prompts], self._stage.config.samples_per_prompt
         columns = self._prompts.columns(prompts)
-        answer: Ref[Rollout] = Local(self._episodes.begin(contents, columns, version, purpose, number, group_size))
+        batch = EpisodeBatch(contents, columns, version, purpose, number, group_size)
+        answer: Ref[Rollout] = Local(self._episodes.begin(batch))
         return PendingRollout(version, prompts, answer)
 
     def _generate(

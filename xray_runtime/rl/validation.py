@@ -19,6 +19,7 @@ from xray_runtime.data.pairs import prompt_text
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.data.text_rows import text_rows, with_end_of_turn
 from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.rl.episode import EpisodeBatch
 from xray_runtime.rl.reward_sources import RewardSources
 from xray_runtime.rl.scoring import episode_scores, own_texts, prompt_tokens
 from xray_runtime.rl.types import Rollout
@@ -88,7 +89,7 @@ class Validation:
 
     def _replies(self, generator: ModelHandle, version: int, episodes: EpisodeSampler | None) -> Rollout:
         if episodes is not None:
-            return episodes.sample(self._prompts, self._columns, version, "validation")
+            return episodes.sample(EpisodeBatch(self._prompts, self._columns, version, "validation"))
         name = self._stage.seed, self._stage.name, "validation"
         seeds = np.array([derive_seed(*name, row) for row in range(len(self._prompts))])
         rows = {"input_ids": Ragged.of(ids for _, ids in self._prompts), "seed": seeds}

@@ -26,6 +26,7 @@ import psutil
 from pydantic import ValidationError
 
 from xray_runtime.files import sync
+from xray_runtime.store.digest_memory import DigestMemory, FileReader, OutsideChangedError
 from xray_runtime.store.identity import Identity, file_sha256
 from xray_runtime.store.manifest import (
     ATTESTATION,
@@ -47,6 +48,7 @@ CHECKPOINTS = "checkpoints"
 MAX_RECORD_BYTES = 16 * 2**20
 """A manifest, statement or signature larger than this is refused unread."""
 
+Digest = Callable[[Path], str]
 CheckRecord = Callable[[Path, Manifest, str], str | None]
 """(directory, manifest, sha256) → what is wrong with the record beside a checkpoint, None where it is sound."""
 
@@ -57,10 +59,17 @@ class Store:
     Args:
         shared: where copies are kept; the directory is then a cache of it.
         check_record: checks the signed record of a checkpoint that is here (`attestation.open_store`).
+        memory: digests by which `find` does not read a file again that has not changed since it was read.
     """
 
-    def __init__(self, root: Path, shared: SharedStore | None = None, check_record: CheckRecord | None = None) -> None:
-        self.root, self.shared, self._check_record = root, shared, check_record
+    def __init__(
+        self,
+        root: Path,
+        shared: SharedStore | None = None,
+        check_record: CheckRecord | None = None,
+        memory: DigestMemory | None = None,
+    ) -> None:
+        self.root, self.shared, self._check_record, self._memory = root, shared, check_record, memory
         self._damaged: set[str] = set()
         """Names under which the shared store holds a damaged copy."""
 
@@ -69,9 +78,15 @@ class Store:
         return self.root / f"{stage}-{key[:12]}"
 
     def find(self, stage: str, key: str) -> CheckpointRef | None:
-        """The sound checkpoint of `stage` under `key`, fetched from the shared store if need be; None without one."""
-        directory = self.directory(stage, key)
-        if (directory.exists() and self._problem(directory) is None) or self.fetch(directory):
+        """The sound checkpoint of `stage` under `key`, fetched from the shared store if need be; None without one.
+
+        Files in the state in which they were read before are not read again; `digest_memory` says what that promises.
+        """
+        directory, reader = self.directory(stage, key), self._memory and FileReader(self._memory)
+        sound = directory.exists() and self._problem(directory, reader.digest if reader else file_sha256) is None
+        if reader:
+            reader.flush()
+        if sound or self.fetch(directory):
             manifest, sha256 = read_manifest(directory)
             if manifest.key == key:
                 return manifest.reference(directory, sha256)
@@ -91,7 +106,7 @@ class Store:
                 if index is None:
                     return False
                 # Every byte agrees with the index; the manifest must agree too.
-                problems = [damage.text for damage in inspect(temporary, hashing=False)]
+                problems = [damage.text for damage in inspect(temporary, digest=None)]
                 if not problems:
                     entries = load_manifest(temporary).files
                     problems = [f"{e.path} was changed" for e in entries if index.sha256(e.path) != e.sha256]
@@ -192,9 +207,9 @@ class Store:
         self.share(ref)
         return ref
 
-    def _problem(self, directory: Path) -> str | None:
+    def _problem(self, directory: Path, sha256: Digest = file_sha256) -> str | None:
         """Why a checkpoint is not used; None where it is sound."""
-        problem = next(iter(verify(directory)), None)
+        problem = next((damage.text for damage in inspect(directory, digest=sha256)), None)
         if problem is None and self._check_record is not None:
             problem = self._check_record(directory, *read_manifest(directory))
             if problem is not None:
@@ -261,8 +276,8 @@ def verify(directory: Path, sha256: str | None = None) -> list[str]:
     return [damage.text for damage in inspect(directory, sha256)]
 
 
-def inspect(directory: Path, sha256: str | None = None, *, hashing: bool = True) -> list[Damage]:
-    """As `verify`, each with a code and a path. Without `hashing` only the sizes of files are compared."""
+def inspect(directory: Path, sha256: str | None = None, digest: Digest | None = file_sha256) -> list[Damage]:
+    """As `verify`, each with a code and a path. `digest`: sha256 of a file; None: only sizes are compared."""
     if directory.is_symlink() or not directory.is_dir():
         return [Damage("checkpoint-missing", "", f"{directory} is missing (or a link)")]
     try:
@@ -279,13 +294,9 @@ def inspect(directory: Path, sha256: str | None = None, *, hashing: bool = True)
         Damage("unsafe-path", path, f"{path}: unsafe path in the manifest") for path in sorted(set(listed) - set(safe))
     ]
     found += [Damage("file-added", path, f"{path} was added") for path in sorted(_present(directory) - set(listed))]
-    if hashing:
-        with ThreadPoolExecutor() as pool:
-            checked = list(pool.map(lambda entry: _check_file(directory, entry, True), safe.values()))
-    else:
-        checked = [_check_file(directory, entry, False) for entry in safe.values()]
-    found += [damage for damage in checked if damage]
-    return found
+    with ThreadPoolExecutor() as pool:
+        checked = pool.map(lambda entry: _check_file(directory, entry, digest), safe.values())
+    return found + [damage for damage in checked if damage]
 
 
 def _present(directory: Path) -> set[str]:
@@ -300,20 +311,20 @@ def _present(directory: Path) -> set[str]:
     return present - {MANIFEST, CARD, SIGNATURE}
 
 
-def _check_file(directory: Path, entry: FileEntry, hashing: bool) -> Damage | None:
+def _check_file(directory: Path, entry: FileEntry, digest: Digest | None) -> Damage | None:
     path = directory / entry.path
-    if path.is_symlink() or any(
-        (directory / parent).is_symlink() for parent in Path(entry.path).parents if parent.name
-    ):
+    if any((directory / part).is_symlink() for part in (Path(entry.path), *Path(entry.path).parents)):
         return Damage("file-link", entry.path, f"{entry.path} is a link")
     if not path.is_file():
         return Damage("file-missing", entry.path, f"{entry.path} is missing")
     size = path.stat().st_size
     if size != entry.size:
         return Damage("file-changed", entry.path, f"{entry.path} has {size} bytes, not {entry.size}")
-    if hashing and file_sha256(path) != entry.sha256:
-        return Damage("file-changed", entry.path, f"{entry.path} was changed")
-    return None
+    try:
+        same = digest is None or digest(path) == entry.sha256
+    except OutsideChangedError:
+        same = False
+    return None if same else Damage("file-changed", entry.path, f"{entry.path} was changed")
 
 
 def _sweep(folder: Path) -> None:

@@ -4,6 +4,11 @@ A file is unchanged while its path, size, inode and both its times are the same.
 do: archives and copies set it back, inodes are used again, and two models of one shape have one size. A file that
 changed within the last seconds is not remembered: a second change in the same tick of the file system's clock would
 not show.
+
+Any write, rename or link of a file sets its change time (ctime) to the system's clock, and no call sets it otherwise,
+unlike the modification time. So the memory cannot be deceived by edits, copies or times set back, but by whoever sets
+the clock, writes to the disk behind the file system, or writes to the memory itself, and it does not see bits that rot.
+Whatever must hold against these reads every byte: publication, promotion, `xray audit`, export and the shared store.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import hashlib
 import logging
 import os
 import sqlite3
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +26,8 @@ from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
 
+DIGESTS = "digests.sqlite"
+"""The memory of an output directory."""
 WAIT_S = 30.0
 """How long to wait for another process that writes."""
 SETTLED_S = 3.0
@@ -107,10 +115,11 @@ class DigestMemory:
 
 
 class FileReader:
-    """Digests files one after the other, and remembers them in few transactions."""
+    """Digests files, in any number of threads, and remembers them in few transactions."""
 
     def __init__(self, memory: DigestMemory) -> None:
         self._memory, self._new, self._bytes = memory, list[tuple[FileState, str]](), 0
+        self._lock = threading.Lock()
 
     def digest(self, path: Path) -> str:
         """sha256 of a file's bytes.
@@ -129,13 +138,15 @@ class FileReader:
         if FileState.of(path) != before:
             raise OutsideChangedError(f"{path} changed while it was read; run again once nothing writes to it")
         if settled:
-            self._new.append((before, digest))
-            self._bytes += before.size
+            with self._lock:
+                self._new.append((before, digest))
+                self._bytes += before.size
         if self._bytes >= WRITE_AFTER_BYTES:
             self.flush()
         return digest
 
     def flush(self) -> None:
         """Remember what was read."""
-        self._memory.remember(self._new)
-        self._new, self._bytes = [], 0
+        with self._lock:
+            self._memory.remember(self._new)
+            self._new, self._bytes = [], 0

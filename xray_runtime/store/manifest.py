@@ -16,6 +16,8 @@ from xray_runtime.store.ref import CheckpointRef
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 MANIFEST = "manifest.json"
+LEDGER = "ledger"
+"""Folder of a checkpoint or snapshot with its ledger."""
 
 CARD, ATTESTATION, SIGNATURE = "README.md", "attestation", "attestation.sig"
 """The record of how this copy was made, beside the files of a checkpoint and no part of it (see `lineage`)."""

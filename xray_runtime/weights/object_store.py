@@ -1,15 +1,16 @@
 """Transfer weights from a trainer to generators: in shared memory on one machine, else in Ray's object store.
 
-The trainer packs its tensors into buckets, contiguous arrays that readers on its machine map without a copy. Order of
+Trainer ranks pack their tensors into buckets, contiguous arrays that readers on their machine map without a copy. Ranks
+that hold parts of the same tensors divide the buckets, so that each packs, checksums and publishes its share. Order of
 a sync:
 
-1. the trainer exports `version`: it gathers, packs and checksums each tensor, and publishes each full bucket;
-2. each generator maps every bucket and verifies *all* checksums before it changes its weights;
-3. only then are the weights loaded, and the generator's version becomes `version`.
+1. the trainer exports `version`: its ranks gather one tensor at a time, and the one whose bucket it is packs it;
+2. the generator's ranks verify *all* checksums before they change their weights; those on one node divide the buckets;
+3. only then are the weights loaded, of which each rank reads its slices, and the generator's version becomes `version`.
 
 A failure in 1 or 2 leaves the generator unchanged; `versioned.py` handles failures in 3. The transfer can be repeated.
-Extra memory: one layer in the generator; the whole update, and the one before, to revert to; with the object store, one
-bucket in the trainer.
+Extra memory: one layer in the generator; the whole update, and the one before, to revert to, in shares of the trainer's
+ranks; with the object store, one bucket in each of them.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class Bucket:
 
     ref: Any
     entries: tuple[TensorEntry, ...]
+    place: int
+    """Its number among the buckets of all ranks that divide them."""
 
 
 @dataclass(frozen=True)
@@ -108,37 +111,48 @@ class ObjectStore:
 
 
 def pack(
-    tensors: Iterable[tuple[str, torch.Tensor]], version: int, memory: Memory | None = None, dtype: str | None = None
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    version: int,
+    memory: Memory | None = None,
+    dtype: str | None = None,
+    turn: tuple[int, int] = (0, 1),
 ) -> WeightUpdate:
     """Pack `tensors`, which are gathered one by one, into buckets in `memory` (None: the object store).
 
     Args:
         dtype: type of the packed tensors; None: their own.
+        turn: (number, count) of this rank among those that call this with the same tensors. Each bucket is packed by
+            the rank that has fewest bytes until then, so none has more than its share and one bucket.
     """
     memory = memory or ObjectStore()
     memory.begin()
+    number, num_ranks = turn
+    shares, packer, place = [0] * num_ranks, 0, -1
     buckets: list[Bucket] = []
     entries: list[TensorEntry] = []
     packed = np.empty(0, dtype=np.uint8)
     offset = 0
-    for name, whole in tensors:
-        tensor = whole.detach() if dtype is None else whole.detach().to(getattr(torch, dtype))
-        size = tensor.numel() * tensor.element_size()
+    for name, tensor in tensors:
+        packed_as = tensor.dtype if dtype is None else getattr(torch, dtype)
+        size = tensor.numel() * packed_as.itemsize
         space = -(-size // ALIGNMENT) * ALIGNMENT
-        if entries and offset + space > BUCKET_BYTES:
-            buckets.append(Bucket(memory.put(offset), tuple(entries)))
+        if place < 0 or offset + space > BUCKET_BYTES:
+            if entries:
+                buckets.append(Bucket(memory.put(offset), tuple(entries), place))
+            packer, place = shares.index(min(shares)), place + 1
             entries, offset = [], 0
-        if not entries:
-            packed = memory.take(max(BUCKET_BYTES, space))
-        raw = packed[offset : offset + size]
-        torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        packed_as = str(tensor.dtype).removeprefix("torch.")
-        entries.append(
-            TensorEntry(name, packed_as, tuple(tensor.shape), offset, size, xxhash.xxh3_128_hexdigest(raw.data))
-        )
+            if packer == number:
+                packed = memory.take(max(BUCKET_BYTES, space))
+        if packer == number:
+            raw = packed[offset : offset + size]
+            torch.from_numpy(raw).view(packed_as).view(tensor.shape).copy_(tensor.detach())
+            checksum = xxhash.xxh3_128_hexdigest(raw.data)
+            dtype_name = str(packed_as).removeprefix("torch.")
+            entries.append(TensorEntry(name, dtype_name, tuple(tensor.shape), offset, size, checksum))
         offset += space
+        shares[packer] += space
     if entries:
-        buckets.append(Bucket(memory.put(offset), tuple(entries)))
+        buckets.append(Bucket(memory.put(offset), tuple(entries), place))
     return WeightUpdate(version, tuple(buckets))
 
 
@@ -169,9 +183,9 @@ def unpack(
         yield entry.name, mapped[entry.offset : entry.offset + entry.num_bytes].view(dtype).reshape(entry.shape)
 
 
-def verify(update: WeightUpdate, shared: SharedReader | None = None) -> None:
-    """Verify every tensor of `update`. Raises WeightTransferError."""
-    for bucket in update.buckets:
+def verify(update: WeightUpdate, shared: SharedReader | None = None, number: int = 0, checkers: int = 1) -> None:
+    """Verify every `checkers`-th bucket of `update` from the one `number` on. Raises WeightTransferError."""
+    for bucket in update.buckets[number::checkers]:
         for _ in unpack(bucket, shared):
             pass
 

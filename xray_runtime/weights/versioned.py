@@ -3,7 +3,7 @@
 `VersionedWeights` knows the source of every tensor: the checkpoint the engine started from, or the last update with the
 tensor, which is kept. Order of a load:
 
-1. verify every checksum of the update before anything is changed;
+1. verify every checksum of the update before anything is changed (ranks on one node may divide this: `verify`);
 2. write the update into the engine, with the held tensors of layers that it only has a part of;
 3. if that fails midway, write *all* weights held before back into the engine. If that fails too, the engine holds
    nothing usable: it refuses to generate, and the next load first repeats step 3.
@@ -51,15 +51,31 @@ class VersionedWeights:
         self._before: tuple[int, dict[str, Bucket]] | None = None
         self._whole = True
 
-    def load(self, update: WeightUpdate) -> None:
+    def verify(self, update: WeightUpdate, number: int, checkers: int) -> None:
+        """Verify this rank's share of `update`, part `number` of `checkers`.
+
+        Raises:
+            WeightTransferError: a tensor is damaged or lost.
+        """
+        try:
+            verify(update, self._shared, number, checkers)
+        except Exception:
+            self._release()
+            raise
+
+    def load(self, update: WeightUpdate, *, verified: bool = False) -> None:
         """Load all weights of `update`, or none if anything fails.
+
+        Args:
+            verified: whether this rank and its peers have verified all of it.
 
         Raises:
             WeightTransferError: a tensor is damaged or lost; nothing was changed.
             Exception: an exception of the engine, which holds the previous weights again.
         """
         try:
-            verify(update, self._shared)
+            if not verified:
+                verify(update, self._shared)
             names = {entry.name for bucket in update.buckets for entry in bucket.entries}
             others = self._layers_of(names) - names
             if not self._whole:
@@ -131,7 +147,7 @@ class VersionedWeights:
 
     def _with_layers(self, update: WeightUpdate, others: set[str]) -> Tensors:
         for bucket in update.buckets:
-            # Already verified, and locked against writers.
+            # Already verified, and locked against writers by the rank that did.
             yield from unpack(bucket, self._shared, check=False)
         if others:
             yield from self._held(others)

@@ -7,8 +7,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from xray_runtime.data.ledger import LEDGER
 from xray_runtime.engines.training.disk import own_directory
+from xray_runtime.store.manifest import LEDGER
 
 CHUNK_BYTES = 64 * 2**20
 """Bytes of a chunk."""

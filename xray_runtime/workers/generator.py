@@ -58,10 +58,15 @@ class Generator(Workhorse):
         assert self._engine is not None
         return self._engine.layers_of(names)
 
-    def load_weights(self, update: WeightUpdate) -> int:
-        """Verify and load `update`; returns the version now held."""
+    def verify_weights(self, update: WeightUpdate, number: int, checkers: int) -> None:
+        """Verify part `number` of `checkers` of `update`."""
         assert self._engine is not None
-        self._engine.weights.load(update)
+        self._engine.weights.verify(update, number, checkers)
+
+    def load_weights(self, update: WeightUpdate, verified: bool = False) -> int:
+        """Load `update`, which is verified first unless all ranks together did it; returns the version now held."""
+        assert self._engine is not None
+        self._engine.weights.load(update, verified=verified)
         return self._engine.weights.version
 
     def load_checkpoint(self, directory: Path, version: int) -> None:

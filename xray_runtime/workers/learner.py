@@ -61,12 +61,16 @@ class Learner(Workhorse):
         from xray_runtime.engines.shard_loading import skeleton_of
         from xray_runtime.engines.training.deepspeed_setup import init_collectives
         from xray_runtime.models.adapters import Adapters
-        from xray_runtime.models.causal_lm import load_model, published
+        from xray_runtime.models.causal_lm import published
         from xray_runtime.models.heads import HeadedLM
+        from xray_runtime.models.weight_files import same_trunk
 
         self.spec = spec
-        # A frozen trunk is compared with those of the branches, so both are loaded whole.
-        lm = skeleton_of(spec.directory) if spec.trainable_layers is None else load_model(spec.directory)
+        ranks = rank_info.rank, rank_info.world_size
+        for role, branch in spec.branches.items():
+            if not same_trunk(spec.directory, branch.directory, spec.trainable_layers or 0, *ranks):
+                raise ValueError(f"{role} does not share the policy's frozen trunk")
+        lm = skeleton_of(spec.directory)
         self._published: Any = functools.partial(published, lm)
         lora = None if spec.training is None else spec.training.lora
         module = HeadedLM(
@@ -256,8 +260,8 @@ class Learner(Workhorse):
         assert self.engine is not None
         self.engine.load(directory)
 
-    def export_weights(self, version: int, shared: bool, dtype: str | None = None) -> WeightUpdate | None:
-        """This pipeline stage's trained weights by Hugging Face name, on one of its ranks; None on the others.
+    def export_weights(self, version: int, shared: bool, dtype: str | None = None) -> WeightUpdate:
+        """This rank's share of its pipeline stage's trained weights, by Hugging Face name.
 
         Args:
             shared: in memory that readers on this machine map, not in the object store.
@@ -266,12 +270,9 @@ class Learner(Workhorse):
         from xray_runtime.weights.object_store import pack
         from xray_runtime.weights.shared_memory import SharedWriter
 
-        tensors = self._weights(head=False)
-        if self.engine is not None and self.engine.writes:
-            self._shared = self._shared or SharedWriter()
-            return pack(tensors, version, self._shared if shared else None, dtype)
-        deque(tensors, maxlen=0)
-        return None
+        assert self.engine is not None
+        self._shared = self._shared or SharedWriter()
+        return pack(self._weights(head=False), version, self._shared if shared else None, dtype, self.engine.turn)
 
     def weight_names(self) -> set[str]:
         """Names of the trained weights; a collective."""

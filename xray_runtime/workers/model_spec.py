@@ -25,18 +25,18 @@ class BranchSpec:
     """File of a reward model's scalar head."""
 
     def load(self, role: str) -> Branch:
-        """The branch, loaded whole."""
+        """The branch, as a skeleton but for its head."""
         from safetensors.torch import load_file
 
-        from xray_runtime.models.causal_lm import load_model
+        from xray_runtime.engines.shard_loading import skeleton_of
         from xray_runtime.models.heads import Branch, ScalarHead
 
-        lm: Any = load_model(self.directory)
+        lm: Any = skeleton_of(self.directory)
         scalar = None
         if self.head is not None:
             scalar = ScalarHead(lm.config.hidden_size, 1)
             scalar.load_state_dict(load_file(self.head))
-        return Branch(role, lm, scalar)
+        return Branch(role, lm, scalar, self.directory)
 
 
 @dataclass(frozen=True)

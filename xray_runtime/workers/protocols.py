@@ -164,7 +164,7 @@ class WorkhorseHandle(FileReceiverHandle, Protocol):
     trunk: Method[[Rows, int], Rows]
     train: Method[[Rows, dict[str, float], float, int], dict[str, float]]
     train_and_score: Method[[Rows, dict[str, float], float, int], tuple[dict[str, float], Rows]]
-    export_weights: Method[[int, bool, str | None], WeightUpdate | None]
+    export_weights: Method[[int, bool, str | None], WeightUpdate]
     weight_names: Method[[], set[str]]
     send_weights: Method[[int, Transport, tuple[str, int], list[WorkhorseHandle], int], None]
     begin_save: Method[[Path, int, int], None]
@@ -179,7 +179,8 @@ class WorkhorseHandle(FileReceiverHandle, Protocol):
     # Generator
     layers_of: Method[[set[str]], set[str]]
     generate: Method[[Rows, Sampling, int], Rows]
-    load_weights: Method[[WeightUpdate], int]
+    verify_weights: Method[[WeightUpdate, int, int], None]
+    load_weights: Method[[WeightUpdate, bool], int]
     load_checkpoint: Method[[Path, int], None]
     revert_weights: Method[[], None]
     receive: Method[[str, dict[str, Any], int], None]

@@ -58,8 +58,11 @@ class FileStager:
 
     def peers(self) -> list[tuple[int, int]]:
         """For each rank (its number among the ranks that use the same disk, how many these are)."""
-        disks = [node if self.is_remote(rank) else None for rank, node in enumerate(self._nodes)]
-        return [(disks[:rank].count(disk), disks.count(disk)) for rank, disk in enumerate(disks)]
+        return _peers([node if self.is_remote(rank) else None for rank, node in enumerate(self._nodes)])
+
+    def node_peers(self) -> list[tuple[int, int]]:
+        """The same for the ranks on one node, whose object store they share."""
+        return _peers(self._nodes)
 
     def stage_in(self, directory: Path) -> list[Path]:
         """The path of a directory for each rank. It must not change any more: it is copied once and kept until it is
@@ -117,6 +120,10 @@ class FileStager:
         if ranks:
             calls = [self._workhorses[rank].remove_directory.remote(directories[rank]) for rank in ranks]
             self._collect(calls, ranks)
+
+
+def _peers(places: Sequence[str | None]) -> list[tuple[int, int]]:
+    return [(places[:rank].count(place), places.count(place)) for rank, place in enumerate(places)]
 
 
 def merge_copy(copy: Path, directory: Path, names: Iterable[str], head_file: str | None) -> None:

@@ -77,8 +77,8 @@ class WholeModel:
         """
         self._role, self._runtime, self._log_dir = role, runtime, log_dir
         self._spec, self._workhorses, self._num_replicas, self._routes = spec, workhorses, num_replicas, {}
-        layout, size = spec.layout, len(workhorses)
-        self._topology = Topology(data=size) if isinstance(layout, GeneratorConfig) else Topology.of(layout)
+        layout = spec.layout
+        self._topology = Topology(data=len(workhorses)) if isinstance(layout, GeneratorConfig) else Topology.of(layout)
         timeouts = (self._runtime.hang_timeout_s, self._runtime.collective_timeout_s)
         progress = find_progress(run_id)
 
@@ -175,20 +175,21 @@ class WholeModel:
 
     def export_weights(self, version: int, shared: bool = False, dtype: str | None = None) -> WeightUpdate:
         """The trainable weights as version `version`, in shared memory of this machine or in the object store."""
-        exports = self._call(lambda w: w.export_weights.remote(version, shared, dtype))
-        updates = [update for update in exports if update is not None]
-        return replace(updates[0], buckets=tuple(bucket for update in updates for bucket in update.buckets))
+        updates = self._call(lambda w: w.export_weights.remote(version, shared, dtype))
+        # Ranks of a stage divide its buckets; generators load a layer at a time, and so want them in order.
+        placed = {(self._topology.stage(rank), b.place): b for rank, own in enumerate(updates) for b in own.buckets}
+        return replace(updates[0], buckets=tuple(placed[place] for place in sorted(placed)))
 
     def load_weights(self, update: WeightUpdate) -> int:
         """Load `update` on every Workhorse or, if one fails, on none; returns the version they all hold."""
-        loads = [w.load_weights.remote(update) for w in self._workhorses]
+        checkers = zip(self._workhorses, self._stager.node_peers(), strict=True)
+        self._get([w.verify_weights.remote(update, *peer) for w, peer in checkers], apart=True)
+        loads = [w.load_weights.remote(update, True) for w in self._workhorses]
         try:
-            self._health.collect(loads)
+            self._get(loads, apart=True)
         except WorkhorseError:
-            self._kill()
             raise
         except Exception:
-            ray.wait(loads, num_returns=len(loads), timeout=self._runtime.hang_timeout_s)
             loaded = [w for w, load in zip(self._workhorses, loads, strict=True) if _succeeded(load)]
             self._get([workhorse.revert_weights.remote() for workhorse in loaded])
             raise
@@ -296,8 +297,7 @@ class WholeModel:
 
     def _check_finite(self, answers: Sequence[Rows], ranks: Iterable[int]) -> None:
         for rank, answer in zip(ranks, answers, strict=True):
-            wrong = non_finite(answer)
-            if wrong is not None:
+            if (wrong := non_finite(answer)) is not None:
                 raise NonFiniteError(f"{self._role!r}, rank {rank}: {wrong} are not finite")
 
     def _reporting(self) -> list[int]:
@@ -321,12 +321,14 @@ class WholeModel:
         """The answer of every Workhorse, in order of rank."""
         return self._get([call(workhorse) for workhorse in self._workhorses])
 
-    def _get(self, refs: list[Ref[T]], ranks: list[int] | None = None) -> list[T]:
+    def _get(self, refs: list[Ref[T]], ranks: list[int] | None = None, *, apart: bool = False) -> list[T]:
+        """The answers; `apart`: no call waits for a peer's, so where one fails the others end."""
         try:
             return self._health.collect(refs, ranks)
         except Exception as error:
-            done = ray.wait(refs, num_returns=len(refs), timeout=0)[0]
-            if isinstance(error, WorkhorseError) or len(done) < len(refs):
+            wait_s = self._runtime.hang_timeout_s if apart else 0
+            dead = isinstance(error, WorkhorseError)
+            if dead or len(ray.wait(refs, num_returns=len(refs), timeout=wait_s)[0]) < len(refs):
                 # Peers may wait in a collective for ever.
                 self._kill()
             raise

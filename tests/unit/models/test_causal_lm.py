@@ -8,6 +8,8 @@ import os
 import pickle
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from xray_runtime.config.base import FreshBase
 from xray_runtime.data.chat_templates import CHATML
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.engines.generation.transformers_generate import sample
-from xray_runtime.models import causal_lm
+from xray_runtime.models import causal_lm, weight_files
 from xray_runtime.models.causal_lm import (
     check_publishable,
     copy_model,
@@ -91,8 +93,8 @@ def test_a_base_without_a_template_takes_a_named_one_into_its_checkpoint(saved: 
     own.write_text("{% for message in messages %}{{ message.content + eos_token }}{% endfor %}")
     before = load_file(saved / WEIGHTS)
     for number, given in enumerate(("chatml", str(own))):
-        lm, tokenizer = load_pretrained(str(saved), given)
-        save_model(lm, tokenizer, tmp_path / str(number), stop_tokens(tokenizer, None))
+        lm, tokenizer, files = load_pretrained(str(saved), given)
+        save_model(lm, tokenizer, tmp_path / str(number), stop_tokens(tokenizer, None), files)
         template = (tmp_path / str(number) / "chat_template.jinja").read_text()
         assert template == (CHATML if given == "chatml" else own.read_text())
         assert load_tokenizer(tmp_path / str(number)).chat_template == template
@@ -131,7 +133,8 @@ def test_what_is_saved_is_what_is_loaded(saved: Path, tiny_tokenizer: Any) -> No
 def test_where_a_model_came_from_does_not_show(saved: Path, tmp_path: Path) -> None:
     moved = shutil.copytree(saved, tmp_path / "elsewhere" / "under another name")
     for number, source in enumerate((saved, moved)):
-        save_model(*load_pretrained(str(source)), tmp_path / str(number))
+        lm, tokenizer, files = load_pretrained(str(source))
+        save_model(lm, tokenizer, tmp_path / str(number), files=files)
     first, second = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in "01")
     assert first == second
     assert not any(str(tmp_path).encode() in content for content in first.values())
@@ -197,6 +200,70 @@ def test_what_passes_on_paper_is_written_one_tensor_at_a_time_and_read_back(tiny
     assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
 
 
+@pytest.mark.parametrize("tiny", FAMILIES, indirect=True)
+@pytest.mark.parametrize("shard", ["50KB", "1GB"])
+def test_a_base_is_converted_one_tensor_at_a_time_to_the_same_bytes(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: str
+) -> None:
+    """As by transformers, which loads it whole: from one file or several, to one or several."""
+    monkeypatch.setattr(causal_lm, "SHARD_BYTES", 100_000)
+    monkeypatch.setattr(weight_files, "SHARD_BYTES", 100_000)
+    source = tmp_path / "source"
+    shutil.copytree(tiny, source)
+    (source / WEIGHTS).unlink()
+    load_model(tiny).bfloat16().save_pretrained(source, max_shard_size=shard)  # type: ignore[operator]
+    edit(source / "generation_config.json", eos_token_id=[3, 4])
+
+    def written(name: str) -> dict[str, bytes]:
+        lm, tokenizer, files = load_pretrained(str(source))
+        assert bool(files) is (name == "converted")
+        assert lm.generation_config.eos_token_id == [3, 4]
+        save_model(lm, tokenizer, tmp_path / name, files=files)
+        return {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+
+    with monkeypatch.context() as patched:
+        patched.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("whole"))
+        converted = written("converted")
+    monkeypatch.setattr(causal_lm, "has_plain", lambda *_: False)
+    whole = written("whole")
+    assert len(converted) > 6
+    one, other = (dict(weight_files.tensors(tmp_path / name)) for name in ("converted", "whole"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], tensor) and one[name].dtype == tensor.dtype for name, tensor in other.items())
+    # Experts may come in another order, and so in other files.
+    different = {name for name in converted.keys() | whole.keys() if converted.get(name) != whole.get(name)}
+    assert not different or ("experts" in str(one.keys()) and all("model" in name for name in different))
+
+
+BASE = """
+import re, sys
+from pathlib import Path
+from xray_runtime.models.causal_lm import load_pretrained, save_model
+
+def memory(field):
+    return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+load_pretrained(sys.argv[1])  # libraries
+Path("/proc/self/clear_refs").write_text("5")
+before = memory("VmRSS")
+lm, tokenizer, files = load_pretrained(sys.argv[2])
+save_model(lm, tokenizer, Path(sys.argv[3]), files=files)
+print(memory("VmHWM") - before)
+"""
+
+
+def test_a_base_takes_the_memory_of_a_tensor(saved: Path, tmp_path: Path, tiny_tokenizer: Any) -> None:
+    """50M parameters, 100 MB in bfloat16 and 200 MB in float32; a tensor has 4 MB in float32."""
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_layers": 12, "num_heads": 8, "num_kv_heads": 8}
+    lm: Any = fresh_llama(SMALL.model_copy(update=sizes), tiny_tokenizer, 1).bfloat16()
+    save_model(lm, tiny_tokenizer, tmp_path / "large")
+    assert (tmp_path / "large" / WEIGHTS).stat().st_size > 90e6
+    command = [sys.executable, "-c", BASE, str(saved), str(tmp_path / "large"), str(tmp_path / "out")]
+    grown = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout.split()[-1])
+    assert (tmp_path / "out" / WEIGHTS).stat().st_size > 190e6
+    assert grown < 40e6
+
+
 @pytest.mark.parametrize("tiny", ["qwen3_moe"], indirect=True)
 def test_what_cannot_be_written_so_is_refused_before_its_weights_are_read(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
@@ -209,7 +276,7 @@ def test_what_cannot_be_written_so_is_refused_before_its_weights_are_read(
 
 def test_a_tokenizer_without_padding_pads_with_the_end(saved: Path) -> None:
     edit(saved / "tokenizer_config.json", pad_token=None)
-    _, tokenizer = load_pretrained(str(saved))
+    _, tokenizer, _ = load_pretrained(str(saved))
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
 
 
@@ -288,7 +355,7 @@ def test_a_family_built_otherwise_works_whole(tmp_path: Path, tiny_tokenizer: An
 
     made = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=1, n_head=1, vocab_size=300))
     save_model(made, tiny_tokenizer, tmp_path)
-    lm, _ = load_pretrained(str(tmp_path))
+    lm: Any = load_model(tmp_path)
     lm.eval()
     ids = torch.tensor([[5, 7, 11]])
     module = HeadedLM(lm, scalar_head=True)

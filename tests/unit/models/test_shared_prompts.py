@@ -16,9 +16,10 @@ from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.data.rows import Ragged, Rows, take
 from xray_runtime.data.text_rows import text_rows
+from xray_runtime.models import packing
 from xray_runtime.models.heads import Branch, HeadedLM
 from xray_runtime.models.objectives import Objective, ReferenceObjective, num_computed_tokens
-from xray_runtime.models.packing import FAMILIES, Prompts, Run, Trees
+from xray_runtime.models.packing import FAMILIES, Prompts, Trees
 from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
 from xray_runtime.models.preference_objectives import DPOObjective
 from xray_runtime.models.reward_objective import RewardObjective
@@ -36,8 +37,8 @@ TOTALS = {"tokens": 15.0, "rows": 7.0, "pairs": 7.0, "kl_coef": 0.1}
 def test_trees_by_hand() -> None:
     """Texts a b c, d, a b e, a b f g: the prompt a b of three of them is a stem, d another."""
     trees = Trees.of(torch.tensor([3, 1, 3, 4]), Prompts(torch.tensor([0, 1, 0, 0]), torch.tensor([2, 1, 2, 2])))
-    assert trees.stems == [Run(1, 1), Run(1, 2)]
-    assert trees.branches == [Run(2, 1, stem=1), Run(1, 2, stem=1)]
+    assert trees.stems.tolist() == [1, 2]
+    assert (trees.branches.tolist(), trees.stem_of.tolist()) == ([1, 1, 2], [1, 1, 1])
     # Row: d | a b | c | e | f g.
     assert trees.computed.tolist() == [3, 0, 1, 2, 6, 9, 10]
     assert trees.positions.tolist() == [0, 0, 1, 2, 2, 2, 3]
@@ -65,7 +66,7 @@ def test_every_token_finds_itself_in_the_row(groups: list[int], prompts: list[in
     assert [row[i] for i in trees.given] == tokens
     assert [place for _, place in row] == trees.positions.tolist()
     assert len(row) == len(set(tokens))
-    assert len(row) == sum(run.count * run.length for run in [*trees.stems, *trees.branches])
+    assert len(row) == int(trees.stems.sum() + trees.branches.sum())
 
 
 def rows_of(objective: Objective) -> Rows:
@@ -139,6 +140,21 @@ def test_losses_and_gradients_are_those_of_separate_rows(family: str, name: str)
     whole = [list(range(7))]
     expected = outcome(module, objective, rows, whole, shared=False)
     assert_equal_outcomes(outcome(module, objective, rows, whole, shared=True), expected)
+
+
+@pytest.mark.parametrize(("call_scores", "num_blocks"), [(0, 5), (4096, 2)])
+def test_how_many_sequences_attend_in_one_call_does_not_show(
+    monkeypatch: pytest.MonkeyPatch, call_scores: int, num_blocks: int
+) -> None:
+    module, objective = headed(), OBJECTIVES["policy"]()
+    rows, whole = rows_of(objective), [list(range(7))]
+    expected = outcome(module, objective, rows, whole, shared=False)
+    monkeypatch.setattr(packing, "CALL_SCORES", call_scores)
+    blocks = []
+    original = Trees.blocks.func
+    monkeypatch.setattr(Trees, "blocks", property(lambda trees: blocks.append(original(trees)) or blocks[-1]))
+    assert_equal_outcomes(outcome(module, objective, rows, whole, shared=True), expected)
+    assert {len(found) for found in blocks} == {num_blocks}
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -56,6 +56,8 @@ def test_one_file_and_several_hold_the_same(tmp_path: Path) -> None:
     assert trunk_digest(one, 2) == trunk_digest(several, 2)
     changed = write(tmp_path / "changed", weights=WEIGHTS | {"model.layers.2.weight": torch.ones(3)})
     assert not same_trunk(one, changed, 2)
+    # The third of three tensors; two checkers have two and one of them.
+    assert [same_trunk(one, changed, 2, number, 2) for number in (0, 1)] == [False, True]
     assert same_trunk(one, changed, 3)
     assert weight_files(tmp_path) == {}
 

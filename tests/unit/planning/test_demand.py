@@ -18,7 +18,7 @@ from xray_runtime.errors import may_retry
 from xray_runtime.graph.artifacts import Model
 from xray_runtime.graph.graph import Graph
 from xray_runtime.graph.kind import NoInputs, StageKind
-from xray_runtime.planning.demand import Demand, call_demands, check_call, graph_demands
+from xray_runtime.planning.demand import Demand, call_demands, check_call
 from xray_runtime.planning.roles import ModelRole
 
 TWO_CORES = [{"CPU": 2.0, "memory": 1e9}]
@@ -39,7 +39,8 @@ def check_config(config: LifecycleConfig, device: str, nodes: Any) -> None:
 
 
 def stage_demands(config: LifecycleConfig, device: str) -> dict[str, list[Demand]]:
-    return graph_demands(recorded_graph(config), device)
+    demands = {name: call_demands(call, device) for name, call in recorded_graph(config).calls.items()}
+    return {name: found for name, found in demands.items() if found}
 
 
 def test_every_stage_that_holds_models_is_counted() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from xray_runtime.store.checkpoints import Store
+from xray_runtime.store.digest_memory import DigestMemory
 from xray_runtime.store.identity import Identity, file_sha256
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.shards import Shard, index_path
@@ -26,8 +27,10 @@ IDENTITY = Identity(
 KEY = IDENTITY.key
 
 
-def publish(root: Path, content: bytes = b"weights", shared: SharedStore | None = None) -> CheckpointRef:
-    store = Store(root, shared)
+def publish(
+    root: Path, content: bytes = b"weights", shared: SharedStore | None = None, memory: DigestMemory | None = None
+) -> CheckpointRef:
+    store = Store(root, shared, memory=memory)
     with store.building("sft", KEY) as built:
         (built / "model.bin").write_bytes(content)
         (built / "head").mkdir()

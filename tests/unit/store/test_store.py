@@ -13,6 +13,8 @@ import pytest
 
 from tests.unit.store.published import KEY, publish
 from xray_runtime.store.checkpoints import Store, load_manifest, read_bounded, verify
+from xray_runtime.store.digest_memory import DigestMemory, FileState
+from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import MANIFEST
 
 
@@ -101,6 +103,46 @@ def test_a_name_is_not_enough_to_be_found(tmp_path: Path) -> None:
     assert store.find("dpo", KEY) is None
     flip(ref.path / "model.bin")
     assert store.find("sft", KEY) is None
+
+
+def test_a_file_found_sound_is_not_read_again(tmp_path: Path, memory: DigestMemory, reads: list[str]) -> None:
+    """Nor by another process, which has a store of its own on the same memory."""
+    root = tmp_path / "checkpoints"
+    ref = publish(root)
+    reads.clear()
+    assert [Store(root, memory=memory).find("sft", KEY) for _ in range(3)] == [ref] * 3
+    assert sorted(reads) == ["h.bin", "model.bin"]
+    assert verify(ref.path) == []
+    assert sorted(reads) == ["h.bin", "h.bin", "model.bin", "model.bin"]
+
+
+def test_an_edit_with_its_time_set_back_is_found(tmp_path: Path, memory: DigestMemory) -> None:
+    """In place and of the same size: path, size, inode and modification time are as before."""
+    root = tmp_path / "checkpoints"
+    ref, store = publish(root), Store(root, memory=memory)
+    assert store.find("sft", KEY) == ref
+    path = ref.path / "model.bin"
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.write(b"W")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = path.stat()
+    assert (after.st_size, after.st_ino, after.st_mtime_ns) == (before.st_size, before.st_ino, before.st_mtime_ns)
+    assert store.find("sft", KEY) is None
+
+
+def test_a_forged_memory_deceives_find_alone(tmp_path: Path, memory: DigestMemory) -> None:
+    """Who can write the memory can have `find` take other bytes; what reads every byte still finds them."""
+    root = tmp_path / "checkpoints"
+    ref, store = publish(root), Store(root, memory=memory)
+    path = ref.path / "model.bin"
+    sha256 = file_sha256(path)
+    flip(path)
+    memory.remember([(FileState.of(path), sha256)])
+    assert store.find("sft", KEY) == ref
+    assert verify(ref.path, ref.sha256) == ["model.bin was changed"]
+    publish(root, memory=memory)
+    assert verify(ref.path, ref.sha256) == []
 
 
 def test_another_build_of_the_same_key_is_left_alone(tmp_path: Path) -> None:

@@ -98,6 +98,11 @@ def join(part: Tensor, split: Split, mesh: Mesh) -> Tensor:
     """Gather the whole tensor from the `part` of every tensor-parallel peer."""
     widest, own = max(split.sizes), split.sizes[mesh.tensor_rank]
     shape = list(part.shape)
+    if split.dim == 0 and min(split.sizes) == widest:
+        # Rows go where they belong, without a second copy of all.
+        whole = part.new_empty((sum(split.sizes), *shape[1:]))
+        dist.all_gather(list(whole.split(widest)), part.contiguous(), group=mesh.tensor_group)
+        return whole
     shape[split.dim] = widest - own
     # all_gather needs equal parts, so all are padded to the widest.
     padded = torch.cat([part, part.new_zeros(shape)], dim=split.dim).contiguous()

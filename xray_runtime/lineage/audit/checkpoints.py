@@ -185,7 +185,7 @@ def _baseline_notes(store: LineageStore, result: Audit, trusted: list[TrustedKey
 
 def _node(store: LineageStore, node: Node, verifier: Verifier | None, hashing: bool) -> list[Finding]:
     """Findings about one checkpoint's own files."""
-    damages = inspect(node.directory, node.sha256, hashing=hashing)
+    damages = inspect(node.directory, node.sha256, file_sha256 if hashing else None)
     found = [Finding(node.name, damage.code, damage.text) for damage in damages]
     found += _identity(node)
     attested = list(_attestation(store, node, verifier))
