@@ -49,7 +49,7 @@ class Block:
     stem_index: Tensor | None = None
     """As `index`, of the D stems that branches see [D, S]."""
     stem_of: Tensor | None = None
-    """Of each branch, its stem among these [C]."""
+    """The stem of each branch among these [C]."""
     visible: Tensor | None = None
     """Which keys, of the stem and its own, each token of a branch sees [C, 1, L, S + L]."""
 
@@ -63,7 +63,7 @@ class Trees:
     branches: Tensor
     """Lengths of all branches, without their stems."""
     stem_of: Tensor
-    """Of each branch, its stem."""
+    """The stem of each branch."""
     computed: Tensor
     """The token at each place of the row, among those of all sequences [M]."""
     given: Tensor

@@ -168,9 +168,8 @@ class Learner(Workhorse):
 
         assert self.engine is not None
         assert self.spec.training is not None
-        layout = self.spec.training.engine
+        layout, columns, computed_tokens = self.spec.training.engine, Columns(num_rows(rows)), 0
         max_tokens = layout.micro_batch_tokens // self.runtime.micro_batch_divisor
-        columns, computed_tokens = Columns(num_rows(rows)), 0
         sums: dict[str, torch.Tensor] = {}
 
         def loss(batch: MicroBatch) -> torch.Tensor:

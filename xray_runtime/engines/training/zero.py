@@ -90,12 +90,17 @@ class ZeroEngine(PlainScorer):
         for name, parameter in self._trained() if mixed else []:
             self._init_master(name, parameter, weights)
         if not self.stage:
-            optimizer.register_step_pre_hook(lambda *_: self._clip())
+            # Without peers DeepSpeed would still copy all gradients into a buffer and back.
+            self.engine.enable_backward_allreduce = self.data_parallel > 1
+            trained = self._trained()
+            optimizer.register_step_pre_hook(lambda *_: self._clip(trained))
 
-    def _clip(self) -> None:
+    def _clip(self, trained: list[tuple[str, nn.Parameter]]) -> None:
+        for _, parameter in trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         # Each number counts once: parameters that all tensor-parallel peers hold count on the first peer.
         first = self._mesh is None or self._mesh.tensor_rank == 0
-        trained = [(n, p) for n, p in self.module.named_parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for n, p in trained if first or n in self._splits])
         if self._mesh is not None:
             square = norm.square()
