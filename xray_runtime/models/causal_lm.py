@@ -279,9 +279,9 @@ def max_positions(directory: str | os.PathLike[str]) -> int | None:
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
     """The tokenizer of a checkpoint directory."""
-    said = [Path(directory) / name for name in ("tokenizer_config.json", "config.json")]
-    tokenizer, model = (json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {} for path in said)
+    paths = [Path(directory) / name for name in ("tokenizer_config.json", "config.json")]
+    tokenizer, model = (json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {} for path in paths)
     is_plain = tokenizer.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in tokenizer
     if is_plain and model.get("model_type") in PLAIN_FAMILIES:
-        return transformers.PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
+        return transformers.PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True, **NO_CODE)
     return transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True, **NO_CODE)
