@@ -11,7 +11,7 @@ EXTRA ?= $(or $(shell head -n 1 .venv/.installed 2> /dev/null),cpu)
 PYTHON ?= $(or $(shell for python in $(BIN)/python python3.11 python3.12 python3.13; do \
 	$$python -c '' 2> /dev/null && echo $$python && break; done),python3)
 
-.PHONY: help install constraints stubs demo test test-long lint docs audit-deps unit component lifecycle peers mutants clean
+.PHONY: help install constraints stubs demo test test-long lint types docs audit-deps unit component lifecycle peers mutants clean
 
 help:  ## show this
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,8 +46,10 @@ mutants: install  ## which changes of the algorithms' code, and of a sample of t
 lint: install  ## style and types; the docs build without a warning
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync types docs
+
+types: install
 	$(BIN)/python .ci/tree.py mypy
-	@$(MAKE) --no-print-directory docs
 
 docs: install  ## build the documentation into site/, offline
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

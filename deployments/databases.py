@@ -10,11 +10,12 @@ import asyncio
 import importlib.util
 import os
 from collections.abc import Mapping
-
-from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError
+from typing import TYPE_CHECKING
 
 from xray_runtime.config.validation import ConfigError
+
+if TYPE_CHECKING:
+    from sqlalchemy.engine import URL
 
 VARIABLES = {"prefect": "PREFECT_API_DATABASE_CONNECTION_URL", "mlflow": "MLFLOW_BACKEND_STORE_URI"}
 """Service → variable with the address of its database."""
@@ -65,6 +66,10 @@ def address(name: str, otherwise: str, environment: Mapping[str, str] = os.envir
 
 
 def _url(name: str, environment: Mapping[str, str]) -> URL:
+    # Every command imports this module, and few need half a second of SQLAlchemy.
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import ArgumentError
+
     allowed = " or ".join(f"{driver}://USER:PASSWORD@HOST/NAME" for driver in DRIVERS[name])
     try:
         url = make_url(environment[VARIABLES[name]])

@@ -188,7 +188,7 @@ def _prefect(output: Path) -> Iterator[Service]:
     }
     with lock, temporary_environment(variables):
         environment = os.environ | {"PREFECT_SERVER_LOGGING_LEVEL": "WARNING"}
-        database, make = directory / "prefect.db", functools.partial(_make_prefect_database, environment)
+        database, make = directory / "prefect.db", functools.partial(make_prefect_database, environment)
         service = Service(
             name="prefect",
             title="Prefect",
@@ -210,7 +210,8 @@ def _database(path: Path) -> dict[str, str]:
     return {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{path}"}
 
 
-def _make_prefect_database(environment: Mapping[str, str], path: Path) -> None:
+def make_prefect_database(environment: Mapping[str, str], path: Path) -> None:
+    """Make an empty database of the installed Prefect at `path`."""
     others = {name: value for name, value in environment.items() if not name.startswith("PREFECT_")}
     subprocess.run(
         [sys.executable, "-m", "prefect", "server", "database", "upgrade", "--yes"],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,8 +14,9 @@ import pytest
 from tests.unit.store.published import IDENTITY
 from xray_runtime.config.base import FreshBase
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.processes import kill_tagged, start_reaper
+from xray_runtime.processes import QUIET, kill_tagged, start_reaper
 from xray_runtime.store.checkpoints import Store
+from xray_runtime.template_database import copy_template
 from xray_runtime.workers.workhorse import REPRODUCIBLE
 
 if TYPE_CHECKING:
@@ -21,8 +24,10 @@ if TYPE_CHECKING:
 
 # As Workhorses do: on some processors MKL's small products else depend on where in a batch a row stands.
 os.environ["MKL_CBWR"] = REPRODUCIBLE
-# By default Ray's workers give way to everything else on the machine: a busy neighbour starves them.
-os.environ.setdefault("RAY_worker_niceness", "0")
+# As in a run: by default Ray's workers give way to everything else, and an agent measures each of them for a page that
+# nobody opens.
+for name in (name for name in QUIET if name.startswith("RAY_")):
+    os.environ.setdefault(name, QUIET[name])
 
 TINY = FreshBase(
     vocab_size=320, hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=128, max_positions=64
@@ -33,24 +38,45 @@ TINY = FreshBase(
 def cluster() -> Iterator[None]:
     mark = start_reaper()
     import ray
+    from ray._private.node import Node
 
     from tests.component.models import RUN_ID
+    from xray.deployments.local_ray import NEEDLESS
     from xray_runtime.workers.pool import open_worker_pool
 
-    # `local`: without it a Ray that somebody left running here would be taken.
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        namespace="xray",
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        for start in NEEDLESS:
+            patch.setattr(Node, start, lambda *_, **__: None)
+        # `local`: without it a Ray that somebody left running here would be taken.
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            namespace="xray",
+        )
     pool = open_worker_pool(RUN_ID)
     yield
     del pool  # it lives as long as its handle
     ray.shutdown()
     kill_tagged(mark)
+
+
+@pytest.fixture(scope="session")
+def prefect() -> Iterator[str]:
+    """Address of a Prefect server for all tests, which is this process's too; its database begins as a copy."""
+    from prefect.settings import PREFECT_API_URL
+    from prefect.testing import utilities
+
+    from xray.deployments.local_services import make_prefect_database
+
+    home = Path(tempfile.mkdtemp())  # Prefect removes it
+    copy_template(home / "prefect-test.db", "prefect", partial(make_prefect_database, os.environ))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utilities, "mkdtemp", lambda: str(home))
+        with utilities.prefect_test_harness(server_startup_timeout=240):
+            yield str(PREFECT_API_URL.value())
 
 
 @pytest.fixture(scope="session")

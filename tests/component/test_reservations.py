@@ -63,11 +63,17 @@ def eventually(condition: Callable[[], bool], timeout_s: float = SECONDS) -> boo
 
 
 @pytest.fixture
-def controllers(cluster: None) -> Iterator[list[Any]]:
-    found = [Controller.remote() for _ in range(2)]
-    yield found
-    for controller in found:
-        ray.kill(controller)
+def controller(cluster: None) -> Iterator[Callable[[], Any]]:
+    """Starts Controllers, which end with the test."""
+    started: list[Any] = []
+
+    def start() -> Any:
+        started.append(Controller.remote())
+        return started[-1]
+
+    yield start
+    for each in started:
+        ray.kill(each)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +82,7 @@ def controllers(cluster: None) -> Iterator[list[Any]]:
     ids=["one run", "two runs, with placement groups"],
 )
 def test_two_stages_that_each_need_more_than_half_run_one_after_the_other(
-    controllers: list[Any],
+    controller: Callable[[], Any],
     tiny_model: Path,
     tmp_path: Path,
     layout: FrozenConfig,
@@ -84,15 +90,15 @@ def test_two_stages_that_each_need_more_than_half_run_one_after_the_other(
     run_ids: tuple[str, str],
 ) -> None:
     stages = [
-        controller.stage.remote(runtime(cpus), tmp_path / name, two_models(tiny_model, layout), run_id, 1.0)
-        for controller, name, run_id in zip(controllers, ("left", "right"), run_ids, strict=True)
+        controller().stage.remote(runtime(cpus), tmp_path / name, two_models(tiny_model, layout), run_id, 1.0)
+        for name, run_id in zip(("left", "right"), run_ids, strict=True)
     ]
     first, second = sorted(ray.get(stages, timeout=3 * SECONDS))
     assert first[1] <= second[0]
 
 
 def test_a_stage_of_another_run_is_waited_for_with_a_limit(
-    controllers: list[Any], tiny_model: Path, tmp_path: Path
+    controller: Callable[[], Any], tiny_model: Path, tmp_path: Path
 ) -> None:
     layout, cpus = LAYOUTS["single"]
     impatient = runtime(cpus, wait_timeout_s=0.5)
@@ -108,17 +114,19 @@ def test_a_stage_of_another_run_is_waited_for_with_a_limit(
         ):
             pass
         # A stage of the same run goes on waiting.
-        waiting = controllers[0].stage.remote(impatient, tmp_path / "waiting", specs, RUN_ID, 0.0)
+        waiting = controller().stage.remote(impatient, tmp_path / "waiting", specs, RUN_ID, 0.0)
         assert not ray.wait([waiting], timeout=5.0)[0]
     ray.get(waiting, timeout=SECONDS)
 
 
-def test_a_stage_that_waits_hears_that_it_should_stop(controllers: list[Any], tiny_model: Path, tmp_path: Path) -> None:
+def test_a_stage_that_waits_hears_that_it_should_stop(
+    controller: Callable[[], Any], tiny_model: Path, tmp_path: Path
+) -> None:
     layout, cpus = LAYOUTS["single"]
     specs = two_models(tiny_model, layout)
     progress = open_progress("stopped")
     with open_models(runtime(cpus), tmp_path / "holding", specs):
-        waiting = controllers[0].stage.remote(runtime(cpus), tmp_path / "waiting", specs, "stopped", 0.0)
+        waiting = controller().stage.remote(runtime(cpus), tmp_path / "waiting", specs, "stopped", 0.0)
         assert eventually(lambda: "waiting" in ray.get(progress.read.remote()))
         assert ray.get(progress.read.remote())["waiting"] == (0, 0, "", "waiting for 1.2 CPUs", 0)
         ray.get(progress.stop.remote())
@@ -126,8 +134,8 @@ def test_a_stage_that_waits_hears_that_it_should_stop(controllers: list[Any], ti
             ray.get(waiting, timeout=SECONDS)
 
 
-def test_a_holder_that_is_killed_in_its_turn_does_not_block_the_next(controllers: list[Any]) -> None:
-    victim, _ = controllers
+def test_a_holder_that_is_killed_in_its_turn_does_not_block_the_next(controller: Callable[[], Any]) -> None:
+    victim = controller()
     assert ray.get(victim.take_turn.remote("victim"), timeout=SECONDS)
     reservations, ticket = open_reservations(), Ticket(RUN_ID, "next", Holder.remote())
     assert not ray.get(reservations.is_next.remote(ticket))
@@ -138,9 +146,9 @@ def test_a_holder_that_is_killed_in_its_turn_does_not_block_the_next(controllers
 
 @pytest.mark.parametrize(("layout", "cpus"), LAYOUTS.values(), ids=LAYOUTS)
 def test_what_a_killed_stage_held_is_free_for_the_next(
-    controllers: list[Any], tiny_model: Path, tmp_path: Path, layout: FrozenConfig, cpus: float
+    controller: Callable[[], Any], tiny_model: Path, tmp_path: Path, layout: FrozenConfig, cpus: float
 ) -> None:
-    specs, victim = two_models(tiny_model, layout), controllers[0]
+    specs, victim = two_models(tiny_model, layout), controller()
     process = pid_of(victim)
     victim.stage.remote(runtime(cpus), tmp_path / "victim", specs, RUN_ID, 1000.0)
     assert eventually(lambda: any("victim" in line for line in ray.get(open_reservations().holders.remote())))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from prefect import flow, task
 from prefect.client.orchestration import get_client
-from prefect.testing.utilities import prefect_test_harness
 
 from xray.tasks.page import show
 from xray.tasks.review import ask_person
@@ -19,12 +17,6 @@ from xray_runtime.graph.answer import Answer
 
 QUESTION = "**ppo-1** may be learning to please its reward alone:\n\n- replies went from 2.5 to 5.5 tokens"
 SECONDS = 240
-
-
-@pytest.fixture(scope="module")
-def prefect() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=SECONDS):
-        yield
 
 
 class Progress:
@@ -65,7 +57,7 @@ def paused_run() -> Any:
 
 
 @pytest.mark.parametrize(("decision", "goes_on"), [("go on", True), ("end", False)])
-def test_a_person_answers_on_the_page(prefect: None, decision: str, goes_on: bool) -> None:
+def test_a_person_answers_on_the_page(prefect: str, decision: str, goes_on: bool) -> None:
     progress, found = Progress(), []
     thread = threading.Thread(target=lambda: found.append(training(progress)))
     thread.start()
@@ -81,7 +73,7 @@ def test_a_person_answers_on_the_page(prefect: None, decision: str, goes_on: boo
     assert any("waiting for a person" in note for note in progress.notes)
 
 
-def test_who_stops_the_run_need_not_answer(prefect: None) -> None:
+def test_who_stops_the_run_need_not_answer(prefect: str) -> None:
     progress, found = Progress(), []
 
     def run() -> None:
@@ -104,7 +96,7 @@ def showing() -> None:
     show("sft", "loss 4.5 → 3.9", "done")
 
 
-def test_an_artifact_that_is_shown_again_is_the_same_one(prefect: None) -> None:
+def test_an_artifact_that_is_shown_again_is_the_same_one(prefect: str) -> None:
     showing()
     with get_client(sync_client=True) as client:
         (found,) = [artifact for artifact in client.read_artifacts() if artifact.key == "sft"]

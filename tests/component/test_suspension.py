@@ -15,9 +15,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.responses import SetStateStatus
-from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelling, Completed, Crashed, Paused, Pending, Running, Scheduled, State, Suspended
-from prefect.testing.utilities import prefect_test_harness
 
 from xray.deployments.presets import NO_HEARTBEAT, POOL
 from xray.deployments.server_home import State as HomeState
@@ -34,10 +32,10 @@ def work(number: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[SyncPrefectClient]:
-    with prefect_test_harness(server_startup_timeout=240), get_client(sync_client=True) as found:
+def client(prefect: str) -> Iterator[SyncPrefectClient]:
+    with get_client(sync_client=True) as found:
         # The first `xray up` settles before there is a work pool.
-        resolve_lost_runs(str(PREFECT_API_URL.value()), HOME)
+        resolve_lost_runs(prefect, HOME)
         found.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
         yield found
 
@@ -48,8 +46,8 @@ def deployment(client: SyncPrefectClient) -> Any:
 
 
 @pytest.fixture
-def api(client: SyncPrefectClient) -> Iterator[str]:
-    yield str(PREFECT_API_URL.value())
+def api(client: SyncPrefectClient, prefect: str) -> Iterator[str]:
+    yield prefect
     for run in client.read_flow_runs():
         client.delete_flow_run(run.id)
 

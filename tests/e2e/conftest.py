@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -58,3 +60,17 @@ def xray(*arguments: str, timeout: float = 900, variables: Mapping[str, str] | N
 def run_tiny(output: Path, *overrides: str) -> Outcome:
     arguments = ["run", "configs/tiny.yaml", "--output", str(output), "--json"]
     return xray(*arguments, *(part for o in overrides for part in ("--set", o)))
+
+
+def edges(output: Path) -> set[tuple[str, str]]:
+    """(parent, child) of the arrows on Prefect's page, from the run's own database."""
+    with contextlib.closing(sqlite3.connect(output / "prefect" / "prefect.db")) as database:
+        rows = list(database.execute("select id, name, task_inputs from task_run"))
+    names = {str(row[0]).replace("-", ""): row[1] for row in rows}
+    return {
+        (names[str(parent["id"]).replace("-", "")], child)
+        for _, child, inputs in rows
+        for parents in json.loads(inputs).values()
+        for parent in parents
+        if parent["input_type"] == "task_run"
+    }

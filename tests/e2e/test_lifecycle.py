@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from tests.chaos.harness import STAGES, draw, nothing_is_lost, outcome
-from tests.e2e.conftest import Outcome, run_tiny, xray
+from tests.e2e.conftest import Outcome, edges, run_tiny, xray
 from tests.e2e.serving import Load, changed, serving, wait_for
 from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.data.ledger import Shard, read_shard, shard_path
@@ -50,6 +50,14 @@ def test_the_record_is_whole(first: Outcome, output: Path) -> None:
     assert evaluation["samples"] == 16
     assert 0 <= evaluation["win_rate"] <= 1
     assert evaluation["win_rate_ci95"][0] <= evaluation["win_rate"] <= evaluation["win_rate_ci95"][1]
+
+
+def test_prefect_shows_what_waits_for_what(first: Outcome, output: Path) -> None:
+    content, drawn = first.lifecycle, edges(output)
+    names = {sha: name for name, sha in shas(content).items()}
+    for stage in content["stages"]:
+        expected = {names[sha] for sha in stage["parents"]}
+        assert {parent for parent, child in drawn if child == stage["name"]} == expected
 
 
 def test_the_policy_loads_without_xray_and_differs_from_its_parent(first: Outcome) -> None:

@@ -35,6 +35,9 @@ CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max
 WEIGHTS = (WEIGHTS_FILE, WEIGHTS_INDEX)
 SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Config fields by which some families change logits after the output layer."""
+PLAIN_FAMILIES = (None, "llama")
+"""For these, transformers takes a tokenizer of its plain class for what it says. Choosing a class imports 3,000 modules
+(pandas, scipy, torch's compiler): 5 CPU seconds of every stage."""
 
 
 def fresh_llama(config: FreshBase, tokenizer: Any, seed: int) -> nn.Module:
@@ -325,4 +328,9 @@ def max_positions(directory: str | os.PathLike[str]) -> int | None:
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
     """The tokenizer of a checkpoint directory."""
+    paths = [Path(directory) / name for name in ("tokenizer_config.json", "config.json")]
+    tokenizer, model = (json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {} for path in paths)
+    is_plain = tokenizer.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in tokenizer
+    if is_plain and model.get("model_type") in PLAIN_FAMILIES:
+        return transformers.PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True, **NO_CODE)
     return transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True, **NO_CODE)

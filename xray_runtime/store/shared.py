@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-import fsspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from xray_runtime.files import sync
@@ -78,6 +77,9 @@ class SharedStore:
     """Directories and small objects below one URL. Raises StorageError: no installed package can open such a URL."""
 
     def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:
+        # Most runs have no shared store, and every command imports this module.
+        import fsspec
+
         self.url, self._patience_s = url.rstrip("/"), patience_s
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url)

@@ -56,6 +56,19 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(content))
 
 
+def test_a_plain_tokenizer_is_the_one_that_transformers_chooses(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = transformers.AutoTokenizer.from_pretrained(saved)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: chosen)
+    found = load_tokenizer(saved)
+    assert found is not chosen
+    assert (type(found), repr(found)) == (type(chosen), repr(chosen))
+    assert found.backend_tokenizer.to_str() == chosen.backend_tokenizer.to_str()
+    for changed, fields in (("config.json", {"model_type": "mistral"}), ("tokenizer_config.json", {"auto_map": {}})):
+        edit(saved / changed, **fields)
+        assert load_tokenizer(saved) is chosen
+        edit(saved / "config.json", model_type="llama")
+
+
 def test_the_seed_alone_decides_and_nothing_else_is_drawn(tiny_tokenizer: Any) -> None:
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
