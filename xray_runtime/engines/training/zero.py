@@ -92,16 +92,16 @@ class ZeroEngine(PlainScorer):
         if not self.stage:
             # Without peers DeepSpeed would still copy all gradients into a buffer and back.
             self.engine.enable_backward_allreduce = self.data_parallel > 1
-            trained = self._trained()
-            optimizer.register_step_pre_hook(lambda *_: self._clip(trained))
+            optimizer.register_step_pre_hook(functools.partial(self._clip, self._trained()))
 
-    def _clip(self, trained: list[tuple[str, nn.Parameter]]) -> None:
+    def _clip(self, trained: list[tuple[str, nn.Parameter]], *_: Any) -> None:
         for _, parameter in trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         # Each number counts once: parameters that all tensor-parallel peers hold count on the first peer.
         first = self._mesh is None or self._mesh.tensor_rank == 0
-        norm = torch.nn.utils.get_total_norm([p.grad for n, p in trained if first or n in self._splits])
+        gradients = [p.grad for n, p in trained if p.grad is not None and (first or n in self._splits)]
+        norm = torch.nn.utils.get_total_norm(gradients)
         if self._mesh is not None:
             square = norm.square()
             dist.all_reduce(square, group=self._mesh.replica_group)
