@@ -92,9 +92,10 @@ class ZeroEngine(PlainScorer):
         if not self.stage:
             # Without peers DeepSpeed would still copy all gradients into a buffer and back.
             self.engine.enable_backward_allreduce = self.data_parallel > 1
-            optimizer.register_step_pre_hook(functools.partial(self._clip, self._trained()))
+            parameters = self._trained()
+            optimizer.register_step_pre_hook(lambda *_: self._clip(parameters))
 
-    def _clip(self, trained: list[tuple[str, nn.Parameter]], *_: Any) -> None:
+    def _clip(self, trained: list[tuple[str, nn.Parameter]]) -> None:
         for _, parameter in trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
