@@ -94,7 +94,7 @@ class ZeroEngine(PlainScorer):
             self.engine.enable_backward_allreduce = self.data_parallel > 1
             optimizer.register_step_pre_hook(functools.partial(self._clip, self._trained()))
 
-    def _clip(self, trained: list[tuple[str, nn.Parameter]], *_: Any) -> None:
+    def _clip(self, trained: list[tuple[str, nn.Parameter]], *step: Any) -> None:
         for _, parameter in trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
