@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from xray_runtime.workers.model_spec import ModelSpec
     from xray_runtime.workers.protocols import WorkhorseHandle
 
-Sums = dict[str, float]
-
 
 class Learner(Workhorse):
     """One rank of a model that is trained or only scores."""
@@ -151,7 +149,7 @@ class Learner(Workhorse):
                     states[row] = of_row.numpy()
         return {"trunk": Ragged(np.concatenate(states), rows["input_ids"].offsets)}
 
-    def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> Sums:
+    def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
         """One optimizer step over `rows`; returns this rank's sums for the log, the number of tokens that it computed,
         and `grad_norm`. `at_once` as above.
 
@@ -160,7 +158,9 @@ class Learner(Workhorse):
         """
         return self.train_and_score(rows, totals, lr, at_once)[0]
 
-    def train_and_score(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> tuple[Sums, Rows]:
+    def train_and_score(
+        self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1
+    ) -> tuple[dict[str, float], Rows]:
         """`train`, and the columns of response tokens that the objective gives back with its sums."""
         import torch
 
