@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.layouts import CONFIG, global_batches, run_layout, spec_of
+from benchmarks.layouts import CONFIG, collect, global_batches, run_layout, spec_of
 from benchmarks.ranks import run_ranks
-from tests.component.layouts import same
+from tests.component.layouts import part, same
 from tests.component.models import open_models
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.reward_model import RewardConfig
@@ -79,17 +79,23 @@ def seen(learner: Learner, deal: Callable[[Rows], Rows], rows: Rows) -> tuple[Ro
     return learner.score(deal(rows)), {name: t.numpy().copy() for name, t in learner.engine.weights()}
 
 
-@pytest.mark.parametrize("peers", [1, 2])
-def test_weights_go_in_and_out_and_score_as_in_hugging_face(grouped_model: Path, tmp_path: Path, peers: int) -> None:
+@pytest.mark.parametrize(
+    ("peers", "precision", "tolerance"), [(1, "float32", 1e-5), (2, "float32", 1e-5), (2, "bfloat16", 0.1)]
+)
+def test_weights_go_in_and_out_and_score_as_in_hugging_face(
+    grouped_model: Path, tmp_path: Path, peers: int, precision: str, tolerance: float
+) -> None:
     batch = global_batches(grouped_model, count=1, num_rows=9)[0]
     rows = {name: batch[name] for name in ("input_ids", "prompt_lengths")}
     module = HeadedLM(load_model(grouped_model), scalar_head=True).eval()
     with torch.no_grad():
         expected = PPOObjective(CONFIG).score(module, as_tensors(rows))["logprobs"]
-    spec = spec_of(grouped_model, MEGATRON | {"tensor_parallel": peers, "num_workhorses": peers})
+    spec = spec_of(
+        grouped_model, MEGATRON | {"tensor_parallel": peers, "num_workhorses": peers, "precision": precision}
+    )
     before = load_file(grouped_model / "model.safetensors")
     for scores, weights in run_ranks(spec, tmp_path, seen, rows):
-        np.testing.assert_allclose(scores["logprobs"].values, torch.cat(expected), atol=1e-5)
+        np.testing.assert_allclose(scores["logprobs"].values, torch.cat(expected), atol=tolerance)
         assert weights.keys() - before.keys() == {"scalar.weight", "scalar.bias"}
         assert all(np.array_equal(weights[name], tensor) for name, tensor in before.items())
 
@@ -99,6 +105,26 @@ def test_a_grouped_untied_model_learns_as_in_one_process(grouped_model: Path, tm
     alone = run_layout(spec_of(grouped_model, {}), batches, 3, tmp_path)
     split = spec_of(grouped_model, MEGATRON | {"tensor_parallel": 2, "num_workhorses": 2}, 32)
     same(run_layout(split, batches, 3, tmp_path), alone)
+
+
+def test_bfloat16_passes_step_float32_weights(grouped_model: Path, tmp_path: Path) -> None:
+    batches = global_batches(grouped_model, count=2, num_rows=9)
+    alone = run_layout(spec_of(grouped_model, {}), batches, 4, tmp_path)
+    split = spec_of(grouped_model, MEGATRON | {"tensor_parallel": 2, "num_workhorses": 2, "precision": "bfloat16"}, 32)
+    run = run_layout(split, batches, 4, tmp_path)
+    # Eight bits of mantissa: each product is off by up to 2^-8.
+    np.testing.assert_allclose(run.losses, alone.losses, rtol=0.02, atol=0.01)
+    np.testing.assert_allclose(run.norms, alone.norms, rtol=0.05)
+    before = {name: tensor.numpy() for name, tensor in load_file(grouped_model / "model.safetensors").items()}
+    for name, weight in before.items():
+        moved, expected = run.weights[name] - weight, alone.weights[name] - weight
+        assert run.weights[name].dtype == np.float32
+        cosine = (moved * expected).sum() / np.linalg.norm(moved) / np.linalg.norm(expected)
+        assert cosine > 0.98, name
+    states = tmp_path / "states"
+    run_ranks(split, tmp_path, part, batches, range(2), None, states)
+    resumed = collect(split, run_ranks(split, tmp_path, part, batches, range(2, 4), states, None))
+    assert all(np.array_equal(resumed.weights[name], run.weights[name]) for name in before)
 
 
 def rewarded(learner: Learner, deal: Callable[[Rows], Rows], rows: Rows) -> Rows:

@@ -95,8 +95,8 @@ class EngineConfig(LayoutConfig):
     """Padded tokens in one forward pass. It changes memory, not results."""
     precision: Precision = "auto"
     """`bfloat16`: mixed precision. Passes run in bfloat16; gradients are summed and weights updated and saved in
-    float32. Needs zero_stage 1 or higher, even on one Workhorse. `auto`: `bfloat16` on CUDA, and `float32` on CPU, with
-    zero_stage 0 and with library 'megatron'."""
+    float32. DeepSpeed needs zero_stage 1 or higher for it, even on one Workhorse. `auto`: `bfloat16` on CUDA, and
+    `float32` on CPU and with DeepSpeed's zero_stage 0."""
     activation_checkpointing: bool = False
     """Keep only each layer's input and recompute the rest in the backward pass: less memory, bit-identical results."""
     offload: Literal["none", "cpu", "nvme"] = "none"
@@ -121,8 +121,6 @@ class EngineConfig(LayoutConfig):
     def _check_megatron(self) -> None:
         if self.zero > 1:
             raise ValueError(f"zero_stage = {self.zero} must be at most 1 with library 'megatron'")
-        if self.precision == "bfloat16":
-            raise ValueError("precision = 'bfloat16' must be 'float32' with library 'megatron'")
         for field in ("offload", "activation_checkpointing"):
             value, default = getattr(self, field), type(self).model_fields[field].default
             if value != default:
@@ -134,7 +132,7 @@ class EngineConfig(LayoutConfig):
         ZeRO 3 offloads to disk."""
         if self.offload == "nvme":
             return 3
-        return int(self.offload != "none" or self.precision == "bfloat16")
+        return int(self.offload != "none" or (self.precision == "bfloat16" and self.library == "deepspeed"))
 
     @property
     def zero(self) -> int:
@@ -164,7 +162,7 @@ def with_precision(section: S, device: str) -> S:
     """`section` with the precision that `auto` means on `device` ("cpu" or "cuda"), however deep in it."""
     found = {name: _with_precision(getattr(section, name), device) for name in type(section).model_fields}
     if isinstance(section, FrozenConfig | EngineConfig) and section.precision == "auto":
-        only_float32 = isinstance(section, EngineConfig) and (section.library == "megatron" or section.zero_stage == 0)
+        only_float32 = isinstance(section, EngineConfig) and section.library == "deepspeed" and section.zero_stage == 0
         found["precision"] = "bfloat16" if device == "cuda" and not only_float32 else "float32"
     return section.model_copy(update=found)
 

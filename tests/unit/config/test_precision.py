@@ -8,15 +8,17 @@ from xray_runtime.config.sft import SFTConfig
 
 
 def test_precision_is_what_a_device_is_good_at() -> None:
-    """bfloat16 passes on GPUs, float32 on CPU; what is written stays, and what only knows float32 keeps it."""
+    """bfloat16 passes on GPUs, float32 on CPU; what is written stays, and DeepSpeed's ZeRO 0 keeps float32."""
     auto = SFTConfig()
     assert with_precision(auto, "cuda").engine.precision == "bfloat16"
     # Gradients are summed in float32 from ZeRO-1 on.
     assert (auto.engine.zero, with_precision(auto, "cuda").engine.zero) == (0, 1)
     assert with_precision(auto, "cpu").engine.precision == "float32"
     assert with_precision(FrozenConfig(), "cuda").precision == "bfloat16"
-    for field in ({"zero_stage": 0}, {"library": "megatron"}, {"precision": "float32"}):
+    for field in ({"zero_stage": 0}, {"precision": "float32"}):
         assert with_precision(EngineConfig.model_validate(field), "cuda").precision == "float32"
+    megatron = with_precision(EngineConfig(library="megatron", zero_stage=0), "cuda")
+    assert (megatron.precision, megatron.zero) == ("bfloat16", 0)
     assert with_precision(EngineConfig(precision="bfloat16"), "cpu").precision == "bfloat16"
     # In a section of a section, and in lists.
     ppo = with_precision(PPOStageConfig(critic_engine=EngineConfig(), critic="separate"), "cuda")

@@ -63,7 +63,9 @@ class MegatronEngine:
         self._num_stages, self._peers = topology.pipeline, parallel_state.get_tensor_model_parallel_group()
         self.turn = data_rank * topology.tensor + self._tensor_rank, topology.data * topology.tensor
         self.writes = not self.turn[0]
-        self.module: Any = MegatronLM(config, topology, module.lm.model.rotary_emb.inv_freq, scalar_head=has_head)
+        dtype = getattr(torch, training.engine.precision)
+        inv_freq = module.lm.model.rotary_emb.inv_freq
+        self.module: Any = MegatronLM(config, topology, inv_freq, scalar_head=has_head, dtype=dtype)
         self.module.to(device).eval()
         layers = topology.layers(self._stage, config.num_hidden_layers)
         self._fused = llama(config, layers, topology.tensor, scalar=has_head)
@@ -72,17 +74,18 @@ class MegatronEngine:
         given = {states.hugging_face_name(name): tensor for name, tensor in module.state_dict().items()}
         files = weight_files(checkpoint)
         for name, fused in self._fused.items():
-            parameter = self._parameters[name]
             # Megatron's norms use these.
-            tensor_parallel.set_tensor_model_parallel_attributes(parameter, fused.dim is not None, fused.dim or 0, 1)
+            is_split, dim = fused.dim is not None, fused.dim or 0
+            tensor_parallel.set_tensor_model_parallel_attributes(self._parameters[name], is_split, dim, 1)
+        self._updates: Updates = (Sharded if training.engine.zero else Replicated)(self.module, training)
+        for name, parameter in self._parameters.items():
             slices = [
                 read(files, plain, piece.dim, piece.low, piece.high)
                 if given[plain].is_meta
                 else given[plain].narrow(piece.dim, piece.low, piece.high - piece.low)
                 for plain, piece in self._slices(name)
             ]
-            parameter.data.copy_(self._join(name, slices))
-        self._updates: Updates = (Sharded if training.engine.zero else Replicated)(self.module, training)
+            self._updates.set_value(parameter, self._join(name, slices))
         self._num_steps = 0
 
     @property
@@ -141,7 +144,7 @@ class MegatronEngine:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for name in self._owned():
-            yield from self._whole(name, self._parameters[name].data)
+            yield from self._whole(name, self._updates.value(self._parameters[name]))
 
     def save(self, directory: Path) -> None:
         # Data-parallel ranks, which hold the same, divide it, and so do peers what they all hold whole.
@@ -156,7 +159,8 @@ class MegatronEngine:
         def read(kind: str, plain: str) -> Tensor:
             (name, number), piece = sources[plain], pieces[plain]
             parameter = self._parameters[name]
-            part = parameter.data if kind == states.WEIGHT else self._updates.moment(parameter, kind)
+            weight = kind == states.WEIGHT
+            part = self._updates.value(parameter) if weight else self._updates.moment(parameter, kind)
             return self._split(name, part)[number].flatten()[piece.start : piece.stop]
 
         states.write(directory, dist.get_rank(), pieces, (states.WEIGHT, *MOMENTS), self._num_steps, read)
@@ -171,7 +175,7 @@ class MegatronEngine:
                     ]
                     part = self._join(name, found)
                     if kind == states.WEIGHT:
-                        parameter.data.copy_(part)
+                        self._updates.set_value(parameter, part)
                     else:
                         self._updates.set_moment(parameter, kind, part)
             self._num_steps = saved.step

@@ -35,18 +35,21 @@ class MegatronLM(GPTModel):
         config: the Hugging Face model's `LlamaConfig`.
         inv_freq: its rotary frequencies [head size / 2].
         scalar_head: add the head on the last pipeline stage.
+        dtype: type of the weights and of the passes.
     """
 
     has_trunk = packs = False
     branches = ()
 
-    def __init__(self, config: Any, topology: Topology, inv_freq: Tensor, *, scalar_head: bool) -> None:
+    def __init__(
+        self, config: Any, topology: Topology, inv_freq: Tensor, *, scalar_head: bool, dtype: torch.dtype
+    ) -> None:
         stage = parallel_state.get_pipeline_model_parallel_rank()
         layer = get_gpt_layer_local_spec(normalization="RMSNorm")
         layer.submodules.self_attention.submodules.core_attention = CausalAttention
         layers = topology.layers(stage, config.num_hidden_layers)
         super().__init__(
-            _megatron_config(config, topology),
+            _megatron_config(config, topology, dtype),
             TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=WrappedTorchNorm),
             vocab_size=padded_vocabulary(config.vocab_size, topology.tensor),
             max_sequence_length=config.max_position_embeddings,
@@ -56,7 +59,7 @@ class MegatronLM(GPTModel):
             position_embedding_type="none",
         )
         self.num_tokens = config.vocab_size
-        self.scalar = nn.Linear(config.hidden_size, 1) if scalar_head and self.post_process else None
+        self.scalar = nn.Linear(config.hidden_size, 1, dtype=dtype) if scalar_head and self.post_process else None
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     def forward(self, task: Any, *args: Any) -> Any:
@@ -126,7 +129,7 @@ class _Gather(torch.autograd.Function):
         return gradients[0].chunk(ctx.group.size(), dim=-1)[ctx.group.rank()], None
 
 
-def _megatron_config(config: Any, topology: Topology) -> TransformerConfig:
+def _megatron_config(config: Any, topology: Topology, dtype: torch.dtype) -> TransformerConfig:
     return TransformerConfig(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -145,7 +148,9 @@ def _megatron_config(config: Any, topology: Topology) -> TransformerConfig:
         perform_initialization=False,
         tensor_model_parallel_size=topology.tensor,
         pipeline_model_parallel_size=topology.pipeline,
-        pipeline_dtype=torch.float32,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
         # Micro-batches are ragged; their losses are shares of a global sum and are only added.
         variable_seq_lengths=True,
         # Required with ragged lengths, also for a model without experts.
