@@ -1,4 +1,4 @@
-"""Sequences of different lengths through a backbone in one row: nothing is padded, a shared prompt is computed once.
+"""Sequences of different lengths through a backbone in one row without padding: a shared prompt is computed once.
 
 The row holds trees of depth one. A stem is a prompt that several sequences begin with, or a whole sequence; a branch is
 what comes after a shared prompt, at the positions behind it, and sees the prompt and itself. transformers tells packed
