@@ -30,7 +30,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=512)
     parser.add_argument("--samples", type=int, default=8, help="replies to a prompt")
     parser.add_argument("--reply-tokens", type=int, default=4096)
-    parser.add_argument("--time-scale", type=float, default=0.01, help="seconds slept for a second of the cost model")
+    parser.add_argument("--time-scale", type=float, default=0.001, help="seconds slept for a second of the cost model")
     parser.add_argument("--token-scale", type=int, default=64, help="how many times shorter rows are")
     parser.add_argument("--weight-scale", type=int, default=4096, help="how many times smaller weights are")
     parser.add_argument("--lose-node", action="store_true", help="kill a node after half of the iterations")

@@ -91,7 +91,7 @@ def build_experience(
         kept = scored.numpy()
         text, rollout, scores = rows_at(text, kept), rows_at(rollout, kept), rows_at(scores, kept)
     has_critic, offsets = config.critic_in_use != "none", rollout.rollout_logprobs.offsets
-    padded, ended = Padded.of(rollout, scores, has_critic), torch.from_numpy(rollout.ended)
+    padded, ended = Padded.of(rollout, scores, has_critic), torch.tensor(rollout.ended)
     rewards, bootstrap = _final_rewards(config, rewards, ended, padded.mask, scores)
     penalties = torch.zeros_like(padded.values)
     if config.kl.place == "reward" and kl_coef:
