@@ -64,7 +64,7 @@ class Replicated:
         self._masters = {
             p: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float()) for p in module.parameters()
         }
-        """What is stepped: a parameter itself, or its float32 copy."""
+        """Parameter → the tensor that is stepped: itself, or its float32 copy."""
         for parameter, master in self._masters.items():
             if master is not parameter:
                 parameter.register_post_accumulate_grad_hook(self._add_gradient)
