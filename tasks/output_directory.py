@@ -62,7 +62,8 @@ def file_lock(directory: Path, name: str = "lock") -> AcquireReturnProxy:
 def unfinished_run(place: Path, output: Path, record: Mapping[str, Any]) -> dict[str, Any] | None:
     """The lifecycle.json in `place` if it is one of an interrupted run of the same config, else None."""
     content = read_run(place)
-    if content.get("config_digest") != digest(record) or content["status"] == "completed" or not content["run_id"]:
+    is_same = content.get("config_digest") == digest(record)
+    if not is_same or content.get("status") in (None, "completed") or not content.get("run_id"):
         return None
     try:
         # A run that is still active holds its lock.

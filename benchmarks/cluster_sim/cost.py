@@ -41,7 +41,7 @@ class Estimate:
 
     num_parameters: float
     num_gpus: int
-    """Of the whole cluster."""
+    """GPUs of all models."""
     layouts: dict[Use, Layout]
     rollout_size: int
     minibatch_size: int

@@ -92,7 +92,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                 _check_mismatch(experience.mismatch if probe is None else probe, config)
             with clock.phase("update"):
                 update = loop.updater.update(experience, iteration, loop.kl.coef)
-                experience = update.experience
+                experience = update.experience  # now with what the first step scored
                 _check_mismatch(experience.mismatch if probe is None else probe, config)
             with clock.phase("generate"):
                 loop.rollouts.wait()

@@ -1,4 +1,4 @@
-"""Where nothing before an update needs the policy's log-probabilities, the update's first step computes them."""
+"""The first step of an update computes the policy's log-probabilities where nothing before it needs them."""
 
 from __future__ import annotations
 

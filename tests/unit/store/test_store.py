@@ -132,7 +132,7 @@ def test_an_edit_with_its_time_set_back_is_found(tmp_path: Path, memory: DigestM
 
 
 def test_a_forged_memory_deceives_find_alone(tmp_path: Path, memory: DigestMemory) -> None:
-    """Who can write the memory can have `find` take other bytes; what reads every byte still finds them."""
+    """Anybody who can write the memory can make `find` accept other bytes; checks that read every byte still fail."""
     root = tmp_path / "checkpoints"
     ref, store = publish(root), Store(root, memory=memory)
     path = ref.path / "model.bin"
