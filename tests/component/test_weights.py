@@ -225,8 +225,9 @@ def test_shared_memory_ends_with_those_who_use_it(engine: Engine) -> None:
     ray.get(trainer.export.remote(2))
     third = ray.get(trainer.export.remote(3))
     assert third.buckets[0].ref != first.buckets[0].ref  # the reader holds it
-    os.kill(pid_of(reader), signal.SIGKILL)
-    time.sleep(0.1)
+    reader_pid = pid_of(reader)
+    os.kill(reader_pid, signal.SIGKILL)
+    assert gone(reader_pid)  # an export while it dies could take one of its two files, and the fifth the other
     ray.get(trainer.export.remote(4))
     fifth = ray.get(trainer.export.remote(5))
     engine.held.load(fifth)
