@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from xray.cli.job import FAILED
-from xray.cli.lineage import AsJson, Output, PublicKey, Ref, Root, Tracking, report
+from xray.cli.lineage import report
+from xray.cli.options import AsJson, Output, PublicKey, Ref, Root, Tracking
 from xray.tasks.output_directory import saved_config
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import has_login, strip_credentials

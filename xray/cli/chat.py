@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from xray.cli.job import BAD_INPUT
-from xray.cli.lineage import Output, Ref, Tracking
+from xray.cli.options import Output, Ref, Tracking
 from xray.flows.subject import add_working_directory
 from xray.tasks.output_directory import saved_config
 from xray_runtime.config.lifecycle import LifecycleConfig

@@ -18,7 +18,8 @@ from rich.text import Text
 
 from xray.cli.chat import MaxNewTokens, Seed, Temperature, audit_summary, sampling_of, shown, typed
 from xray.cli.job import FAILED
-from xray.cli.lineage import AsJson, Output, Ref, Root, Tracking, audit_progress
+from xray.cli.lineage import audit_progress
+from xray.cli.options import AsJson, Output, Ref, Root, Tracking
 from xray.tasks.output_directory import file_lock, saved_config
 from xray_runtime.terminal import print_table
 

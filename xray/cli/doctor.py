@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from xray.cli.job import FAILED
-from xray.cli.lineage import AsJson
+from xray.cli.options import AsJson
 from xray.cli.up import Where
 from xray.deployments.server_home import find_server_home
 from xray_runtime.terminal import print_indented

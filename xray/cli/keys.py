@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from xray.cli.lineage import By, Root
+from xray.cli.options import By, Root
 from xray.tasks.output_directory import file_lock, require_no_run
 from xray_runtime.config.validation import ConfigError
 

@@ -1,4 +1,4 @@
-"""`xray lineage`, `xray diff` and `xray audit`, and the options that several commands share."""
+"""`xray lineage`, `xray diff` and `xray audit`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from xray.cli.job import FAILED
+from xray.cli.options import AsJson, Output, PublicKey, Ref, Tracking
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import strip_credentials
 from xray_runtime.terminal import print_indented
@@ -23,23 +24,6 @@ if TYPE_CHECKING:
     from xray_runtime.lineage.graph import Node
     from xray_runtime.lineage.log import Head
     from xray_runtime.lineage.reference import LineageStore
-
-Ref = Annotated[
-    str, typer.Argument(metavar="REF", help="Checkpoint directory, sha256, stage, or registered NAME@ALIAS.")
-]
-Root = Annotated[Path, typer.Option(help="Output directory of lifecycles.")]
-Output = Annotated[Path | None, typer.Option(help="Output directory of the lifecycle that has REF.")]
-PublicKey = Annotated[Path | None, typer.Option(help="Public key to trust. Default: the one beside the records.")]
-By = Annotated[str | None, typer.Option(help="Your name; it is recorded, not checked. Default: this user.")]
-Tracking = Annotated[str | None, typer.Option(help="MLflow's address. Default: the output directory's own store.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
-Target = Annotated[
-    str, typer.Argument(metavar="CONFIG|MODULE:FLOW", help="YAML file of a lifecycle, or a flow of your own.")
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a field, or the flow's parameter; repeatable."),
-]
 
 
 def lineage(

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from xray.cli.lineage import Overrides
+from xray.cli.options import Overrides
 from xray.flows.subject import read_subject
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.planning.auto import GraphPlan

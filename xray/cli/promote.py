@@ -13,7 +13,7 @@ import typer
 
 from xray.cli.errors import root_cause_only
 from xray.cli.job import FAILED
-from xray.cli.lineage import By, Root, Tracking
+from xray.cli.options import By, Root, Tracking
 from xray.deployments.local_ray import private_ray
 from xray.deployments.local_services import prefect_server
 from xray_runtime.config.evaluate import PromotionConfig

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from xray.cli.job import FAILED
-from xray.cli.lineage import AsJson, PublicKey
+from xray.cli.options import AsJson, PublicKey
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.terminal import print_indented
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from xray.cli.errors import root_cause_only
 from xray.cli.job import FAILED
-from xray.cli.lineage import AsJson, Output, Ref, Tracking
+from xray.cli.options import AsJson, Output, Ref, Tracking
 from xray.deployments.local_ray import running_ray
 from xray.flows.subject import import_modules
 from xray_runtime.processes import kill_tagged, start_reaper

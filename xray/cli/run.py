@@ -10,7 +10,7 @@ from rich.console import Console
 
 from xray.cli.determinism import verify_determinism
 from xray.cli.explain import explain
-from xray.cli.lineage import Overrides, Target
+from xray.cli.options import Overrides, Target
 from xray.cli.supervisor import supervise
 from xray.flows.lifecycle_graph import recorded_graph
 from xray.flows.subject import output_name, read_subject

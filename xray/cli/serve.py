@@ -21,7 +21,7 @@ import typer
 
 from xray.cli.errors import print_error
 from xray.cli.job import FAILED
-from xray.cli.lineage import Output, PublicKey, Tracking
+from xray.cli.options import Output, PublicKey, Tracking
 from xray.cli.serve_recording import Recording, recording_lock, recording_options, start
 from xray.deployments.local_ray import running_ray
 from xray.deployments.local_services import Health

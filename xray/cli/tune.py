@@ -9,7 +9,7 @@ import typer
 import yaml
 from rich.console import Console
 
-from xray.cli.lineage import Overrides, Target
+from xray.cli.options import Overrides, Target
 from xray.cli.supervisor import supervise
 from xray.flows.search import load_search, search_space
 from xray.flows.subject import output_name, read_subject

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from xray.cli.job import FAILED, INTERRUPTED
-from xray.cli.lineage import AsJson
+from xray.cli.options import AsJson
 from xray.deployments.patience import NotUpError, end_of
 from xray.deployments.server_home import ServerHome, State, check_host, find_server_home, new_state
 from xray.deployments.servers import servers, start_missing, stop, worker
