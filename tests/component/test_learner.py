@@ -277,7 +277,7 @@ class ThreadsObjective(SFTObjective):
 def train_with_all_and_with_a_share(model: Path, logs: Path, out: Path) -> tuple[list[float], dict[str, Any]]:
     """Threads of each call, to a model alone and then to two at the same time; the weights of one in the end."""
     spec = ModelSpec(model, ThreadsObjective(), training=SFTConfig(lr=1e-2))
-    rows, totals = text(num_rows=32), {"tokens": 100.0}
+    rows, totals = text(num_rows=4), {"tokens": 100.0}  # few enough for one micro-batch
     with open_models(RuntimeConfig(threads=2, device="cpu"), logs, {"policy": spec, "critic": spec}) as models:
         both = list(models.values())
         alone = [ray.get(models["policy"].train.remote(rows, totals, 1e-2)), ray.get(both[0].score.remote(rows))]
@@ -292,6 +292,29 @@ def test_models_that_work_at_the_same_time_share_their_threads(cluster: None, ti
     assert threads == [2, 2, 1, 1, 1, 1]
     _, again = train_with_all_and_with_a_share(tiny_model, tmp_path / "logs", tmp_path / "two")
     torch.testing.assert_close(again, weights, rtol=0, atol=0)
+
+
+def test_two_micro_batches_at_a_time_do_not_show(cluster: None, tiny_model: Path, tmp_path: Path) -> None:
+    """With two threads scores and steps are those of one, within float32 rounding, and again to the same bits."""
+    rows = text(num_rows=600)
+    spec = ModelSpec(tiny_model, ThreadsObjective(), training=SFTConfig(lr=1e-2))
+
+    def run(threads: int) -> tuple[Rows, list[dict[str, float]]]:
+        runtime = RuntimeConfig(threads=threads, device="cpu")
+        with open_models(runtime, tmp_path / "logs", {"policy": spec}) as models:
+            steps = [ray.get(models["policy"].train.remote(rows, {"tokens": 3000.0}, 1e-2)) for _ in range(3)]
+            return ray.get(models["policy"].score.remote(rows)), steps
+
+    (one, one_steps), (two, two_steps), (again, again_steps) = run(1), run(2), run(2)
+    # Of two threads each micro-batch has one: two were computed at a time.
+    assert set(one["threads"]) == set(two["threads"]) == {1}
+    np.testing.assert_allclose(two["logprobs"].values, one["logprobs"].values, atol=1e-4)
+    np.testing.assert_array_equal(two["logprobs"].values, again["logprobs"].values)
+    assert two_steps == again_steps
+    for found, expected in zip(two_steps, one_steps, strict=True):
+        assert found["threads"] == 2 * expected["threads"]  # two micro-batches, one
+        for name in ("nll", "grad_norm", "computed_tokens"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-4), name
 
 
 @pytest.mark.parametrize(("at_once", "share"), [(1, 5), (2, 2), (3, 1), (9, 1)])

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 

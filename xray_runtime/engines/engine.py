@@ -14,6 +14,8 @@ from torch import Tensor
 class MicroBatch:
     """Rows that pass through the model together."""
 
+    number: int
+    """Its place among those of a step."""
     rows: list[int]
     """Indices of the rank's rows; none: a filler that only joins the collectives."""
     tensors: dict[str, Tensor]
@@ -24,6 +26,8 @@ class Scorer(Protocol):
 
     module: Any
     """This rank's part of the `HeadedLM`."""
+    threaded: bool
+    """Whether micro-batches run on threads of their own, several at a time."""
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
         """`task(module, *args)`, where the module's parameters are whole."""
@@ -43,8 +47,8 @@ class Engine(Scorer, Protocol):
     def step(self, loss: Callable[[MicroBatch], Tensor], batches: Iterable[MicroBatch], lr: float) -> float:
         """One optimizer step at learning rate `lr` over the sum of the losses of all micro-batches and ranks.
 
-        `loss` calls `forward`. Returns the global gradient norm before clipping. If it is not finite (on all ranks), no
-        weight and no optimizer state has changed.
+        `loss` calls `forward`, and several threads call it at a time if the engine is `threaded`. Returns the global
+        gradient norm before clipping. If it is not finite (on all ranks), no weight and no optimizer state has changed.
         """
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

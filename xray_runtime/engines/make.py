@@ -61,7 +61,9 @@ def build_scorer(module: HeadedLM, layout: FrozenConfig, checkpoint: Path, devic
     if layout.zero_stage and topology.data > 1:
         return ZeroScorer(module, weights, device, dtype)
     load_shard(module, weights, device, dtype)
-    return PlainScorer(module) if mesh is None or topology.pipeline == 1 else StageScorer(module, mesh)
+    if mesh is None:
+        return PlainScorer(module, threaded=device.type == "cpu")
+    return PlainScorer(module) if topology.pipeline == 1 else StageScorer(module, mesh)
 
 
 def _shard(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -195,14 +196,11 @@ class HeadedLM(nn.Module):
     def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """(log-probability of each target [N], entropy [N]) after hidden states [N, H]; logits are not kept."""
         layer, vocab_size = self.lm.get_output_embeddings(), self.lm.config.vocab_size
-        plain = layer.forward
         # One call of the layer, whatever the number of chunks: ZeRO-3 gathers its weight once for all of them, and
         # ranks whose rows need other numbers of chunks still meet in the same collectives.
-        layer.forward = functools.partial(chunked_logprobs_and_entropy, plain, vocab_size=vocab_size)
-        try:
-            logprobs, entropy = layer(hidden, targets, temperature)
-        finally:
-            layer.forward = plain
+        if not isinstance(layer.forward, _ChunkedForward):
+            layer.forward = _ChunkedForward(layer.forward)
+        logprobs, entropy = layer(hidden, targets, temperature, vocab_size=vocab_size)
         return logprobs, entropy
 
     def scalars(self, hidden: Tensor) -> Tensor:
@@ -237,6 +235,18 @@ class Branch(nn.Module):
         """Keep the layers from `first` on, and let go of the others."""
         self.first, self.layers, self.norm = first, self.whole.model.layers[first:], self.whole.model.norm
         del self.whole
+
+
+@dataclass(frozen=True)
+class _ChunkedForward:
+    """An output layer's forward, which with targets gives their log-probabilities and no logits."""
+
+    logits: Callable[[Tensor], Tensor]
+
+    def __call__(self, hidden: Tensor, *chunked: Any, **options: Any) -> Any:
+        return (
+            chunked_logprobs_and_entropy(self.logits, hidden, *chunked, **options) if chunked else self.logits(hidden)
+        )
 
 
 class ScalarHead(nn.Linear):

@@ -126,7 +126,7 @@ class Learner(Workhorse):
         if self.module.has_trunk:
             rows = self._trunks.identified(rows)
         columns = Columns(num_rows(rows))
-        batches = self._micro_batches(rows, self._score_tokens)
+        batches = self._micro_batches(rows, self.spec.score_tokens // self.runtime.micro_batch_divisor)
         with self._share_threads(at_once), torch.no_grad():
             for batch, scores in self.scorer.evaluate(self.spec.objective.score, batches):
                 for name, of_rows in scores.items():
@@ -142,7 +142,9 @@ class Learner(Workhorse):
 
         states: list[np.ndarray] = [np.zeros(0)] * num_rows(rows)
         with self._share_threads(at_once):
-            for batch in self._micro_batches(self._trunks.identified(rows), self._score_tokens):
+            for batch in self._micro_batches(
+                self._trunks.identified(rows), self.spec.score_tokens // self.runtime.micro_batch_divisor
+            ):
                 found = batch.tensors["trunk"].cpu()
                 bits = found.view(torch.uint16) if found.dtype == torch.bfloat16 else found
                 for row, of_row in zip(batch.rows, bits.split(batch.tensors["lengths"].tolist()), strict=False):
@@ -168,9 +170,8 @@ class Learner(Workhorse):
 
         assert self.engine is not None
         assert self.spec.training is not None
-        layout, columns, computed_tokens = self.spec.training.engine, Columns(num_rows(rows)), 0
-        max_tokens = layout.micro_batch_tokens // self.runtime.micro_batch_divisor
-        sums: dict[str, torch.Tensor] = {}
+        layout, columns = self.spec.training.engine, Columns(num_rows(rows))
+        found: dict[int, dict[str, torch.Tensor]] = {}
 
         def loss(batch: MicroBatch) -> torch.Tensor:
             value, stats = self.scorer.forward(self.spec.objective.loss, batch.tensors, totals)
@@ -178,34 +179,32 @@ class Learner(Workhorse):
             part_done(common=layout.pipeline_parallel == 1)
             if not batch.rows:
                 return value * 0.0
-            nonlocal computed_tokens
-            computed_tokens += num_computed_tokens(self.module, batch.tensors)
             for name in [name for name, stat in stats.items() if stat.dim()]:
                 columns.add(name, batch.rows, by_row(stats.pop(name), batch.tensors))
-            for name, stat in stats.items():
-                sums[name] = sums.get(name, torch.zeros_like(stat)) + stat
+            num_tokens = torch.tensor(num_computed_tokens(self.module, batch.tensors))
+            found[batch.number] = stats | {"computed_tokens": num_tokens}
             finite = torch.stack([value.detach().float(), *(stat.float() for stat in stats.values())]).isfinite().all()
             # NaN reaches every rank through the gradient norm, so that none of them steps.
             return value * torch.where(finite, 1.0, math.nan)
 
+        batches = self._micro_batches(rows, layout.micro_batch_tokens // self.runtime.micro_batch_divisor)
         with self._share_threads(at_once):
-            norm = self.engine.step(loss, self._micro_batches(rows, max_tokens), lr)
+            norm = self.engine.step(loss, batches, lr)
             if not math.isfinite(norm):
                 deque(self._weights(head=True), maxlen=0)
-        found = {name: float(v) for name, v in sums.items()} | {"computed_tokens": float(computed_tokens)}
-        return found | {"grad_norm": norm}, columns.rows()
-
-    @property
-    def _score_tokens(self) -> int:
-        return self.spec.score_tokens // self.runtime.micro_batch_divisor
+        in_order = [found[number] for number in sorted(found)] or [{}]
+        sums = {name: float(sum(stats[name] for stats in in_order)) for name in in_order[0]}
+        return sums | {"grad_norm": norm}, columns.rows()
 
     def _micro_batches(self, rows: Rows, max_tokens: int) -> Iterator[MicroBatch]:
         """Micro-batches of rows with the same prompts or similar lengths; the same number on every rank."""
         import torch
 
         from xray_runtime.engines.engine import MicroBatch
+        from xray_runtime.engines.training.threads import micro_batches_at_once
 
-        groups = row_groups(rows, max_tokens, packed=self.module.packs)
+        at_once = micro_batches_at_once(self.module, rows) if self.scorer.threaded else 1
+        groups = row_groups(rows, max_tokens, packed=self.module.packs, at_once=at_once)
         count = len(groups)
         if self.rank_info.world_size > 1:
             most = torch.tensor(count, device=self.device)
@@ -219,7 +218,7 @@ class Learner(Workhorse):
             if self.module.has_trunk and "id" in batch:
                 tensors["trunk"] = self._trunk(batch["id"].tolist(), tensors)
             part_done(common=True)
-            yield MicroBatch(index, tensors)
+            yield MicroBatch(number, index, tensors)
         part_done(common=True)
 
     def _trunk(self, ids: list[int], tensors: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,17 +16,19 @@ if TYPE_CHECKING:
     import torch
 
 
-def row_groups(rows: Rows, max_tokens: int, *, packed: bool) -> list[list[int]]:
+def row_groups(rows: Rows, max_tokens: int, *, packed: bool, at_once: int = 1) -> list[list[int]]:
     """Rows of each micro-batch: it computes no more than `max_tokens` tokens unless it is a single row.
 
     Args:
         packed: nothing is padded, and a shared prompt is computed once.
+        at_once: micro-batches that are computed at the same time. If more than 1, a multiple of it of about equal size
+            where the rows allow.
     """
     tokens, count = rows["input_ids"].lengths, num_rows(rows)
     rejected = rows["rejected_ids"].lengths if "rejected_ids" in rows else None
     if not packed:
         tokens = tokens if rejected is None else 2 * np.maximum(tokens, rejected)
-        return micro_batches(tokens.tolist(), max_tokens)
+        return _even(partial(micro_batches, tokens.tolist()), int(tokens.sum()), max_tokens, at_once)
     tokens = tokens if rejected is None else tokens + rejected
     shared, alike = np.zeros(count, np.int64), np.arange(count)
     if "prompt_lengths" in rows:
@@ -32,7 +36,20 @@ def row_groups(rows: Rows, max_tokens: int, *, packed: bool) -> list[list[int]]:
         alike = sides[:count]
         if rejected is not None:
             tokens = tokens - np.where(sides[count:] == alike, shared, 0)
-    return packed_micro_batches(tokens.tolist(), shared.tolist(), alike.tolist(), max_tokens)
+    again = int(shared[alike != np.arange(count)].sum())
+    split = partial(packed_micro_batches, tokens.tolist(), shared.tolist(), alike.tolist())
+    return _even(split, int(tokens.sum()) - again, max_tokens, at_once)
+
+
+def _even(split: Callable[[int], list[list[int]]], num_tokens: int, max_tokens: int, at_once: int) -> list[list[int]]:
+    """Micro-batches of `split(most tokens)`; see `row_groups`."""
+    fewest = split(max_tokens)
+    count = math.ceil(len(fewest) / at_once) * at_once
+    for eighths in range(8, 13) if at_once > 1 else ():
+        even = split(min(math.ceil(num_tokens / count * eighths / 8), max_tokens))
+        if len(even) <= count:
+            return even
+    return fewest
 
 
 def as_tensors(rows: Rows, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:

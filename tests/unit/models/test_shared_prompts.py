@@ -212,6 +212,21 @@ def test_groups_stay_together() -> None:
     assert row_groups(rows, 4, packed=True) == [[0], [2], [6], [5], [4], [1], [3]]
 
 
+@pytest.mark.parametrize("packed", [True, False])
+@given(lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(0, 3)), min_size=1, max_size=24))
+def test_micro_batches_at_once_are_even(packed: bool, lengths: list[tuple[int, int, int]]) -> None:
+    """Every row once; no larger than without, and where there are several, as many as run at once or a multiple."""
+    prompts = [[group] * length for length, _, group in lengths]
+    rows = text_rows(prompts, [[99] * length for _, length, _ in lengths])
+    for max_tokens in (4, 30, 400):
+        fewest = row_groups(rows, max_tokens, packed=packed)
+        even = row_groups(rows, max_tokens, packed=packed, at_once=2)
+        assert sorted(row for group in even for row in group) == list(range(len(lengths)))
+        assert len(fewest) <= len(even) <= len(fewest) + 1 or even == fewest
+    similar = text_rows([[row] * 5 for row in range(40)], [[99] * 6] * 40)
+    assert [len(group) for group in row_groups(similar, 10_000, packed=packed, at_once=2)] == [20, 20]
+
+
 def test_pairs_count_both_replies() -> None:
     """The pair of row 1: 3 + 1 + 2 tokens, and of row 4 in the same group 2 + 1 more; with nothing shared 9 and 9."""
     pairs = take(rows_of(RewardObjective()), [1, 4])

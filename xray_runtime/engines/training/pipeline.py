@@ -137,7 +137,7 @@ class PipelineEngine(StageScorer):
         if states is not None:
             states.requires_grad_()
         if self._mesh.is_last:
-            return states, loss(MicroBatch(batch.rows, self._with_states(batch, states)))
+            return states, loss(MicroBatch(batch.number, batch.rows, self._with_states(batch, states)))
         out = self._stage_output(batch, states)
         self._send_up(out.detach())
         return states, out

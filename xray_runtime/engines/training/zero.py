@@ -25,6 +25,7 @@ from xray_runtime.engines.training.deepspeed_setup import MOMENTS, communication
 from xray_runtime.engines.training.mesh import Mesh
 from xray_runtime.engines.training.scorer import PlainScorer
 from xray_runtime.engines.training.tensor import join, sum_gradients
+from xray_runtime.engines.training.threads import add_gradients
 from xray_runtime.models.heads import HEAD_PREFIX, HeadedLM
 from xray_runtime.store.shards import Piece
 
@@ -82,10 +83,11 @@ class ZeroEngine(PlainScorer):
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=config, mpu=mesh
         )
-        super().__init__(self.engine.module)
+        # The hooks of ZeRO 1 to 3 and of mixed precision see one backward pass at a time.
+        threaded = device.type == "cpu" and not self.stage and not mixed and mesh is None
+        super().__init__(self.engine.module, threaded)
         self.data_parallel = training.engine.data_parallel
-        self._norm = 0.0
-        self._moments = self._init_moments()
+        self._norm, self._moments = 0.0, self._init_moments()
         # DeepSpeed initializes float32 masters with rounded weights.
         for name, parameter in self._trained() if mixed else []:
             self._init_master(name, parameter, weights)
@@ -117,11 +119,14 @@ class ZeroEngine(PlainScorer):
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
         """Run `task(module, *args)` inside DeepSpeed's forward, which gathers sharded parameters."""
-        return self.engine(task, *args)
+        return (self.module if self.threaded else self.engine)(task, *args)
 
     def step(self, loss: Callable[[MicroBatch], Tensor], batches: Iterable[MicroBatch], lr: float) -> float:
-        for batch in batches:
-            self.backward(loss(batch) * self.data_parallel)
+        if self.threaded:
+            add_gradients(lambda batch: loss(batch) * self.data_parallel, [p for _, p in self._trained()], batches)
+        else:
+            for batch in batches:
+                self.backward(loss(batch) * self.data_parallel)
         return self.apply(lr)
 
     def backward(self, loss: Tensor) -> None:

@@ -93,6 +93,8 @@ class MegatronEngine:
         """Megatron's or torch's optimizer."""
         return self._updates.optimizer
 
+    threaded = False
+
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
         return self.module(task, *args)
 
