@@ -3,7 +3,8 @@
     python -m benchmarks.update_step [--repeats 20]
     OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=500 python -m benchmarks.update_step     (threads wait as Workhorses' do)
 
-16 replies of 16 tokens to prompts of 14 to 29, as `peers` has them. Shares are of the profiler's processor time.
+16 replies of 16 tokens to prompts of 14 to 29, as `peers` has them. Two micro-batches at a time, each on
+one thread, in turns with one on both. Shares are of the profiler's processor time, with one.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from __future__ import annotations
 import argparse
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.layouts import CONFIG, global_batches, make_model
-from benchmarks.machine import line, machine, spread, table, times
+from benchmarks.machine import line, machine, ratio, spread, table, times
 from benchmarks.threads import BASE
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.rows import num_response_tokens
+from xray_runtime.engines.training import threads
 from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
@@ -44,15 +47,26 @@ def main() -> None:
     def step() -> None:
         learner.train(rows, totals, CONFIG.lr)
 
-    seconds = times(step, options.repeats)
+    def whole() -> None:
+        with mock.patch.object(threads, "SMALLEST", 2**62):
+            step()
+
+    seconds: dict[str, list[float]] = {"two micro-batches at a time": [], "one": []}
+    for _ in range(options.repeats):
+        seconds["two micro-batches at a time"] += times(step, 1)
+        seconds["one"] += times(whole, 1)
     with profile(activities=[ProfilerActivity.CPU]) as found:
         for _ in range(PROFILED):
-            step()
+            whole()
     spent = dict.fromkeys((*PARTS.values(), "the rest"), 0.0)
     for event in found.key_averages():
         part = next((part for name, part in PARTS.items() if name in event.key), "the rest")
         spent[part] += event.self_cpu_time_total
-    print(f"\n{machine()}; {THREADS} threads\na step: {spread(1000 * s for s in seconds)} ms\n")
+    print(f"\n{machine()}; {THREADS} threads\n")
+    table(("a step on", "ms", "one ÷ it"), [])
+    for way, found in seconds.items():
+        line((way, spread(1000 * s for s in found), ratio(seconds["one"], found)))
+    print()
     table(("of it", "share"), [])
     for part, microseconds in spent.items():
         line((part, f"{microseconds / sum(spent.values()):.0%}"))
