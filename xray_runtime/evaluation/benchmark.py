@@ -72,7 +72,7 @@ def run(stage: Stage[Any, BenchmarkInputs], out: Path, recorder: Recorder) -> in
     Raises:
         ValueError: the dataset has no such side, or no row of it fits.
     """
-    found = SUITES[stage.config.suite](stage, recorder)
+    found = SUITES[stage.config.suite](stage, recorder, out)
     content = {"suite": stage.config.suite, "samples": len(found.prompts), **found.numbers}
     (out / "benchmark.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     (out / "prompts.json").write_text(json.dumps(found.prompts, indent=1, ensure_ascii=False) + "\n")
@@ -87,7 +87,7 @@ def run(stage: Stage[Any, BenchmarkInputs], out: Path, recorder: Recorder) -> in
     return 0
 
 
-def _perplexity(stage: Stage[PerplexitySuite, BenchmarkInputs], recorder: Recorder) -> SuiteResult:
+def _perplexity(stage: Stage[PerplexitySuite, BenchmarkInputs], recorder: Recorder, out: Path) -> SuiteResult:
     config, (dataset, side) = stage.config, _side(stage)
     tokenizer = load_tokenizer(stage.inputs.policy.path)
     tokens, pairs = Tokens(side, Example, tokenizer, stage.seal, tokenizing(recorder)), Pairs(side, Example)
@@ -118,7 +118,7 @@ def _perplexity(stage: Stage[PerplexitySuite, BenchmarkInputs], recorder: Record
     return SuiteResult(numbers, list(dict.fromkeys(prompt_texts)), shown)
 
 
-def _pass_at_k(stage: Stage[PassAtKSuite, BenchmarkInputs], recorder: Recorder) -> SuiteResult:
+def _pass_at_k(stage: Stage[PassAtKSuite, BenchmarkInputs], recorder: Recorder, out: Path) -> SuiteResult:
     config = stage.config
     prompts, columns, replies = _sampled(stage, recorder, config.samples)
     column = config.verifier.column
@@ -153,7 +153,7 @@ def _pass_at_k(stage: Stage[PassAtKSuite, BenchmarkInputs], recorder: Recorder) 
     return SuiteResult(numbers, prompt_texts, shown)
 
 
-def _word_shares(stage: Stage[WordsSuite, BenchmarkInputs], recorder: Recorder) -> SuiteResult:
+def _word_shares(stage: Stage[WordsSuite, BenchmarkInputs], recorder: Recorder, out: Path) -> SuiteResult:
     config = stage.config
     patterns = {name: _pattern(f"{stage.name}.lists.{name}", words) for name, words in config.lists.items()}
     prompts, _, replies = _sampled(stage, recorder, 1)
@@ -170,7 +170,7 @@ def _word_shares(stage: Stage[WordsSuite, BenchmarkInputs], recorder: Recorder) 
     return SuiteResult(numbers, prompt_texts, shown)
 
 
-def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Recorder) -> SuiteResult:
+def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Recorder, out: Path) -> SuiteResult:
     config, policy, (dataset, side) = stage.config, stage.inputs.policy.path, _side(stage)
     tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.environment.max_tokens)
     found = UniquePrompts(tokenizer, side, limit, stage.seal)
@@ -180,7 +180,7 @@ def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Reco
     spec = GeneratorSpec(policy, limit + config.environment.max_tokens, config.generator)
     with (
         stage.open_models({"generator": spec}) as models,
-        open_episodes(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir) as episodes,
+        open_episodes(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out) as episodes,
     ):
         assert episodes is not None
         done = partial(recorder.progress, total=len(rows), unit="episodes", note="played")
@@ -213,7 +213,7 @@ def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Reco
     return SuiteResult(numbers, prompt_texts, shown[: config.num_samples_shown])
 
 
-SUITES: Mapping[str, Callable[[Stage[Any, BenchmarkInputs], Recorder], SuiteResult]] = {
+SUITES: Mapping[str, Callable[[Stage[Any, BenchmarkInputs], Recorder, Path], SuiteResult]] = {
     "perplexity": _perplexity,
     "pass_at_k": _pass_at_k,
     "words": _word_shares,

@@ -54,6 +54,8 @@ def sample_policy(
     columns: Mapping[str, Sequence[Any]],
     max_prompt: int,
     log_dir: Path,
+    out: Path,
+    side: str,
     version: int = 0,
 ) -> PolicyReplies:
     """Sample from version `version` of the generator's weights; the seeds do not depend on the version.
@@ -62,15 +64,17 @@ def sample_policy(
         model: the checkpoint of `generator` and `tokenizer`.
         columns: columns of the dataset, one value per prompt.
         max_prompt: the most tokens that an episode may begin with.
+        log_dir, out: as `open_episodes` takes them.
+        side: which of the compared models it is.
     """
     sampling = sampling_of(stage.config, model, tokenizer)
-    with open_episodes(stage, generator, sampling, tokenizer, max_prompt, log_dir) as episodes:
+    with open_episodes(stage, generator, sampling, tokenizer, max_prompt, log_dir, out) as episodes:
         if episodes is None:
             begun = [ids for _, ids in prompts]
             replies = sample_replies(generator, stage, sampling, begun, version)
             texts = decode_replies(tokenizer, replies)
             return PolicyReplies(begun, replies, replies, texts, texts)
-        played = sample_all(episodes, prompts, columns, version)
+        played = sample_all(episodes, prompts, columns, version, side=side)
     assert played.episodes is not None
     own, mask = [ids.tolist() for ids in played.own_tokens()], played.episodes.response_mask
     shown = [transcript(tokenizer, *row) for row in zip(played.response_ids, mask, strict=True)]
