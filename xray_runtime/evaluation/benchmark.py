@@ -29,7 +29,7 @@ from xray_runtime.config.benchmark import (
     WordsSuite,
 )
 from xray_runtime.data.pairs import HELDOUT, VALIDATION, Example, Messages, Pairs, prompt_text
-from xray_runtime.data.tokenizing import decode_replies, transcript
+from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.data.tokens import Tokens
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
@@ -38,6 +38,7 @@ from xray_runtime.rewards.verifiers import VerifierSource
 from xray_runtime.rl.episode import episode_means
 from xray_runtime.rl.episodes import open_episodes, sample_all
 from xray_runtime.rl.sampled_replies import sample_replies, sampling_of
+from xray_runtime.rl.scoring import shown_episodes
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.dataset import max_prompt_tokens, max_reply_tokens, tokenizing
 from xray_runtime.training.prompts import UniquePrompts
@@ -199,16 +200,10 @@ def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Reco
         numbers |= {name: mean, f"{name}_ci95": [low, high]}
     numbers |= {"ended": float(played.ended[scored.view(-1).numpy()].mean())} | episode_means(played.episodes)
     prompt_texts = [prompt_text(messages) for messages, _ in prompts[:: config.samples]]
-    outcomes = zip(played.response_ids, played.episodes.response_mask, rewards.view(-1).tolist(), strict=True)
+    outcomes = zip(shown_episodes(tokenizer, played), rewards.view(-1).tolist(), strict=True)
     shown = [
-        {
-            "prompt": prompt,
-            "episode": transcript(tokenizer, ids, sampled),
-            "reward": None if math.isnan(reward) else reward,
-        }
-        for prompt, (ids, sampled, reward) in zip(
-            prompt_texts, islice(outcomes, None, None, config.samples), strict=True
-        )
+        {"prompt": prompt, "episode": episode, "reward": None if math.isnan(reward) else reward}
+        for prompt, (episode, reward) in zip(prompt_texts, islice(outcomes, None, None, config.samples), strict=True)
     ]
     return SuiteResult(numbers, prompt_texts, shown[: config.num_samples_shown])
 
