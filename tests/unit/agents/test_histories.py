@@ -207,12 +207,12 @@ OWN = Tree.place
 @pytest.mark.parametrize("place", [forgets, encodes_again])
 def test_a_gateway_that_encodes_again_fails_that_test(tokenizer: Any, monkeypatch: Any, place: Any) -> None:
     monkeypatch.setattr(Tree, "place", place)
-    generator, episodes = played(tokenizer, range(20))
+    generator, episodes = played(tokenizer, range(10))
     wrong = 0
     for episode, agent in episodes:
         found = rows(episode.calls(), episode.trained())
         wrong += bool(problems(generator, episode.calls(), found, agent.expected_parents))
-    assert wrong > 5
+    assert wrong > 2
 
 
 def test_a_template_that_rewrites_turns_is_rendered_whole_for_each_call(tokenizer: Any) -> None:
