@@ -35,7 +35,6 @@ AGENTS: dict[str, tuple[str, list[str]]] = {
     "anthropic": ("anthropic_sdk.py", ["anthropic==2.12.0"]),
     "openai-agents": ("openai_agents_sdk.py", ["openai-agents"]),
     "langgraph": ("langgraph_agent.py", ["langgraph", "langchain-openai"]),
-    "verifiers": ("verifiers_environment.py", ["verifiers==0.4.0"]),
 }
 """Name → (its file, what pip installs for it)."""
 FIRST_PORT, START_S = 18500, 120.0
