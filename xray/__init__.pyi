@@ -512,6 +512,7 @@ def best_of_n(
     samples: int = 8,
     num_prompts: int | None = None,
     truncated: Literal["drop", "keep"] = "drop",
+    environment: _AgentConfig | None = None,
     min_reward: float | None = None,
     skip_tied: bool = False,
     name: str | None = None,
@@ -556,6 +557,9 @@ def best_of_n(
       truncated: `drop`, `keep`; default `"drop"`
           Whether replies truncated at `max_new_tokens` may be chosen. A model trained on them learns to
           stop there.
+      environment: AgentConfig or null; default `null`
+          An agent that calls the policy: of several episodes a prompt the best becomes data, a row for
+          each call that is in the loss. None: single replies.
       min_reward: number or null; default `null`
           Drop prompts whose best reply has a lower reward: with a verifier's 0 and 1, those where no
           reply passes.

@@ -37,18 +37,30 @@ def write_rows(questions: Path, conversations: Path) -> None:
     conversations.write_text(said)
 
 
-@flow(task_runner=xray.task_runner(), persist_result=False)
-def largest_digit(output: str = "runs/largest-digit", seed: int = 0, iterations: int = 20) -> None:
-    """From digits of which half are right to right ones."""
-    files = [Path(output).absolute() / name for name in ("questions.jsonl", "conversations.jsonl")]
+def half_right(output: Path, steps: int) -> tuple[xray.Handle, xray.Handle]:
+    """Questions, and a policy that answers half of them."""
+    files = [output / name for name in ("questions.jsonl", "conversations.jsonl")]
     write_rows(*files)
-    limits: dict[str, Any] = {"min_chars": 1, "max_prompt_tokens": 64, "heldout_fraction": 0.2}
+    limits: dict[str, Any] = {
+        "min_chars": 1,
+        "max_prompt_tokens": 64,
+        "heldout_fraction": 0.2,
+        "validation_fraction": 0.1,
+    }
+    questions = xray.prepare(source=str(files[0]), columns=["answer"], name="questions", **limits)
+    data = xray.prepare(source=str(files[1]), context_messages=None, **limits)
+    base = xray.fresh_base(data, vocab_size=300, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
+    return questions, xray.sft(base, data=data, steps=steps, batch_size=64, lr=4e-3)
+
+
+@flow(task_runner=xray.task_runner(), persist_result=False)
+def largest_digit(
+    output: str = "runs/largest-digit", seed: int = 0, steps: int = 200, iterations: int = 20, heldout: int = 128
+) -> None:
+    """From digits of which half are right to right ones, measured on `heldout` questions."""
     played: dict[str, Any] = {"environment": {"agent": play, "max_tokens": 48}, "max_new_tokens": 4}
     with xray.workspace(output, project="largest-digit", seed=seed):
-        questions = xray.prepare(source=str(files[0]), columns=["answer"], name="questions", **limits)
-        data = xray.prepare(source=str(files[1]), context_messages=None, **limits)
-        base = xray.fresh_base(data, vocab_size=300, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
-        sft = xray.sft(base, data=data, steps=200, batch_size=64, lr=4e-3)
+        questions, sft = half_right(Path(output).absolute(), steps)
         policy = xray.ppo(
             sft,
             prompts=questions,
@@ -58,7 +70,8 @@ def largest_digit(output: str = "runs/largest-digit", seed: int = 0, iterations:
             samples_per_prompt=8,
             epochs=1,
             lr=1e-3,
+            validation={"num_prompts": 16},
             **played,
         )
         for name, model in {"before": sft, "after": policy}.items():
-            xray.benchmark(model, questions, suite="environment", name=name, **played)
+            xray.benchmark(model, questions, suite="environment", num_prompts=heldout, name=name, **played)

@@ -134,7 +134,10 @@ def _changes(stage: Replayable, scratch: Path) -> list[str]:
     from xray.cli.explain import differences
     from xray_runtime.store.digest_memory import DigestMemory
 
-    now = stage.identity(DigestMemory(scratch / "digests.sqlite"))
+    try:
+        now = stage.identity(DigestMemory(scratch / "digests.sqlite"))
+    except ValueError as error:  # an agent that is gone, which a replay does not need
+        return [str(error)]
     return differences(stage.node.manifest.identity, now)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
+import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -173,10 +175,13 @@ class AgentEpisode:
         old = next((call for call in missing if call.parent is None or call.parent in self._tree.calls), missing[0])
         new = [c for c in self._tree.calls.values() if c.parent == old.parent and c.key not in self._known]
         if not new:
-            return f"a call of the journal was not made again: {old.request[-1][:200]}"
-        pairs = zip(old.request, new[0].request, strict=False)
-        before, after = next((pair for pair in pairs if pair[0] != pair[1]), (old.request[-1], new[0].request[-1]))
-        return f"a call differs from the journal's: {before[:200]} became {after[:200]}"
+            return f"a call of the journal was not made again: {json.dumps(old.messages[-1])[:200]}"
+        pairs = zip(old.messages, new[0].messages, strict=False)
+        last = (old.messages[-1], new[0].messages[-1])
+        texts = [json.dumps(m, ensure_ascii=False) for m in next((p for p in pairs if p[0] != p[1]), last)]
+        start = max(0, len(os.path.commonprefix(texts)) - 40)
+        before, after = (text[start : start + 100] for text in texts)
+        return f"a call differs from the journal's: {before} became {after}"
 
     def _check_open(self) -> None:
         if self.is_over:
@@ -246,7 +251,7 @@ class AgentEpisode:
         seed = self._policy.seed_of(key)
         found = await self._policy.sampler.sample(place.prompt, seed, sampling, self._policy.version)
         parent = place.parent.key if place.parent else None
-        return Call(key, parent, place.prompt, seed, *found, is_trained, options, place.new)
+        return Call(key, parent, place.prompt, seed, *found, is_trained, options, place.messages)
 
     def _reply(self, call: Call, request: Request) -> Reply:
         text = before_stop(self._policy.decode(call.ids), request.stop)

@@ -52,8 +52,9 @@ class Call:
     """False: it was sampled from another distribution than the policy's."""
     options: dict[str, Any]
     """How it was sampled, where that differs from the stage's sampling."""
-    request: list[str] = field(default_factory=list)
-    """Additions of its history to the parent's, one text a message, to name differences."""
+    messages: Messages = field(default_factory=list)
+    """Additions of its history to the parent's (`numbered`), the first of a history with `tools`; of a completion
+    [{"prompt": text or tokens}]."""
 
     @property
     def tokens(self) -> list[int]:
@@ -68,6 +69,8 @@ class Place:
     prompt: list[int]
     new: list[str]
     """Canonical messages after the parent's history."""
+    messages: Messages
+    """The same as `Call.messages`."""
 
     def key(self, episode: str, request: Request, occurrence: int) -> str:
         """A digest of the place: the same for the same call in a repeated run, whatever runs beside it."""
@@ -117,23 +120,24 @@ class Tree:
                     observed = self._format.observations(rest, parent.ids[-1])
                 except ValueError:
                     break
-                return Place(parent, parent.tokens + observed, messages[length:])
+                return Place(parent, parent.tokens + observed, messages[length:], numbered(request.messages)[length:])
         first, *others = request.messages
         whole = [first | ({"tools": request.tools} if request.tools else {}), *others]
         [prompt] = self._format.prompts([whole])
-        return Place(None, prompt, messages)
+        return Place(None, prompt, messages, numbered(whole))
 
     def _place_completion(self, prompt: str | list[int]) -> Place:
         if isinstance(prompt, list):
             found = [c for c in self.calls.values() if prompt[: len(c.tokens)] == c.tokens]
             parent = max(found, key=lambda call: len(call.tokens), default=None)
-            return Place(parent, list(prompt), [json.dumps(prompt)])
+            known = len(parent.tokens) if parent is not None else 0
+            return Place(parent, list(prompt), [json.dumps(prompt)], [{"prompt": prompt[known:]}])
         texts = [(text, call) for text, call in self._completions if prompt.startswith(text)]
         text, parent = max(texts, key=lambda found: len(found[0]), default=("", None))
         rest = prompt[len(text) :]
         [encoded] = self._format.control.encode([rest])
         ids = encoded.ids if parent is None else parent.tokens + encoded.ids
-        return Place(parent, ids, [rest])
+        return Place(parent, ids, [rest], [{"prompt": rest}])
 
 
 def canonical(messages: Messages) -> list[str]:
@@ -155,6 +159,27 @@ def canonical(messages: Messages) -> list[str]:
             parts += [numbers.get(id, id), names.get(id, message.get("name"))]
         found.append(json.dumps(parts, sort_keys=True, ensure_ascii=False))
     return found
+
+
+def numbered(messages: Messages) -> Messages:
+    """The messages with ids of calls that derive from their order: clients draw them at random."""
+    ids: dict[Any, str] = {}
+    found = []
+    for message in messages:
+        copied = dict(message)
+        if "tool_calls" in copied:
+            for call in copied["tool_calls"]:
+                ids[call.get("id")] = call_id(len(ids))
+            copied["tool_calls"] = [call | {"id": ids[call.get("id")]} for call in copied["tool_calls"]]
+        if "tool_call_id" in copied:
+            copied["tool_call_id"] = ids.get(copied["tool_call_id"], call_id(0))
+        found.append(copied)
+    return found
+
+
+def call_id(number: int) -> str:
+    """Id of the call with this number in its history; nine letters and digits, as Mistral's template wants."""
+    return f"call{number:05}"
 
 
 def _history(request: Request, messages: Messages) -> list[str]:

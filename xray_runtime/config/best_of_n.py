@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from xray_runtime.config.engines import Count
+from xray_runtime.config.environment import AgentConfig
 from xray_runtime.config.ppo import JudgingConfig
 from xray_runtime.config.sampling import SamplingConfig
 
@@ -26,7 +27,21 @@ class BestOfNConfig(GroupsConfig):
     """The best of several sampled replies to each prompt, as data for SFT: rejection sampling (RAFT, Dong et al. 2023;
     Stiennon et al. 2020)."""
 
+    environment: AgentConfig | None = None
+    """An agent that calls the policy: of several episodes a prompt the best becomes data, a row for each call that is
+    in the loss. None: single replies."""
     min_reward: float | None = None
     """Drop prompts whose best reply has a lower reward: with a verifier's 0 and 1, those where no reply passes."""
     skip_tied: bool = False
     """Drop prompts whose replies all have the same reward."""
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Maximum number of tokens after a prompt."""
+        return self.max_new_tokens if self.environment is None else self.environment.max_tokens
+
+    @model_validator(mode="after")
+    def _turns(self) -> Self:
+        if self.environment is not None:
+            self.environment.check_turns(self.max_new_tokens, self.stop)
+        return self

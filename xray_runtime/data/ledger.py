@@ -6,6 +6,7 @@ bytes."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import parquet
 
+from xray_runtime.data.agent_conversations import conversation, conversation_text
 from xray_runtime.data.rows import Ragged
 from xray_runtime.data.tokenizing import decode_replies, own_text, transcript
 from xray_runtime.files import write_atomic
@@ -135,7 +137,8 @@ def _floats(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def readable(table: pa.Table, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """Readable rows: texts, scores, the mean advantage of the reply's tokens, and whether the row was used.
+    """Readable rows: texts, scores, the mean advantage of the reply's tokens, and whether the row was used. The reply
+    of an agent's episode is its conversation, also as `calls`.
 
     Args:
         tokenizer: the policy's.
@@ -150,6 +153,8 @@ def readable(table: pa.Table, tokenizer: Any) -> Iterator[dict[str, Any]]:
     if not hashed and "response_mask" in table.column_names:
         rows = zip(*(table[name].to_pylist() for name in OF_EPISODES), strict=True)
         texts["reply"] = [transcript(tokenizer, np.array(ids), np.array(sampled)) for ids, sampled in rows]
+    calls = _agent_calls(table, tokenizer)
+    texts["reply"] = [text if one is None else one[1] for one, text in zip(calls, texts["reply"], strict=True)]
     columns = [name for name in table.column_names if not pa.types.is_list(table[name].type)]
     for number, row in enumerate(table.select(columns).to_pylist()):
         if hashed:
@@ -170,7 +175,23 @@ def readable(table: pa.Table, tokenizer: Any) -> Iterator[dict[str, Any]]:
             "advantage": advantage,
             "used": _used(row),
             **{name: row[name] for name in ("times_trained", "version", "seed", "ended")},
+            **({} if (found := calls[number]) is None else {"calls": found[0]}),
         }
+
+
+def _agent_calls(table: pa.Table, tokenizer: Any) -> list[tuple[list[dict[str, Any]], str] | None]:
+    """The calls of each row that is an agent's episode, and their text."""
+    if ANSWERS not in table.column_names:
+        return [None] * len(table)
+    found: list[tuple[list[dict[str, Any]], str] | None] = []
+    for version, text in zip(table["version"].to_pylist(), table[ANSWERS].to_pylist(), strict=True):
+        record = json.loads(text)
+        if not isinstance(record, dict):  # an environment's answers
+            found.append(None)
+            continue
+        calls = conversation(record, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)), version)
+        found.append((calls, conversation_text(record, calls)))
+    return found
 
 
 def reply_texts(table: pa.Table, tokenizer: Any) -> list[str]:

@@ -29,7 +29,7 @@ from xray_runtime.config.benchmark import (
     WordsSuite,
 )
 from xray_runtime.data.pairs import HELDOUT, VALIDATION, Example, Messages, Pairs, prompt_text
-from xray_runtime.data.tokenizing import decode_replies, transcript
+from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.data.tokens import Tokens
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
@@ -38,6 +38,7 @@ from xray_runtime.rewards.verifiers import VerifierSource
 from xray_runtime.rl.episode import episode_means
 from xray_runtime.rl.episodes import open_episodes, sample_all
 from xray_runtime.rl.sampled_replies import sample_replies, sampling_of
+from xray_runtime.rl.scoring import shown_episodes
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.dataset import max_prompt_tokens, max_reply_tokens, tokenizing
 from xray_runtime.training.prompts import UniquePrompts
@@ -72,7 +73,7 @@ def run(stage: Stage[Any, BenchmarkInputs], out: Path, recorder: Recorder) -> in
     Raises:
         ValueError: the dataset has no such side, or no row of it fits.
     """
-    found = SUITES[stage.config.suite](stage, recorder)
+    found = SUITES[stage.config.suite](stage, recorder, out)
     content = {"suite": stage.config.suite, "samples": len(found.prompts), **found.numbers}
     (out / "benchmark.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
     (out / "prompts.json").write_text(json.dumps(found.prompts, indent=1, ensure_ascii=False) + "\n")
@@ -87,7 +88,7 @@ def run(stage: Stage[Any, BenchmarkInputs], out: Path, recorder: Recorder) -> in
     return 0
 
 
-def _perplexity(stage: Stage[PerplexitySuite, BenchmarkInputs], recorder: Recorder) -> SuiteResult:
+def _perplexity(stage: Stage[PerplexitySuite, BenchmarkInputs], recorder: Recorder, out: Path) -> SuiteResult:
     config, (dataset, side) = stage.config, _side(stage)
     tokenizer = load_tokenizer(stage.inputs.policy.path)
     tokens, pairs = Tokens(side, Example, tokenizer, stage.seal, tokenizing(recorder)), Pairs(side, Example)
@@ -118,7 +119,7 @@ def _perplexity(stage: Stage[PerplexitySuite, BenchmarkInputs], recorder: Record
     return SuiteResult(numbers, list(dict.fromkeys(prompt_texts)), shown)
 
 
-def _pass_at_k(stage: Stage[PassAtKSuite, BenchmarkInputs], recorder: Recorder) -> SuiteResult:
+def _pass_at_k(stage: Stage[PassAtKSuite, BenchmarkInputs], recorder: Recorder, out: Path) -> SuiteResult:
     config = stage.config
     prompts, columns, replies = _sampled(stage, recorder, config.samples)
     column = config.verifier.column
@@ -153,7 +154,7 @@ def _pass_at_k(stage: Stage[PassAtKSuite, BenchmarkInputs], recorder: Recorder) 
     return SuiteResult(numbers, prompt_texts, shown)
 
 
-def _word_shares(stage: Stage[WordsSuite, BenchmarkInputs], recorder: Recorder) -> SuiteResult:
+def _word_shares(stage: Stage[WordsSuite, BenchmarkInputs], recorder: Recorder, out: Path) -> SuiteResult:
     config = stage.config
     patterns = {name: _pattern(f"{stage.name}.lists.{name}", words) for name, words in config.lists.items()}
     prompts, _, replies = _sampled(stage, recorder, 1)
@@ -170,7 +171,7 @@ def _word_shares(stage: Stage[WordsSuite, BenchmarkInputs], recorder: Recorder) 
     return SuiteResult(numbers, prompt_texts, shown)
 
 
-def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Recorder) -> SuiteResult:
+def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Recorder, out: Path) -> SuiteResult:
     config, policy, (dataset, side) = stage.config, stage.inputs.policy.path, _side(stage)
     tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.environment.max_tokens)
     found = UniquePrompts(tokenizer, side, limit, stage.seal)
@@ -180,7 +181,7 @@ def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Reco
     spec = GeneratorSpec(policy, limit + config.environment.max_tokens, config.generator)
     with (
         stage.open_models({"generator": spec}) as models,
-        open_episodes(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir) as episodes,
+        open_episodes(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out) as episodes,
     ):
         assert episodes is not None
         done = partial(recorder.progress, total=len(rows), unit="episodes", note="played")
@@ -199,21 +200,15 @@ def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Reco
         numbers |= {name: mean, f"{name}_ci95": [low, high]}
     numbers |= {"ended": float(played.ended[scored.view(-1).numpy()].mean())} | episode_means(played.episodes)
     prompt_texts = [prompt_text(messages) for messages, _ in prompts[:: config.samples]]
-    outcomes = zip(played.response_ids, played.episodes.response_mask, rewards.view(-1).tolist(), strict=True)
+    outcomes = zip(shown_episodes(tokenizer, played), rewards.view(-1).tolist(), strict=True)
     shown = [
-        {
-            "prompt": prompt,
-            "episode": transcript(tokenizer, ids, sampled),
-            "reward": None if math.isnan(reward) else reward,
-        }
-        for prompt, (ids, sampled, reward) in zip(
-            prompt_texts, islice(outcomes, None, None, config.samples), strict=True
-        )
+        {"prompt": prompt, "episode": episode, "reward": None if math.isnan(reward) else reward}
+        for prompt, (episode, reward) in zip(prompt_texts, islice(outcomes, None, None, config.samples), strict=True)
     ]
     return SuiteResult(numbers, prompt_texts, shown[: config.num_samples_shown])
 
 
-SUITES: Mapping[str, Callable[[Stage[Any, BenchmarkInputs], Recorder], SuiteResult]] = {
+SUITES: Mapping[str, Callable[[Stage[Any, BenchmarkInputs], Recorder, Path], SuiteResult]] = {
     "perplexity": _perplexity,
     "pass_at_k": _pass_at_k,
     "words": _word_shares,

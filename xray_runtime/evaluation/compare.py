@@ -56,7 +56,7 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
         with stage.open_models({"generator": spec}) as models:
             begun = list(zip(prompts, encode_prompts(tokenizer, prompts), strict=True))
             replies[side] = sample_policy(
-                stage, models["generator"], path, tokenizer, begun, columns, limit, recorder.log_dir
+                stage, models["generator"], path, tokenizer, begun, columns, limit, recorder.log_dir, out, side
             )
         recorder.progress(number, 3, "steps", f"sampled the {side}")
     panel = _judged(stage, prompts, prompt_texts, replies, columns)

@@ -65,9 +65,8 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
         for version, side in enumerate(SIDES):
             if version:
                 get(models["generator"].load_checkpoint.remote(policy, version))
-            replies[side] = sample_policy(
-                stage, models["generator"], before, tokenizer, prompts, columns, limit, recorder.log_dir, version
-            )
+            given = stage, models["generator"], before, tokenizer, prompts, columns, limit
+            replies[side] = sample_policy(*given, recorder.log_dir, out, side, version)
             recorder.progress(version + 1, 3, "steps", f"sampled {side}")
         kl = _kl(models, replies["after"])
         for side in SIDES:

@@ -46,6 +46,8 @@ REWARD_HEAD = "reward_head/head.safetensors"
 """In its own directory, because vLLM loads every safetensors file next to config.json."""
 VALUE_HEAD = "value_head/head.safetensors"
 """Head of a critic that is part of the policy."""
+EPISODES = "episodes.jsonl"
+"""Records of agents' episodes that no ledger has: evaluations and validations."""
 SHOWN_ROLLOUTS = "rollouts"
 """Table of a few rollouts, which the report shows."""
 

@@ -13,9 +13,11 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.ledger import ANSWERS, FAILURE, SCORE, read_shard, reply_texts, shard_path, sources_of
 from xray_runtime.data.pairs import TRAIN, Example, Pairs
 from xray_runtime.data.tokenizing import turns
+from xray_runtime.graph.artifacts import EPISODES
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rewards.source import Batch, Score
 from xray_runtime.rl.agent_episodes import AGENT, record_key
+from xray_runtime.rl.agent_records import Record, read_episodes
 from xray_runtime.rl.episode import rollout_name
 from xray_runtime.rl.episodes import answer_key
 from xray_runtime.rl.reward_sources import ENVIRONMENT
@@ -74,6 +76,25 @@ def restore_answers(
     return sorted(taken)
 
 
+def restore_episodes(checkpoint: Path, journal: Journal) -> list[str]:
+    """Write the records of agents' episodes that no ledger has to `journal`; returns their source.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    try:
+        records = read_episodes(checkpoint / EPISODES)
+    except ValueError as error:
+        raise ConfigError(f"REF: {error}") from None
+    lines = [_record_line(*place, 0, record) for place, record in records.items()]
+    journal.write_entries(0, lines)
+    return [ENVIRONMENT] if lines else []
+
+
+def _record_line(rollout: str, row: int, step: int, record: Record) -> dict[str, Any]:
+    return {"key": record_key(rollout, row), "source": AGENT, "step": step, "record": record}
+
+
 def _take_scores(
     config: PPOConfig, inputs: PPOInputs, table: pa.Table, number: int, tokenizer: Any, journal: Journal
 ) -> set[str]:
@@ -96,8 +117,7 @@ def _of_agent(table: pa.Table, number: int, config: PPOConfig) -> list[dict[str,
     lines = []
     for row, attempt, version, record in zip(*(table[n].to_pylist() for n in (*PLACE, ANSWERS)), strict=True):
         rollout = rollout_name(purpose_of(attempt), number, version)
-        key = record_key(rollout, row - attempt * config.rollout_size)
-        lines.append({"key": key, "source": AGENT, "step": number, "record": json.loads(record)})
+        lines.append(_record_line(rollout, row - attempt * config.rollout_size, number, json.loads(record)))
     return lines
 
 

@@ -23,7 +23,7 @@ from xray_runtime.graph.answer import Answer
 from xray_runtime.graph.kind import Stage, StageKind, config_of
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.keys import seal_of
-from xray_runtime.lineage.recorded_answers import restore_answers, servers
+from xray_runtime.lineage.recorded_answers import restore_answers, restore_episodes, servers
 from xray_runtime.lineage.rollouts import require_iteration, require_ledger
 from xray_runtime.lineage.signing import has_signing_key
 from xray_runtime.rewards.journal import Journal
@@ -127,7 +127,7 @@ def replayable(node: Node, graph: Graph, iteration: int | None) -> Replayable:
     except (ValueError, KeyError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"REF: {node.name}: this version of X-ray cannot read its config ({reason})") from None
-    if outside := ", ".join(kind.outside(config)):
+    if outside := ", ".join(name for name in kind.outside(config) if not name.startswith("environment.")):
         raise ConfigError(
             f"REF: {node.name} is not allowed: it reads {outside} from outside the store, which has only a digest of it"
         )
@@ -144,7 +144,9 @@ def replayable(node: Node, graph: Graph, iteration: int | None) -> Replayable:
         damages = inspect(parent.directory, sha256)
         if damages:
             raise ConfigError(f"REF: {role} {parent.name} is not what {node.name} was made from: {damages[0].text}")
-    for name in kind.functions(config):
+    # An agent does not run again: neither its function nor its directory is read.
+    agent = getattr(getattr(config, "environment", None), "agent", None)
+    for name in (name for name in kind.functions(config) if name != agent):
         try:
             import_function(name, "function")
         except ValueError as error:
@@ -178,10 +180,11 @@ def replay(
     output = stage.node.directory.parents[1]
     seal = seal_of(output) if has_signing_key(output) else process_seal()
     journal = Journal(scratch, seal=seal)
-    result = Replay(iteration)
+    result = Replay(iteration, taken=restore_episodes(stage.node.directory, journal))
     if kept := iterations(stage.ledger):
         last = last_iteration(iteration, kept)
-        result.taken = restore_answers(stage.node.directory, stage.config, stage.inputs, last, journal)
+        taken = restore_answers(stage.node.directory, stage.config, stage.inputs, last, journal)
+        result.taken = sorted({*result.taken, *taken})
     out = scratch / "out"
     out.mkdir()
     recorder = _ReplayRecorder(stage, result, out, progress)

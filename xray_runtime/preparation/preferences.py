@@ -57,7 +57,7 @@ def run(stage: Stage[Any, PreferencesInputs], out: Path, recorder: Recorder) -> 
             if isinstance(config, SampledPreferences):
                 pairs, stats = _from_gold(stage, config, recorder)
             elif isinstance(config, RewardedPreferences):
-                pairs, stats = _from_rewards(stage, recorder)
+                pairs, stats = _from_rewards(stage, out, recorder)
             else:
                 pairs, stats = _from_dataset(stage, config, left_out), {}
             sided = split_by_prompt(pairs, config.heldout_fraction, stage.seed)
@@ -151,12 +151,12 @@ def _from_gold(
 
 
 def _from_rewards(
-    stage: Stage[Any, PreferencesInputs], recorder: Recorder
+    stage: Stage[Any, PreferencesInputs], out: Path, recorder: Recorder
 ) -> tuple[list[PreferenceExample], dict[str, float]]:
     """The best and the worst reply to each prompt, without prompts whose replies are tied."""
     assert stage.inputs.policy is not None
     assert stage.inputs.data is not None
-    groups = sample_groups(stage, stage.inputs.policy.path, stage.inputs.data.path, recorder)
+    groups = sample_groups(stage, stage.inputs.policy.path, stage.inputs.data.path, out, recorder)
     best, worst = best_of(groups.rewards).tolist(), worst_of(groups.rewards).tolist()
     stats = groups.stats | {"dropped_tied": 0.0, "dropped_same": 0.0}
     pairs = []

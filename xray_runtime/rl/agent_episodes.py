@@ -30,7 +30,14 @@ from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.rewards.journal import Journal
-from xray_runtime.rl.agent_records import Record, read_calls, rollout_of_records, written_calls
+from xray_runtime.rl.agent_records import (
+    Record,
+    read_calls,
+    read_episodes,
+    rollout_of_records,
+    write_episodes,
+    written_calls,
+)
 from xray_runtime.rl.episode import EpisodeBatch
 from xray_runtime.rl.types import Rollout
 from xray_runtime.seeding import derive_seed
@@ -62,6 +69,7 @@ class _Planned:
     seed: int
     """The task's, shared by a group."""
     prompt: list[int]
+    keep: bool
 
     def key(self, *parts: Any) -> str:
         """A key of the journal."""
@@ -81,6 +89,7 @@ class AgentEpisodes:
         sampling: parameters for one reply.
         max_prompt: the longest prompt of the dataset, which the context leaves room for.
         log_path: file for the agents' output.
+        records: file for the records of batches to keep.
     """
 
     def __init__(
@@ -91,6 +100,7 @@ class AgentEpisodes:
         tokenizer: Any,
         max_prompt: int,
         log_path: Path,
+        records: Path,
     ) -> None:
         self._generator, self._stage, self._sampling, self._log_path = generator, stage, sampling, log_path
         self._config: AgentConfig = stage.config.environment
@@ -105,6 +115,9 @@ class AgentEpisodes:
             if "call" in entry:
                 call = call_from_json(entry["call"])
                 self._known.setdefault(entry["episode"], {})[call.key] = call
+        self._records_path, self._records = records, read_episodes(records)
+        # A resumed attempt does not play all episodes of the earlier one again.
+        self._records |= {tuple(e["kept"]): e["record"] for e in self._journal.entries(AGENT) if "kept" in e}
         self._gateway = Gateway(self._generate, config.host)
         self._runner: Runner | None = None
         self._lock, self._is_closed = threading.Lock(), False
@@ -114,7 +127,9 @@ class AgentEpisodes:
     def sample(self, batch: EpisodeBatch) -> Rollout:
         """Run an agent for each prompt of a batch."""
         planned = [
-            _Planned(f"{batch.purpose}-{batch.number}-{row}", batch.name, row, {"seed": seed} | task, seed, ids)
+            _Planned(
+                f"{batch.purpose}-{batch.number}-{row}", batch.name, row, {"seed": seed} | task, seed, ids, batch.keep
+            )
             for row, task, seed, ids in batch.starts(self._stage)
         ]
         replayed = self._replayed(planned, batch.version)
@@ -123,6 +138,8 @@ class AgentEpisodes:
             played = list(threads.map(partial(self._play, batch.version, batch.number), rest))
         by_name = replayed | {episode.name: of for episode, of in zip(rest, played, strict=True)}
         found = [by_name[episode.name] for episode in planned]
+        if batch.keep:
+            self._records |= {(e.rollout, e.row): of.record for e, of in zip(planned, found, strict=True)}
         return rollout_of_records(
             [episode.record for episode in found],
             [episode.calls for episode in found],
@@ -145,6 +162,8 @@ class AgentEpisodes:
                 self._runner.close()
         self._rollouts.shutdown(cancel_futures=True)
         self._gateway.close()
+        if self._records:
+            write_episodes(self._records_path, self._records)
 
     def _generate(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
         answer = get(self._generator.generate.remote(rows, sampling, version))
@@ -186,7 +205,8 @@ class AgentEpisodes:
             attempt, begun_anew = attempt + 1, begun_anew + 1
         record = _record_of(episode, outcome)
         record["counts"] |= {"begun_anew": begun_anew, "failed_infrastructure": infrastructure}
-        self._journal.write_entries(step, [self._entry(planned.key("end", attempt), step) | {"record": record}])
+        kept = {"kept": [planned.rollout, planned.row]} if planned.keep else {}
+        self._journal.write_entries(step, [self._entry(planned.key("end", attempt), step) | {"record": record} | kept])
         if record["failure"]:
             log.warning("%s: %s", name, record["failure"])
         return _Played(record, episode.calls())

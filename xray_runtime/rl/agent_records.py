@@ -1,27 +1,33 @@
 """The record of an agent's episode: in the ledger (`answers`), and from there into a rollout.
 
-    {"calls": [{"key", "parent", "prompt", "seed", "ids", "ended", "is_trained", "options"}], "trained": [keys],
-     "reward", "info", "failure", "counts"}
+    {"calls": [{"key", "parent", "prompt", "seed", "ids", "ended", "is_trained", "options", "messages"}],
+     "trained": [keys], "reward", "info", "failure", "counts"}
 
-A call's `prompt` leaves out the tokens of its parent. A failure begins with its sort: `broke`, `unusable` or
+A call's `prompt` and `messages` leave out those of its parent. A failure begins with its sort: `broke`, `unusable` or
 `infrastructure` (`agents.outcomes`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from xray_runtime.agents.episode import call_from_json
-from xray_runtime.agents.segments import Call, Row, rows
+from xray_runtime.agents.request import before_stop, read_calls as found_calls
+from xray_runtime.agents.segments import Call, Row, call_id, rows
+from xray_runtime.data.agent_conversations import in_order
+from xray_runtime.data.pairs import Example, Messages
 from xray_runtime.data.rows import Ragged
 from xray_runtime.rl.agent_rows import encoded_branches
 from xray_runtime.rl.types import EpisodeColumns, Rollout
 
 Record = dict[str, Any]
+Place = tuple[str, int]
+"""(rollout, row) of an episode."""
 
 SORTS = {"broke": "broke", "unusable": "failed_unusable", "infrastructure": "failed_infrastructure"}
 """Sort of failure → its metric."""
@@ -33,7 +39,7 @@ def written_calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
     written = []
     for call in sorted(calls, key=lambda call: call.key):
         known = len(by_key[call.parent].tokens) if call.parent is not None else 0
-        names = ("key", "parent", "seed", "ids", "ended", "is_trained", "options")
+        names = ("key", "parent", "seed", "ids", "ended", "is_trained", "options", "messages")
         written.append({name: getattr(call, name) for name in names} | {"prompt": call.prompt[known:]})
     return written
 
@@ -47,12 +53,52 @@ def read_calls(record: Mapping[str, Any]) -> dict[str, Call]:
             given = written[key]
             before = read(given["parent"]).tokens if given["parent"] is not None else []
             prompt, logprobs = before + given["prompt"], [0.0] * len(given["ids"])
-            found[key] = call_from_json(given | {"prompt": prompt, "logprobs": logprobs, "request": []})
+            found[key] = call_from_json(given | {"prompt": prompt, "logprobs": logprobs})
         return found[key]
 
     for key in written:
         read(key)
     return found
+
+
+def agent_examples(record: Record, decode: Callable[[list[int]], str], name: str) -> Iterator[Example]:
+    """Each call in the loss as a row for SFT: its history in messages, and the reply.
+
+    Args:
+        name: of the conversation.
+    """
+    histories: dict[str | None, Messages] = {None: []}
+    for number, (call, _) in enumerate(in_order(record)):
+        messages = [*histories[call["parent"]], *call["messages"]]
+        if "prompt" in messages[0]:
+            continue  # a completion has no messages
+        tools = messages[0].get("tools")
+        text = before_stop(decode(call["ids"]), call["options"].get("stop", ()))
+        text, calls = found_calls(text) if tools else (text, [])
+        known = sum(len(message.get("tool_calls") or ()) for message in messages)
+        numbers = enumerate(calls, start=known)
+        tool_calls = [{"id": call_id(n), "type": "function", "function": each} for n, each in numbers] or None
+        reply = {"role": "assistant", "content": text} | ({"tool_calls": tool_calls} if tool_calls else {})
+        histories[call["key"]] = [*messages, reply]
+        if call["key"] in record["trained"]:
+            yield Example(f"{name}-{number}", name, messages, text, tool_calls)
+
+
+def write_episodes(path: Path, records: Mapping[Place, Record]) -> None:
+    """Write the records of rollouts that no ledger has."""
+    lines = [{"rollout": rollout, "row": row, "record": records[rollout, row]} for rollout, row in sorted(records)]
+    path.write_text("".join(json.dumps(line, sort_keys=True) + "\n" for line in lines))
+
+
+def read_episodes(path: Path) -> dict[Place, Record]:
+    """The records in a file, empty if there is none. Raises ValueError if it is damaged."""
+    if not path.exists():
+        return {}
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        return {(line["rollout"], line["row"]): line["record"] for line in lines}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: damaged ({error})") from None
 
 
 def rollout_of_records(

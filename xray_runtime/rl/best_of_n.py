@@ -7,6 +7,7 @@ for the reply that is kept and 0 for the others.
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,9 @@ import torch
 
 from xray_runtime.algorithms.best_of_n import NONE, best_of, tied
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, prompt_text, write_pairs
-from xray_runtime.rl.sampled_groups import sample_groups
+from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.rl.agent_records import agent_examples
+from xray_runtime.rl.sampled_groups import Groups, sample_groups
 
 if TYPE_CHECKING:
     from xray_runtime.config.best_of_n import BestOfNConfig
@@ -31,17 +34,14 @@ def run(stage: Stage[BestOfNConfig, BestOfNInputs], out: Path, recorder: Recorde
         ValueError: no reply is kept.
     """
     config, source = stage.config, stage.inputs.prompts.path
-    groups = sample_groups(stage, stage.inputs.policy.path, source, recorder)
+    groups = sample_groups(stage, stage.inputs.policy.path, source, out, recorder)
     best, skipped = kept(groups.rewards, config.min_reward, config.skip_tied)
     rows = [row for row, place in enumerate(best.tolist()) if place != NONE]
     stats = groups.stats | skipped | {"kept": float(len(rows))}
     if not rows:
         reasons = {name: count for name, count in stats.items() if name.startswith(("skipped", "left_out")) and count}
         raise ValueError(f"{stage.name}: no reply to any of the {len(best)} prompts was kept ({reasons})")
-    examples = [
-        Example(f"{stage.name}-{row}", f"{stage.name}-{row}", groups.prompts[row], groups.replies[row][best[row]])
-        for row in rows
-    ]
+    examples = _examples(stage, groups, rows, best)
     rewards = groups.rewards[rows, best[rows]]
     stats["reward_best"] = float(rewards.mean())
     write_pairs(out / TRAIN, Example, examples)
@@ -52,12 +52,29 @@ def run(stage: Stage[BestOfNConfig, BestOfNInputs], out: Path, recorder: Recorde
     recorder.table(
         "best_of_n",
         ["prompt", "reply", "reward"],
-        [[prompt_text(e.prompt), e.response, float(r)] for e, r in zip(examples, rewards, strict=True)][
-            :NUM_EXAMPLES_SHOWN
+        [
+            [prompt_text(groups.prompts[row]), groups.replies[row][best[row]], float(groups.rewards[row, best[row]])]
+            for row in rows[:NUM_EXAMPLES_SHOWN]
         ],
     )
     recorder.progress(len(rows), len(rows), "replies", "kept")
     return 0
+
+
+def _examples(
+    stage: Stage[BestOfNConfig, BestOfNInputs], groups: Groups, rows: list[int], best: torch.Tensor
+) -> list[Example]:
+    """The best replies of these prompts; of an agent's episode each call that is in the loss."""
+    names = {row: f"{stage.name}-{row}" for row in rows}
+    if groups.episodes is None:
+        return [Example(name, name, groups.prompts[row], groups.replies[row][best[row]]) for row, name in names.items()]
+    tokenizer = load_tokenizer(stage.inputs.policy.path)
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    return [
+        example
+        for row, name in names.items()
+        for example in agent_examples(json.loads(groups.episodes[row][best[row]]), decode, name)
+    ]
 
 
 def kept(rewards: torch.Tensor, min_reward: float | None, skip_tied: bool) -> tuple[torch.Tensor, dict[str, float]]:

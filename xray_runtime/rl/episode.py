@@ -47,11 +47,15 @@ class EpisodeBatch:
     """Number of consecutive copies of one prompt; their episodes share the environment's seed."""
     first_row: int = 0
     """Row number of the first prompt among all that are sampled for this purpose."""
+    side: str = ""
+    """Which of two models is compared: both may have the same version."""
+    keep: bool = False
+    """Agents' records go into the checkpoint (`EPISODES`): no ledger has them."""
 
     @property
     def name(self) -> str:
         """The rollout's."""
-        return rollout_name(self.purpose, self.number, self.version)
+        return rollout_name(self.purpose, self.number, self.version) + (f"-{self.side}" if self.side else "")
 
     def starts(self, stage: Stage[Any, Any]) -> Iterator[tuple[int, dict[str, Any], int, list[int]]]:
         """(row, task, the environment's seed, tokens of the prompt) of each episode."""

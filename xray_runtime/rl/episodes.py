@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -27,6 +28,7 @@ from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.environments.pool import EnvironmentFailure, EnvironmentPool
 from xray_runtime.environments.protocol import Start, Step
+from xray_runtime.graph.artifacts import EPISODES
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rl.agent_episodes import AgentEpisodes
 from xray_runtime.rl.episode import Episode, EpisodeBatch, Prompt, rollout_of
@@ -201,18 +203,20 @@ def sample_all(
     columns: Mapping[str, Sequence[Any]],
     version: int = 0,
     group_size: int = 1,
+    side: str = "",
     done: Callable[[int], None] = lambda count: None,
 ) -> Rollout:
     """`sample` batch by batch, for evaluations.
 
     Args:
+        side: as in `EpisodeBatch`.
         done: called with the number of finished episodes.
     """
     parts: list[Rollout] = []
     for start in range(0, len(prompts), GENERATION_BATCH):
         part = slice(start, start + GENERATION_BATCH)
         of_part = {name: values[part] for name, values in columns.items()}
-        batch = EpisodeBatch(prompts[part], of_part, version, "sample", 0, group_size, start)
+        batch = EpisodeBatch(prompts[part], of_part, version, "sample", 0, group_size, start, side, keep=True)
         parts.append(episodes.sample(batch))
         done(start + len(parts[-1].response_ids))
     return rows_joined(parts)
@@ -225,15 +229,22 @@ def open_episodes(
     sampling: Sampling,
     tokenizer: Any,
     max_prompt: int,
-    log_dir: Any,
+    log_dir: Path,
+    out: Path,
 ) -> Iterator[EpisodeSampler | None]:
-    """The episodes of a stage, with processes for its environments or agents; None if the stage has neither."""
-    config = stage.config.environment
+    """The episodes of a stage, with processes for its environments or agents; None if the stage has neither.
+
+    Args:
+        log_dir: directory for the output of environments and agents.
+        out: the checkpoint, which keeps agents' records that no ledger has.
+    """
+    config = getattr(stage.config, "environment", None)
     if config is None:
         yield None
         return
     if isinstance(config, AgentConfig):
-        with closing(AgentEpisodes(generator, stage, sampling, tokenizer, max_prompt, log_dir / AGENT_LOG)) as agents:
+        given = generator, stage, sampling, tokenizer, max_prompt
+        with closing(AgentEpisodes(*given, log_dir / AGENT_LOG, out / EPISODES)) as agents:
             yield agents
         return
     limits = config.num_workers, config.timeout_s, config.memory_mb

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.data.rows import Ragged
-from xray_runtime.data.tokenizing import decode_replies, transcript
+from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.rewards.source import Score
 from xray_runtime.rl.episode import Prompt, episode_means
 from xray_runtime.rl.episodes import open_episodes, sample_all
 from xray_runtime.rl.sampled_replies import sample_replies, sampling_of
-from xray_runtime.rl.scoring import episode_scores, own_texts
+from xray_runtime.rl.scoring import episode_scores, own_texts, shown_episodes
 from xray_runtime.workers.protocols import ModelHandle
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class PolicyReplies:
     texts: list[str]
     """`own` as text."""
     shown: list[str]
-    """`ids` as text for display, with the tokens read between turns in brackets."""
+    """`ids` as text for display (`shown_episodes`)."""
     mask: Ragged | None = None
     """True where the policy sampled the token of `ids`; None: it sampled all."""
     branches: Ragged | None = None
@@ -54,6 +54,8 @@ def sample_policy(
     columns: Mapping[str, Sequence[Any]],
     max_prompt: int,
     log_dir: Path,
+    out: Path,
+    side: str,
     version: int = 0,
 ) -> PolicyReplies:
     """Sample from version `version` of the generator's weights; the seeds do not depend on the version.
@@ -62,18 +64,20 @@ def sample_policy(
         model: the checkpoint of `generator` and `tokenizer`.
         columns: columns of the dataset, one value per prompt.
         max_prompt: the most tokens that an episode may begin with.
+        log_dir, out: as `open_episodes` takes them.
+        side: which of the compared models it is.
     """
     sampling = sampling_of(stage.config, model, tokenizer)
-    with open_episodes(stage, generator, sampling, tokenizer, max_prompt, log_dir) as episodes:
+    with open_episodes(stage, generator, sampling, tokenizer, max_prompt, log_dir, out) as episodes:
         if episodes is None:
             begun = [ids for _, ids in prompts]
             replies = sample_replies(generator, stage, sampling, begun, version)
             texts = decode_replies(tokenizer, replies)
             return PolicyReplies(begun, replies, replies, texts, texts)
-        played = sample_all(episodes, prompts, columns, version)
+        played = sample_all(episodes, prompts, columns, version, side=side)
     assert played.episodes is not None
     own, mask = [ids.tolist() for ids in played.own_tokens()], played.episodes.response_mask
-    shown = [transcript(tokenizer, *row) for row in zip(played.response_ids, mask, strict=True)]
+    shown = shown_episodes(tokenizer, played)
     begun, ids = ([row.tolist() for row in column] for column in (played.episodes.prompt_ids, played.response_ids))
     texts, means = own_texts(tokenizer, played), episode_means(played.episodes)
     return PolicyReplies(begun, ids, own, texts, shown, mask, played.episodes.branches, episode_scores(played), means)

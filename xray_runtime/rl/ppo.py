@@ -172,7 +172,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     specs = _models(stage, rewards, limit)
     with (
         stage.open_models(specs | validation.specs()) as models,
-        open_episodes(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir) as episodes,
+        open_episodes(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out) as episodes,
     ):
         rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor, episodes)
         keep_files: list[KeepsFiles] = [rollouts, monitor, validation.best, ledger]

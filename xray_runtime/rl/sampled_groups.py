@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +14,20 @@ from xray_runtime.data.gold import GoldScore, load_gold
 from xray_runtime.data.pairs import TRAIN, Messages, prompt_text
 from xray_runtime.data.rows import Ragged
 from xray_runtime.data.tokenizing import decode_replies
+from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.rl.episode import EpisodeBatch, Prompt
+from xray_runtime.rl.episodes import open_episodes
 from xray_runtime.rl.reward_sources import RewardSources
 from xray_runtime.rl.sampled_replies import sampling_of
+from xray_runtime.rl.scoring import episode_scores, own_texts
+from xray_runtime.rl.types import to_rows
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.dataset import max_prompt_tokens
 from xray_runtime.training.prompts import UniquePrompts
 from xray_runtime.training.resumable import Resumable
 from xray_runtime.workers.generator_spec import GeneratorSpec
-from xray_runtime.workers.protocols import get
+from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,6 +49,8 @@ class Groups:
     """[P, n]; NaN if a reply cannot be chosen."""
     stats: dict[str, float]
     """Counts of replies that cannot be chosen, by reason, and means."""
+    episodes: list[list[str]] | None = None
+    """JSON records of the agents' episodes, if they are that."""
 
 
 @dataclass
@@ -54,16 +62,22 @@ class _Done:
     rewards: list[float] = field(default_factory=list)
     scores: dict[str, list[float]] = field(default_factory=dict)
     """Source of reward → its score of each reply."""
+    episodes: list[str] = field(default_factory=list)
+    """Records of agents."""
 
 
-def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, recorder: Recorder) -> Groups:
+def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, out: Path, recorder: Recorder) -> Groups:
     """Sample and score replies of `policy` to the dataset's training prompts, each with its own seed.
+
+    Args:
+        out: the checkpoint, which keeps the records of agents.
 
     Raises:
         ValueError: the dataset has no prompt that fits.
     """
     config: GroupsConfig = stage.config
-    tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.max_new_tokens)
+    longest = getattr(config, "max_response_tokens", config.max_new_tokens)
+    tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, longest)
     found = UniquePrompts(tokenizer, dataset / TRAIN, limit, stage.seal)
     if not len(found):
         raise ValueError(f"{stage.name}: no prompt has at most {limit} tokens")
@@ -74,35 +88,57 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, recorder:
     batches = np.array_split(order, max(num_replies // GENERATION_BATCH, 1))
     sampling = sampling_of(config, policy, tokenizer)
     sources, done = RewardSources(stage), _Done()
-    generator = GeneratorSpec(policy, limit + config.max_new_tokens, config.generator)
-    with stage.open_models({"generator": generator, **sources.specs()}) as models:
+    generator = GeneratorSpec(policy, limit + longest, config.generator)
+    with (
+        stage.open_models({"generator": generator, **sources.specs()}) as models,
+        open_episodes(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out) as agents,
+    ):
         state = Resumable(recorder, {}, done=done)
         for number in range(state.restore(), len(batches)):
             numbers = [i for i in batches[number].tolist() for _ in range(config.samples)]
             batch = [found[i] for i in numbers]
-            first = len(done.replies)
-            seeds = [derive_seed(stage.seed, stage.name, "sample", first + row) for row in range(len(batch))]
-            rows = {"input_ids": Ragged.of(ids for _, ids in batch), "seed": np.array(seeds)}
-            answer = get(models["generator"].generate.remote(rows, sampling, 0))
-            replies = decode_replies(tokenizer, list(answer["response_ids"]))
+            first, columns = len(done.replies), found.columns(numbers)
+            if agents is None:
+                replies, ended = _single(stage, models["generator"], sampling, tokenizer, batch, first)
+                episodes = None
+            else:
+                played = agents.sample(EpisodeBatch(batch, columns, 0, "sample", 0, config.samples, first, keep=True))
+                replies, ended, episodes = own_texts(tokenizer, played), played.ended.tolist(), episode_scores(played)
+                done.episodes += to_rows(played)["answers"].tolist()
             prompts = [messages for messages, _ in batch]
             scores = sources.scores(
                 sources.requests(models, prompts, replies),
                 [prompt_text(m) for m in prompts],
                 replies,
                 messages=prompts,
-                columns=found.columns(numbers),
+                columns=columns,
                 step=number,
+                episodes=episodes,
             )
             for name, of_source in scores.values.items():
                 done.scores.setdefault(name, []).extend(of_source.tolist())
             done.rewards += sources.scaled(scores).tolist()
             done.replies += replies
-            done.ended += answer["ended"].tolist()
+            done.ended += ended
             recorder.progress(len(done.replies), num_replies, "replies", "sampled and scored")
             state.step_done(number + 1, len(batches))
     gold = load_gold(config.gold, stage.functions) if config.gold is not None else None
     return _groups(config, [found[i][0] for i in order], done, gold)
+
+
+def _single(
+    stage: Stage[Any, Any],
+    generator: ModelHandle,
+    sampling: Sampling,
+    tokenizer: Any,
+    batch: Sequence[Prompt],
+    first: int,
+) -> tuple[list[str], list[bool]]:
+    """(text, whether it ended) of one reply to each prompt; `first` is the number of replies before them."""
+    seeds = [derive_seed(stage.seed, stage.name, "sample", first + row) for row in range(len(batch))]
+    rows = {"input_ids": Ragged.of(ids for _, ids in batch), "seed": np.array(seeds)}
+    answer = get(generator.generate.remote(rows, sampling, 0))
+    return decode_replies(tokenizer, list(answer["response_ids"])), answer["ended"].tolist()
 
 
 def _groups(config: GroupsConfig, prompts: list[Messages], done: _Done, gold: GoldScore | None = None) -> Groups:
@@ -129,4 +165,6 @@ def _groups(config: GroupsConfig, prompts: list[Messages], done: _Done, gold: Go
         stats["gold"] = float(np.mean(gold(texts, done.replies)))
     size = config.samples
     replies = [done.replies[start : start + size] for start in range(0, len(done.replies), size)]
-    return Groups(prompts, replies, rewards.masked_fill(out, torch.nan).view(-1, size), stats)
+    starts = range(0, len(done.episodes), size)
+    episodes = [done.episodes[start : start + size] for start in starts] if done.episodes else None
+    return Groups(prompts, replies, rewards.masked_fill(out, torch.nan).view(-1, size), stats, episodes)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,10 +13,11 @@ import torch
 
 from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.rewards import SourceScores, weighted_sum
+from xray_runtime.data.agent_conversations import record_text
 from xray_runtime.data.pairs import prompt_text
 from xray_runtime.data.rows import Ragged, Rows, take
 from xray_runtime.data.text_rows import text_rows, with_end_of_turn
-from xray_runtime.data.tokenizing import decode_replies, own_text
+from xray_runtime.data.tokenizing import decode_replies, own_text, transcript
 from xray_runtime.rewards.source import Score, failure
 from xray_runtime.rl.agent_rows import split_branches
 from xray_runtime.rl.types import Rollout, Scores, Text, rows_at, rows_replaced, to_rows
@@ -46,6 +48,17 @@ def episode_scores(rollout: Rollout) -> list[Score] | None:
         return None
     results = zip(rollout.episodes.episode_reward.tolist(), rollout.episodes.failure.tolist(), strict=True)
     return [failure(why) if why else Score(reward) for reward, why in results]
+
+
+def shown_episodes(tokenizer: Any, rollout: Rollout) -> list[str]:
+    """Each episode for display, an agent's as a conversation with its branches."""
+    episodes = rollout.episodes
+    assert episodes is not None
+    if episodes.branches is None:
+        return [transcript(tokenizer, *row) for row in zip(rollout.response_ids, episodes.response_mask, strict=True)]
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    rows = zip(episodes.answers.tolist(), rollout.version.tolist(), strict=True)
+    return [record_text(json.loads(text), decode, version) for text, version in rows]
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,9 @@ class Validation:
 
     def _replies(self, generator: ModelHandle, version: int, episodes: EpisodeSampler | None) -> Rollout:
         if episodes is not None:
-            return episodes.sample(EpisodeBatch(self._prompts, self._columns, version, "validation"))
+            kept = self._stage.config.ledger
+            keep = kept.keep != "none" and kept.tokens == "kept"
+            return episodes.sample(EpisodeBatch(self._prompts, self._columns, version, "validation", keep=keep))
         name = self._stage.seed, self._stage.name, "validation"
         seeds = np.array([derive_seed(*name, row) for row in range(len(self._prompts))])
         rows = {"input_ids": Ragged.of(ids for _, ids in self._prompts), "seed": seeds}

@@ -163,10 +163,13 @@ def test_an_agent_that_runs_again_is_answered_from_the_journal(world: World, tok
         client = other.openai(again)
         assert [ask(client, f"question {number}") for number in (2, 0)] == [first[2], first[0]]
         assert other.generator.batches == []
-        assert again.difference() == 'a call of the journal was not made again: ["user", "question 1"]'
+        assert again.difference() == (
+            'a call of the journal was not made again: {"role": "user", "content": "question 1"}'
+        )
         ask(client, "question 1 changed")
         assert again.difference() == (
-            'a call differs from the journal\'s: ["user", "question 1"] became ["user", "question 1 changed"]'
+            'a call differs from the journal\'s: {"role": "user", "content": "question 1"} became '
+            '{"role": "user", "content": "question 1 changed"}'
         )
         ask(client, "question 1")
         assert again.difference() is None

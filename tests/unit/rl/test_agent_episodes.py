@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +18,24 @@ from tests.unit.agents import sample_agents
 from tests.unit.agents.parts import FakeGenerator
 from tests.unit.rl.loop import PPOModel, World, attempt, logprob
 from tests.unit.rl.recorder import FakeRecorder
+from xray_runtime.config.best_of_n import BestOfNConfig
+from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.ppo import KLConfig, PPOConfig
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError, validate_as
-from xray_runtime.data.ledger import read_shard, shard_path
+from xray_runtime.data.ledger import read_shard, readable, shard_path
+from xray_runtime.data.pairs import Example, Pairs, write_pairs
 from xray_runtime.data.rows import Ragged, Rows
-from xray_runtime.graph.inputs import PPOInputs
-from xray_runtime.lineage.recorded_answers import restore_answers
+from xray_runtime.graph.artifacts import EPISODES, Dataset
+from xray_runtime.graph.inputs import BestOfNInputs, PPOInputs
+from xray_runtime.graph.kind import Stage
+from xray_runtime.lineage.recorded_answers import restore_answers, restore_episodes
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import ANSWERS, Journal
-from xray_runtime.rl.agent_records import agent_metrics
+from xray_runtime.rl import best_of_n
+from xray_runtime.rl.agent_records import agent_metrics, read_episodes
 from xray_runtime.rl.agent_rows import BranchRows, decoded_branches
+from xray_runtime.rl.policy_replies import sample_policy
 
 HERE = sample_agents.__name__
 
@@ -162,6 +175,131 @@ def test_a_replay_samples_again_and_needs_no_agent(
     world, _, replayed = played(inputs, tmp_path / "again", "is_gone", kept=kept)
     assert replayed.equals(whole)
     assert len(world.seeds) == 12
+
+
+@pytest.fixture
+def validated(inputs: PPOInputs, tmp_path: Path) -> PPOInputs:
+    """The same inputs, with two prompts to choose by."""
+    data = tmp_path / "data"
+    shutil.copytree(inputs.prompts.path, data)
+    rows = [Example(f"v{n}", "v", [{"role": "user", "content": f"validation {n}"}], "x") for n in range(2)]
+    write_pairs(data / "validation.arrow", Example, rows)
+    return replace(inputs, prompts=Dataset(data))
+
+
+VALIDATED: dict[str, Any] = {"iterations": 2, "validation": {"every": 1, "num_prompts": 2}, "ends_with_last": False}
+
+
+def test_a_replay_of_validations_needs_no_agent(validated: PPOInputs, tmp_path: Path) -> None:
+    checkpoint, kept = tmp_path / "whole", tmp_path / "replayed"
+    played(validated, checkpoint, **VALIDATED)
+    rollouts = Counter(rollout for rollout, _ in read_episodes(checkpoint / EPISODES))
+    assert rollouts == {"validation-0-0": 2, "validation-0-1": 2, "validation-0-2": 2}
+    kept.mkdir()
+    config = PPOConfig(
+        environment={"agent": f"{HERE}:two_turns"}, rewards=[], prompts_per_iteration=4, minibatch_size=2
+    )
+    for path in validated.policy.path.iterdir():
+        (checkpoint / path.name).write_bytes(path.read_bytes())
+    journal = Journal(kept)
+    assert restore_episodes(checkpoint, journal) == ["environment"]
+    restore_answers(checkpoint, config, validated, 1, journal)
+    played(validated, tmp_path / "again", "is_gone", kept=kept, **VALIDATED)
+    for name in (EPISODES, "ledger/000000.parquet", "ledger/000001.parquet"):
+        assert (tmp_path / "again" / name).read_bytes() == (checkpoint / name).read_bytes()
+    (checkpoint / EPISODES).write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"^REF: .*episodes.jsonl: damaged"):
+        restore_episodes(checkpoint, journal)
+
+
+def test_a_resumed_stage_keeps_the_validations_before_its_snapshot(validated: PPOInputs, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    _, recorder, _ = played(validated, tmp_path / "whole", kept=kept, **VALIDATED)
+    world, _, _ = played(validated, tmp_path / "resumed", kept=kept, newest=recorder.snapshots[0], **VALIDATED)
+    assert world.seeds == []
+    assert (tmp_path / "resumed" / EPISODES).read_bytes() == (tmp_path / "whole" / EPISODES).read_bytes()
+
+
+def test_hashed_tokens_are_not_kept_as_episodes_either(validated: PPOInputs, tmp_path: Path) -> None:
+    (validated.prompts.path / "manifest.json").write_text("{}")
+    played(validated, tmp_path / "out", ledger={"tokens": "hashed"}, **VALIDATED)
+    assert not (tmp_path / "out" / EPISODES).exists()
+
+
+def test_two_sides_of_a_comparison_are_two_rollouts(inputs: PPOInputs, tmp_path: Path) -> None:
+    """Both are version 0, and have the same seeds, prompts and journal."""
+    config = EvaluationConfig(environment={"agent": f"{HERE}:two_turns", "max_tokens": 256}, max_new_tokens=16)
+    stage: Any = Stage("compare", 7, config, None, RuntimeConfig(), None, kept=tmp_path)  # type: ignore[arg-type]
+    tokenizer, texts = load_tokenizer(inputs.policy.path), {"champion": "ti", "candidate": "ha"}
+    prompts = [([{"role": "user", "content": "question number 1"}], [5, 6])]
+
+    class Says(Policy):
+        def _generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
+            return FakeGenerator(tokenizer, texts[self.role])(rows, sampling, version)
+
+    for side, text in texts.items():
+        world = World()
+        given = stage, Says(side, world, 1), inputs.policy.path, tokenizer, prompts, {}, 64, tmp_path, tmp_path
+        [said] = sample_policy(*given, side).texts  # type: ignore[arg-type]
+        assert said.replace("\n", "") == text * 3
+    assert {rollout for rollout, _ in read_episodes(tmp_path / EPISODES)} == {f"sample-0-0-{side}" for side in texts}
+
+
+def test_the_best_of_an_agents_episodes_becomes_data(inputs: PPOInputs, tmp_path: Path) -> None:
+    world = World()
+    world.tokenizer = load_tokenizer(inputs.policy.path)  # type: ignore[attr-defined]
+    agent = {"agent": f"{HERE}:two_turns", "max_tokens": 256}
+    config = BestOfNConfig(environment=agent, samples=3, num_prompts=4, max_new_tokens=16)
+    (inputs.prompts.path / "heldout.arrow").write_bytes(b"")
+
+    @contextlib.contextmanager
+    def open_models(specs: Any) -> Iterator[Any]:
+        yield {"generator": Policy("generator", world, 1)}
+
+    out = tmp_path / "out"
+    out.mkdir()
+    stage: Any = Stage("kept", 7, config, BestOfNInputs(inputs.policy, inputs.prompts), RuntimeConfig(), open_models)
+    best_of_n.run(stage, out, FakeRecorder(tmp_path))  # type: ignore[arg-type]
+    examples = list(Pairs(out / "train.arrow", Example))
+    records = read_episodes(out / EPISODES)
+    assert len(records) == 12
+    assert len(examples) == 4 * 3
+    rewards = np.array([records["sample-0-0", row]["reward"] for row in range(12)]).reshape(4, 3)
+    stats = json.loads((out / "stats.json").read_text())
+    assert stats["reward_best"] == rewards.max(1).mean() > stats["reward"]
+    for first, *others in zip(*[iter(examples)] * 3, strict=True):
+        said = [*first.prompt, {"role": "assistant", "content": first.response}]
+        assert [m["role"] for m in first.prompt] == ["user"]
+        assert [other.prompt[:2] for other in others] == [said] * 2
+        assert {other.prompt[2]["content"] for other in others} == {"go on", "another way"}
+        # Two of three replies are paid, by their letters.
+        paid = next(other for other in others if other.prompt[2]["content"] == "go on")
+        assert len(first.response + paid.response) in rewards.max(1)
+
+
+def test_a_row_is_shown_as_a_conversation_with_its_branches(inputs: PPOInputs, tmp_path: Path) -> None:
+    world, _, table = played(inputs, tmp_path / "out")
+    row = next(readable(table, world.tokenizer))  # type: ignore[attr-defined]
+    assert [(call["call"], call["after"], call["branch"]) for call in row["calls"]] == [
+        (1, None, False),
+        (2, 1, False),
+        (3, 1, True),
+    ]
+    record = json.loads(table["answers"][0].as_py())
+    seeds = {call["key"]: call["seed"] for call in record["calls"]}
+    assert {call["seed"] for call in row["calls"]} == set(seeds.values())
+    assert {call["messages"][0]["content"] for call in row["calls"][1:]} == {"go on", "another way"}
+    lines = row["reply"].split("\n")
+    first, _, third = row["calls"]
+    assert lines[0] == f"call 1 (seed {first['seed']}, version 0)"
+    assert lines[1].startswith("  user: question number ")
+    assert lines[2] == f"  policy: {first['reply']}"
+    assert lines[6] == f"call 3 after call 1, a branch (seed {third['seed']}, version 0)"
+    assert lines[-1] == f"reward {record['reward']:g}; branches 1; calls 3"
+    _, _, table = played(inputs, tmp_path / "failed", "by_number", prompts_per_iteration=10, max_failed=0.9)
+    shown = [one["reply"] for one in readable(table, world.tokenizer)]  # type: ignore[attr-defined]
+    assert sum("failed, broke: it raised OSError: the page is gone" in text for text in shown) == 2
 
 
 def test_failures_have_no_reward_and_are_counted_by_sort(inputs: PPOInputs, tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+"""An agent of somebody else learns through the real command: killed in mid-episode, resumed, replayed without it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import ROOT, XRAY, Outcome, environment
+from xray_runtime.graph.artifacts import EPISODES
+
+FLOW = "their.largest_digit:largest_digit"
+SMALL = ["--set", "iterations=2", "--set", "steps=60", "--set", "heldout=16"]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """The example as a project of its own, whose agent can be deleted."""
+    package = tmp_path / "their"
+    shutil.copytree(ROOT / "examples" / "agents", package)
+    for file in package.glob("*.py"):
+        file.write_text(file.read_text().replace("examples.agents", "their"))
+    return tmp_path
+
+
+def xray(project: Path, *arguments: str) -> Outcome:
+    done = subprocess.run(
+        [XRAY, *arguments], cwd=project, env=environment(), capture_output=True, text=True, timeout=1800
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def answered(output: Path) -> int:
+    """Number of journaled calls of training episodes."""
+    return sum(path.read_bytes().count(b'"episode": "sample-') for path in output.glob("snapshots/ppo-*/answers.jsonl"))
+
+
+def kill_in_mid_episode(project: Path, output: Path) -> int:
+    """Run until some episodes are open, then kill every process; returns the number of journaled calls."""
+    command = [XRAY, "run", FLOW, "--output", str(output), *SMALL]
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, cwd=project, env=environment(), **quiet)
+    deadline = time.monotonic() + 1500
+    while not answered(output):
+        assert process.poll() is None, f"it ended with {process.returncode}"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    for each in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.send_signal(signal.SIGKILL)
+    process.wait()
+    return answered(output)
+
+
+@pytest.mark.timeout(1800)
+def test_an_agent_killed_in_mid_episode_goes_on_to_the_bytes_of_a_replay_without_it(project: Path) -> None:
+    """The replay computes the stage undisturbed, from its inputs and the seeds of the recorded calls."""
+    output = project / "run"
+    known = kill_in_mid_episode(project, output)
+    again = xray(project, "run", FLOW, "--output", str(output), "--json", *SMALL)
+    assert again.code == 0, again.err
+    stages = {stage["name"]: stage for stage in again.lifecycle["stages"]}
+    assert {"ppo", "before", "after"} <= stages.keys()
+    [checkpoint] = output.glob("checkpoints/ppo-*")
+    validated = (checkpoint / EPISODES).read_text().splitlines()
+    assert {json.loads(line)["rollout"] for line in validated} == {"validation-0-0", "validation-0-2"}
+    shown = xray(project, "rollouts", "ppo", "--output", str(output), "--json", "--limit", "0")
+    calls = [call for row in json.loads(shown.out)["rows"] for call in row["calls"]]
+    assert 0 < known < len(calls)
+    assert {call["version"] for call in calls} == {0, 1}
+
+    (project / "their" / "guesser.py").unlink()
+    replayed = xray(project, "replay", "ppo", "--output", str(output), "--json")
+    assert replayed.code == 0, replayed.out + replayed.err
+    assert json.loads(replayed.out)["taken"] == ["environment"]
