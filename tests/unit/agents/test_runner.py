@@ -141,6 +141,13 @@ def test_a_command_finds_its_virtual_environment_and_its_directory(world: World,
     runner.close()
 
 
+def test_a_sandbox_that_does_not_start_is_infrastructure(world: World, tmp_path: Path) -> None:
+    runner = open_runner(config(command=["true"], sandbox="http://127.0.0.1:9/boxes"), tmp_path / "agents.log")
+    failed = outcome(runner, world).infrastructure
+    assert str(failed).startswith("no sandbox starts: OSError: http://127.0.0.1:9/boxes: ConnectError")
+    runner.close()
+
+
 def test_a_service_is_asked_with_an_address(world: World, tmp_path: Path) -> None:
     import threading
     from http.server import BaseHTTPRequestHandler, HTTPServer
