@@ -3,8 +3,8 @@
 The protocol is JSON lines. The first line in is {"agent": "module:function" or null, "path": [...], "parent": p}, where
 p is the reading end of a pipe of the parent; its answer is {"ready": true} or {"error": why}. Then
 
-    {"id": n, "limits": {"timeout_s", "memory_mb", "output_bytes", "processes", "extra_processes"}, "variables": {...}, and
-     "task": {...}, or "command": [...], "stdin": text, "directory": path, "gateway": [host, port] or null}
+    {"id": n, "variables": {...}, "limits": {"timeout_s", "memory_mb", "output_bytes", "processes", "extra_processes"},
+     and "task": {...}, or "command": [...], "stdin": text, "directory": path, "gateway": [host, port] or null}
     {"kill": n}
 
 are answered once each: {"id": n, "result": value}, {"id": n, "code": exit code, "output": end of its standard output},

@@ -38,7 +38,9 @@ ld.so.conf.d localtime mime.types nsswitch.conf passwd pki protocols services ss
 SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", *(f"/etc/{name}" for name in CONFIGURATION.split())]
 DEVICES = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
 HOME, FILES = "/tmp/home", "/files"
-NOBODY = "65534"
+ISOLATED = """--unshare-all --unshare-user --disable-userns --uid 65534 --gid 65534 --cap-drop ALL --hostname sandbox
+--proc /proc --dev /dev"""
+"""Namespaces of its own, in which it is nobody without capabilities."""
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", TAG)
 """Variables of ours that a program keeps. With the run's tag it ends with the run."""
 COUNTS_BY_NAMESPACE = (5, 14)
@@ -148,17 +150,8 @@ def _python() -> list[Path]:
 def _bubblewrap(readable: Sequence[str], files: Sequence[str], view: View) -> list[str]:
     size = str(view.disk_mb * 2**20)
     command = [
-        *(
-            shutil.which(BUBBLEWRAP) or BUBBLEWRAP,
-            "--unshare-all",
-            "--unshare-user",
-            "--disable-userns",
-            "--uid",
-            NOBODY,
-            "--gid",
-            NOBODY,
-        ),
-        *("--cap-drop", "ALL", "--hostname", "sandbox", "--proc", "/proc", "--dev", "/dev"),
+        shutil.which(BUBBLEWRAP) or BUBBLEWRAP,
+        *ISOLATED.split(),
         *("--size", size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
         *("--size", size, "--tmpfs", "/tmp", "--dir", HOME),
         *(["--die-with-parent"] if view.with_parent else []),

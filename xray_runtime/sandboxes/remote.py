@@ -15,7 +15,7 @@ import io
 import logging
 import tarfile
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class RemoteSandbox:
         self._client = httpx.Client(headers={} if key is None else {"Authorization": f"Bearer {key}"}, timeout=GRACE_S)
         self._limits: dict[str, float] = {}
         """Sandbox → seconds of a run."""
+        self._runs = set[Future[Ended]]()
 
     def start(self, box: Box) -> str:
         files = None if box.files is None else base64.b64encode(_packed(box.files)).decode()
@@ -57,6 +58,8 @@ class RemoteSandbox:
 
     def run(self, name: str, program: Program) -> Future[Ended]:
         found = Future[Ended]()
+        self._runs.add(found)
+        found.add_done_callback(self._runs.discard)
         threading.Thread(target=lambda: found.set_result(self._run(name, program)), daemon=True).start()
         return found
 
@@ -74,6 +77,7 @@ class RemoteSandbox:
     def close(self) -> None:
         for name in list(self._limits):
             self.stop(name)
+        wait(list(self._runs), GRACE_S)
         self._client.close()
 
     def _run(self, name: str, program: Program) -> Ended:

@@ -119,7 +119,7 @@ REACHES = {
     "a signal to our process": "os.kill({parent}, 0)",
     "ptrace": "libc(101, 16, {parent}, 0, 0)",
     "io_uring's own calls": "{listens} and libc(425, 4, ctypes.create_string_buffer(120))",
-    "memory of another process": "libc(310, {parent}, (ctypes.c_size_t * 2)(0, 8), 1, (ctypes.c_size_t * 2)(0, 8), 1, 0)",
+    "memory of another process": "libc(310, {parent}, pair(), 1, pair(), 1, 0)",
     "a mount": "libc(165, b'none', b'/tmp', b'tmpfs', 0, None)",
     "another root": "os.chroot('/')",
     "our variables": "secret() and 1",
@@ -131,6 +131,8 @@ import ctypes, os, socket
 def libc(number, *arguments):
     if ctypes.CDLL(None, use_errno=True).syscall(number, *arguments) < 0:
         raise OSError(ctypes.get_errno(), "refused")
+def pair():
+    return (ctypes.c_size_t * 2)(0, 8)
 def opened():
     def is_open(number):
         try: return bool(os.fstat(number))
@@ -192,7 +194,8 @@ def test_files_processes_and_variables_of_another_are_out_of_reach(place: Place)
     looks = """
 import glob, os, signal
 found = []
-for path in [*glob.glob("/proc/[0-9]*/environ"), *glob.glob("/proc/[0-9]*/cwd/mine"), *glob.glob("/tmp/*/mine"), HOME + "/mine"]:
+patterns = "/proc/[0-9]*/environ", "/proc/[0-9]*/cwd/mine", "/tmp/*/mine", HOME + "/mine"
+for path in [path for pattern in patterns for path in glob.glob(pattern)] + [HOME + "/mine"]:
     try:
         text = open(path, "rb").read()
         found += [path] if b"secret-of-another" in text or b"TOKEN=OTHER" in text else []
@@ -216,7 +219,8 @@ print(found)
 BREAKS = {
     "hangs": ("import time\nwhile True: time.sleep(1)", {"timeout_s": 1.0}, "it took longer than timeout_s = 1"),
     "hangs and ignores signals": (
-        "import signal, time\nfor n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\n"
+        "import signal, time\n"
+        "for n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\n"
         "while True: time.sleep(1)",
         {"timeout_s": 1.0},
         "it took longer than timeout_s = 1",

@@ -171,7 +171,7 @@ def test_a_server_that_is_killed_is_started_again(tmp_path: Path) -> None:
     [*_, server] = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     server.kill()
     process.wait()
-    with pytest.raises(RuntimeError, match="ended unexpectedly: exit code (-9|137)"):
+    with pytest.raises(RuntimeError, match=r"ended unexpectedly: exit code (-9|137)"):
         one.score("def f(): pass", "f()", 5.0, 64)
     assert one.score("def f(): pass", "f()", 5.0, 64).value == 1.0
     one.close()
