@@ -91,6 +91,7 @@ class _AgentConfig(TypedDict, total=False):
     agent: str | Callable[..., Any] | None
     command: list[str] | None
     directory: str | None
+    sandbox: str | None
     venv: str | None
     url: str | None
     host: str
@@ -102,6 +103,7 @@ class _AgentConfig(TypedDict, total=False):
     memory_mb: int
     output_mb: float
     max_processes: int
+    disk_mb: int
     retries: int
     untrainable: Literal["refuse", "leave_out"]
     changed: Literal["anew", "fail"]

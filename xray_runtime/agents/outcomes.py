@@ -9,10 +9,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from xray_runtime.agents.posted import Posted, read_posted
+from xray_runtime.sandboxes.base import Ended
+
+T, U = TypeVar("T"), TypeVar("U")
 
 
 @dataclass(frozen=True)
@@ -35,3 +41,29 @@ def outcome_of(result: Any) -> Outcome:
         return Outcome(read_posted(result))
     except ValueError as error:
         return Outcome(broken=f"the agent returned no valid result: {error}")
+
+
+def outcome_of_function(answer: Mapping[str, Any]) -> Outcome:
+    """The outcome of a worker's answer."""
+    failed = {name: answer[name] for name in ("broken", "infrastructure") if name in answer}
+    return Outcome(**failed) if failed else outcome_of(answer.get("result"))
+
+
+def outcome_of_command(ended: Ended) -> Outcome:
+    """The outcome of a command, which may print its result as the last line."""
+    if ended.broken is not None or ended.infrastructure is not None:
+        return Outcome(broken=ended.broken, infrastructure=ended.infrastructure)
+    if ended.code:
+        return Outcome(broken=f"its command ended with {ended.code}")
+    last = next((line for line in reversed(ended.output.split("\n")) if line.strip()), "")
+    try:
+        return outcome_of(json.loads(last))
+    except (ValueError, RecursionError):
+        return Outcome()
+
+
+def then(future: Future[T], function: Callable[[T], U]) -> Future[U]:
+    """The result of a function of a future's result; neither raises."""
+    found = Future[U]()
+    future.add_done_callback(lambda done: found.set_result(function(done.result())))
+    return found

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
 
-from xray_runtime.agents.outcomes import Outcome, outcome_of
+from xray_runtime.agents.local_sandbox import LocalSandbox
+from xray_runtime.agents.outcomes import Outcome, outcome_of, outcome_of_command, outcome_of_function, then
 from xray_runtime.agents.supervisor import AgentWorker
 from xray_runtime.config.environment import AgentConfig
 from xray_runtime.rewards.source import described
+from xray_runtime.sandboxes.base import Box, Limits, Program, Sandbox
+from xray_runtime.sandboxes.remote import RemoteSandbox
 
 
 @dataclass(frozen=True)
@@ -63,43 +65,57 @@ def open_runner(config: AgentConfig, log_path: Path) -> Runner:
     """The runner of a config. Raises RuntimeError if the agent cannot start."""
     if config.url is not None:
         return _ServiceRunner(config.url, config.timeout_s)
-    return _ProcessRunner(config, log_path)
+    limits = Limits(
+        config.timeout_s, config.memory_mb, int(config.output_mb * 2**20), config.max_processes, config.disk_mb
+    )
+    if config.command is None:
+        return _FunctionRunner(config.agent, limits, log_path)
+    remote = None if config.sandbox is None else RemoteSandbox(config.sandbox)
+    return _CommandRunner(config, limits, remote or LocalSandbox(log_path))
 
 
-class _ProcessRunner:
-    """Functions and commands."""
+class _FunctionRunner:
+    """A function, in a forked child of a worker process."""
 
-    def __init__(self, config: AgentConfig, log_path: Path) -> None:
-        self._config = config
-        self._worker = AgentWorker(config.agent, log_path)
-        self._limits = {
-            "timeout_s": config.timeout_s,
-            "memory_mb": config.memory_mb,
-            "output_bytes": int(config.output_mb * 2**20),
-            "processes": config.max_processes,
-        }
+    def __init__(self, agent: str | None, limits: Limits, log_path: Path) -> None:
+        self._worker, self._limits = AgentWorker(agent, log_path), asdict(limits)
 
     def start(self, task: Mapping[str, Any], address: Address) -> Run:
-        config, directory = self._config, None
-        variables = address.variables()
-        if config.command is not None:
-            directory = tempfile.mkdtemp(prefix="xray-agent-")
-            if config.directory is not None:
-                shutil.copytree(config.directory, directory, symlinks=True, dirs_exist_ok=True)
-            variables |= {} if config.venv is None else _of_venv(Path(config.venv))
-        request = {"task": dict(task), "variables": variables, "command": config.command, "directory": directory}
-        number, outcome = self._worker.run(request | {"limits": self._limits})
-        if directory is not None:
-            outcome.add_done_callback(lambda _: shutil.rmtree(directory, ignore_errors=True))
-        return Run(outcome, lambda: self._worker.kill(number))
+        request = {"task": dict(task), "variables": address.variables(), "limits": self._limits}
+        number, answer = self._worker.run(request)
+        return Run(then(answer, outcome_of_function), lambda: self._worker.kill(number))
 
     def close(self) -> None:
         self._worker.close()
 
 
-def _of_venv(path: Path) -> dict[str, str]:
-    search = os.pathsep.join([str(path / "bin"), os.environ.get("PATH", os.defpath)])
-    return {"VIRTUAL_ENV": str(path), "PATH": search, "PYTHONPATH": "", "PYTHONHOME": ""}
+class _CommandRunner:
+    """A command in a sandbox, which gets the task as JSON on its standard input."""
+
+    def __init__(self, config: AgentConfig, limits: Limits, sandbox: Sandbox) -> None:
+        self._limits, self._sandbox = limits, sandbox
+        self._command = config.command or []
+        self._files, self._venv = (None if path is None else Path(path) for path in (config.directory, config.venv))
+
+    def start(self, task: Mapping[str, Any], address: Address) -> Run:
+        gateway, _, path = address.url.partition("/episodes/")
+        here = Address(f"{self._sandbox.address(gateway)}/episodes/{path}", address.secret)
+        try:
+            name = self._sandbox.start(Box(self._limits, self._files, self._venv, gateway))
+        except OSError as error:
+            failed = Future[Outcome]()
+            failed.set_result(Outcome(infrastructure=f"no sandbox starts: {described(error)}"))
+            return Run(failed, lambda: None)
+        ended = self._sandbox.run(name, Program(self._command, json.dumps(dict(task)), here.variables()))
+
+        def stop() -> None:
+            self._sandbox.stop(name)
+
+        ended.add_done_callback(lambda _: stop())
+        return Run(then(ended, outcome_of_command), stop)
+
+    def close(self) -> None:
+        self._sandbox.close()
 
 
 class _ServiceRunner:

@@ -17,10 +17,11 @@ from typing import Any
 
 import xray_runtime
 from xray_runtime.agents import worker
-from xray_runtime.agents.outcomes import Outcome, outcome_of
 from xray_runtime.cores import load
 
 log = logging.getLogger(__name__)
+
+Answer = dict[str, Any]
 
 START_S = 120.0
 """Time for the imports of an agent; longer on a busy machine."""
@@ -43,15 +44,15 @@ class AgentWorker:
         self._is_closed = False
         self._start()
 
-    def run(self, request: dict[str, Any]) -> tuple[int, Future[Outcome]]:
-        """(number, outcome) of a run; `request` is that of `worker` without `id`.
+    def run(self, request: dict[str, Any]) -> tuple[int, Future[Answer]]:
+        """(number, answer) of a run; `request` and answer are those of `worker` without `id`.
 
-        The outcome is one of infrastructure if the process died.
+        The answer is {"infrastructure": why} if the process died.
         """
         with self._lock:
-            number, answer = next(self._ids), Future[Outcome]()
+            number, answer = next(self._ids), Future[Answer]()
             if self._is_closed:
-                answer.set_result(Outcome(infrastructure="the stage ended"))
+                answer.set_result({"infrastructure": "the stage ended"})
                 return number, answer
             if self._process.poll() is not None:
                 log.warning("the process of agents ended with %s; it is started again", self._process.returncode)
@@ -98,7 +99,7 @@ class AgentWorker:
                 pass_fds=[theirs],
             )
         os.close(theirs)
-        self._pending: dict[int, Future[Outcome]] = {}
+        self._pending: dict[int, Future[Answer]] = {}
         self._write({"agent": self._agent, "path": sys.path, "parent": theirs})
         limit = START_S * load()
         overdue = threading.Timer(limit, self._process.kill)
@@ -120,17 +121,16 @@ class AgentWorker:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
-    def _read(self, process: subprocess.Popen[bytes], pending: dict[int, Future[Outcome]]) -> None:
+    def _read(self, process: subprocess.Popen[bytes], pending: dict[int, Future[Answer]]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             answer = json.loads(line)
             with self._lock:
-                future = pending.pop(answer["id"])
-            broken = answer.get("broken")
-            future.set_result(Outcome(broken=broken) if broken is not None else outcome_of(answer.get("result")))
+                future = pending.pop(answer.pop("id"))
+            future.set_result(answer)
         process.wait()
         with self._lock:
             rest = list(pending.values())
             pending.clear()
         for future in rest:
-            future.set_result(Outcome(infrastructure="the process of agents died"))
+            future.set_result({"infrastructure": "the process of agents died"})

@@ -3,13 +3,13 @@
 The protocol is JSON lines. The first line in is {"agent": "module:function" or null, "path": [...], "parent": p}, where
 p is the reading end of a pipe of the parent; its answer is {"ready": true} or {"error": why}. Then
 
-    {"id": n, "task": {...}, "variables": {...}, "command": [...] or null, "directory": path or null,
-     "limits": {"timeout_s", "memory_mb", "output_bytes", "processes"}}
+    {"id": n, "variables": {...}, "limits": {"timeout_s", "memory_mb", "output_bytes", "processes", "extra_processes"},
+     and "task": {...}, or "command": [...], "stdin": text, "directory": path, "gateway": [host, port] or null}
     {"kill": n}
 
-are answered once each: {"id": n, "result": value} or {"id": n, "broken": why}. A function gets the task as a
-dictionary; a command gets it as JSON on its standard input, and the last line of its standard output is its result if
-it is JSON.
+are answered once each: {"id": n, "result": value}, {"id": n, "code": exit code, "output": end of its standard output},
+or {"id": n, "broken": why}. A function gets the task as a dictionary. A command is a confined one, with no other
+variables than those given; it asks for connections to the gateway at descriptor `DOOR`.
 
 Every descendant of an agent ends with it: orphans become children of this process, which is their subreaper.
 """
@@ -26,6 +26,7 @@ import os
 import resource
 import selectors
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -36,12 +37,16 @@ from typing import Any
 
 from xray_runtime.environments.worker import end_with
 from xray_runtime.rewards.source import described
+from xray_runtime.sandboxes.confine import DOOR
 
 TICK_S = 0.2
 """How often time and processes are checked."""
 TAIL_BYTES = 65_536
 """Size of the end of a command's output in which its result is looked for."""
 ERROR_CHARS = 500
+OPEN_FILES = 1024
+"""Limit of each process's open files."""
+CONNECT_S = 5.0
 SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36
 """Options of prctl."""
 
@@ -62,10 +67,15 @@ class _Run:
     """Reading ends of its result and of its log → the end of what was read."""
     result: int
     is_command: bool
+    gateway: tuple[str, int] | None
+    door: socket.socket | None
     limits: dict[str, Any]
     begun: float = field(default_factory=time.monotonic)
     num_bytes: int = 0
     broken: str | None = None
+
+    def descriptors(self) -> list[int]:
+        return [self.exited, *self.outputs, *([] if self.door is None else [self.door.fileno()])]
 
 
 class _Worker:
@@ -112,22 +122,29 @@ class _Worker:
 
     def _start(self, request: dict[str, Any]) -> None:
         results, logs = os.pipe(), os.pipe()
+        gateway = request.get("gateway")
+        doors = socket.socketpair(type=socket.SOCK_SEQPACKET) if gateway else None
         pid = os.fork()
         if not pid:
             self._selector.close()
-            _run_child(self._agent, request, results, logs)
+            _run_child(self._agent, request, results, logs, doors)
         for _, theirs in (results, logs):
             os.close(theirs)
-        outputs = {results[0]: bytearray(), logs[0]: bytearray()}
-        is_command = request["command"] is not None
-        run = _Run(request["id"], pid, os.pidfd_open(pid), outputs, results[0], is_command, request["limits"])
+        if doors is not None:
+            doors[1].close()
+        outputs, is_command = {results[0]: bytearray(), logs[0]: bytearray()}, "command" in request
+        door, limits = doors and doors[0], request["limits"]
+        run = _Run(request["id"], pid, os.pidfd_open(pid), outputs, results[0], is_command, gateway, door, limits)
         self._runs[run.id] = run
-        for fd in (run.exited, *outputs):
+        for fd in run.descriptors():
             self._selector.register(fd, selectors.EVENT_READ, run)
 
     def _take(self, run: _Run, fd: int) -> None:
         if fd == run.exited:
             self._finish(run)
+            return
+        if run.door is not None and fd == run.door.fileno():
+            self._connect(run, run.door)
             return
         content = os.read(fd, TAIL_BYTES)
         if not content:
@@ -141,13 +158,26 @@ class _Worker:
         if run.num_bytes > run.limits["output_bytes"]:
             self._break(run, f"it wrote more than output_mb = {run.limits['output_bytes'] / 2**20:g}")
 
+    def _connect(self, run: _Run, door: socket.socket) -> None:
+        """Send a sandbox a connection to the gateway, or nothing if there is none."""
+        with contextlib.suppress(OSError):
+            if door.recv(1):
+                try:
+                    with socket.create_connection(run.gateway, CONNECT_S) as connection:
+                        connection.settimeout(None)
+                        socket.send_fds(door, [b"!"], [connection.fileno()])
+                except OSError:
+                    door.send(b"-")
+                return
+        self._selector.unregister(door.fileno())
+
     def _check_limits(self) -> None:
         children = _children()
         for run in list(self._runs.values()):
             limits, count = run.limits, 1 + len(list(_descendants(children, run.pid)))
             if time.monotonic() - run.begun > limits["timeout_s"]:
                 self._break(run, f"it took longer than timeout_s = {limits['timeout_s']:g}")
-            elif count > limits["processes"]:
+            elif count > limits["processes"] + limits.get("extra_processes", 0):
                 self._break(run, f"it had more than max_processes = {limits['processes']}")
 
     def _break(self, run: _Run, why: str) -> None:
@@ -165,10 +195,13 @@ class _Worker:
             with contextlib.suppress(BlockingIOError):
                 while part := os.read(fd, TAIL_BYTES):
                     content += part
-        for fd in (run.exited, *run.outputs):
+        for fd in run.descriptors():
             with contextlib.suppress(KeyError):
                 self._selector.unregister(fd)
+        for fd in (run.exited, *run.outputs):
             os.close(fd)
+        if run.door is not None:
+            run.door.close()
         code = os.waitstatus_to_exitcode(status)
         self._say({"id": run.id} | _answer(run, code))
 
@@ -187,14 +220,7 @@ def _answer(run: _Run, code: int) -> dict[str, Any]:
         return {"broken": run.broken}
     output = bytes(run.outputs[run.result])
     if run.is_command:
-        if code:
-            return {"broken": f"its command ended with {code}"}
-        lines = output.split(b"\n")
-        last = next((line for line in reversed(lines) if line.strip()), b"")
-        try:
-            return {"result": json.loads(last)}
-        except ValueError:
-            return {"result": None}
+        return {"code": code, "output": output.decode(errors="replace")}
     try:
         answer: dict[str, Any] = json.loads(output)
         return {name: answer[name] for name in ("result", "broken") if name in answer}
@@ -203,7 +229,11 @@ def _answer(run: _Run, code: int) -> dict[str, Any]:
 
 
 def _run_child(
-    agent: Callable[..., Any] | None, request: dict[str, Any], results: tuple[int, int], logs: tuple[int, int]
+    agent: Callable[..., Any] | None,
+    request: dict[str, Any],
+    results: tuple[int, int],
+    logs: tuple[int, int],
+    doors: tuple[socket.socket, socket.socket] | None,
 ) -> None:
     """Run the agent in this forked process, which then ends."""
     code = 1
@@ -214,10 +244,11 @@ def _run_child(
         size = request["limits"]["memory_mb"] * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.environ.update(request["variables"])
+        resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
         os.dup2(logs[1], 2)
-        if request["command"] is not None:
-            _exec(request, results[1])
+        if "command" in request:
+            _exec(request, results[1], doors)
+        os.environ.update(request["variables"])
         os.dup2(logs[1], 1)
         assert agent is not None
         answer = _called(agent, request["task"])
@@ -246,14 +277,17 @@ async def _awaited(result: Any) -> Any:
     return await result
 
 
-def _exec(request: dict[str, Any], stdout: int) -> None:
+def _exec(request: dict[str, Any], stdout: int, doors: tuple[socket.socket, socket.socket] | None) -> None:
     os.chdir(request["directory"])
-    with tempfile.TemporaryFile() as task:
-        task.write(json.dumps(request["task"]).encode())
-        task.seek(0)
-        os.dup2(task.fileno(), 0)
+    with tempfile.TemporaryFile() as stdin:
+        stdin.write(request["stdin"].encode())
+        stdin.seek(0)
+        os.dup2(stdin.fileno(), 0)
     os.dup2(stdout, 1)
-    os.execvp(request["command"][0], request["command"])
+    if doors is not None:
+        # Last, since the number may be that of a pipe above.
+        os.dup2(doors[1].fileno(), DOOR)
+    os.execvpe(request["command"][0], request["command"], request["variables"])
 
 
 def _prctl(option: int, value: int) -> None:
@@ -285,11 +319,12 @@ def _kill_tree(pid: int) -> None:
         os.kill(pid, signal.SIGSTOP)
         # A stopped process starts no others; its descendants may, until they are killed.
         killed = set[int]()
-        while rest := set(_descendants(_children(), pid)) - killed:
+        # Parents first: the first process of a sandbox ends all others.
+        while rest := [child for child in _descendants(_children(), pid) if child not in killed]:
             for child in rest:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
-            killed |= rest
+            killed.update(rest)
         os.kill(pid, signal.SIGKILL)
 
 
@@ -322,6 +357,10 @@ def main() -> None:
         line += os.read(requests, 1)
     first = json.loads(line)
     end_with(first["parent"])
+    os.set_inheritable(first["parent"], False)
+    with contextlib.suppress(OSError):
+        # Before thousands of processes that an agent may fork; those that it forks itself have the usual priority.
+        os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
     sys.path[:] = first["path"]
     _prctl(SET_SUBREAPER, 1)
     try:

@@ -58,6 +58,8 @@ class AgentConfig(Section):
     """A program with its arguments. The task is JSON on its standard input; it posts its reward, or prints it last."""
     directory: Source | None = None
     """Files of the command, which runs in a copy of this directory for each episode; None: in an empty one."""
+    sandbox: Annotated[str, Field(pattern=r"^https?://[^\s@]+$")] | None = None
+    """A service that runs the command (`docs/agents.md`); None: a sandbox of this machine."""
     venv: Source | None = None
     """A Python virtual environment for the command."""
     url: Annotated[str, Field(pattern=r"^https?://[^\s@]+$")] | None = None
@@ -81,6 +83,8 @@ class AgentConfig(Section):
     """Maximum size of its output."""
     max_processes: Count = 32
     """Maximum number of its processes."""
+    disk_mb: Count = 256
+    """Maximum size of a command's files, in memory."""
     retries: Annotated[int, Field(ge=0, le=10)] = 2
     """How often an agent runs again when there is no result without a fault of its own."""
     untrainable: Literal["refuse", "leave_out"] = "refuse"
@@ -95,9 +99,11 @@ class AgentConfig(Section):
         given = [name for name in ("agent", "command", "url") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"exactly one of agent, command and url must be set, not {' and '.join(given) or 'none'}")
-        for name in ("directory", "venv"):
+        for name in ("directory", "venv", "sandbox"):
             if getattr(self, name) is not None and self.command is None:
                 raise ValueError(f"{name} = {getattr(self, name)!r} must be left out without a command")
+        if self.sandbox is not None and self.venv is not None:
+            raise ValueError(f"venv = {self.venv!r} must be left out with sandbox: the service has its own programs")
         return self
 
     def check_turns(self, max_new_tokens: int, stop: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ import psutil
 
 from xray_runtime.credentials import strip_credentials
 from xray_runtime.lineage.statement import OutsideSource
+from xray_runtime.sandboxes.confine import confinement
 from xray_runtime.store.identity import digest, file_sha256
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +73,7 @@ def _machine() -> dict[str, Any]:
         "cpu": next(iter(_values(Path("/proc/cpuinfo"), "model name")), platform.processor()),
         "cpus": os.cpu_count() or 0,
         "memory_bytes": psutil.virtual_memory().total,
+        "sandbox": confinement(),
         "gpus": [model for path in gpus for model in _values(path, "Model:")],
     }
 

@@ -1,7 +1,7 @@
 """Processes with limits, which answer one question at a time and can be killed meanwhile.
 
-Each has its own session and an empty temporary directory, almost no environment, and none of our files open. Its group
-is killed at the end.
+Each has its own session and an empty temporary directory, almost no environment, and none of our files open. With
+bubblewrap it has a file system, processes and a network of its own, too. Its group is killed at the end.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xray_runtime
 from xray_runtime.processes import TAG
+from xray_runtime.sandboxes.confine import View, confined, confinement
 
 FILE_BYTES = 2**24
 OPEN_FILES = 64
 START_S = 60.0
+OURS = Path(xray_runtime.__file__).parent
 READY = {"ready": True}
 """The first line of a started process."""
 
@@ -58,8 +61,13 @@ def sandboxed(
     environment = {name: os.environ[name] for name in (TAG,) if name in os.environ}
     environment |= {"PYTHONHASHSEED": "0", "TZ": "UTC0"}
     options = ["-B", "-s", "-P", *(["-S"] if path is None else [])]
+    command = [sys.executable, *options, "-c", program, json.dumps([limits, path])]
+    if confinement() == "bubblewrap":
+        readable = [OURS, *map(Path, filter(os.path.isabs, path or []))]
+        # The thread that starts it may end before.
+        command = confined(command, View(directory, readable, with_parent=False))
     process = subprocess.Popen(
-        [sys.executable, *options, "-c", program, json.dumps([limits, path])],
+        command,
         cwd=directory,
         env=environment,
         start_new_session=True,

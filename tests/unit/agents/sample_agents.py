@@ -63,6 +63,22 @@ def faulty(task: dict[str, Any]) -> Any:
         case "forks":
             while True:
                 subprocess.Popen(["sleep", "1000"])
+        case "leaks_files":
+            while True:
+                os.open("/", 0)
+        case "boolean":
+            return True
+        case "list":
+            return [1.0]
+        case "infinite":
+            return 10**400
+        case "negative_info":
+            return {"value": 1.0, "info": {"steps": "3"}}
+        case "another":
+            steal(os.environ["XRAY_EPISODE_URL"])
+        case "calls":
+            for number in range(100):
+                ask([{"role": "user", "content": f"again {number}"}])
         case "nan":
             return float("nan")
         case "text":
@@ -83,6 +99,38 @@ def faulty(task: dict[str, Any]) -> Any:
             code = f"import subprocess; subprocess.Popen(['sleep', '{task['seconds']}'], start_new_session=True)"
             subprocess.run([sys.executable, "-c", code], check=True)
     return 1.0
+
+
+def steal(own: str) -> None:
+    """Calls and rewards of other episodes with the own token, and of the own one with another. Raises if one passes."""
+    name = own.rpartition("/")[2]
+    others = [own.replace(name, f"{name.rpartition('-')[0]}-{row}") for row in range(10)]
+    body = {"model": "x", "messages": [{"role": "user", "content": "stolen"}]}
+    for url, key in [*((url, os.environ["OPENAI_API_KEY"]) for url in others if url != own), (own, "xray-guessed")]:
+        for path, content in (("v1/chat/completions", body), ("reward", {"value": 100})):
+            answer = httpx.post(f"{url}/{path}", json=content, headers={"x-api-key": key}, timeout=60)
+            if answer.status_code != 401:
+                raise ValueError(f"{path} of another episode answers {answer.status_code}")
+
+
+FAULTS = ["none", "nothing", "raises", "boolean", "list", "text", "nan", "another", "after", "calls"]
+
+
+def of_table(task: dict[str, Any]) -> Any:
+    """The fault at the number in the prompt."""
+    return faulty(task | {"fault": FAULTS[int(task["prompt"][-1])]})
+
+
+def kills_once(task: dict[str, Any]) -> float:
+    """The first worker dies."""
+    ask([{"role": "user", "content": task["prompt"]}])
+    try:
+        os.mkdir(os.environ["XRAY_TEST_MARKER"])
+    except FileExistsError:
+        return 1.0
+    os.kill(os.getppid(), 9)
+    time.sleep(1000)
+    return 0.0
 
 
 def says(task: dict[str, Any]) -> float:

@@ -15,6 +15,7 @@ from tests.unit.agents import sample_agents
 from tests.unit.agents.parts import World
 from xray_runtime.agents.outcomes import Outcome
 from xray_runtime.agents.posted import Posted
+from xray_runtime.agents.request import shown
 from xray_runtime.agents.runner import Address, Runner, open_runner
 from xray_runtime.config.environment import AgentConfig
 
@@ -50,9 +51,22 @@ def outcome(runner: Runner, world: World, **task: Any) -> Outcome:
         ("raises", Outcome(broken="it raised OSError: the page is gone")),
         ("exits", Outcome(broken="its process ended with 3")),
         ("floods", Outcome(broken="it wrote more than output_mb = 1")),
+        ("leaks_files", Outcome(broken="it raised OSError: [Errno 24] Too many open files: '/'")),
         ("leaks", Outcome(broken="it raised MemoryError")),
         ("forks", Outcome(broken="it had more than max_processes = 6")),
         ("nan", Outcome(broken="the agent returned no valid result: the reward is nan: must be a finite number")),
+        ("boolean", Outcome(broken="the agent returned no valid result: the reward is True: must be a finite number")),
+        ("list", Outcome(broken="the agent returned no valid result: the reward is [1.0]: must be a finite number")),
+        (
+            "infinite",
+            Outcome(
+                broken=f"the agent returned no valid result: the reward is {shown(10**400)}: must be a finite number"
+            ),
+        ),
+        (
+            "negative_info",
+            Outcome(broken="the agent returned no valid result: info['steps'] is '3': must be a finite number"),
+        ),
         ("text", Outcome(broken="the agent returned no valid result: the reward is '1.0': must be a finite number")),
         ("unusable", Outcome(Posted(unusable="the site was down"))),
     ],
@@ -138,6 +152,13 @@ def test_a_command_finds_its_virtual_environment_and_its_directory(world: World,
     assert f"[{tmp_path / 'venv'}]" in log.read_text()
     runner = open_runner(config(**fields), log)
     assert outcome(runner, world) == Outcome(broken="its command ended with 4")
+    runner.close()
+
+
+def test_a_sandbox_that_does_not_start_is_infrastructure(world: World, tmp_path: Path) -> None:
+    runner = open_runner(config(command=["true"], sandbox="http://127.0.0.1:9/boxes"), tmp_path / "agents.log")
+    failed = outcome(runner, world).infrastructure
+    assert str(failed).startswith("no sandbox starts: OSError: http://127.0.0.1:9/boxes: ConnectError")
     runner.close()
 
 

@@ -318,11 +318,59 @@ def test_failures_have_no_reward_and_are_counted_by_sort(inputs: PPOInputs, tmp_
     assert counts == {"broke": 4, "failed_unusable": 2, "failed_infrastructure": 0}
 
 
+def test_each_fault_costs_its_episode_alone_and_nothing_of_it_is_trained(inputs: PPOInputs, tmp_path: Path) -> None:
+    """The same gateway and worker for all ten. One steals and is refused, one posts after its end."""
+    world, recorder, table = played(
+        inputs,
+        tmp_path / "out",
+        "of_table",
+        prompts_per_iteration=10,
+        max_failed=0.9,
+        limits={"max_calls": 20, "max_tokens": 512},
+    )
+    texts = [world.tokenizer.decode(ids) for ids in table["prompt_ids"].to_pylist()]  # type: ignore[attr-defined]
+    faults = [sample_agents.FAULTS[int(next(c for c in reversed(text) if c.isdigit()))] for text in texts]
+    invalid = "broke: the agent returned no valid result: the reward is {}: must be a finite number"
+    whys = {
+        "nothing": "broke: the agent ended without a reward",
+        "raises": "broke: it raised OSError: the page is gone",
+        "boolean": invalid.format("True"),
+        "list": invalid.format("[1.0]"),
+        "text": invalid.format("'1.0'"),
+        "nan": invalid.format("nan"),
+        "calls": "broke: more than max_calls = 20 calls",
+    }
+    rewards = {"none": 1.0, "another": 1.0, "after": 0.25}
+    columns = (table[name].to_pylist() for name in ("failure/environment", "reward", "times_trained"))
+    found = {fault: values for fault, *values in zip(faults, *columns, strict=True)}
+    assert sorted(faults) == sorted(sample_agents.FAULTS)
+    for fault, (why, reward, trained) in found.items():
+        assert (why, reward, trained > 0) == (whys.get(fault), rewards.get(fault), fault in rewards), fault
+    [point] = recorder.points
+    assert point["rollout/agent/broke"] == len(whys)
+    # Of what was stolen or said after the end, nothing is in the ledger.
+    records = [json.loads(text) for text in table["answers"].to_pylist()]
+    assert {len(record["calls"]) for record, fault in zip(records, faults, strict=True) if fault != "calls"} == {1}
+
+
+def test_a_worker_that_dies_is_infrastructure_and_no_reward(
+    inputs: PPOInputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XRAY_TEST_MARKER", str(tmp_path / "marker"))
+    _, recorder, table = played(inputs, tmp_path / "out", "kills_once", limits={"retries": 5})
+    assert table["failure/environment"].to_pylist() == [None] * 4
+    [point] = recorder.points
+    assert 1 <= point["rollout/agent/failed_infrastructure"] <= 4
+    assert point["rollout/agent/broke"] == 0
+
+
 @pytest.mark.parametrize(
     ("environment", "reason"),
     [
         ({"agent": "a:b", "url": "http://h"}, "exactly one of agent, command and url must be set, not agent and url"),
         ({"url": "http://h", "venv": "v"}, "venv = 'v' must be left out without a command"),
+        ({"agent": "a:b", "sandbox": "http://h"}, "sandbox = 'http://h' must be left out without a command"),
+        ({"command": ["a"], "sandbox": "http://h", "venv": "v"}, "venv = 'v' must be left out with sandbox"),
         ({"agent": "a:b", "max_turns": 3}, "max_turns"),
         ({"agent": "a:b", "max_tokens": 2}, "max_tokens = 2 must be at least max_new_tokens = 16"),
     ],

@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from xray_runtime.rewards.code import judge, reply
-from xray_runtime.rewards.code.seccomp import seccomp_filter
 from xray_runtime.rewards.code.values import Channel
+from xray_runtime.sandboxes.seccomp import computing_filter, control, install
 
 USES: tuple[str, ...] = ()
 """Only modules of the standard library are imported by name here, and a key has Python's version."""
@@ -56,15 +56,11 @@ LOADED_TOO = """collections.abc concurrent.futures email.message email.parser en
 encodings.latin_1 encodings.utf_16 encodings.utf_32 html.parser importlib.metadata importlib.resources json.decoder
 logging.handlers multiprocessing.pool os.path unittest.mock urllib.parse urllib.request xml.dom.minidom
 xml.etree.ElementTree xml.sax"""
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, CLONE_NEWUSER = 1, 22, 38, 0x10000000
+PR_SET_PDEATHSIG, CLONE_NEWUSER = 1, 0x10000000
 FREE = 64
 """Descriptors are first moved to this number and above."""
 
 Prepared = tuple[list[int], Callable[[], Any]]
-
-
-class _Program(ctypes.Structure):
-    _fields_ = [("length", ctypes.c_ushort), ("steps", ctypes.c_char_p)]
 
 
 class _Server:
@@ -77,7 +73,7 @@ class _Server:
     def __init__(self, output: int) -> None:
         self._output = output
         self._libc = ctypes.CDLL(None, use_errno=True)
-        self._filter = seccomp_filter()
+        self._filter = computing_filter()
         self._nothing = os.open(os.devnull, os.O_RDWR)
         self._pid = os.getpid()
         self._address_space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -182,16 +178,10 @@ class _Server:
                 os.setgroups([])
                 os.setresgid(NOBODY, NOBODY, NOBODY)
                 os.setresuid(NOBODY, NOBODY, NOBODY)
-        self._control(PR_SET_PDEATHSIG, signal.SIGKILL, "is not ended with its parent")
+        control(PR_SET_PDEATHSIG, signal.SIGKILL, "is not ended with its parent")
         if os.getppid() != self._pid:
             os._exit(1)
-        self._control(PR_SET_NO_NEW_PRIVS, 1, "takes no PR_SET_NO_NEW_PRIVS")
-        program = _Program(len(self._filter) // 8, self._filter)
-        self._control(PR_SET_SECCOMP, 2, "takes no seccomp filter", ctypes.byref(program))
-
-    def _control(self, option: int, value: int, fault: str, more: Any = 0) -> None:
-        if self._libc.prctl(option, value, more, 0, 0):
-            raise OSError(f"a process {fault} here: {os.strerror(ctypes.get_errno())}")
+        install(self._filter)
 
 
 def _end(pid: int, limit_s: float) -> int | None:

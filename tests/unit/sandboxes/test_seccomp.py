@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
 from pathlib import Path
 
 import pytest
 
-from xray_runtime.rewards.code.seccomp import ALLOWED, NEWFSTATAT, seccomp_filter
+from xray_runtime.sandboxes.seccomp import ALLOWED, NEWFSTATAT, REFUSED, SOCKET, computing_filter, connecting_filter
 
 TABLES = {
     0: [Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/include/asm/unistd_64.h")],
@@ -17,12 +18,12 @@ TABLES = {
 
 
 def test_steps_jump_within_the_program() -> None:
-    for machine in ("x86_64", "aarch64"):
-        steps = list(struct.iter_unpack("HBBI", seccomp_filter(machine)))
+    for machine, program in itertools.product(("x86_64", "aarch64"), (computing_filter, connecting_filter)):
+        steps = list(struct.iter_unpack("HBBI", program(machine)))
         for place, (_, true, false, _) in enumerate(steps):
             assert place + 1 + max(true, false) <= len(steps) - 1 or place >= len(steps) - 3
     with pytest.raises(OSError, match=r"the sandbox knows no system calls of sparc: it runs on x86_64 and aarch64$"):
-        seccomp_filter("sparc")
+        computing_filter("sparc")
 
 
 @pytest.mark.parametrize("column", TABLES)
@@ -34,7 +35,7 @@ def test_numbers_are_the_kernels(column: int) -> None:
     known = {name: int(number) for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text)}
     # Where 32-bit systems have calls of their own, the generic table names them by both.
     known = {name.removeprefix("3264_"): number for name, number in known.items()} | known
-    for name, numbers in (ALLOWED | {"newfstatat": NEWFSTATAT}).items():
+    for name, numbers in (ALLOWED | REFUSED | {"newfstatat": NEWFSTATAT, "socket": SOCKET}).items():
         number = numbers[column]
         generic = known.get(name, known.get({"newfstatat": "fstatat"}.get(name, name)))
         assert number is None or generic == number, name

@@ -1,0 +1,326 @@
+"""Programs in sandboxes that try to reach what is not theirs. Each prints `got` only if it succeeds."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from xray_runtime.agents.local_sandbox import LocalSandbox
+from xray_runtime.sandboxes import confine, landlock
+from xray_runtime.sandboxes.base import Box, Ended, Limits, Program
+from xray_runtime.sandboxes.confine import Confinement
+
+LIMITS = Limits(timeout_s=20.0, memory_mb=1024, output_bytes=2**20, processes=8, disk_mb=16)
+HAS = {"bubblewrap": confine._why_not() is None, "landlock": landlock.version() >= landlock.NETWORK_VERSION}
+HIDDEN = "hidden-from-programs"
+
+
+@dataclass
+class Place:
+    """Sandboxes of one kind, a gateway and what must stay out of reach."""
+
+    how: Confinement
+    sandbox: LocalSandbox
+    gateway: str
+    log: Path
+
+    def begin(self, code: str, box: Box | None = None, **limits: Any) -> tuple[str, Future[Ended]]:
+        found = box or Box(replace(LIMITS, **limits), gateway=self.gateway)
+        name = self.sandbox.start(found)
+        variables = {"GATEWAY": self.sandbox.address(self.gateway), "TOKEN": f"token-{name}"}
+        return name, self.sandbox.run(name, Program([sys.executable, "-c", code], "task", variables))
+
+    def run(self, code: str, box: Box | None = None, **limits: Any) -> Ended:
+        name, ended = self.begin(code, box, **limits)
+        found = ended.result(100)
+        self.sandbox.stop(name)
+        return found
+
+
+class Hello(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"hello")
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module", params=["bubblewrap", "landlock"])
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    if not HAS[request.param]:
+        pytest.skip(f"this machine has no {request.param}")
+    log = tmp_path_factory.mktemp("log") / "agents.log"
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hello)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XRAY_TEST_SECRET", HIDDEN)
+        sandbox = LocalSandbox(log, request.param)
+    yield Place(request.param, sandbox, f"http://127.0.0.1:{server.server_port}", log)
+    sandbox.close()
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_program_gets_its_files_its_input_and_the_gateway(place: Place, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "file").write_text("content")
+    code = """
+import os, pathlib, sys, tempfile, urllib.request
+print("to the log", file=sys.stderr)
+pathlib.Path("sub/file").write_text(pathlib.Path("sub/file").read_text() + " changed")
+assert pathlib.Path.home() == pathlib.Path.cwd()
+tempfile.TemporaryFile().close()
+for _ in range(20):
+    answer = urllib.request.urlopen(os.environ["GATEWAY"]).read().decode()
+print(input(), pathlib.Path("sub/file").read_text(), answer)
+sys.exit(3)
+"""
+    box = Box(LIMITS, tmp_path, gateway=place.gateway)
+    # The second begins with the same files.
+    assert [place.run(code, box) for _ in range(2)] == [Ended(3, "task content changed hello\n")] * 2
+    assert (tmp_path / "sub" / "file").read_text() == "content"
+    assert "to the log" in place.log.read_text()
+
+
+REACHES = {
+    "/etc/shadow": "open('/etc/shadow').read()",
+    "the home directory": "os.listdir({home!r}) == {names!r} or 1 / 0",
+    "a file that all may read": "open({key!r}).read()",
+    "a file through a directory's descriptor": "os.open('../../../..' + {key!r}, 0)",
+    "the memory of a process as a file": "open('/proc/{parent}/mem', 'rb').read(1)",
+    "a process's environment": "open('/proc/{parent}/environ', 'rb').read()",
+    "a process's files": "os.listdir('/proc/{parent}/root' + {directory!r})",
+    "a new file elsewhere": "open({directory!r} + '/new', 'w')",
+    "a program replaced": "open('/usr/bin/new', 'w')",
+    "a file of our Python replaced": "open({library!r}, 'a')",
+    "a name in /etc": "open('/etc/new', 'w')",
+    "a device": "open('/dev/vda', 'rb').read(1)",
+    "another port": "socket.create_connection(('127.0.0.1', {port}), 3)",
+    "another port by IPv6": "socket.create_connection(('::1', {port}), 3)",
+    "a port to listen on outside": "socket.create_server(('0.0.0.0', 0)) and {listens}",
+    "a datagram": "reached(socket.socket(socket.AF_INET, socket.SOCK_DGRAM), ('127.0.0.1', {datagrams}))",
+    "a Unix socket": "socket.socket(socket.AF_UNIX).connect({directory!r} + '/unix')",
+    "an abstract Unix socket": "socket.socket(socket.AF_UNIX).connect('\\0xray-{port}')",
+    "MPTCP": "socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262).connect(('127.0.0.1', {port}))",
+    "a signal to our process": "os.kill({parent}, 0)",
+    "ptrace": "libc(101, 16, {parent}, 0, 0)",
+    "io_uring's own calls": "{listens} and libc(425, 4, ctypes.create_string_buffer(120))",
+    "memory of another process": "libc(310, {parent}, pair(), 1, pair(), 1, 0)",
+    "a mount": "libc(165, b'none', b'/tmp', b'tmpfs', 0, None)",
+    "another root": "os.chroot('/')",
+    "our variables": "secret() and 1",
+    "variables of the first process": "b'" + HIDDEN + "' in open('/proc/1/environ', 'rb').read() or 1 / 0",
+    "the door to outside": "opened() or 1 / 0",
+}
+HELPERS = f"""
+import ctypes, os, socket
+def libc(number, *arguments):
+    if ctypes.CDLL(None, use_errno=True).syscall(number, *arguments) < 0:
+        raise OSError(ctypes.get_errno(), "refused")
+def pair():
+    return (ctypes.c_size_t * 2)(0, 8)
+def opened():
+    def is_open(number):
+        try: return bool(os.fstat(number))
+        except OSError: return False
+    return [number for number in range(3, 64) if is_open(number)]
+def reached(one, where):
+    one.sendto(b"datagram", where)
+def secret():
+    if {HIDDEN!r} not in os.environ.values():
+        raise KeyError
+"""
+
+
+@pytest.mark.parametrize("name", REACHES)
+def test_a_program_reaches_nothing_else(place: Place, name: str, tmp_path: Path) -> None:
+    key = tmp_path / "signing.pem"
+    key.write_text("PRIVATE")
+    for directory in (tmp_path, *tmp_path.parents[:2]):
+        directory.chmod(0o777)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
+        socket.socket(socket.AF_UNIX) as unix,
+        socket.socket(socket.AF_UNIX) as abstract,
+    ):
+        port = server.getsockname()[1]
+        datagrams.bind(("127.0.0.1", 0))
+        datagrams.settimeout(0.2)
+        unix.bind(str(tmp_path / "unix"))
+        unix.listen()
+        abstract.bind(f"\0xray-{port}")
+        abstract.listen()
+        expression = REACHES[name].format(
+            home=str(Path.home()),
+            names=os.listdir(Path.home()),
+            key=str(key),
+            directory=str(tmp_path),
+            library=os.__file__,
+            parent=os.getpid(),
+            port=port,
+            datagrams=datagrams.getsockname()[1],
+            # With bubblewrap that is in a network of its own, which reaches nobody.
+            listens="1 / 0" if place.how == "bubblewrap" else "1",
+        )
+        ended = place.run(f"{HELPERS}\ntry:\n    {expression}\n    print('got')\nexcept Exception as e: print(repr(e))")
+        assert ended.code == 0
+        if name == "a datagram" and place.how == "bubblewrap":
+            with pytest.raises(TimeoutError):
+                datagrams.recv(100)
+        else:
+            assert "got" not in ended.output, ended.output
+    assert not (tmp_path / "new").exists()
+
+
+def test_files_processes_and_variables_of_another_are_out_of_reach(place: Place) -> None:
+    waits = (
+        "import os, time; open('mine', 'w').write('secret-of-another'); print(os.getcwd(), flush=True); time.sleep(8)"
+    )
+    looks = """
+import glob, os, signal
+found = []
+patterns = "/proc/[0-9]*/environ", "/proc/[0-9]*/cwd/mine", "/tmp/*/mine", HOME + "/mine"
+for path in [path for pattern in patterns for path in glob.glob(pattern)] + [HOME + "/mine"]:
+    try:
+        text = open(path, "rb").read()
+        found += [path] if b"secret-of-another" in text or b"TOKEN=OTHER" in text else []
+    except OSError: pass
+try: os.kill(-1, signal.SIGKILL)
+except OSError: pass
+print(found)
+"""
+    name, other = place.begin(waits)
+    home = place.sandbox._started[name].home
+    time.sleep(1.0)
+    looks = looks.replace("HOME", repr(str(home))).replace("OTHER", f"token-{name}")
+    looked = place.run(looks)
+    # The signal ends at most who sent it.
+    assert looked == Ended(0, "[]\n") or (looked.code, looked.output) == (-9, "")
+    assert other.result(100).code == 0
+    place.sandbox.stop(name)
+    assert not home.exists()
+
+
+BREAKS = {
+    "hangs": ("import time\nwhile True: time.sleep(1)", {"timeout_s": 1.0}, "it took longer than timeout_s = 1"),
+    "hangs and ignores signals": (
+        "import signal, time\n"
+        "for n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\n"
+        "while True: time.sleep(1)",
+        {"timeout_s": 1.0},
+        "it took longer than timeout_s = 1",
+    ),
+    "forks": ("import os\nwhile True: os.fork()", {}, "it had more than max_processes = 8"),
+    "forks in sessions of their own": (
+        "import os\nwhile True:\n    try: os.fork() or os.setsid()\n    except OSError: pass",
+        {},
+        "it had more than max_processes = 8",
+    ),
+    "floods its output": ("while True: print('x' * 10000)", {}, "it wrote more than output_mb = 1"),
+    "floods its errors": (
+        "import sys\nwhile True: sys.stderr.write('x' * 10000)",
+        {},
+        "it wrote more than output_mb = 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_program_that_breaks_a_limit_ends_with_all_its_processes(place: Place, name: str) -> None:
+    code, limits, why = BREAKS[name]
+    start = time.monotonic()
+    assert place.run(code, **limits) == Ended(broken=why)
+    assert time.monotonic() - start < 30.0
+    worker = psutil.Process(place.sandbox._worker._process.pid)
+    assert worker.children(recursive=True) == []
+    assert place.run("print(1)") == Ended(0, "1\n")
+
+
+def test_memory_files_and_disk_are_limited(place: Place) -> None:
+    assert place.run("x = bytearray(2 ** 31)").code == 1
+    opens = "import os\nn = 0\nwhile n < 5000: os.open('/', 0); n += 1"
+    assert place.run(opens).code == 1
+    if place.how == "bubblewrap":
+        fills = "import os\nn = 0\nwhile n < 64: open(f'{DIR}/{n}', 'wb').write(bytes(2 ** 20)); n += 1"
+        for directory in (".", "/dev/shm"):
+            assert place.run(fills.replace("{DIR}", directory)).code == 1
+        assert place.run("open('/new', 'w')").code == 1
+
+
+def test_daemons_end_with_their_program(place: Place) -> None:
+    code = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        for stream in range(3): os.close(stream)
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+print("left")
+"""
+    assert place.run(code) == Ended(0, "left\n")
+    assert psutil.Process(place.sandbox._worker._process.pid).children(recursive=True) == []
+
+
+def test_a_stopped_sandbox_is_gone(place: Place) -> None:
+    name, ended = place.begin("import time; time.sleep(100)")
+    home = place.sandbox._started[name].home
+    place.sandbox.stop(name)
+    place.sandbox.stop(name)
+    assert ended.result(10).broken == "it was stopped"
+    assert not home.exists()
+
+
+def test_sandboxes_end_with_who_asks(place: Place, tmp_path: Path) -> None:
+    """Also by SIGKILL."""
+    asks = f"""
+import pathlib
+from xray_runtime.agents.local_sandbox import LocalSandbox
+from xray_runtime.sandboxes.base import Box, Limits, Program
+sandbox = LocalSandbox(pathlib.Path({str(tmp_path / "log")!r}), {place.how!r})
+name = sandbox.start(Box(Limits(600.0, 1024, 1000, 8, 16)))
+sandbox.run(name, Program(["sleep", "600"], "", {{}}))
+print(sandbox._worker._process.pid, flush=True)
+import time; time.sleep(600)
+"""
+    import subprocess
+
+    with subprocess.Popen([sys.executable, "-c", asks], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        worker = psutil.Process(int(process.stdout.readline()))
+        while not any(child.name() == "sleep" for child in worker.children(recursive=True)):
+            time.sleep(0.05)
+        children = worker.children(recursive=True)
+        process.kill()
+    assert psutil.wait_procs([worker, *children], timeout=20)[1] == []
+
+
+def test_what_is_missing_is_said_once_and_a_virtual_environment_shows_no_more_than_it_needs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    confine.confinement.cache_clear()
+    monkeypatch.setattr(confine.shutil, "which", lambda name: None)
+    expected = "landlock" if landlock.version() else "limits"
+    assert [confine.confinement(), confine.confinement()] == [expected] * 2
+    confine.confinement.cache_clear()
+    [line] = caplog.messages
+    assert line.startswith("sandboxed programs run without bubblewrap (it is not installed): ")
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    (tmp_path / "venv" / "pyvenv.cfg").write_text("home = /bin\nversion = 3.11\n")
+    assert Path("/") not in confine.venv_paths(tmp_path / "venv")

@@ -1,0 +1,176 @@
+"""Confines a program on this machine as well as that is possible.
+
+bubblewrap   a file system of its own with a limited disk, processes and a network of its own, no rights
+landlock     files and TCP ports by Landlock, other sockets by seccomp; without a limit of the disk
+limits       only limits of time, memory, output and processes, and no variables of ours
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import xray_runtime
+from xray_runtime.processes import TAG
+from xray_runtime.sandboxes import inside, landlock
+
+log = logging.getLogger(__name__)
+
+Confinement = Literal["bubblewrap", "landlock", "limits"]
+
+BUBBLEWRAP = "bwrap"
+TRY_S = 30.0
+CONFIGURATION = """alternatives ca-certificates.conf crypto-policies group host.conf hosts ld.so.cache ld.so.conf
+ld.so.conf.d localtime mime.types nsswitch.conf passwd pki protocols services ssl"""
+"""Names in /etc that programs need and anybody may know."""
+SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", *(f"/etc/{name}" for name in CONFIGURATION.split())]
+DEVICES = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
+HOME, FILES = "/tmp/home", "/files"
+ISOLATED = """--unshare-all --unshare-user --disable-userns --uid 65534 --gid 65534 --cap-drop ALL --hostname sandbox
+--proc /proc --dev /dev"""
+"""Namespaces of its own, in which it is nobody without capabilities."""
+KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", TAG)
+"""Variables of ours that a program keeps. With the run's tag it ends with the run."""
+COUNTS_BY_NAMESPACE = (5, 14)
+"""Linux since which a sandbox's processes are counted apart from the user's others."""
+DOOR = 3
+"""Descriptor for connections to the gateway."""
+EXTRA_PROCESSES = {"bubblewrap": 3, "landlock": 0, "limits": 0}
+"""Confinement → processes besides the program's own: bubblewrap's two, and the gateway's in the sandbox."""
+
+
+@dataclass(frozen=True)
+class View:
+    """What a program can reach."""
+
+    home: Path
+    """Its directory outside bubblewrap, which no one else uses."""
+    readable: Sequence[Path] = ()
+    files: Path | None = None
+    """Copied to its directory."""
+    gateway: str | None = None
+    disk_mb: int = 64
+    processes: int | None = None
+    """Limit that the kernel holds with bubblewrap, unless it is root who starts it."""
+    with_parent: bool = True
+    """It ends with the thread that starts it."""
+
+
+@cache
+def confinement() -> Confinement:
+    """How programs are confined here; says once what is missing."""
+    why = _why_not()
+    if why is None:
+        return "bubblewrap"
+    found: Confinement = "landlock" if landlock.version() else "limits"
+    missing = {
+        "landlock": "Landlock and seccomp confine them, without limits of disk"
+        + ("" if landlock.version() >= landlock.NETWORK_VERSION else " and of TCP connections"),
+        "limits": "nothing keeps them from files and connections",
+    }
+    log.warning("sandboxed programs run without bubblewrap (%s): %s", why, missing[found])
+    return found
+
+
+def confined(command: Sequence[str], view: View, how: Confinement | None = None) -> list[str]:
+    """The command that runs `command` confined, in `view.home`. It keeps open descriptors."""
+    how = how or confinement()
+    port = None if view.gateway is None else urlsplit(view.gateway).port
+    readable = [*SYSTEM, *map(str, (*_python(), *view.readable))]
+    spec: dict[str, Any] = {"files": None if view.files is None else str(view.files), "home": str(view.home)}
+    spec |= {"door": DOOR, "port": port, "how": how, "root": str(_root())}
+    start = [sys.executable, "-I", "-S", inside.__file__]
+    if how == "bubblewrap":
+        spec |= {"files": None if view.files is None else FILES, "home": HOME}
+        if view.processes is not None and os.geteuid() != 0 and _kernel() >= COUNTS_BY_NAMESPACE:
+            spec["processes"] = view.processes + EXTRA_PROCESSES[how]
+        files = [] if view.files is None else ["--ro-bind", str(view.files), FILES]
+        return [*_bubblewrap(readable, files, view), *start, json.dumps(spec), *command]
+    spec |= {"readable": [*readable, *DEVICES], "writable": [str(view.home), "/dev/null"]}
+    return [*start, json.dumps(spec), *command]
+
+
+def plain_environment(home: Path, how: Confinement | None = None) -> dict[str, str]:
+    """The variables of a confined program."""
+    place = HOME if (how or confinement()) == "bubblewrap" else str(home)
+    kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+    return {"PATH": os.defpath} | kept | {"HOME": place, "TMPDIR": place, "USER": "nobody", "LOGNAME": "nobody"}
+
+
+def venv_paths(venv: Path) -> list[Path]:
+    """What a virtual environment needs: its directory, and programs and libraries of its Python."""
+    paths = [venv.absolute()]
+    for home in {(venv / "bin" / "python").resolve().parent, *_homes(venv / "pyvenv.cfg")}:
+        if home.name == "bin":
+            paths += _of_prefix(home.parent)
+    return paths
+
+
+def _homes(settings: Path) -> Iterable[Path]:
+    if settings.is_file():
+        for line in settings.read_text().splitlines():
+            name, _, value = line.partition("=")
+            if name.strip() == "home":
+                yield Path(value.strip())
+
+
+def _of_prefix(prefix: Path) -> list[Path]:
+    return [prefix / name for name in ("bin", "lib", "lib64", "include") if (prefix / name).exists()]
+
+
+def _kernel() -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
+
+
+def _root() -> Path:
+    return Path(xray_runtime.__file__).parents[1]
+
+
+def _python() -> list[Path]:
+    """Our Python, and the code that runs inside."""
+    own = _root() / "xray_runtime"
+    is_venv = sys.prefix != sys.base_prefix
+    prefix = [Path(sys.prefix)] if is_venv else _of_prefix(Path(sys.prefix))
+    found = [*prefix, *_of_prefix(Path(sys.base_prefix)), Path(sysconfig.get_path("stdlib"))]
+    return [*found, Path(sys.executable).resolve().parent, own / "__init__.py", own / "sandboxes"]
+
+
+def _bubblewrap(readable: Sequence[str], files: Sequence[str], view: View) -> list[str]:
+    size = str(view.disk_mb * 2**20)
+    command = [
+        shutil.which(BUBBLEWRAP) or BUBBLEWRAP,
+        *ISOLATED.split(),
+        *("--size", size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
+        *("--size", size, "--tmpfs", "/tmp", "--dir", HOME),
+        *(["--die-with-parent"] if view.with_parent else []),
+    ]
+    for path in dict.fromkeys(readable):
+        command += ["--ro-bind-try", path, path]
+    return [*command, *files, "--remount-ro", "/", "--chdir", HOME, "--"]
+
+
+def _why_not() -> str | None:
+    """Why bubblewrap confines nothing here; None if it does."""
+    if shutil.which(BUBBLEWRAP) is None:
+        return "it is not installed"
+    command = confined([sys.executable, "-I", "-S", "-c", ""], View(Path("/")), "bubblewrap")
+    environment = {"PATH": os.environ.get("PATH", os.defpath)}
+    try:
+        done = subprocess.run(command, capture_output=True, env=environment, timeout=TRY_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return " ".join(str(error).split())
+    if not done.returncode:
+        return None
+    return " ".join(done.stderr.decode(errors="replace").split())[:200] or f"it ends with {done.returncode}"

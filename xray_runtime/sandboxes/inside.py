@@ -1,0 +1,117 @@
+"""The first program in a sandbox: `python -I -S inside.py SPEC COMMAND…`; it becomes the command.
+
+With bubblewrap the sandbox has a network of its own, whose loopback gets the gateway's port. A process here asks
+outside for a connection of each client, by a byte on the descriptor `door`, and is sent a connected socket. Only this
+process can use the door: the command does not inherit it, and may not look into processes that are not dumpable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+PIECE = 65_536
+STACK_BYTES = 2**18
+PAUSE_S = 0.05
+PR_SET_DUMPABLE, PR_CAPBSET_DROP, CAPABILITIES = 4, 24, 64
+
+
+def main() -> None:
+    spec: dict[str, Any] = json.loads(sys.argv[1])
+    os.chdir(spec["home"])
+    if spec["files"] is not None:
+        shutil.copytree(spec["files"], ".", symlinks=True, dirs_exist_ok=True)
+    if spec["how"] == "bubblewrap":
+        if spec["port"] is not None:
+            _open_port(spec["port"], spec["door"])
+        if "processes" in spec:
+            resource.setrlimit(resource.RLIMIT_NPROC, (spec["processes"], spec["processes"]))
+    else:
+        _confine(spec)
+    try:
+        os.execvp(sys.argv[2], sys.argv[2:])
+    except OSError as error:
+        sys.exit(f"{sys.argv[2]}: {error.strerror}")
+
+
+def _confine(spec: dict[str, Any]) -> None:
+    sys.path.insert(0, spec["root"])
+    import ctypes
+
+    from xray_runtime.sandboxes import landlock, seccomp
+
+    if os.geteuid() == 0:
+        # Otherwise the next program would have all capabilities again.
+        for capability in range(CAPABILITIES):
+            ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+    is_whole = spec["how"] == "landlock"
+    with contextlib.suppress(*() if is_whole else (OSError,)):
+        seccomp.install(seccomp.connecting_filter())
+    if is_whole:
+        landlock.restrict(spec["readable"], spec["writable"], spec["port"])
+
+
+def _open_port(port: int, door: int) -> None:
+    """Start the process that answers at `port`, as a child of the sandbox's first process."""
+    listener = socket.create_server(("127.0.0.1", port))
+    child = os.fork()
+    if child:
+        os.close(door)
+        listener.close()
+        os.waitpid(child, 0)
+        return
+    if not os.fork():
+        try:
+            _answer(listener, socket.socket(fileno=door))
+        finally:
+            os._exit(1)
+    os._exit(0)
+
+
+def _answer(listener: socket.socket, door: socket.socket) -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    # The end of the program's output is the end of these.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(nothing, stream)
+    threading.stack_size(STACK_BYTES)
+    while True:
+        try:
+            client, _ = listener.accept()
+        except OSError:  # no more descriptors
+            time.sleep(PAUSE_S)
+            continue
+        try:
+            gateway = _connected(door)
+            for pair in ((client, gateway), (gateway, client)):
+                threading.Thread(target=_pass_on, args=pair, daemon=True).start()
+        except (OSError, RuntimeError, ValueError):  # no gateway, or no more threads
+            client.close()
+
+
+def _connected(door: socket.socket) -> socket.socket:
+    door.send(b"?")
+    _, [descriptor], _, _ = socket.recv_fds(door, 1, 1)
+    return socket.socket(fileno=descriptor)
+
+
+def _pass_on(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while piece := source.recv(PIECE):
+            target.sendall(piece)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
+
+
+if __name__ == "__main__":
+    main()
