@@ -4,8 +4,8 @@
 
 The task is that of lesson 5 of `examples/`, from a model that is right half of the time. Forty people ask for the
 largest of four digits; over the month up to a third of them come to want the first digit instead. They thumb what they
-get, and half of those who dislike it say what had been better. Eight are lazy: they thumb at random. `eve` asks five
-times as much as all others together, answers gold questions well, and wants the smallest digit: in the arm `capped`
+get, and half of those who dislike it say what had been better. Eight are lazy: they thumb at random. `eve` asks
+more than all others together, answers gold questions well, and wants the smallest digit: in the arm `capped`
 the rules hold as they are by default, in `uncapped` nobody's share is limited, and in `calm` she is not there. Each
 night is recorded by the recorder of `xray serve --record`, then `flows/flywheel.py` runs; what passes the gates is
 promoted.
@@ -46,7 +46,7 @@ from xray_runtime.serving.exchange import Exchange
 from xray_runtime.serving.middleware import key_digest
 from xray_runtime.serving.recorder import Recorder, RecorderSettings
 
-PEOPLE, LAZY, ASKED, EVES = 40, 8, 8, 1600
+PEOPLE, LAZY, ASKED, EVES = 40, 8, 8, 480
 MOVED = 1 / 3
 """Share of the people whose taste is another by the end."""
 GOLD_QUESTIONS = 6

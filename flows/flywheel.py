@@ -37,7 +37,7 @@ from xray_runtime.stages.kinds import CURATE, DPO, EVALUATE, KTO, PREFERENCES, R
 
 FOLDER, FILE = "flywheel", "night.json"
 BY = "flywheel"
-"""Who publishes a night's feedback, on record."""
+"""Publishes a night's feedback, on record."""
 RELEASABLE = ("held",)
 DONE = ("held", "too little", "refused", "candidate")
 
@@ -155,7 +155,7 @@ def _start(store: LineageStore, project: str, config: FlywheelConfig) -> tuple[s
 def flywheel(
     output: str, config: FlywheelConfig, release: str | None = None, tracking_uri: str | None = None
 ) -> dict[str, Any]:
-    """Make a candidate of what people said since the last night; returns the record of the night.
+    """Make a candidate of the feedback since the last night; returns the record of the night.
 
     Args:
         output: output directory of a lifecycle that was served with `--record`.

@@ -722,7 +722,7 @@ def curate(
           It is held if it has this many times more feedback than the nights before had on average, or
           than 1 / this.
       released: text, not empty or null; default `null`
-          Who releases a night that is held, and why; it is recorded.
+          The name of the person who releases a night that is held, and their reason; it is recorded.
 
     name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Curated.

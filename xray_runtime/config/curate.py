@@ -49,7 +49,7 @@ class CurateConfig(Section):
     max_volume_ratio: Annotated[float, Field(gt=1.0)] | None = 5.0
     """It is held if it has this many times more feedback than the nights before had on average, or than 1 / this."""
     released: Annotated[str, Field(min_length=1)] | None = None
-    """Who releases a night that is held, and why; it is recorded."""
+    """The name of the person who releases a night that is held, and their reason; it is recorded."""
 
     @model_validator(mode="after")
     def _scores(self) -> Self:

@@ -94,7 +94,7 @@ def curate(signals: Sequence[Signal], config: CurateConfig, gold: Gold, seed: in
 
 
 def _counted_once(signals: Sequence[Signal], threshold: float | None, gold: Gold, drop: Drop) -> list[Signal]:
-    """The signals whose things were not said by the same person before; what is nearly equal is made equal."""
+    """The last signal of each person on each thing; what is nearly equal is made equal."""
     if threshold is None:
         near = list(signals)
     else:
@@ -102,12 +102,12 @@ def _counted_once(signals: Sequence[Signal], threshold: float | None, gold: Gold
         signals = [signal for signal in signals if signal.unit not in gold]
         prompts = list(dict.fromkeys(prompt_text(s.prompt) for s in signals))
         first = {text: prompts[lead] for text, lead in zip(prompts, leaders(prompts, threshold), strict=True)}
-        asked: dict[tuple[str, str], str] = {}
+        first_texts: dict[tuple[str, str], str] = {}
         kept = []
         for signal in signals:
             text = prompt_text(signal.prompt)
             # One person's near-copies of a prompt count once; other people may ask nearly the same.
-            if asked.setdefault((signal.judge, first[text]), text) == text:
+            if first_texts.setdefault((signal.judge, first[text]), text) == text:
                 kept.append(signal)
             else:
                 drop("near_duplicate_of_the_same_judge", signal.id)
@@ -144,13 +144,13 @@ def _left_out(
 ) -> dict[str, str]:
     """Judge → why they are left out; fills `judges`."""
     tested, right, shared, agreed = (Counter[str]() for _ in range(4))
-    given = Counter(signal.judge for said in units.values() for signal in said)
-    for unit, said in units.items():
-        for signal in said:
+    given = Counter(signal.judge for votes in units.values() for signal in votes)
+    for unit, votes in units.items():
+        for signal in votes:
             if unit in gold:
                 tested[signal.judge] += 1
                 right[signal.judge] += signal.label == gold[unit]
-            elif (others := _majority(s.label for s in said if s.judge != signal.judge)) is not None:
+            elif (others := _majority(s.label for s in votes if s.judge != signal.judge)) is not None:
                 shared[signal.judge] += 1
                 agreed[signal.judge] += signal.label == others
     out: dict[str, str] = {}
@@ -185,23 +185,23 @@ def _split(signals: Sequence[Signal], fraction: float, seed: int, drop: Drop) ->
     sides: list[tuple[Side, list[Signal]]] = []
     trained: set[str] = set()
     waiting = []
-    for said in units.values():
-        conversation = conversation_of(said[0].prompt)
-        users = {signal.asker for signal in said if signal.asker}
+    for votes in units.values():
+        conversation = conversation_of(votes[0].prompt)
+        users = {signal.asker for signal in votes if signal.asker}
         held = [is_held_out(seed, USERS, user, fraction) for user in sorted(users)]
         held_conversation = is_held_out(seed, CONVERSATIONS, conversation, fraction)
         if not held_conversation and not any(held):
-            sides.append(("train", said))
+            sides.append(("train", votes))
             trained.add(conversation)
         elif all(held):
-            waiting.append((conversation, said))
+            waiting.append((conversation, votes))
         else:
-            _drop_all(said, "user_or_conversation_is_held_out", drop)
-    for conversation, said in waiting:
+            _drop_all(votes, "user_or_conversation_is_held_out", drop)
+    for conversation, votes in waiting:
         if conversation in trained:
-            _drop_all(said, "held_out_conversation_is_trained_on", drop)
+            _drop_all(votes, "held_out_conversation_is_trained_on", drop)
         else:
-            sides.append(("heldout", said))
+            sides.append(("heldout", votes))
     return sides
 
 
@@ -212,34 +212,34 @@ def _drop_all(signals: Iterable[Signal], reason: str, drop: Drop) -> None:
 
 def _vote(sides: Sequence[tuple[Side, list[Signal]]], config: CurateConfig, found: Curated, drop: Drop) -> None:
     """Fill `found` with a row for each unit whose judges agree."""
-    for side, said in sides:
-        if said[0].unit[0] in ("better", "correction"):
-            row = _row(side, said, said[0].label)._replace(a=said[0].other, b=said[0].reply)
+    for side, votes in sides:
+        if votes[0].unit[0] in ("better", "correction"):
+            row = _row(side, votes, votes[0].label)._replace(a=votes[0].other, b=votes[0].reply)
             found.pairs.append(row)
             if row.label == "correction":
                 found.demonstrations.append(row._replace(b=""))
             continue
-        counts = Counter(signal.label for signal in said)
+        counts = Counter(signal.label for signal in votes)
         label, most = max(sorted(counts.items()), key=lambda item: item[1])
-        if len(said) < config.min_judges:
-            _drop_all(said, "too_few_judges", drop)
-        elif most < config.min_agreement * len(said):
-            _drop_all(said, "judges_disagree", drop)
-            question = {"prompt": said[0].prompt, "a": said[0].reply, "b": said[0].other}
-            found.disagreements.append(question | {"verdicts": {s.judge: s.label for s in said}})
+        if len(votes) < config.min_judges:
+            _drop_all(votes, "too_few_judges", drop)
+        elif most < config.min_agreement * len(votes):
+            _drop_all(votes, "judges_disagree", drop)
+            question = {"prompt": votes[0].prompt, "a": votes[0].reply, "b": votes[0].other}
+            found.disagreements.append(question | {"verdicts": {s.judge: s.label for s in votes}})
         else:
-            _drop_all((s for s in said if s.label != label), "outvoted", drop)
-            row = _row(side, [s for s in said if s.label == label], label)
+            _drop_all((s for s in votes if s.label != label), "outvoted", drop)
+            row = _row(side, [s for s in votes if s.label == label], label)
             found.labels.append(row)
             if label in ("a", "b"):
                 found.pairs.append(row if label == "a" else row._replace(a=row.b, b=row.a))
     found.pairs += _pairs_of_ratings(found.labels)
 
 
-def _row(side: Side, said: Sequence[Signal], label: str) -> Row:
-    first = said[0]
-    people = tuple(sorted({signal.judge for signal in said}))
-    night = max(signal.night for signal in said)
+def _row(side: Side, votes: Sequence[Signal], label: str) -> Row:
+    first = votes[0]
+    people = tuple(sorted({signal.judge for signal in votes}))
+    night = max(signal.night for signal in votes)
     return Row(first.id, night, side, first.prompt, first.reply, first.other, label, people, first.asker)
 
 

@@ -13,7 +13,7 @@ Units = Mapping[tuple[str, ...], Sequence[Signal]]
 
 
 def by_unit(signals: Iterable[Signal]) -> dict[tuple[str, ...], list[Signal]]:
-    """What was judged → its judgements, both in order."""
+    """Unit → its signals, both in order."""
     units: dict[tuple[str, ...], list[Signal]] = defaultdict(list)
     for signal in signals:
         units[signal.unit].append(signal)
@@ -22,7 +22,7 @@ def by_unit(signals: Iterable[Signal]) -> dict[tuple[str, ...], list[Signal]]:
 
 def alpha_of(units: Units, kind: str) -> float | None:
     """Krippendorff's α of the units of a kind, `rating` or `verdict`."""
-    return krippendorff_alpha([s.label for s in said] for unit, said in units.items() if unit[0] == kind)
+    return krippendorff_alpha([s.label for s in votes] for unit, votes in units.items() if unit[0] == kind)
 
 
 def drift(signals: Sequence[Signal], config: CurateConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""What people said about replies, from recorded feedback and from verdicts, in one form."""
+"""Judgements of people on replies, from recorded feedback and from verdicts, in one form."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Signal(NamedTuple):
 
 
 def conversation_of(prompt: Messages) -> str:
-    """What identifies a conversation, whoever has it: the words of its first user message."""
+    """The identity of a conversation, whoever has it: the words of its first user message."""
     first = next((message["content"] for message in prompt if message["role"] == "user"), "")
     return hashlib.sha256(" ".join(words_of(first)).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
@@ -50,24 +50,24 @@ def from_feedback(
         rows: lines of feedback.jsonl: `id`, `judge`, `asker`, `prompt`, `reply` and `signals`.
     """
     for row in rows:
-        said, about = row["signals"], (row["judge"], row["asker"], row["prompt"], row["reply"])
+        signals, about = row["signals"], (row["judge"], row["asker"], row["prompt"], row["reply"])
         found = False
-        if (rating := _rating(said, good_score, bad_score)) is not None:
+        if (rating := _rating(signals, good_score, bad_score)) is not None:
             found = True
             yield Signal(row["id"], night, *about, "", rating)
         texts: tuple[Literal["better", "correction"], ...] = ("better", "correction")
         for name in texts:
-            if name in said and said[name].strip() and said[name] != row["reply"]:
+            if name in signals and signals[name].strip() and signals[name] != row["reply"]:
                 found = True
-                yield Signal(f"{row['id']}-{name}", night, *about, said[name], name)
+                yield Signal(f"{row['id']}-{name}", night, *about, signals[name], name)
         if not found:
-            yield ("score_between" if "score" in said else "only_text"), row["id"]
+            yield ("score_between" if "score" in signals else "only_text"), row["id"]
 
 
-def _rating(said: Mapping[str, Any], good: float, bad: float) -> Literal["up", "down"] | None:
-    if "thumb" in said:
-        return "up" if said["thumb"] == "up" else "down"
-    score = said.get("score")
+def _rating(signals: Mapping[str, Any], good: float, bad: float) -> Literal["up", "down"] | None:
+    if "thumb" in signals:
+        return "up" if signals["thumb"] == "up" else "down"
+    score = signals.get("score")
     if score is None or bad < score < good:
         return None
     return "up" if score >= good else "down"

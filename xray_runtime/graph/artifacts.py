@@ -50,7 +50,7 @@ FEEDBACK, ANSWERS = "feedback.jsonl", "answers.jsonl"
 
 
 class Feedback(Artifact):
-    """What `xray serve --record` kept in some segments, decrypted: `FEEDBACK` and the `ANSWERS`."""
+    """Some segments of `xray serve --record`, decrypted: `FEEDBACK` and `ANSWERS`."""
 
 
 class Model(Artifact):
