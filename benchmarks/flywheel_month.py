@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.machine import machine, table
-from xray.deployments.local_ray import private_ray
-from xray.deployments.local_services import prefect_server
+from xray.deployments.local_services import local_services, quiet_environment
 from xray_runtime.config.allowed_imports import VARIABLE
 from xray_runtime.config.flywheel import FlywheelConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
@@ -309,7 +308,8 @@ def main() -> None:
     tag = start_reaper()
     found: dict[str, list[Row]] = {}
     try:
-        with prefect_server(root), private_ray():
+        quiet_environment()
+        with local_services(root):
             for arm in options.arms:
                 found[arm] = []
                 for row in month(root / arm, arm, options.nights):
