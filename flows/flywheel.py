@@ -224,6 +224,7 @@ def _work(workspace: Workspace, lifecycle: LifecycleConfig, config: FlywheelConf
 
 def _trained(config: FlywheelConfig, curated: Handle, start: Handle, data: Handle) -> Handle:
     method = config.dpo or config.kto
+    assert method is not None
     fields = {name: getattr(method, name) for name in type(method).model_fields}
     if config.kto is not None:
         return KTO(start, verdicts=curated, data=data, name="kto", **fields)

@@ -289,11 +289,13 @@ def _within(rows: Sequence[Row], most: float) -> list[Row]:
         limit = most * len(kept)
         if max(_weights(kept).values()) <= limit + 1e-9:
             break
-        weights, smaller = Counter[str](), []
+        weights: dict[str, float] = defaultdict(float)
+        smaller = []
         for row in kept:
             part = 1 / len(row.people)
             if all(weights[person] + part <= limit + 1e-9 for person in row.people):
-                weights.update(dict.fromkeys(row.people, part))  # type: ignore[arg-type]
+                for person in row.people:
+                    weights[person] += part
                 smaller.append(row)
         kept = smaller
     return kept
