@@ -48,6 +48,7 @@ def deployments(values: Mapping[str, str]) -> list[dict[str, Any]]:
     texts = {
         "lifecycle": "Data to registered policy, every night; unchanged stages come from the cache.",
         "lifecycle-tiny": "The smallest complete lifecycle, to check that everything works.",
+        "flywheel": "What people said since the last night becomes a candidate; a person promotes it.",
         "tune": "Search over fields of a config. Each trial is a lifecycle; shared stages are computed once.",
         "audit": "Check every byte, record and alias; fails, with an event, if one was changed.",
         "plan": "Show where the models of a config would run, and what memory they need.",
@@ -64,6 +65,7 @@ def deployments(values: Mapping[str, str]) -> list[dict[str, Any]]:
     return [
         deployment("lifecycle", output | quickstart, queue=QUEUE, schedule=("nightly", "0 2 * * *")),
         deployment("lifecycle-tiny", output | tiny, "try", flow="lifecycle.lifecycle", queue=QUEUE),
+        deployment("flywheel", output | {"config": {"dpo": {}}}, queue=QUEUE, schedule=("nightly", "0 4 * * *")),
         deployment("tune", output | quickstart | {"search": search}, queue=QUEUE),
         deployment("audit", output, schedule=("hourly", "17 * * * *"), concurrency_limit=only_one),
         deployment("plan", quickstart),

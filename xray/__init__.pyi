@@ -27,8 +27,10 @@ from xray_runtime.graph.artifacts import (
     Artifact as Artifact,
     Benchmark as Benchmark,
     Comparison as Comparison,
+    Curated as Curated,
     Dataset as Dataset,
     Evaluation as Evaluation,
+    Feedback as Feedback,
     Judgements as Judgements,
     Model as Model,
     Preferences as Preferences,
@@ -653,6 +655,100 @@ def compare(
 
     name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Comparison.
+    """
+
+def curate(
+    feedback: Handle | Sequence[Handle] = (),
+    verdicts: Handle | Sequence[Handle] = (),
+    *,
+    min_judges: int = 1,
+    min_agreement: float = 0.6,
+    good_score: float = 0.7,
+    bad_score: float = 0.3,
+    gold: str | None = None,
+    min_gold: int = 3,
+    min_gold_accuracy: float = 0.7,
+    min_judge_agreement: float | None = 0.35,
+    min_shared: int = 10,
+    near_duplicate: float | None = 0.8,
+    max_share: float | None = 0.1,
+    heldout_fraction: float = 0.1,
+    min_alpha: float | None = None,
+    max_good_change: float | None = 0.25,
+    max_volume_ratio: float | None = 5.0,
+    released: str | None = None,
+    name: str | None = None,
+) -> Handle:
+    """Recorded feedback and verdicts of people become rows to train on, by the rules of its config. Writes
+    the files above.
+
+    Inputs, in this order or by name:
+      feedback: any number of Feedback
+          One collection for each night, the oldest first.
+      verdicts: any number of Judgements
+          Human verdicts on two replies each; they count for the last night.
+
+    Fields, by name:
+      min_judges: whole number, ≥ 1; default `1`
+          Fewest people whose thumbs, scores or verdicts on the same replies decide a label. Corrections
+          and better answers have one author, so only the other rules bound them.
+      min_agreement: number, > 0.5, ≤ 1.0; default `0.6`
+          Least share of these people who agree; what is below goes to disagreements.jsonl.
+      good_score: number, ≥ 0.0, ≤ 1.0; default `0.7`
+          A score of at least this is a thumb up.
+      bad_score: number, ≥ 0.0, ≤ 1.0; default `0.3`
+          A score of at most this is a thumb down; between the two it is dropped.
+      gold: text, not empty or null; default `null`
+          A .jsonl file of questions with known answers: `{"prompt", "reply", "good": true}` or
+          `{"prompt", "chosen", "rejected"}`. They test judges and are never trained on.
+      min_gold: whole number, ≥ 1; default `3`
+          Gold questions that a judge must have answered before their accuracy counts.
+      min_gold_accuracy: number, ≥ 0.0, ≤ 1.0; default `0.7`
+          Judges with a lower accuracy are left out.
+      min_judge_agreement: number, ≥ 0.0, ≤ 1.0 or null; default `0.35`
+          Judges who agree with the majority of the others on a smaller share of the replies that they
+          share are left out; None: nobody is.
+      min_shared: whole number, ≥ 1; default `10`
+          Number of shared replies before that counts.
+      near_duplicate: number, > 0.0, ≤ 1.0 or null; default `0.8`
+          Prompts and replies at least this similar (Jaccard, 4 characters) count once; None: only equal
+          ones do.
+      max_share: number, > 0.0, ≤ 1.0 or null; default `0.1`
+          Largest share of a night's pairs, labels or demonstrations that may come from one person;
+          None: no limit.
+      heldout_fraction: number, > 0.0, < 1.0; default `0.1`
+          Share of the users, and of the conversations, that is never trained on, the same ones each
+          night.
+      min_alpha: number, ≥ -1.0, ≤ 1.0 or null; default `null`
+          The last night is held for a person if Krippendorff's α of its judges is below this.
+      max_good_change: number, > 0.0, ≤ 1.0 or null; default `0.25`
+          It is held if its share of good labels differs from the nights before by more, beyond chance
+          (z > 3).
+      max_volume_ratio: number, > 1.0 or null; default `5.0`
+          It is held if it has this many times more feedback than the nights before had on average, or
+          than 1 / this.
+      released: text, not empty or null; default `null`
+          The name of the person who releases a night that is held, and their reason; it is recorded.
+
+    name: name of the stage; by default the kind's, with a number if that is taken.
+    Returns a handle: Curated.
+    """
+
+def demonstrations(
+    curated: Handle,
+    *,
+    name: str | None = None,
+) -> Handle:
+    """Pairs and demonstrations that `curate` made, and recorded prompts to evaluate on. Writes the
+    corrections as a dataset: train.arrow, heldout.arrow, dataset.json, stats.json.
+
+    Inputs, in this order or by name:
+      curated: Curated
+
+    Fields, by name:
+
+    name: name of the stage; by default the kind's, with a number if that is taken.
+    Returns a handle: Dataset.
     """
 
 def dpo(
@@ -1397,6 +1493,37 @@ def preferences(
     judgements: Handle | None = None,
     rewards: _Reward | Sequence[_Reward] = (),
     *,
+    source: Literal["curated"],
+    name: str | None = None,
+) -> Handle:
+    """Pairs of replies to one prompt, one of them preferred. Writes train.arrow, heldout.arrow (no prompt
+    on both sides), stats.json and dropped.jsonl (rows of your own pairs that were left out, with
+    reasons). None of them contains gold scores.
+
+    Inputs, in this order or by name:
+      policy: Model, optional
+          The model whose replies are labelled, with `source: gold` and `source: rewards`.
+      data: Dataset, optional
+          Supplies the prompts. Prompts that it holds out for evaluation are left out of pairs from
+          other sources.
+      judgements: Judgements, optional
+      rewards: any number of RewardModel
+          Choose the preferred reply, with `source: rewards`.
+
+    Fields with source='curated', by name:
+      source: `curated`; default `"curated"`
+
+    name: name of the stage; by default the kind's, with a number if that is taken.
+    Returns a handle: Preferences.
+    """
+
+@overload
+def preferences(
+    policy: Handle | None = None,
+    data: Handle | None = None,
+    judgements: Handle | None = None,
+    rewards: _Reward | Sequence[_Reward] = (),
+    *,
     source: Literal["rewards"],
     heldout_fraction: float = 0.1,
     max_failed: float = 0.1,
@@ -1519,6 +1646,31 @@ def prepare(
           Share of the other conversations that is also kept out of training, to choose checkpoints.
       max_conversations: whole number, ≥ 1 or null; default `null`
           Read at most this many conversations (None: all).
+
+    name: name of the stage; by default the kind's, with a number if that is taken.
+    Returns a handle: Dataset.
+    """
+
+def recorded_prompts(
+    feedback: Handle | Sequence[Handle] = (),
+    seen: Handle | Sequence[Handle] = (),
+    *,
+    heldout_fraction: float = 0.1,
+    name: str | None = None,
+) -> Handle:
+    """Pairs and demonstrations that `curate` made, and recorded prompts to evaluate on. Writes
+    heldout.arrow: each recorded prompt once whose conversation `curate` holds out; train.arrow is
+    empty.
+
+    Inputs, in this order or by name:
+      feedback: any number of Feedback
+      seen: any number of Artifact
+          Datasets and preferences that the models were trained on: prompts in their training part are
+          left out.
+
+    Fields, by name:
+      heldout_fraction: number, > 0.0, < 1.0; default `0.1`
+          That of `curate`.
 
     name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Dataset.

@@ -11,6 +11,7 @@ import typer
 from xray.cli import artifacts, chat, compare, keys, lineage, rollouts, tune, up
 from xray.cli.doctor import doctor
 from xray.cli.errors import Commands
+from xray.cli.flywheel import flywheel
 from xray.cli.plan import plan
 from xray.cli.promote import promote
 from xray.cli.recorded import recorded
@@ -38,7 +39,7 @@ def automations() -> None:
 COMMANDS: tuple[Any, ...] = (
     *(run, plan, tune.tune, up.up, up.down, up.status, doctor),
     *(lineage.lineage, lineage.diff, lineage.audit, rollouts.rollouts, rollouts.replay),
-    *(chat.chat, compare.compare, compare.preferences, promote, serve, recorded),
+    *(chat.chat, compare.compare, compare.preferences, promote, serve, recorded, flywheel),
     *(artifacts.prune, artifacts.export, artifacts.import_, artifacts.fetch),
 )
 """Commands, in the order of `xray --help`."""

@@ -66,6 +66,12 @@ class JudgedPreferences(Section):
     heldout_fraction: Fraction = 0.1
 
 
+class CuratedPreferences(Section):
+    """Pairs that `curate` made, with its held-out users and conversations: the input `judgements`."""
+
+    source: Literal["curated"] = "curated"
+
+
 class SampledPreferences(GoldPreferences):
     """`GoldPreferences` with the generator and the gold score."""
 
@@ -84,7 +90,12 @@ class RewardedPreferences(GroupsConfig, _Rewards):
 
 
 PreferencesStageConfig = Annotated[
-    SampledPreferences | RatingPreferences | DatasetPreferences | JudgedPreferences | RewardedPreferences,
+    SampledPreferences
+    | RatingPreferences
+    | DatasetPreferences
+    | JudgedPreferences
+    | CuratedPreferences
+    | RewardedPreferences,
     Field(discriminator="source"),
 ]
 """All fields of the stage kind `preferences`."""

@@ -18,6 +18,8 @@ SIDES = ("input_ids", "rejected_ids")
 """The column of each side of a pair, the chosen one first."""
 DESIRABLE = {"a": (True, False), "b": (False, True), "tie": (True, True), "bad": (False, False)}
 """Verdict → whether the replies `a` and `b` are desirable. A tie means two good replies: `bad` is for two bad ones."""
+RATED = {"up": (True,), "down": (False,)}
+"""Verdict on the reply `a` alone → whether it is desirable."""
 
 
 class PairRows(Protocol):
@@ -69,15 +71,17 @@ def from_verdicts(
     found: list[LabelledReply] = []
     counts = {"skipped": 0.0, "dropped_prompt_held_out": 0.0, "dropped_same": 0.0}
     for record in records:
-        desirable = DESIRABLE.get(record["verdict"])
+        desirable = (DESIRABLE | RATED).get(record["verdict"])
         if desirable is None:
             counts["skipped"] += 1
         elif prompt_text(record["prompt"]) in held_out:
             counts["dropped_prompt_held_out"] += 1
-        elif desirable[0] != desirable[1] and record["a"] == record["b"]:
+        elif len(desirable) == 2 and desirable[0] != desirable[1] and record["a"] == record["b"]:
             counts["dropped_same"] += 1
         else:
-            found += [LabelledReply(record["prompt"], record[side], d) for side, d in zip("ab", desirable, strict=True)]
+            found += [
+                LabelledReply(record["prompt"], record[side], d) for side, d in zip("ab", desirable, strict=False)
+            ]
     return found, counts
 
 

@@ -38,7 +38,7 @@ def human_judge(
     shares: dict[str, list[float]] = {}
     with (verdicts / VERDICTS).open(encoding="utf-8") as lines:
         for row in map(json.loads, lines):
-            models, share = (row["model_a"], row["model_b"]), SHARES.get(row["verdict"])
+            models, share = (row.get("model_a", ""), row.get("model_b", "")), SHARES.get(row["verdict"])
             prompt = prompt_text(row["prompt"])
             counts = prompt in heldout and (seen is None or prompt not in seen)
             if share is not None and sorted(models) == sorted(judged) and counts:

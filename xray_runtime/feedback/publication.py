@@ -12,28 +12,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import PreferenceExample, prompt_text, write_pairs
 from xray_runtime.data.text_set import TextSet
+from xray_runtime.feedback.dataset import publish_dataset, require_tracking
 from xray_runtime.feedback.judgements import Question, latest_verdicts, pairs
 from xray_runtime.feedback.session import FOLDER, Session, read_sessions
-from xray_runtime.graph.artifacts import JUDGED_PAIRS, VERDICTS, Judgements, dataset_of
-from xray_runtime.lineage.attestation import attest, open_store, read_statement
+from xray_runtime.graph.artifacts import JUDGED_PAIRS, VERDICTS, Judgements
 from xray_runtime.lineage.audit.contamination import Prompts
-from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.log import digests, log_checkpoints
 from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.lineage.signing import signing_key
-from xray_runtime.lineage.statement import RunFacts
-from xray_runtime.store.checkpoints import CHECKPOINTS, Store, load_manifest
+from xray_runtime.store.checkpoints import CHECKPOINTS
 from xray_runtime.store.identity import Identity, digest
 from xray_runtime.store.ref import CheckpointRef
-from xray_runtime.tracking.mlflow_tracker import ARTIFACTS, Tracker
 
 JUDGEMENTS = "judgements"
 """Stage and kind of the checkpoint, which no run computes."""
@@ -65,8 +59,7 @@ def publish(lineage: LineageStore, project: str, by: str) -> Published:
         raise ConfigError(
             f"--output: there are no verdicts in {str(lineage.output / FOLDER)!r}: make some with `xray compare`"
         )
-    if lineage.tracking_uri is None:
-        raise ConfigError(f"--tracking-uri: is required: there is no mlflow.db in {str(lineage.output)!r}")
+    require_tracking(lineage)
     parents = _parents(lineage, sessions)
     verdicts = [row for session in sessions for row in _verdicts(session)]
     found = [pair for s in sessions for pair in pairs(s.questions, s.judgements, s.name)]
@@ -80,36 +73,17 @@ def publish(lineage: LineageStore, project: str, by: str) -> Published:
     identity = Identity(
         stage=JUDGEMENTS, kind=JUDGEMENTS, config=config, seed=0, parents=sha256s, functions={}, code={}, versions={}
     )
-    key = identity.key
-    stats = _stats(sessions, found)
     heldout = _held_out(lineage, parents, found)
-    store = open_store(lineage.output)
-    ref = store.find(JUDGEMENTS, key)
-    mlflow = RegistryView(lineage.tracking_uri)
-    if ref is not None and mlflow.model_of(ref.sha256) is not None:
-        return Published(ref, stats, heldout, is_new=False)
+    stats = _stats(sessions, found)
 
-    refs = {role: node.reference(mlflow.model_of(node.sha256)) for role, node in parents.items()}
-    tracker = Tracker(lineage.tracking_uri, project, lineage.artifacts)
-    # If an earlier attempt was cut short after publishing, its statement names its runs.
-    facts = read_statement(ref.path).predicate.details.run if ref is not None else RunFacts()
-    parent_run = tracker.start_lifecycle(
-        facts.mlflow_parent_run_id, JUDGEMENTS, {}, "", {"xray.output": str(lineage.output.absolute())}
-    )
-    run = tracker.stage_run(parent_run, JUDGEMENTS, key, identity.config)
-    if ref is None:
-        facts = RunFacts(
-            trigger={"kind": "command", "by": by}, mlflow_run_id=run.run_id, mlflow_parent_run_id=parent_run
-        )
-        ref = _build(lineage, store, identity, refs, facts, verdicts, found, stats)
-    key_file, checkpoint = signing_key(lineage.output), {ref.path.name: ref.sha256}
-    log_checkpoints(lineage.output, key_file, checkpoint, here=True)
-    ref = run.log_checkpoint(ref, load_manifest(ref.path), list(refs.values()))
-    files = digests(lineage.output, [lineage.output / ARTIFACTS / run.run_id])
-    log_checkpoints(lineage.output, key_file, checkpoint, files, here=True, renew=True)
-    run.finish("FINISHED", 1)
-    tracker.finish(parent_run, "FINISHED")
-    return Published(ref, stats, heldout, is_new=True)
+    def write(built: Path) -> None:
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in verdicts)
+        (built / VERDICTS).write_text("".join(lines), encoding="utf-8")
+        write_pairs(built / JUDGED_PAIRS, PreferenceExample, found)
+        (built / "stats.json").write_text(json.dumps(stats, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    ref, is_new = publish_dataset(lineage, project, by, identity, Judgements, parents, write)
+    return Published(ref, stats, heldout, is_new)
 
 
 def _parents(store: LineageStore, sessions: list[Session]) -> dict[str, Node]:
@@ -151,24 +125,3 @@ def _held_out(store: LineageStore, parents: dict[str, Node], found: list[Prefere
     datasets = [node for role, node in parents.items() if role.startswith("dataset")]
     heldout = [prompts.of(node.sha256, "heldout") or TextSet() for node in datasets]
     return sum(any(prompt_text(pair.prompt) in texts for texts in heldout) for pair in found)
-
-
-def _build(
-    lineage: LineageStore,
-    store: Store,
-    identity: Identity,
-    parents: dict[str, CheckpointRef],
-    facts: RunFacts,
-    verdicts: list[dict[str, Any]],
-    found: list[PreferenceExample],
-    stats: dict[str, Any],
-) -> CheckpointRef:
-    private_key = signing_key(lineage.output)
-    record = partial(attest, parents=parents, run=facts, started=datetime.now(UTC), private_key=private_key)
-    with store.building(JUDGEMENTS, identity.key) as built:
-        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in verdicts)
-        (built / VERDICTS).write_text("".join(lines), encoding="utf-8")
-        write_pairs(built / JUDGED_PAIRS, PreferenceExample, found)
-        (built / "stats.json").write_text(json.dumps(stats, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        dataset = dataset_of(parents.values())
-        return store.publish(built, identity, type=Judgements.__name__, step=0, dataset=dataset, attest=record)

@@ -36,6 +36,23 @@ class Judgements(Artifact):
     """Human verdicts: `VERDICTS`, and the `JUDGED_PAIRS` made from them."""
 
 
+DEMONSTRATIONS = "demonstrations.arrow"
+HELDOUT_OF = "heldout_{}"
+"""File of the held-out users and conversations beside one to train on."""
+
+
+class Curated(Judgements):
+    """Recorded feedback and verdicts after the rules of `curate`; `JUDGED_PAIRS` and `DEMONSTRATIONS` have a held-out
+    side, and stats.json says whether it is held for a person."""
+
+
+FEEDBACK, ANSWERS = "feedback.jsonl", "answers.jsonl"
+
+
+class Feedback(Artifact):
+    """Some segments of `xray serve --record`, decrypted: `FEEDBACK` and `ANSWERS`."""
+
+
 class Model(Artifact):
     """A causal language model in Hugging Face form."""
 
@@ -72,7 +89,10 @@ class Comparison(Artifact):
 
 TYPES: dict[str, type[Artifact]] = {
     t.__name__: t
-    for t in (Artifact, Dataset, Preferences, Judgements, Model, RewardModel, Evaluation, Benchmark, Comparison)
+    for t in (
+        *(Artifact, Dataset, Preferences, Judgements, Curated, Feedback),
+        *(Model, RewardModel, Evaluation, Benchmark, Comparison),
+    )
 }
 """Types by their name in a manifest."""
 

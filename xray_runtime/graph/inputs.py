@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from xray_runtime.graph.artifacts import Artifact, Dataset, Judgements, Model, Preferences, RewardModel
+from xray_runtime.graph.artifacts import (
+    Artifact,
+    Curated,
+    Dataset,
+    Feedback,
+    Judgements,
+    Model,
+    Preferences,
+    RewardModel,
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,26 @@ class PreferencesInputs:
     judgements: Judgements | None = None
     rewards: list[RewardModel] = field(default_factory=list)
     """Choose the preferred reply, with `source: rewards`."""
+
+
+@dataclass(frozen=True)
+class CurateInputs:
+    feedback: list[Feedback] = field(default_factory=list)
+    """One collection for each night, the oldest first."""
+    verdicts: list[Judgements] = field(default_factory=list)
+    """Human verdicts on two replies each; they count for the last night."""
+
+
+@dataclass(frozen=True)
+class DemonstrationsInputs:
+    curated: Curated
+
+
+@dataclass(frozen=True)
+class RecordedPromptsInputs:
+    feedback: list[Feedback]
+    seen: list[Artifact] = field(default_factory=list)
+    """Datasets and preferences that the models were trained on: prompts in their training part are left out."""
 
 
 @dataclass(frozen=True)

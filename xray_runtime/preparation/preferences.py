@@ -11,6 +11,7 @@ import numpy as np
 
 from xray_runtime.algorithms.best_of_n import best_of, tied, worst_of
 from xray_runtime.config.preferences import (
+    CuratedPreferences,
     DatasetPreferences,
     JudgedPreferences,
     RatingPreferences,
@@ -28,6 +29,7 @@ from xray_runtime.data.text_set import TextSet
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.graph.artifacts import JUDGED_PAIRS
 from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.preparation.recorded_data import curated_pairs
 from xray_runtime.rl.sampled_groups import sample_groups
 from xray_runtime.rl.sampled_replies import sample_replies, sampling_of
 from xray_runtime.seeding import derive_seed
@@ -52,6 +54,8 @@ def run(stage: Stage[Any, PreferencesInputs], out: Path, recorder: Recorder) -> 
     ):
         if isinstance(config, RatingPreferences):
             sided, stats = _from_ratings(stage, config)
+        elif isinstance(config, CuratedPreferences):
+            sided, stats = curated_pairs(stage, left_out), {}
         else:
             pairs: Iterable[PreferenceExample]
             if isinstance(config, SampledPreferences):

@@ -12,6 +12,7 @@ from xray_runtime.stages.base import BASE
 from xray_runtime.stages.benchmark import BENCHMARK
 from xray_runtime.stages.best_of_n import BEST_OF_N
 from xray_runtime.stages.compare import COMPARE
+from xray_runtime.stages.curate import CURATE, DEMONSTRATIONS, RECORDED_PROMPTS
 from xray_runtime.stages.dpo import DPO
 from xray_runtime.stages.evaluate import EVALUATE
 from xray_runtime.stages.fresh_base import FRESH_BASE
@@ -30,6 +31,8 @@ __all__ = [
     "BENCHMARK",
     "BEST_OF_N",
     "COMPARE",
+    "CURATE",
+    "DEMONSTRATIONS",
     "DPO",
     "EVALUATE",
     "FRESH_BASE",
@@ -38,6 +41,7 @@ __all__ = [
     "PPO",
     "PREFERENCES",
     "PREPARE",
+    "RECORDED_PROMPTS",
     "REWARD_BASE",
     "REWARD_MODEL",
     "SFT",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from xray_runtime.config.preferences import (
+    CuratedPreferences,
     DatasetPreferences,
     GoldPreferences,
     JudgedPreferences,
@@ -14,7 +15,7 @@ from xray_runtime.config.preferences import (
     RewardedPreferences,
     SampledPreferences,
 )
-from xray_runtime.graph.artifacts import Preferences
+from xray_runtime.graph.artifacts import Artifact, Curated, Preferences
 from xray_runtime.graph.inputs import PreferencesInputs
 from xray_runtime.graph.kind import StageKind, register
 from xray_runtime.planning.roles import ModelRole, sampled
@@ -54,10 +55,13 @@ def check_preferences(config: Any, inputs: Mapping[str, Any]) -> None:
     sampled = isinstance(config, GoldPreferences | RewardedPreferences)
     needed: tuple[str, ...] = ("policy", "data") if sampled else ()
     needed = ("data",) if isinstance(config, RatingPreferences) else needed
-    needed = ("judgements",) if isinstance(config, JudgedPreferences) else needed
+    needed = ("judgements",) if isinstance(config, JudgedPreferences | CuratedPreferences) else needed
     for role in needed:
         if role not in inputs:
             raise ValueError(f"{role}: is required with source {config.source!r}")
+    # A plan does not open checkpoints, so their type is unknown.
+    if isinstance(config, CuratedPreferences) and inputs["judgements"].output not in (Curated, Artifact):
+        raise ValueError("judgements: must be the output of `curate` with source 'curated'")
     if isinstance(config, RewardedPreferences):
         check_rewards(config, inputs)
 

@@ -23,6 +23,7 @@ import torch
 from xray_runtime.algorithms.preference_losses import kto_baseline
 from xray_runtime.algorithms.statistics import wins
 from xray_runtime.data.batching import Cursor
+from xray_runtime.data.held import refuse_held
 from xray_runtime.data.heldout import draw_left_out, held_out_prompts
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample, prompt_text
 from xray_runtime.data.replies import SIDES, Replies, both_sides, encoded, from_verdicts, joined, mismatched
@@ -135,6 +136,7 @@ def _data(
         parts[HELDOUT] = both_sides(heldout, HELDOUT_PAIRS)
     if inputs.verdicts is not None:
         assert inputs.data is not None
+        refuse_held(stage.name, inputs.verdicts.path)
         held_out = held_out_prompts(inputs.data.path)
         with (inputs.verdicts.path / VERDICTS).open(encoding="utf-8") as lines:
             found, counts = from_verdicts(map(json.loads, lines), held_out)

@@ -48,16 +48,17 @@ def test_parameters_are_those_of_the_flow(name: str) -> None:
 
 def test_only_long_computations_run_one_at_a_time() -> None:
     queued = {name for name, d in DEPLOYMENTS.items() if d["work_pool"].get("work_queue_name") == QUEUE}
-    assert queued == {"lifecycle", "lifecycle-tiny", "tune"}
+    assert queued == {"lifecycle", "lifecycle-tiny", "flywheel", "tune"}
     assert set(DEPLOYMENTS) - queued == {"audit", "plan", "promote", "rollback", "export", "prune"}
     # After a power cut such a limit keeps its slot for minutes, and the run that goes on would wait for itself.
     assert {name for name, d in DEPLOYMENTS.items() if "concurrency_limit" in d} == {"audit"}
 
 
-def test_two_run_by_themselves() -> None:
+def test_three_run_by_themselves() -> None:
     schedules = {name: d["schedules"] for name, d in DEPLOYMENTS.items() if "schedules" in d}
     assert schedules == {
         "lifecycle": [{"slug": "nightly", "cron": "0 2 * * *", "timezone": "Europe/Berlin"}],
+        "flywheel": [{"slug": "nightly", "cron": "0 4 * * *", "timezone": "Europe/Berlin"}],
         "audit": [{"slug": "hourly", "cron": "17 * * * *", "timezone": "Europe/Berlin"}],
     }
 

@@ -1,0 +1,283 @@
+"""The nightly flow: collect feedback → audit → curate → train → evaluate beside the champion → gates → candidate.
+
+A person promotes the candidate, with the flow `promote`. The recorder may go on meanwhile. What a night works with is
+written down when it begins (`flywheel/NIGHT/night.json`): a night that was killed goes on with the same feedback and
+the same policy, and finds its stages in the store.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from xray.flows.lifecycle import prepare_deployment
+from xray.flows.lifecycle_graph import record_options
+from xray.tasks.output_directory import saved_config
+from xray.tasks.page import show
+from xray.tasks.task_runner import task_runner
+from xray.tasks.workspace import Workspace
+from xray_runtime.config.evaluate import EvaluateConfig
+from xray_runtime.config.flywheel import FlywheelConfig
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.feedback.collection import collect, sound_chain
+from xray_runtime.feedback.publication import publish
+from xray_runtime.feedback.session import read_sessions
+from xray_runtime.files import write_atomic
+from xray_runtime.graph.artifacts import Dataset
+from xray_runtime.graph.handles import Handle
+from xray_runtime.lineage import promotion
+from xray_runtime.lineage.gates import Gate, check_gates
+from xray_runtime.lineage.reference import LineageStore, open_lineage_store, require_language_model, resolve
+from xray_runtime.stages.kinds import CURATE, DPO, EVALUATE, KTO, PREFERENCES, RECORDED_PROMPTS
+
+FOLDER, FILE = "flywheel", "night.json"
+BY = "flywheel"
+"""Publishes a night's feedback, on record."""
+RELEASABLE = ("held",)
+DONE = ("held", "too little", "refused", "candidate")
+
+
+class Night(BaseModel):
+    """One night: what it works with, and how it ended."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    number: int
+    first: int
+    """First and last of its segments."""
+    last: int
+    feedback: list[str]
+    """sha256 of the feedback of the nights that it trains on; its own is the last."""
+    verdicts: str | None
+    """sha256 of the verdicts of `xray compare`, where there are any."""
+    start: str
+    """sha256 of the policy it starts from."""
+    data: str
+    """sha256 of the dataset whose held-out prompts are the fixed set."""
+    state: str = "begun"
+    reasons: list[str] = []
+    """Why it is held, or what was too little, or which gates failed."""
+    numbers: dict[str, Any] = {}
+    """`curate`'s counts."""
+    gates: dict[str, list[Gate]] = {}
+    """`fixed` and `recorded` → results of the gates."""
+    policy: str | None = None
+    """sha256 of the candidate."""
+
+
+def read_nights(output: Path) -> list[Night]:
+    """All nights, the first first. Raises ConfigError where the record of one is damaged."""
+    nights = []
+    for path in sorted((output / FOLDER).glob(f"*/{FILE}")):
+        try:
+            nights.append(Night.model_validate_json(path.read_bytes()))
+        except (OSError, ValidationError) as error:
+            raise ConfigError(f"{path}: damaged ({str(error).splitlines()[0]}); restore it from a copy") from None
+    return nights
+
+
+def place_of(output: Path, night: Night) -> Path:
+    """The directory of a night's records."""
+    return output / FOLDER / f"{night.number:04d}"
+
+
+def _write(output: Path, night: Night) -> None:
+    place = place_of(output, night)
+    place.mkdir(parents=True, exist_ok=True)
+    write_atomic(place / FILE, night.model_dump_json(indent=2) + "\n")
+
+
+def begin_night(output: Path, config: FlywheelConfig, release: bool, tracking_uri: str | None = None) -> Night | None:
+    """The night to work on: one that was not finished, the held one that is released, or a new one; None if nothing was
+    recorded since the last.
+
+    Raises:
+        ConfigError: what was recorded is not sound, or there is no policy to start from, or nothing to release.
+    """
+    nights, store = read_nights(output), open_lineage_store(output, tracking_uri)
+    last = nights[-1] if nights else None
+    if release:
+        if last is None or last.state not in RELEASABLE:
+            raise ConfigError("--release: is not allowed: the last night is not held")
+        return last
+    if last is not None and last.state not in DONE:
+        return last
+    chain, after = sound_chain(store), last.last if last is not None else 0
+    if chain.last <= after:
+        return None
+    project = saved_config(output).project
+    first, through = after + 1, chain.last
+    start, data = _start(store, project, config)
+    collected = collect(store, project, BY, first, through).sha256
+    judged = any(session.judgements for session in read_sessions(output))
+    verdicts = publish(store, project, BY).checkpoint.sha256 if judged else None
+    # A held night is one that nobody looked at: no later night may learn from it either.
+    usable = [night.feedback[-1] for night in nights if night.state != "held"]
+    window = [sha for sha in usable[len(usable) - config.nights + 1 :] if sha in store.graph.nodes]
+    window = window if config.nights > 1 else []
+    number = last.number + 1 if last is not None else 1
+    night = Night(
+        number=number,
+        first=first,
+        last=through,
+        feedback=[*window, collected],
+        verdicts=verdicts,
+        start=start,
+        data=data,
+    )
+    _write(output, night)
+    return night
+
+
+def _start(store: LineageStore, project: str, config: FlywheelConfig) -> tuple[str, str]:
+    """sha256 of (the champion, or the policy that `start` names; the dataset of the fixed set)."""
+    champion = promotion.champion_of(store, f"{project}-policy")
+    if champion is None and config.start is None:
+        raise ConfigError(f"start: is required: {project}-policy has no champion; promote one, or name a policy")
+    reference = champion.checkpoint if champion is not None else str(config.start)
+    node = resolve(reference, store.output, store.tracking_uri)[1]
+    require_language_model(node)
+    if config.data is not None:
+        return node.sha256, resolve(config.data, store.output, store.tracking_uri)[1].sha256
+    behind = [store.graph.nodes[sha] for sha in store.graph.ancestors([node.sha256]) if sha in store.graph.nodes]
+    datasets = sorted(n.sha256 for n in behind if n.is_a(Dataset) and n.manifest.kind == "prepare")
+    if not datasets:
+        raise ConfigError(f"data: is required: {node.name} has no dataset among its ancestors")
+    return node.sha256, datasets[0]
+
+
+@flow(name="flywheel", flow_run_name="flywheel {output}", task_runner=task_runner(), persist_result=False)
+def flywheel(
+    output: str, config: FlywheelConfig, release: str | None = None, tracking_uri: str | None = None
+) -> dict[str, Any]:
+    """Make a candidate of the feedback since the last night; returns the record of the night.
+
+    Args:
+        output: output directory of a lifecycle that was served with `--record`.
+        release: who releases the last night, which is held, and why.
+
+    Raises:
+        ConfigError: as `begin_night`.
+    """
+    root = Path(output).absolute()
+    prepare_deployment(root)
+    night = begin_night(root, config, release is not None, tracking_uri)
+    if night is None:
+        return {"state": "nothing new"}
+    if release is not None:
+        config = config.model_copy(update={"rules": config.rules.model_copy(update={"released": release})})
+    lifecycle = saved_config(root)
+    record = {"night": night.number, "feedback": night.feedback, "flywheel": config.model_dump(mode="json")}
+    place = place_of(root, night)
+    options: dict[str, Any] = {"place": place, "tracking_uri": tracking_uri, "record": record}
+    with _workspace(lifecycle, root, options) as workspace:
+        _work(workspace, lifecycle, config, night)
+    _write(root, night)
+    show("flywheel", f"night {night.number}: {night.state}", night_markdown(night))
+    return night.model_dump(mode="json")
+
+
+def _workspace(lifecycle: LifecycleConfig, root: Path, options: dict[str, Any]) -> Workspace:
+    return Workspace(root, runtime=lifecycle.runtime, **record_options(lifecycle) | options)
+
+
+def _work(workspace: Workspace, lifecycle: LifecycleConfig, config: FlywheelConfig, night: Night) -> None:
+    """All stages of a night; fills in how it ended."""
+    feedback = [workspace.checkpoint(sha) for sha in night.feedback]
+    verdicts = [workspace.checkpoint(night.verdicts)] if night.verdicts is not None else []
+    start, data = workspace.checkpoint(night.start), workspace.checkpoint(night.data)
+    rules = {name: getattr(config.rules, name) for name in type(config.rules).model_fields}
+    curated = CURATE(feedback=feedback, verdicts=verdicts, name="curate", **rules)
+    share = {"heldout_fraction": config.rules.heldout_fraction}
+    seen = [workspace.checkpoint(sha) for sha in _trained_on(workspace, night)]
+    prompts = RECORDED_PROMPTS(feedback=feedback, seen=seen, name="recorded-prompts", **share)
+    night.numbers = _stats(curated)
+    if night.numbers["held"]:
+        night.state, night.reasons = "held", night.numbers["held"]
+        return
+    night.reasons = _too_little(config, night.numbers, _stats(prompts))
+    if night.reasons:
+        night.state = "too little"
+        return
+    policy = _trained(config, curated, start, data)
+    against = {"against": start, "name": "evaluate-recorded"}
+    fields = _evaluation(lifecycle)
+    recorded = EVALUATE(policy, prompts=prompts, **against | fields)
+    # The gates of a promotion read the last evaluation: the one on the fixed set.
+    recorded.result()
+    fixed = EVALUATE(policy, prompts=data, **against | fields | {"name": "evaluate"})
+    night.policy = str(policy.result().sha256)
+    evaluations = {"fixed": fixed, "recorded": recorded}
+    night.gates = _gates(
+        workspace, lifecycle, night.policy, {name: str(e.result().sha256) for name, e in evaluations.items()}
+    )
+    failed = [f"{name}: {gate.reason}" for name, gates in night.gates.items() for gate in gates if not gate.passed]
+    night.state, night.reasons = ("refused", failed) if failed else ("candidate", [])
+    if not failed:
+        workspace.register(policy, fixed)
+
+
+def _trained(config: FlywheelConfig, curated: Handle, start: Handle, data: Handle) -> Handle:
+    method = config.dpo or config.kto
+    assert method is not None
+    fields = {name: getattr(method, name) for name in type(method).model_fields}
+    if config.kto is not None:
+        return KTO(start, verdicts=curated, data=data, name="kto", **fields)
+    pairs = PREFERENCES(judgements=curated, data=data, name="preferences", source="curated")
+    return DPO(start, pairs, name="dpo", **fields)
+
+
+def _evaluation(lifecycle: LifecycleConfig) -> dict[str, Any]:
+    fields: dict[str, Any] = {name: getattr(lifecycle.evaluate, name) for name in EvaluateConfig.model_fields}
+    fields |= {name: getattr(lifecycle, name) for name in ("gold", "max_failed", "generator", "frozen")}
+    return fields | {"judges": [term.model_dump() for term in lifecycle.evaluate.judges]}
+
+
+def _trained_on(workspace: Workspace, night: Night) -> list[str]:
+    """The data in the policy's past."""
+    graph = open_lineage_store(workspace.output, workspace.run_record.tracking_uri).graph
+    behind = [*graph.ancestors([night.start]), night.data]
+    return sorted({sha for sha in behind if sha in graph.nodes and graph.nodes[sha].is_data})
+
+
+def _stats(handle: Handle) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((handle.result().path / "stats.json").read_text(encoding="utf-8"))
+    return content
+
+
+def _too_little(config: FlywheelConfig, counts: dict[str, Any], prompts: dict[str, Any]) -> list[str]:
+    kind = "pairs" if config.dpo is not None else "labels"
+    found = []
+    if counts[f"{kind}_train"] < config.min_rows:
+        found.append(f"{counts[f'{kind}_train']} {kind} to train on; at least {config.min_rows} (min_rows)")
+    if config.dpo is not None and not counts["pairs_heldout"]:
+        found.append("no pair of a held-out user (rules.heldout_fraction)")
+    if prompts["heldout_pairs"] < config.min_prompts:
+        found.append(f"{prompts['heldout_pairs']} recorded prompts; at least {config.min_prompts} (min_prompts)")
+    return found
+
+
+def _gates(
+    workspace: Workspace, lifecycle: LifecycleConfig, policy: str, evaluations: dict[str, str]
+) -> dict[str, list[Gate]]:
+    graph = open_lineage_store(workspace.output, workspace.run_record.tracking_uri).graph
+    candidate = graph.nodes[policy]
+    return {
+        name: check_gates(graph, candidate, graph.nodes[sha], None, None, lifecycle.promotion)
+        for name, sha in evaluations.items()
+    }
+
+
+def night_markdown(night: Night) -> str:
+    """A night for people."""
+    lines = [f"**Night {night.number}: {night.state}**", "", *(f"- {reason}" for reason in night.reasons)]
+    lines += ["", "| | |", "|---|---:|", *(f"| {name} | {value} |" for name, value in night.numbers.items())]
+    for name, gates in night.gates.items():
+        lines += ["", f"Gates, {name} prompts:", ""]
+        lines += [f"- {'passes' if gate.passed else 'FAILS'} {gate.name}: {gate.reason}" for gate in gates]
+    return "\n".join(lines)

@@ -1,0 +1,113 @@
+"""Which night `xray flywheel` works on, and what it works with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.unit.serving.recording import exchange, keep
+from xray.cli.main import app
+from xray.flows.flywheel import Night, begin_night, place_of, read_nights
+from xray_runtime.config.flywheel import FlywheelConfig
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.data.recorded import RECORDED
+from xray_runtime.files import write_atomic
+from xray_runtime.lineage.reference import open_lineage_store, resolve
+
+
+def config(**fields: Any) -> FlywheelConfig:
+    return FlywheelConfig.model_validate({"dpo": {}, "start": "ppo-2", "data": "prepare"} | fields)
+
+
+def recorded(output: Path, number: int) -> None:
+    keep(output, exchange(number, model=resolve("ppo-2", output, None)[1].sha256))
+
+
+def begun(output: Path, release: bool = False, **fields: Any) -> Night:
+    night = begin_night(output, config(**fields), release)
+    assert night is not None
+    return night
+
+
+def ended(output: Path, night: Night, state: str) -> None:
+    done = night.model_copy(update={"state": state})
+    write_atomic(place_of(output, night) / "night.json", done.model_dump_json())
+
+
+def test_a_night_is_what_was_recorded_since_the_last(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    assert begin_night(output, config(), False) is None
+    recorded(output, 1)
+    first = begun(output)
+    nodes = open_lineage_store(output, None).graph.nodes
+    assert (first.number, first.first, first.last, first.verdicts) == (1, 1, 1, None)
+    assert [nodes[sha].manifest.kind for sha in first.feedback] == ["feedback"]
+    assert nodes[first.start].manifest.stage == "ppo-2"
+    assert nodes[first.data].manifest.stage == "prepare"
+    # A night that was killed goes on with the same feedback, whatever was recorded since, and the same policy.
+    recorded(output, 2)
+    assert begun(output, start="sft") == first
+    ended(output, first, "candidate")
+    second = begun(output)
+    assert (second.number, second.first, second.last) == (2, 2, 2)
+    assert second.feedback[:-1] == first.feedback
+    ended(output, second, "refused")
+    assert begin_night(output, config(), False) is None
+    recorded(output, 3)
+    third = begun(output, nights=2)
+    assert third.feedback[:-1] == second.feedback[-1:]
+
+
+def test_nothing_learns_from_a_night_that_is_held(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    recorded(output, 1)
+    with pytest.raises(ConfigError, match=r"^--release: is not allowed: the last night is not held$"):
+        begin_night(output, config(), True)
+    first = begun(output)
+    ended(output, first, "held")
+    assert begun(output, release=True).number == 1
+    recorded(output, 2)
+    second = begun(output)
+    assert (second.number, len(second.feedback)) == (2, 1)
+    assert second.feedback != first.feedback
+    ended(output, second, "candidate")
+    with pytest.raises(ConfigError, match="the last night is not held"):
+        begin_night(output, config(), True)
+    assert [night.number for night in read_nights(output)] == [1, 2]
+
+
+def test_bad_input_is_one_line(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    recorded(output, 1)
+
+    def ran(*arguments: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app, ["flywheel", "--output", str(output), *arguments])
+        return done.exit_code, done.output
+
+    for arguments, said in (
+        ((), "dpo: neither of dpo and kto is not allowed: set one, such as dpo.epochs=1"),
+        (("--set", "dpo.epochs=1", "--set", "kto.epochs=1"), "dpo: both of dpo and kto is not allowed"),
+        (("--set", "dpo.epochs=0"), "dpo.epochs: 0 is not allowed"),
+        (("--set", "dpo.epochs=1"), "start: is required: synthetic-policy has no champion"),
+        (("--set", "dpo.epochs=1", "--set", "rules.max_share=2"), "rules.max_share: 2"),
+        (("--set", "dpo.epochs=1", "--set", "start=reward"), "must be a Model"),
+        (("--set", "dpo.epochs=1", "--set", "start=ppo-2", "--release", "fine"), "--release: is not allowed"),
+        (("nothing.yaml",), "nothing.yaml: no such file"),
+    ):
+        code, text = ran(*arguments)
+        assert code == 2, text
+        assert said in text
+        assert "Traceback" not in text
+    (output / RECORDED / "00000001.parquet").write_bytes(b"forged")
+    code, text = ran("--set", "dpo.epochs=1", "--set", "start=ppo-2")
+    assert (code, "recorded/00000001.parquet: its bytes are others" in text.replace("\n", " ")) == (2, True)
+    assert read_nights(output) == []
+    place = output / "flywheel" / "0001"
+    place.mkdir(parents=True)
+    (place / "night.json").write_text("{")
+    code, text = ran("--set", "dpo.epochs=1")
+    assert (code, "night.json: damaged" in text.replace("\n", "")) == (2, True)

@@ -1,0 +1,82 @@
+"""`xray flywheel`: one night of the flow in `flows/flywheel.py`, under the supervisor."""
+
+from __future__ import annotations
+
+import getpass
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from xray.cli.lineage import Root
+from xray.cli.supervisor import supervise
+from xray.tasks.output_directory import saved_config
+from xray.tasks.preflight import check_ray_address
+from xray_runtime.config.flywheel import FlywheelConfig
+from xray_runtime.config.loading import parse_overrides, read_mapping
+from xray_runtime.config.paths import put
+from xray_runtime.config.validation import validate_as
+
+FLOW = "xray.flows.flywheel:flywheel"
+
+
+def flywheel(
+    output: Root,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file with fields of a FlywheelConfig.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Set a field; repeatable.")
+    ] = None,
+    release: Annotated[
+        str | None, typer.Option(metavar="NOTE", help="Release the last night, which is held; the note is recorded.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the night's record to stdout, all else to stderr.")
+    ] = False,
+) -> None:
+    """Make a candidate of the feedback since the last night: curate, train, evaluate beside the champion, check gates.
+
+    Run the same command again to continue a night that was interrupted. `xray promote` makes the candidate champion.
+    Exit codes: 0 done, 1 a stage failed, 2 bad input, 130 interrupted.
+    """
+    from xray.flows.flywheel import begin_night, night_markdown, place_of, read_nights
+
+    wanted = _config(config, overrides or [])
+    check_ray_address()
+    # Bad input is named before a server starts; the flow goes on with this very night.
+    night = begin_night(output.absolute(), wanted, release is not None)
+    console = Console(stderr=True, highlight=False)
+    if night is None:
+        console.print("nothing was recorded since the last night")
+        return
+    runtime = saved_config(output).runtime
+    parameters: dict[str, Any] = {"output": str(output.absolute()), "config": wanted.model_dump(mode="json")}
+    if release is not None:
+        parameters["release"] = f"{getpass.getuser()}: {release}"
+    code = supervise(
+        output.absolute(),
+        restarts=runtime.restarts,
+        stall_timeout_s=runtime.stall_timeout_s,
+        console=console,
+        flow=FLOW,
+        parameters=parameters,
+    )
+    if code == 0:
+        done = next(each for each in read_nights(output.absolute()) if each.number == night.number)
+        if as_json:
+            print(json.dumps(done.model_dump(mode="json"), indent=2))
+        else:
+            print(night_markdown(done))
+            print(f"records: {place_of(output, done)}")
+    raise typer.Exit(code)
+
+
+def _config(path: Path | None, overrides: list[str]) -> FlywheelConfig:
+    """Raises ConfigError."""
+    data = read_mapping(path) if path is not None else {}
+    for field, value in parse_overrides(overrides).items():
+        put(data, field, value, f"--set {field}")
+    return validate_as(FlywheelConfig, data)

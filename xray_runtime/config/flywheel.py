@@ -1,0 +1,42 @@
+"""The nightly flow: what one night of recorded feedback becomes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from xray_runtime.config.curate import CurateConfig
+from xray_runtime.config.dpo import DPOConfig
+from xray_runtime.config.engines import Count, Section
+from xray_runtime.config.kto import KTOConfig
+
+
+class FlywheelConfig(Section):
+    """Each field can be set with `xray flywheel --set FIELD=VALUE`. The evaluation, its judges, the gates, the seed and
+    the machine are those of the lifecycle whose output directory it is."""
+
+    rules: CurateConfig = CurateConfig()
+    """From feedback to rows."""
+    nights: Count = 7
+    """Train on the feedback of this many nights, and evaluate on their recorded prompts."""
+    dpo: DPOConfig | None = None
+    """Learn from pairs; exactly one of `dpo` and `kto` is set."""
+    kto: KTOConfig | None = None
+    """Learn from single labels."""
+    min_rows: Count = 32
+    """With fewer pairs or labels to train on, a night ends without training, and the next one has them too."""
+    min_prompts: Annotated[int, Field(ge=8)] = 8
+    """With fewer recorded prompts to evaluate on, likewise."""
+    start: Annotated[str, Field(min_length=1)] | None = None
+    """A REF of the policy to start from while there is no champion."""
+    data: Annotated[str, Field(min_length=1)] | None = None
+    """A REF of the dataset whose held-out prompts are the fixed set; by default the first that the policy was trained
+    on."""
+
+    @model_validator(mode="after")
+    def _method(self) -> Self:
+        if (self.dpo is None) == (self.kto is None):
+            both = "neither" if self.dpo is None else "both"
+            raise ValueError(f"dpo: {both} of dpo and kto is not allowed: set one, such as dpo.epochs=1")
+        return self

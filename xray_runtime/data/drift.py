@@ -1,0 +1,60 @@
+"""Is a night of feedback unlike the nights before, or do its judges disagree? Then a person must look first."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from xray_runtime.config.curate import CurateConfig
+from xray_runtime.data.agreement import krippendorff_alpha
+from xray_runtime.data.signals import RATINGS, Signal
+
+Units = Mapping[tuple[str, ...], Sequence[Signal]]
+
+
+def by_unit(signals: Iterable[Signal]) -> dict[tuple[str, ...], list[Signal]]:
+    """Unit → its signals, both in order."""
+    units: dict[tuple[str, ...], list[Signal]] = defaultdict(list)
+    for signal in signals:
+        units[signal.unit].append(signal)
+    return units
+
+
+def alpha_of(units: Units, kind: str) -> float | None:
+    """Krippendorff's α of the units of a kind, `rating` or `verdict`."""
+    return krippendorff_alpha([s.label for s in votes] for unit, votes in units.items() if unit[0] == kind)
+
+
+def drift(signals: Sequence[Signal], config: CurateConfig) -> list[str]:
+    """Why the last night is held for a person; the checks against nights before need one."""
+    last = max((signal.night for signal in signals), default=0)
+    new, old = [s for s in signals if s.night == last], [s for s in signals if s.night != last]
+    units = by_unit(new)
+    found = [
+        f"its judges' agreement on {kind}s is α = {alpha:.3f}; at least {config.min_alpha:g} (min_alpha)"
+        for kind, alpha in ((kind, alpha_of(units, kind)) for kind in ("rating", "verdict"))
+        if config.min_alpha is not None and alpha is not None and alpha < config.min_alpha
+    ]
+    nights = len({signal.night for signal in old})
+    if not nights:
+        return found
+    ratio = len(new) / (len(old) / nights)
+    most = config.max_volume_ratio
+    if most is not None and not 1 / most <= ratio <= most:
+        found.append(f"it has {ratio:.2f} times the feedback of the nights before; at most {most:g} (max_volume_ratio)")
+    (n, good), (m, before) = _good(new), _good(old)
+    if config.max_good_change is not None and n and m:
+        change, together = good / n - before / m, (good + before) / (n + m)
+        error = (together * (1 - together) * (1 / n + 1 / m)) ** 0.5
+        if abs(change) > config.max_good_change and abs(change) > 3 * error:
+            found.append(
+                f"{good / n:.0%} of its labels are good, {before / m:.0%} before; a change of at most "
+                f"{config.max_good_change:g} (max_good_change)"
+            )
+    return found
+
+
+def _good(signals: Iterable[Signal]) -> tuple[int, int]:
+    """(ratings, good ones)."""
+    labels = [signal.label for signal in signals if signal.label in RATINGS]
+    return len(labels), labels.count("up")

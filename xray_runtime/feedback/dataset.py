@@ -1,0 +1,80 @@
+"""Publish a checkpoint that no run computes: signed, in the log and in MLflow, like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.graph.artifacts import Artifact, dataset_of
+from xray_runtime.lineage.attestation import attest, open_store, read_statement
+from xray_runtime.lineage.audit.registry import RegistryView
+from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.log import digests, log_checkpoints
+from xray_runtime.lineage.reference import LineageStore
+from xray_runtime.lineage.signing import signing_key
+from xray_runtime.lineage.statement import RunFacts
+from xray_runtime.store.checkpoints import load_manifest
+from xray_runtime.store.identity import Identity
+from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.tracking.mlflow_tracker import ARTIFACTS, Tracker
+
+
+def require_tracking(lineage: LineageStore) -> str:
+    """MLflow's address. Raises ConfigError if none is known."""
+    if lineage.tracking_uri is None:
+        raise ConfigError(f"--tracking-uri: is required: there is no mlflow.db in {str(lineage.output)!r}")
+    return lineage.tracking_uri
+
+
+def publish_dataset(
+    lineage: LineageStore,
+    project: str,
+    by: str,
+    identity: Identity,
+    type: type[Artifact],
+    parents: Mapping[str, Node],
+    write: Callable[[Path], None],
+) -> tuple[CheckpointRef, bool]:
+    """(the checkpoint, whether it is new); one that was cut short is finished.
+
+    Args:
+        project: MLflow's experiment.
+        by: who publishes.
+        identity: its config and parents determine every byte that `write` puts into the directory it is given.
+        parents: role → checkpoint.
+
+    Raises:
+        ConfigError: no MLflow is known.
+    """
+    uri, store = require_tracking(lineage), open_store(lineage.output)
+    ref, mlflow = store.find(identity.stage, identity.key), RegistryView(uri)
+    if ref is not None and mlflow.model_of(ref.sha256) is not None:
+        return ref, False
+    refs = {role: node.reference(mlflow.model_of(node.sha256)) for role, node in parents.items()}
+    tracker = Tracker(uri, project, lineage.artifacts)
+    # If an earlier attempt was cut short after publishing, its statement names its runs.
+    facts = read_statement(ref.path).predicate.details.run if ref is not None else RunFacts()
+    tags = {"xray.output": str(lineage.output.absolute())}
+    parent_run = tracker.start_lifecycle(facts.mlflow_parent_run_id, identity.stage, {}, "", tags)
+    run = tracker.stage_run(parent_run, identity.stage, identity.key, identity.config)
+    key_file = signing_key(lineage.output)
+    if ref is None:
+        facts = RunFacts(
+            trigger={"kind": "command", "by": by}, mlflow_run_id=run.run_id, mlflow_parent_run_id=parent_run
+        )
+        record = partial(attest, parents=refs, run=facts, started=datetime.now(UTC), private_key=key_file)
+        with store.building(identity.stage, identity.key) as built:
+            write(built)
+            dataset = dataset_of(refs.values())
+            ref = store.publish(built, identity, type=type.__name__, step=0, dataset=dataset, attest=record)
+    checkpoint = {ref.path.name: ref.sha256}
+    log_checkpoints(lineage.output, key_file, checkpoint, here=True)
+    ref = run.log_checkpoint(ref, load_manifest(ref.path), list(refs.values()))
+    files = digests(lineage.output, [lineage.output / ARTIFACTS / run.run_id])
+    log_checkpoints(lineage.output, key_file, checkpoint, files, here=True, renew=True)
+    run.finish("FINISHED", 1)
+    tracker.finish(parent_run, "FINISHED")
+    return ref, True
