@@ -88,11 +88,11 @@ def studio_of(request: Request) -> Studio:
     return studio
 
 
-def page(request: Request, name: str, status: int = 200, **values: Any) -> HTMLResponse:
+def page(request: Request, template: str, status: int = 200, /, **values: Any) -> HTMLResponse:
     """A page from its template; all values are escaped."""
     studio = studio_of(request)
     shared = {"csrf": request.state.csrf, "serve": studio.serve, "path": request.url.path, "audit": studio.audit_text()}
-    return HTMLResponse(studio.pages.get_template(name).render(**shared | values), status)
+    return HTMLResponse(studio.pages.get_template(template).render(**shared | values), status)
 
 
 def make_app(studio: Studio, access: Access) -> FastAPI:

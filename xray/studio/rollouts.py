@@ -15,7 +15,7 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.ledger import Query, iterations
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.reference import find
-from xray_runtime.lineage.rollouts import Order, Selection, diff_iterations
+from xray_runtime.lineage.rollouts import Order, Selection, checked_order, diff_iterations
 from xray_runtime.store.manifest import LEDGER
 
 router = APIRouter()
@@ -58,7 +58,6 @@ def _number(text: str, field: str) -> float | None:
 
 def _query(studio: Studio, ref: str, values: dict[str, str]) -> tuple[Node, Query, Order]:
     node = find(ref, studio.store())
-    orders: dict[str, Order] = {"row": "row", "lowest": "lowest", "highest": "highest"}
     iteration = _number(values.get("iteration", ""), "iteration")
     query = Query(
         [int(iteration)] if iteration is not None else [],
@@ -68,7 +67,7 @@ def _query(studio: Studio, ref: str, values: dict[str, str]) -> tuple[Node, Quer
         "failed" in values,
         "unused" in values,
     )
-    return node, query, orders.get(values.get("order", "row"), "row")
+    return node, query, checked_order(values.get("order", "row"))
 
 
 @router.get("/rollouts")

@@ -27,6 +27,8 @@ WIDTH, HEIGHT = 240, 56
 """Of a curve, in pixels."""
 MAX_POINTS, MAX_CURVES, MAX_ROWS, MAX_TEXT = 240, 24, 6, 600
 RUNNING = "running"
+FIELDS = {"name", "kind", "key", "checkpoint", "findings", "cached", "computed_seconds", "computed_at"}
+"""Of a stage in lifecycle.json, as far as the page shows it."""
 
 
 def runs(output: Path) -> list[dict[str, Any]]:
@@ -39,7 +41,8 @@ def runs(output: Path) -> list[dict[str, Any]]:
         status = log.ended[run_id].status if run_id in log.ended else "interrupted"
         if run_id in open_runs:
             status = RUNNING if content.get("status") == RUNNING else "interrupted"
-        stages = content.get("stages", [])
+        # A record that was damaged shows fewer stages; the audit names it.
+        stages = [s for s in content.get("stages") or [] if isinstance(s, dict) and s.keys() >= FIELDS]
         found.append({"id": run_id, "run": run, "status": status, "stages": stages, "content": content})
     return found
 

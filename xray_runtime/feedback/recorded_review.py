@@ -1,7 +1,7 @@
 """Recorded answers as questions for a judge: two answers to one prompt where there are two, else one.
 
-A verdict is feedback as applications send it, by the judge: `better` about the answer that lost, a thumb about an answer
-alone, a correction. It is encrypted in the signed store, so it goes with the judge's or the store's keys.
+A verdict is feedback as applications send it: `better` about the answer that lost, a thumb about an answer alone, a
+correction. It is a row of the signed store, encrypted with the judge's key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rollouts in a checkpoint's ledger that match a query, as text: all, or a page of them in an order of one's own."""
+"""The rollouts in a checkpoint's ledger that match a query, as text: all of them, or a page, also by reward."""
 
 from __future__ import annotations
 
@@ -48,6 +48,14 @@ def require_iteration(iteration: int, kept: list[int]) -> None:
     """Raises ConfigError where an iteration is not among those `kept`."""
     if iteration not in kept:
         raise ConfigError(f"--iteration: {iteration} is not allowed: must be one of {kept[0]} to {kept[-1]}")
+
+
+def checked_order(value: str) -> Order:
+    """The value of `--order`. Raises ConfigError for anything but an `Order`."""
+    orders: dict[str, Order] = {"row": "row", "lowest": "lowest", "highest": "highest"}
+    if value not in orders:
+        raise ConfigError(f"--order: {value!r} is not allowed: must be one of {', '.join(orders)}")
+    return orders[value]
 
 
 class Selection:
