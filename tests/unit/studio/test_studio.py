@@ -111,7 +111,7 @@ def test_the_audit_is_shown_where_it_found_something(output: Path) -> None:
     post(client, "/audit", hashing="yes")
     assert "NOT SOUND" in client.get("/").text
     assert "model.safetensors" in client.get(f"/checkpoints/{node.sha256}").text
-    assert f"{node.sha256[:12]}: broken" in client.get("/lineage").text
+    assert f"{node.sha256[:8]} broken" in client.get("/lineage").text
 
 
 def test_a_run_that_is_at_work_is_shown_as_it_goes_on(output: Path) -> None:

@@ -5,6 +5,8 @@ document.addEventListener("keydown", (event) => {
   const typing = event.target.closest("input, textarea, select");
   if (event.key === "Escape" && typing) typing.blur();
   if (typing || event.ctrlKey || event.metaKey || event.altKey || event.repeat) return;
+  // A second key while a verdict is on its way would be about the same question.
+  if (document.querySelector("form.htmx-request")) return;
   const button = document.querySelector(`[data-key="${CSS.escape(event.key.toLowerCase())}"]:not([disabled])`);
   if (!button) return;
   event.preventDefault();
