@@ -101,8 +101,14 @@ def stages(output: Path, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
             if path.parent.name not in done and path.stat().st_mtime >= began:
                 series = curves(path, None)
                 name = path.parent.name.rpartition("-")[0]
-                state = {"name": name, "state": "at work", "sha256": None, "findings": []}
-                yield state | {"curves": series, "tables": tables(path.parent)}
+                yield {
+                    "name": name,
+                    "state": "at work",
+                    "sha256": None,
+                    "findings": [],
+                    "curves": series,
+                    "tables": tables(path.parent),
+                }
 
 
 def _began(output: Path, run: RunBegan) -> float:

@@ -149,12 +149,15 @@ class UserKeys:
         """The id of a feedback: the same for the same feedback sent again."""
         return self.digest(json.dumps([application, user, answer, signals], sort_keys=True))[:ID_DIGITS]
 
-    def encrypt(self, user: str, texts: dict[str, Any], about: str) -> bytes:
+    def encrypt(self, user: str, texts: dict[str, Any], about: str, also: str | None = None) -> bytes:
         """`texts` that only the key of the pseudonym `user` can read; nonce and ciphertext.
 
         Args:
             about: bound to the ciphertext: it cannot be moved to another row.
+            also: another pseudonym whose key is needed too: the person who was answered, in what others say of it.
         """
+        if also not in (None, user):
+            texts = {"of": also, "sealed": self.encrypt(str(also), texts, about).hex()}
         nonce = secrets.token_bytes(NONCE_BYTES)
         plain = zlib.compress(json.dumps(texts, ensure_ascii=False).encode("utf-8", "surrogatepass"), 1)
         return nonce + AESGCM(self._key(user)).encrypt(nonce, plain, about.encode())
@@ -166,6 +169,8 @@ class UserKeys:
         except (FileNotFoundError, InvalidTag):
             return None
         texts: dict[str, Any] = json.loads(zlib.decompress(plain).decode("utf-8", "surrogatepass"))
+        if texts.keys() == {"of", "sealed"}:
+            return self.decrypt(texts["of"], bytes.fromhex(texts["sealed"]), about)
         return texts
 
     def _key(self, name: str) -> bytes:

@@ -1,7 +1,7 @@
 """Recorded answers as questions for a judge: two answers to one prompt where there are two, else one.
 
 A verdict is feedback as applications send it: `better` about the answer that lost, a thumb about an answer alone, a
-correction. It is a row of the signed store, encrypted with the judge's key.
+correction. It is a row of the signed store, encrypted with the keys of the judge and of the person who was answered.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class RecordedAnswer:
     model: str
     """sha256."""
     text: str
+    user: str
+    """Pseudonym of the person who was answered."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def recorded_questions(output: Path, judge: str) -> list[RecordedQuestion]:
         if row["kind"] == "answer" and row["texts"] is not None and not row["application"] and row["complete"]:
             prompt, text = prompt_of(row["texts"]), answer_of(row["texts"])
             if prompt and text:
-                by_prompt.setdefault(prompt, []).append(RecordedAnswer(row["id"], row["model"], text))
+                by_prompt.setdefault(prompt, []).append(RecordedAnswer(row["id"], row["model"], text, row["user"]))
     found = []
     for prompt, answers in by_prompt.items():
         for pair in _pairs(answers):
@@ -148,7 +150,9 @@ def keep_verdict(output: Path, question: RecordedQuestion, key: str, judge: str,
         user, rows = keys.pseudonym(judge), []
         for answer, signals in said:
             identity = keys.feedback_id(APPLICATION, user, answer.id, signals)
-            texts = keys.encrypt(user, {"feedback": signals}, about("feedback", identity, answer.model))
+            texts = keys.encrypt(
+                user, {"feedback": signals}, about("feedback", identity, answer.model), also=answer.user
+            )
             rows.append(feedback_row(identity, answer.id, user, APPLICATION, answer.model, texts))
         writer = SegmentWriter(output, signing_key(output), NEVER_EXPIRES_DAYS)
         writer.write(rows, {}, {})

@@ -221,7 +221,7 @@ class Recorder:
                 return _error(422, "the feedback is not kept: the redaction refused it")
             if len(self._rows) >= SEGMENT_ROWS + MAX_FEEDBACK_WAITING:
                 return _error(503, "the store cannot be written: send it again later")
-            texts = self._keys.encrypt(user, redacted, about("feedback", identity, answer.model))
+            texts = self._keys.encrypt(user, redacted, about("feedback", identity, answer.model), also=answer.user)
             self._add(feedback_row(identity, feedback.answer_id, user, application, answer.model, texts))
         try:
             await asyncio.wait_for(self._on_disk([identity], now=True), FEEDBACK_SECONDS)
