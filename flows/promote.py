@@ -150,14 +150,14 @@ def _comparison(
         if verdicts is not None:
             raise ConfigError("verdicts: are not allowed without a comparison (promotion.max_regression, a champion)")
         return place, None
-    found = _compared(place, node, champion.checkpoint, verdicts)
+    found = find_comparison(place, node, champion.checkpoint, verdicts)
     if found is None:
         # Compute nothing for a candidate that cannot pass.
         alone = (gates or PromotionConfig()).model_copy(update={"max_regression": None})
         promotion.review(place, node, name=name, gates=alone, public=public)
         compare(str(root), name, node.sha256, champion.checkpoint, place.tracking_uri, verdicts)
         place = open_lineage_store(root, place.tracking_uri)
-        found = _compared(place, node, champion.checkpoint, verdicts)
+        found = find_comparison(place, node, champion.checkpoint, verdicts)
     return place, found
 
 
@@ -250,7 +250,7 @@ def _ask_on_page(text: str) -> Approval:
     return answer
 
 
-def _compared(store: LineageStore, candidate: Node, champion: str, verdicts: str | None) -> Node | None:
+def find_comparison(store: LineageStore, candidate: Node, champion: str, verdicts: str | None) -> Node | None:
     """The comparison of these two under the current code, if it is in the store and in MLflow."""
     assert store.tracking_uri is not None
     spec = promotion.comparison_spec(store.graph, candidate, champion, verdicts)

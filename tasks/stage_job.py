@@ -216,6 +216,8 @@ class StageJob:
                     terms=terms_of(found, context.terms.get(found.name)),
                 )
                 for found in self._outside
+                # Hashes of what must not be read are no source.
+                if found.field != f"{self._spec.name}.withdrawn"
             ],
         )
 

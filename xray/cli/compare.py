@@ -7,7 +7,6 @@ import json
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -180,7 +179,7 @@ class _Interview:
     def _ask(self, question: Question, progress: str) -> bool:
         """Show one question and save the verdict; False if the person goes back instead."""
         from xray_runtime.data.pairs import prompt_text
-        from xray_runtime.feedback.judgements import KEYS as VERDICTS, Judgement, left_model, verdict_of
+        from xray_runtime.feedback.judgements import KEYS as VERDICTS, left_model
 
         console, left = self.console, left_model(self.session.setup.seed, self.judge, question.number)
         replies = (question.a, question.b) if left == "a" else (question.b, question.a)
@@ -200,9 +199,7 @@ class _Interview:
             if key == "u":
                 return False
             console.print(Text(f"{key!r} is not allowed: {KEYS}"), style="red")
-        now, verdict = datetime.now(UTC).isoformat(timespec="seconds"), verdict_of(key, left)
-        judgement = Judgement(number=question.number, left=left, verdict=verdict, judge=self.judge, at=now)
-        self.session.add_judgement(judgement)
+        self.session.judge(question.number, self.judge, key)
         console.print(Text(f"  {VERDICTS[key]}"), style="green")
         return True
 

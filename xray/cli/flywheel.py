@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from xray.cli.lineage import Root
+from xray.cli.options import Root
 from xray.cli.supervisor import supervise
 from xray.tasks.output_directory import saved_config
 from xray.tasks.preflight import check_ray_address

@@ -17,6 +17,8 @@ from xray.cli.promote import promote
 from xray.cli.recorded import recorded
 from xray.cli.run import run
 from xray.cli.serve import serve
+from xray.cli.studio import studio
+from xray.cli.withdraw import withdraw
 from xray_runtime.config.validation import ConfigError
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -39,7 +41,7 @@ def automations() -> None:
 COMMANDS: tuple[Any, ...] = (
     *(run, plan, tune.tune, up.up, up.down, up.status, doctor),
     *(lineage.lineage, lineage.diff, lineage.audit, rollouts.rollouts, rollouts.replay),
-    *(chat.chat, compare.compare, compare.preferences, promote, serve, recorded, flywheel),
+    *(chat.chat, compare.compare, compare.preferences, promote, serve, recorded, flywheel, studio, withdraw),
     *(artifacts.prune, artifacts.export, artifacts.import_, artifacts.fetch),
 )
 """Commands, in the order of `xray --help`."""

@@ -18,10 +18,12 @@ from xray.cli.job import FAILED
 from xray.cli.options import AsJson, Output, Ref, Tracking
 from xray.deployments.local_ray import running_ray
 from xray.flows.subject import import_modules
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.processes import kill_tagged, start_reaper
 from xray_runtime.terminal import print_indented
 
 if TYPE_CHECKING:
+    from xray_runtime.lineage.graph import Node
     from xray_runtime.lineage.replay import Replay, Replayable
 
 
@@ -37,6 +39,12 @@ def rollouts(
     max_reward: Annotated[float | None, typer.Option(help="Highest reward, as scored.")] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Only rows for which a source failed.")] = False,
     unused: Annotated[bool, typer.Option("--unused", help="Only rows that no update used.")] = False,
+    order: Annotated[
+        str, typer.Option(help="row, or highest or lowest: by the reward, or the score of --source.")
+    ] = "row",
+    against: Annotated[
+        int | None, typer.Option(min=0, help="Compare --iteration with this one: rewards, and prompts of both.")
+    ] = None,
     limit: Annotated[int, typer.Option(min=0, help="Maximum number of rows shown; 0: all.")] = 20,
     tracking_uri: Tracking = None,
     as_json: AsJson = False,
@@ -47,11 +55,17 @@ def rollouts(
     """
     from xray_runtime.data.ledger import Query
     from xray_runtime.lineage.reference import resolve
-    from xray_runtime.lineage.rollouts import find_rollouts
+    from xray_runtime.lineage.rollouts import checked_order, find_rollouts
 
+    by = checked_order(order)
     _, node = resolve(ref, output, tracking_uri)
+    if against is not None:
+        if iteration is None or len(iteration) != 1:
+            raise ConfigError("--against: needs exactly one --iteration")
+        _print_diff(node, iteration[0], against, limit or None, as_json)
+        return
     query = Query(sorted(set(iteration or [])), source, min_reward, max_reward, failed, unused)
-    found = find_rollouts(node, query, limit or None)
+    found = find_rollouts(node, query, limit or None, by)
     if as_json:
         print(json.dumps(vars(found), indent=2))
     else:
@@ -60,6 +74,27 @@ def rollouts(
     for name in found.changed:
         print(f"BROKEN {name} was changed after it was published: see `xray audit`", file=sys.stderr)
     raise typer.Exit(FAILED if found.changed else 0)
+
+
+def _print_diff(node: Node, first: int, second: int, limit: int | None, as_json: bool) -> None:
+    """Print two iterations beside each other."""
+    from xray.cli.chat import shown
+    from xray_runtime.lineage.rollouts import diff_iterations
+
+    found, console = diff_iterations(node, first, second, limit), Console()
+    if as_json:
+        print(json.dumps(vars(found), indent=2))
+        return
+    for one in found.summary:
+        numbers = ", ".join(f"{name} {_number(one[name])}" for name in ("mean", "lowest", "highest"))
+        print(f"iteration {one['iteration']}: {one['rows']} rows, reward {numbers}")
+    for before, after in found.pairs:
+        print_indented(console, "", f"prompt {before['prompt_row']}", "bold")
+        print_indented(console, "  prompt  ", shown(before["prompt"]))
+        for row in (before, after):
+            reward = "none" if row["reward"] is None else _number(row["reward"])
+            print_indented(console, f"  {row['iteration']:<8}", f"{reward} {shown(row['reply'])}")
+    print(f"{len(found.pairs)} of {found.total} prompts that are in both")
 
 
 def _print_rows(console: Console, rows: list[dict[str, Any]]) -> None:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from filelock import FileLock, Timeout
-
 from xray.flows.subject import add_working_directory
 from xray_runtime.config.loading import parse_overrides
 from xray_runtime.config.recording import RecordingConfig
@@ -82,21 +80,10 @@ def _redaction(config: RecordingConfig) -> dict[str, str]:
 @contextlib.contextmanager
 def recording_lock(recording: Recording | None, store: LineageStore) -> Iterator[None]:
     """One command records into an output directory at a time. Raises ConfigError where another one does."""
-    from xray_runtime.lineage.log import LOCKS
+    from xray_runtime.lineage.recorded import recorded_lock
 
-    if recording is None:
+    with contextlib.nullcontext() if recording is None else recorded_lock(store.output):
         yield
-        return
-    (store.output / LOCKS).mkdir(exist_ok=True)
-    lock = FileLock(store.output / LOCKS / "recorded.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise ConfigError(f"--record: another `xray serve --record` records into {store.output}") from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def start(recording: Recording, store: LineageStore, logs: Path) -> RecorderHandle:

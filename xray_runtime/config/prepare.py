@@ -62,6 +62,8 @@ class DataConfig(Section):
     """Share of conversations held out of all training, for reported results."""
     validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Share of the other conversations that is also kept out of training, to choose checkpoints."""
+    withdrawn: Source | None = None
+    """The file of withdrawn texts that `xray withdraw` writes: rows with one of them are left out, and counted."""
     max_conversations: Count | None = None
     """Read at most this many conversations (None: all)."""
 

@@ -71,16 +71,25 @@ def iterations(directory: Path) -> list[int]:
     return sorted(int(name[1]) for name in names if name)
 
 
-def read_shard(path: Path) -> Shard:
-    """Read a shard. Raises ValueError if the file is not a shard or is damaged."""
+def read_shard(path: Path, *, lists: bool = True) -> Shard:
+    """Read a shard. Raises ValueError if the file is not a shard or is damaged.
+
+    Args:
+        lists: whether columns of tokens and of numbers per token are read too.
+    """
     try:
-        table = parquet.read_table(path, partitioning=None)
+        columns = None if lists else _single_columns(parquet.read_schema(path))
+        table = parquet.read_table(path, columns=columns, partitioning=None)
         about = table.schema.metadata or {}
         policy = about[b"policy"].decode() if b"policy" in about else None
         return Shard(int(about[b"iteration"]), policy, table)
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path}: damaged, or not a shard of a ledger ({reason})") from error
+
+
+def _single_columns(schema: pa.Schema) -> list[str]:
+    return [field.name for field in schema if not pa.types.is_list(field.type) and field.name != ANSWERS]
 
 
 def lists(column: Ragged, type: pa.DataType) -> pa.Array:

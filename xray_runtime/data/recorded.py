@@ -17,6 +17,7 @@ import hmac
 import json
 import os
 import secrets
+import time
 import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
@@ -66,6 +67,27 @@ class Row:
     reply_tokens: int
     texts: bytes
     """Encrypted; see `UserKeys`."""
+
+
+def feedback_row(id: str, answer: str, user: str, application: str, model: str, texts: bytes) -> Row:
+    """The row of a feedback that comes now; the arguments are fields of a `Row`."""
+    return Row(
+        kind="feedback",
+        id=id,
+        answer=answer,
+        at_ms=time.time_ns() // 1_000_000,
+        user=user,
+        application=application,
+        model=model,
+        route="/v1/feedback",
+        streamed=False,
+        complete=True,
+        latency_s=0.0,
+        first_s=0.0,
+        prompt_tokens=0,
+        reply_tokens=0,
+        texts=texts,
+    )
 
 
 SCHEMA = pa.schema(pa.field(f.name, TYPES.get(str(f.type), pa.string()), nullable=False) for f in fields(Row))
@@ -123,12 +145,19 @@ class UserKeys:
         """HMAC-SHA256 of a text, which only holders of this store's key can compute."""
         return hmac.new(self._key(PSEUDONYMS), text.encode("utf-8", "surrogateescape"), hashlib.sha256).hexdigest()
 
-    def encrypt(self, user: str, texts: dict[str, Any], about: str) -> bytes:
+    def feedback_id(self, application: str, user: str, answer: str, signals: dict[str, Any]) -> str:
+        """The id of a feedback: the same for the same feedback sent again."""
+        return self.digest(json.dumps([application, user, answer, signals], sort_keys=True))[:ID_DIGITS]
+
+    def encrypt(self, user: str, texts: dict[str, Any], about: str, also: str | None = None) -> bytes:
         """`texts` that only the key of the pseudonym `user` can read; nonce and ciphertext.
 
         Args:
             about: bound to the ciphertext: it cannot be moved to another row.
+            also: another pseudonym whose key is needed too: the person who was answered, in what others say of it.
         """
+        if also not in (None, user):
+            texts = {"of": also, "sealed": self.encrypt(str(also), texts, about).hex()}
         nonce = secrets.token_bytes(NONCE_BYTES)
         plain = zlib.compress(json.dumps(texts, ensure_ascii=False).encode("utf-8", "surrogatepass"), 1)
         return nonce + AESGCM(self._key(user)).encrypt(nonce, plain, about.encode())
@@ -140,6 +169,8 @@ class UserKeys:
         except (FileNotFoundError, InvalidTag):
             return None
         texts: dict[str, Any] = json.loads(zlib.decompress(plain).decode("utf-8", "surrogatepass"))
+        if texts.keys() == {"of", "sealed"}:
+            return self.decrypt(texts["of"], bytes.fromhex(texts["sealed"]), about)
         return texts
 
     def _key(self, name: str) -> bytes:

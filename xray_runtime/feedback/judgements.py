@@ -47,6 +47,8 @@ class Judgement(_Row):
     judge: str
     at: str
     """When (ISO 8601)."""
+    correction: Annotated[str, Field(min_length=1, max_length=2**16)] | None = None
+    """A reply that is better than both."""
 
 
 def left_model(seed: int, judge: str, number: int) -> Model:
@@ -67,14 +69,19 @@ def latest_verdicts(judgements: Iterable[Judgement]) -> dict[tuple[int, str], Ju
 
 
 def pairs(questions: Iterable[Question], judgements: Iterable[Judgement], session: str) -> list[PreferenceExample]:
-    """A preference pair for each verdict that prefers one reply, by question, then judge."""
+    """A preference pair for each verdict that prefers one reply, by question, then judge; a correction is preferred to
+    both."""
     by_number = {question.number: question for question in questions}
     found = []
     for (number, judge), judgement in sorted(latest_verdicts(judgements).items()):
+        q, name = by_number[number], f"{session}-{number}-{judge}"
         if judgement.verdict in ("a", "b"):
-            q = by_number[number]
             chosen, rejected = (q.a, q.b) if judgement.verdict == "a" else (q.b, q.a)
-            found.append(PreferenceExample(f"{session}-{number}-{judge}", q.prompt, chosen, rejected))
+            found.append(PreferenceExample(name, q.prompt, chosen, rejected))
+        if judgement.correction is not None:
+            replies = {"a": q.a, "b": q.b}.items()
+            better = [(side, reply) for side, reply in replies if reply != judgement.correction]
+            found += [PreferenceExample(f"{name}-{s}", q.prompt, judgement.correction, reply) for s, reply in better]
     return found
 
 

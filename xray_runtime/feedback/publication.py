@@ -107,7 +107,7 @@ def _verdicts(session: Session) -> list[dict[str, Any]]:
     models = {"model_a": session.setup.a, "model_b": session.setup.b}
     questions: dict[int, Question] = {question.number: question for question in session.questions}
     return [
-        {"session": session.name} | models | questions[number].model_dump() | judgement.model_dump()
+        {"session": session.name} | models | questions[number].model_dump() | judgement.model_dump(exclude_none=True)
         for (number, _), judgement in sorted(latest_verdicts(session.judgements).items())
     ]
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.feedback.judgements import Judgement, Question
+from xray_runtime.feedback.judgements import Judgement, Question, left_model, verdict_of
 from xray_runtime.files import sync, write_atomic
 from xray_runtime.store.identity import digest
 from xray_runtime.store.manifest import Sha256
@@ -67,6 +68,19 @@ class Session:
         """Keep a verdict; it is on disk when this returns."""
         _append(self.directory / JUDGEMENTS, [judgement])
         self.judgements.append(judgement)
+
+    def judge(self, number: int, judge: str, key: str, correction: str | None = None) -> None:
+        """Keep the verdict of `key` (of `judgements.KEYS`) on a question, as `judge` sees its sides."""
+        left, now = left_model(self.setup.seed, judge, number), datetime.now(UTC).isoformat(timespec="seconds")
+        verdict = verdict_of(key, left)
+        self.add_judgement(
+            Judgement(number=number, left=left, verdict=verdict, judge=judge, at=now, correction=correction)
+        )
+
+    def open_questions(self, judge: str) -> list[Question]:
+        """The questions that `judge` has not answered; equal replies are not asked about."""
+        done = {judgement.number for judgement in self.judgements if judgement.judge == judge}
+        return [question for question in self.questions if question.number not in done and question.a != question.b]
 
     @classmethod
     def read(cls, directory: Path) -> Self:

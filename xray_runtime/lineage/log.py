@@ -32,6 +32,7 @@ from xray_runtime.lineage.log_entries import (
     Recorded,
     RunBegan,
     RunEnded,
+    Withdrawn,
 )
 from xray_runtime.lineage.signed_lines import append_signed_line, read_signed_lines
 from xray_runtime.store.checkpoints import CHECKPOINTS
@@ -62,6 +63,9 @@ class LogView:
     pruned: set[str] = field(default_factory=set)
     recorded: Head = EMPTY
     """The chain of recorded answers must still have this line."""
+    withdrawals: list[Withdrawn] = field(default_factory=list)
+    erased: set[str] = field(default_factory=set)
+    """Paths below the output directory of files that a withdrawal erased, and nothing wrote since."""
 
     @property
     def head(self) -> Head:
@@ -114,6 +118,7 @@ class LogView:
                 self.published = {k: v for k, v in self.published.items() if v.checkpoint != entry.checkpoint}
             return
         self.files |= line.files
+        self.erased -= line.files.keys()
         if isinstance(entry, Published):
             self.published[entry.directory] = entry
             self.pruned.discard(entry.checkpoint)
@@ -125,6 +130,10 @@ class LogView:
             self.ended[entry.run_id] = entry
         elif isinstance(entry, Recorded):
             self.recorded = Head(entry.entries, entry.head)
+        elif isinstance(entry, Withdrawn):
+            self.withdrawals.append(entry)
+            self.erased |= set(entry.erased)
+            self.files = {name: sha for name, sha in self.files.items() if name not in self.erased}
 
 
 def _is_at_work(output: Path, run_id: str) -> bool:

@@ -101,7 +101,22 @@ class Recorded(SignedEntry):
     head: Sha256
 
 
-Entry = Decision | Published | RunBegan | RunEnded | Left | Recorded
+class Withdrawn(SignedEntry):
+    """A person's data, or a source, was withdrawn: what holds it, what was made from it, and what was erased."""
+
+    action: Literal["withdraw"] = "withdraw"
+    subject: str
+    """`user PSEUDONYM`, or `source KIND:DIGEST`."""
+    by: str
+    holders: list[Sha256]
+    """Checkpoints that hold it."""
+    descendants: list[Sha256]
+    """Checkpoints that were made from them."""
+    erased: list[str]
+    """Paths below the output directory of the files that are gone since."""
+
+
+Entry = Decision | Published | RunBegan | RunEnded | Left | Recorded | Withdrawn
 
 
 class Record(InTotoRecord[Annotated[Entry, Field(discriminator="action")]]):

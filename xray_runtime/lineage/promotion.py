@@ -28,6 +28,7 @@ from xray_runtime.lineage.log_entries import Action, Decision
 from xray_runtime.lineage.model_page import CHAMPION, write_pages
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
+from xray_runtime.lineage.withdrawal import reasons_against
 from xray_runtime.stages.kinds import COMPARE
 from xray_runtime.tracking.registry import Registry
 
@@ -128,6 +129,7 @@ def review(
         NotPromoted: the audit found something, or a gate does not hold.
         ConfigError: the candidate is not a version of `name`.
     """
+    _require_not_withdrawn(store, candidate)
     version = _version(_uri(store), name, candidate.sha256)
     _require_sound(store, [candidate, *([comparison] if comparison else [])], public)
     bounds = gates_for(store, candidate, gates, public)
@@ -162,6 +164,7 @@ def promote(store: LineageStore, seen: Review, *, by: str, note: str) -> None:
     Raises:
         NotPromoted: another champion was chosen since the review.
     """
+    _require_not_withdrawn(store, seen.candidate)
     if champion_of(store, seen.name) != seen.champion:
         raise NotPromoted(["another champion was chosen in the meantime; start again"])
     target = (seen.version, seen.candidate.sha256)
@@ -190,10 +193,21 @@ def roll_back(store: LineageStore, *, name: str, by: str, note: str, public: Pat
         raise ConfigError(f"--rollback: {name!r} has no previous champion in {store.output}")
     if before.checkpoint not in store.graph.nodes:
         raise NotPromoted([f"the previous champion {before.checkpoint[:12]} is not in the store"])
+    _require_not_withdrawn(store, store.graph.nodes[before.checkpoint])
     _require_sound(store, [store.graph.nodes[before.checkpoint]], public)
     _move_champion(store, "rollback", name, (before.version, before.checkpoint), present, by, note, {})
     _move_aliases(store, name)
     return before
+
+
+def _require_not_withdrawn(store: LineageStore, node: Node) -> None:
+    try:
+        reasons = reasons_against(store, node)
+    except (OSError, ValueError) as error:
+        reasons = [f"it cannot be told whether what was withdrawn is in it ({str(error).splitlines()[0]})"]
+    if reasons:
+        more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+        raise NotPromoted([f"{node.name} descends from withdrawn data: {reasons[0]}{more}; train it again without"])
 
 
 def _require_sound(store: LineageStore, nodes: list[Node], public: Path | None) -> None:

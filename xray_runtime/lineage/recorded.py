@@ -7,6 +7,7 @@ names the chain's end at the start and end of a recording, and each day: a chain
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +15,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from filelock import FileLock, Timeout
 from pydantic import Field
 
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import KEYS, RECORDED, Row, UserKeys, about, read_segment, segment_bytes, segment_name
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.log import append
+from xray_runtime.lineage.log import LOCKS, append
 from xray_runtime.lineage.log_entries import EMPTY, Head, Line, Recorded, SignedEntry
 from xray_runtime.lineage.signed_lines import append_signed_line, parse_line, read_signed_lines
 from xray_runtime.lineage.statement import InTotoRecord
@@ -78,6 +81,21 @@ class ChainView:
         self.last = entry.number
         for reason, count in entry.lost.items():
             self.lost[reason] = self.lost.get(reason, 0) + count
+
+
+@contextlib.contextmanager
+def recorded_lock(output: Path) -> Iterator[None]:
+    """One process writes to what is recorded at a time. Raises ConfigError where another one does."""
+    (output / LOCKS).mkdir(exist_ok=True)
+    lock = FileLock(output / LOCKS / "recorded.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(f"--record: another `xray serve --record` records into {output}") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def read_chain(output: Path) -> Iterator[Line]:

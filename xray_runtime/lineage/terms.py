@@ -56,12 +56,12 @@ def conflicts(graph: Graph, model: str, allowed: list[str]) -> Iterator[Conflict
         elif node.statement is None:
             yield Conflict(f"{node.name}, which has no statement,", None, _path(graph, sha, model))
         else:
-            for found in _own(graph, sha, node.statement):
+            for found in own_sources(graph, sha, node.statement):
                 if (found.terms.license or "").casefold() not in names:
                     yield Conflict(f"{found.name} ({found.field})", found.terms.license, _path(graph, sha, model))
 
 
-def _own(graph: Graph, sha: str, statement: Statement) -> list[OutsideSource]:
+def own_sources(graph: Graph, sha: str, statement: Statement) -> list[OutsideSource]:
     """Outside sources that a checkpoint read itself, without those of its parents."""
     parents = [graph.nodes[parent].statement for _, parent in graph.parents(sha) if parent in graph.nodes]
     inherited = [found for parent in parents if parent for found in parent.predicate.build.internal.sources]

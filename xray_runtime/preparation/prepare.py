@@ -31,6 +31,7 @@ from xray_runtime.data.pairs import (
 from xray_runtime.data.records import conversation_id, prompt_and_replies, usual
 from xray_runtime.data.sources import CHITCHAT, chat_pairs, chitchat_conversations, read_records
 from xray_runtime.data.text_set import TextSet
+from xray_runtime.data.withdrawn import WithdrawnTexts
 
 if TYPE_CHECKING:
     from xray_runtime.config.prepare import DataConfig
@@ -101,6 +102,7 @@ def _write_sides(
     everyone, trained, prompts = TextSet(), TextSet(), TextSet()
     chosen: set[str] = set()
     difficulties, absent = array("d"), set(config.columns)
+    withdrawn = WithdrawnTexts.read(Path(config.withdrawn)) if config.withdrawn is not None else None
     total, source = _read(config, absent)
     unchecked = {side: out / f"{side}.unchecked" for side in (HELDOUT, VALIDATION)}
     with ExitStack() as files:
@@ -126,6 +128,8 @@ def _write_sides(
             for place, (prompt, reply) in enumerate(pairs):
                 text, calls = prompt_text(prompt), reply.get("tool_calls")
                 reason = _reason_to_drop(prompt, text, message_text(reply["content"], calls), config)
+                if withdrawn is not None and withdrawn.touches(prompt, reply["content"]):
+                    reason = "withdrawn"
                 if reason:
                     left_out.add(reason, at | {"reply": place})
                     continue

@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from xray_runtime.config.recording import RecordingConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.gold import import_function
-from xray_runtime.data.recorded import KEYS, RECORDED, Row, UserKeys, about
+from xray_runtime.data.recorded import KEYS, RECORDED, Row, UserKeys, about, feedback_row
 from xray_runtime.errors import error_summary
 from xray_runtime.feedback.answers import HourlyLimit, parse_feedback
 from xray_runtime.lineage.recorded import SegmentWriter
@@ -212,8 +212,7 @@ class Recorder:
         user = answer.user if feedback.user is None else self._keys.pseudonym(feedback.user)
         signals = feedback.signals()
         # Feedback that is sent twice is the same feedback.
-        content = json.dumps([application, user, feedback.answer_id, signals], sort_keys=True)
-        identity = self._keys.digest(content)[: len(feedback.answer_id)]
+        identity = self._keys.feedback_id(application, user, feedback.answer_id, signals)
         if identity not in self._index:
             if not self._feedback_limit.allows(f"{application} {user}") or answer.num_feedback >= FEEDBACK_PER_ANSWER:
                 return _error(429, "too much feedback by this user, or about this answer")
@@ -222,8 +221,8 @@ class Recorder:
                 return _error(422, "the feedback is not kept: the redaction refused it")
             if len(self._rows) >= SEGMENT_ROWS + MAX_FEEDBACK_WAITING:
                 return _error(503, "the store cannot be written: send it again later")
-            texts = self._keys.encrypt(user, redacted, about("feedback", identity, answer.model))
-            self._add(_feedback_row(identity, feedback.answer_id, user, application, answer.model, texts))
+            texts = self._keys.encrypt(user, redacted, about("feedback", identity, answer.model), also=answer.user)
+            self._add(feedback_row(identity, feedback.answer_id, user, application, answer.model, texts))
         try:
             await asyncio.wait_for(self._on_disk([identity], now=True), FEEDBACK_SECONDS)
         except TimeoutError:
@@ -300,26 +299,6 @@ def start_recorder(settings: RecorderSettings) -> RecorderHandle:
     except ray.exceptions.RayError as error:
         raise NotServedError(f"--record: {error_summary(error)}") from error
     return RecorderHandle(actor, settings.config)
-
-
-def _feedback_row(id: str, answer: str, user: str, application: str, model: str, texts: bytes) -> Row:
-    return Row(
-        kind="feedback",
-        id=id,
-        answer=answer,
-        at_ms=time.time_ns() // 1_000_000,
-        user=user,
-        application=application,
-        model=model,
-        route="/v1/feedback",
-        streamed=False,
-        complete=True,
-        latency_s=0.0,
-        first_s=0.0,
-        prompt_tokens=0,
-        reply_tokens=0,
-        texts=texts,
-    )
 
 
 def _error(status: int, message: str) -> tuple[int, dict[str, Any]]:

@@ -10,7 +10,8 @@ from xray_runtime.stages.findings import data_findings
 
 def _data_read(config: DataConfig) -> dict[str, str]:
     mixed = {f"sources.{number}.source": part.source for number, part in enumerate(config.sources)}
-    return mixed or {"source": config.source}
+    withdrawn = {"withdrawn": config.withdrawn} if config.withdrawn is not None else {}
+    return (mixed or {"source": config.source}) | withdrawn
 
 
 PREPARE = register(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import random
+import shutil
+import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -361,6 +364,16 @@ class Lifecycle:
         if self.tracker is not None:
             self.tracker.tag(run_id, {LOG_TAG: mark(self.output)})
             self.tracker.finish(run_id, "FINISHED")
+
+
+def copied(source: Path, output: Path) -> Path:
+    """A copy of an output directory."""
+    shutil.copytree(source, output, symlinks=True)
+    # MLflow keeps where an experiment's artifacts go: those of runs to come belong to the copy.
+    with contextlib.closing(sqlite3.connect(output / "mlflow.db")) as connection, connection:
+        move = "update experiments set artifact_location = replace(artifact_location, ?, ?)"
+        connection.execute(move, (str(source), str(output)))
+    return output
 
 
 def decided(output: Path) -> list[dict[str, Any]]:

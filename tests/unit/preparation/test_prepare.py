@@ -14,9 +14,11 @@ from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.heldout import held_out_prompts
 from xray_runtime.data.pairs import Example, Pairs, prompt_text
+from xray_runtime.data.withdrawn import WithdrawnTexts
 from xray_runtime.graph.kind import NoInputs, Stage
 from xray_runtime.preparation.prepare import run
 from xray_runtime.stages.findings import data_findings
+from xray_runtime.stages.kinds import PREPARE
 
 
 class Notes:
@@ -163,6 +165,23 @@ def test_every_reason_to_drop_is_counted(tmp_path: Path) -> None:
         "train_conversations": len(train),
         "train_pairs": len(train),
     }
+
+
+def test_withdrawn_rows_are_left_out_and_counted(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"a question of person {n}, in full", "completion": f"an answer to person {n}"} for n in range(40)
+    ]
+    texts = WithdrawnTexts.read(tmp_path / "texts.json")
+    texts.add([rows[3]["prompt"], rows[5]["completion"]])
+    texts.write(tmp_path / "texts.json")
+    source, withdrawn = rows_file(tmp_path / "rows.jsonl", rows), str(tmp_path / "texts.json")
+    train, heldout, stats, _ = prepare(tmp_path / "out", source=source, withdrawn=withdrawn, heldout_fraction=0.2)
+    kept = {prompt_text(pair.prompt) for pair in train + heldout}
+    assert kept == {row["prompt"] for n, row in enumerate(rows) if n not in (3, 5)}
+    assert stats["dropped_withdrawn"] == 2
+    # Another file gives another key, so that what was made with the rows is not taken for what is made without.
+    assert PREPARE.outside(DataConfig(source=source, withdrawn=withdrawn)) == {"source": source, "withdrawn": withdrawn}
+    assert "dropped_withdrawn" not in prepare(tmp_path / "all", source=source)[2]
 
 
 def test_texts_are_kept_to_the_byte(tmp_path: Path) -> None:

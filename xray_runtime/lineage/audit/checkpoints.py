@@ -32,7 +32,7 @@ from xray_runtime.lineage.provenance import ROOT
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import SignatureProblem, TrustedKey, Verifier, exposed_keys
 from xray_runtime.lineage.statement import Statement
-from xray_runtime.store.checkpoints import MAX_RECORD_BYTES, inspect, read_bounded
+from xray_runtime.store.checkpoints import CHECKPOINTS, MAX_RECORD_BYTES, inspect, read_bounded
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import ATTESTATION, CARD, SIGNATURE, STATEMENT
 
@@ -124,11 +124,11 @@ def audit(
     changed = [node for node in nodes if baseline is None or node.sha256 not in baseline.unchanged]
     result.count(nodes, changed)
     with ThreadPoolExecutor(WORKERS) as pool:
-        for done, findings in enumerate(pool.map(lambda node: _node(store, node, verifier, hashing), changed), 1):
+        for done, findings in enumerate(pool.map(lambda node: _node(store, node, verifier, hashing, view), changed), 1):
             found += findings
             on_progress(done, len(changed))
     if hashing:
-        found += _contamination(store, changed)
+        found += _contamination(store, [node for node in changed if not _erased(node, view, "prompts.json")])
     found += _commits({node.statement.predicate.build.internal.code.git_commit for node in changed if node.statement})
     if view.heads:
         found += check_published(view, nodes, everything, bool(view.open_runs(store.output)))
@@ -183,10 +183,17 @@ def _baseline_notes(store: LineageStore, result: Audit, trusted: list[TrustedKey
     return [*notes, *([f"nothing is recorded for the next audit: {problem}"] if problem else [])]
 
 
-def _node(store: LineageStore, node: Node, verifier: Verifier | None, hashing: bool) -> list[Finding]:
+def _erased(node: Node, view: LogView, path: str) -> bool:
+    """Whether a withdrawal erased this file of a checkpoint."""
+    return f"{CHECKPOINTS}/{node.directory.name}/{path}" in view.erased
+
+
+def _node(store: LineageStore, node: Node, verifier: Verifier | None, hashing: bool, view: LogView) -> list[Finding]:
     """Findings about one checkpoint's own files."""
-    damages = inspect(node.directory, node.sha256, file_sha256 if hashing else None)
-    found = [Finding(node.name, damage.code, damage.text) for damage in damages]
+    found = []
+    for damage in inspect(node.directory, node.sha256, file_sha256 if hashing else None):
+        is_erased = damage.code == "file-missing" and _erased(node, view, damage.path)
+        found.append(Finding(node.name, "withdrawn" if is_erased else damage.code, damage.text))
     found += _identity(node)
     attested = list(_attestation(store, node, verifier))
     found += attested

@@ -16,6 +16,7 @@ from typing import Any
 
 from xray_runtime.data.derived import SUFFIX
 from xray_runtime.data.recorded import RECORDED
+from xray_runtime.data.withdrawn import FOLDER as WITHDRAWN
 from xray_runtime.graph.artifacts import Evaluation
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.log import LIFECYCLE, LOG, REPORT, LogView, RunBegan
@@ -34,7 +35,7 @@ MAX_ANSWERS_BYTES = 2**30
 ROOT = {
     *(CHECKPOINTS, RECORDS, RESULTS, PAGES, ARTIFACTS, SNAPSHOTS, LOG, LIFECYCLE, REPORT),
     *("keys", "config.yaml", "search.yaml", "verified.json", "mlflow.db", "digests.sqlite"),
-    *("logs", "locks", "jobs", "prefect", "searches", "comparisons", "feedback", "evaluations", RECORDED),
+    *("logs", "locks", "jobs", "prefect", "searches", "comparisons", "feedback", "evaluations", RECORDED, WITHDRAWN),
 }
 """X-ray's entries of an output directory."""
 BESIDE = "-(journal|wal|shm)$"

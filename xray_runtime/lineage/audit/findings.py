@@ -113,6 +113,10 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "file-unsigned": ("A file lies among the records that no run left there.", "Remove it, and ask who put it there."),
     "file-unknown": ("The file is not one of the records: nothing that is signed covers it.", ""),
+    "withdrawn": (
+        "The file held data that was withdrawn (`xray withdraw`): it was erased, and a signed entry says so.",
+        "",
+    ),
     "snapshot-left": (
         "Snapshots that a stage would go on from.",
         "Run the lifecycle to its end, or remove them: the stage then starts over.",
@@ -198,6 +202,7 @@ NOTES = {
     "run-open",
     "file-unknown",
     "snapshot-left",
+    "withdrawn",
     "checkpoint-new",
     "tracking-unchecked",
     "mlflow-metric-earlier",

@@ -1,0 +1,288 @@
+"""The studio over HTTP: what each page shows, what it writes, and whom it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.routing import APIRoute
+from typer.testing import CliRunner
+
+from tests.unit.lineage.promoting import aliases
+from tests.unit.lineage.synthetic import NAME, Lifecycle
+from tests.unit.studio.world import HOSTILE, compared, post, recorded, studio, with_rollouts
+from xray.cli.main import app as command
+from xray.studio import models, review, rollouts, runs
+from xray_runtime.data.pairs import Pairs, PreferenceExample
+from xray_runtime.feedback.session import read_sessions
+from xray_runtime.lineage.audit.checkpoints import audit
+from xray_runtime.lineage.audit.registry import RegistryView
+from xray_runtime.lineage.log import RunBegan, append, run_lock
+from xray_runtime.lineage.recorded import RecordedReader, recorded_lock
+from xray_runtime.lineage.reference import find, open_lineage_store
+from xray_runtime.lineage.signing import signing_key
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("studio") / "run"
+    Lifecycle(output).whole()
+    with_rollouts(output, tmp_path_factory.mktemp("tokenizer"))
+    compared(output)
+    recorded(output)
+    return output
+
+
+@pytest.fixture
+def output(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "run", symlinks=True))
+
+
+PAGES = ("/", "/rollouts", "/review", "/review/recorded", "/lineage", "/evaluations", "/promote", f"/promote/{NAME}")
+SCRIPTS = {'<script src="/static/htmx.min.js" defer>', '<script src="/static/studio.js" defer>'}
+
+
+def test_every_page_answers_with_a_strict_policy_and_no_text_becomes_markup(output: Path) -> None:
+    client = studio(output)
+    store = open_lineage_store(output, None)
+    [session] = read_sessions(output)
+    policy = find("ppo-read", store).sha256[:12]
+    pages = [*PAGES, f"/rollouts/{policy}", f"/rollouts/{policy}/diff?first=0&second=2", f"/review/{session.name}"]
+    pages += [f"/checkpoints/{sha}" for sha in store.graph.nodes]
+    pages += re.findall(r'href="(/runs/[^"]+)"', client.get("/").text)
+    for path in pages:
+        reply = client.get(path)
+        assert reply.status_code == 200, (path, reply.text)
+        rules = reply.headers["content-security-policy"]
+        assert "default-src 'none'" in rules
+        assert "unsafe" not in rules
+        # Scripts are the two files; styles and handlers are in no attribute.
+        assert set(re.findall(r"<script[^>]*>", reply.text)) == SCRIPTS, path
+        assert not re.search(r"<[^>]*\s(style|onclick|onerror|onload)=|<img src=x", reply.text), path
+    assert "&lt;script&gt;" in client.get(f"/review/{session.name}").text
+    assert "&lt;script&gt;" in client.get(f"/rollouts/{policy}").text
+
+
+def test_without_its_token_no_form_is_taken(output: Path) -> None:
+    client = studio(output)
+    client.get("/")
+    routes = [r for m in (runs, rollouts, review, models) for r in m.router.routes if isinstance(r, APIRoute)]
+    paths = {route.path.format(name="x") for route in routes if "POST" in route.methods}
+    assert len(paths) > 6
+    for path in paths:
+        for data in ({}, {"csrf": "0" * 64}):
+            assert client.post(path, data=data).status_code == 403, path
+    # A page elsewhere whose name leads to this machine.
+    assert client.get("/", headers={"host": "evil.example:8100"}).status_code == 421
+    assert client.get("/", headers={"host": "localhost:8100"}).status_code == 200
+
+
+def test_an_open_studio_demands_its_token(output: Path) -> None:
+    client = studio(output, token="a long token")
+    reply = client.get("/")
+    assert (reply.status_code, reply.headers["location"]) == (303, "/login")
+    assert client.get("/static/studio.css").status_code == 200
+    assert client.get("/rollouts", headers={"hx-request": "true"}).headers["hx-redirect"] == "/login"
+    assert client.post("/audit").status_code == 401
+    assert client.post("/login", data={"token": "a long tokem"}).status_code == 401
+    assert client.get("/").status_code == 303
+    client.cookies.set("xray_studio", "made-up.99999999999.0000")
+    assert client.get("/").status_code == 303
+    client.cookies.clear()
+    entered = client.post("/login", data={"token": "a long token"})
+    assert entered.status_code == 303
+    assert "HttpOnly" in entered.headers["set-cookie"]
+    assert "SameSite=strict" in entered.headers["set-cookie"]
+    assert client.get("/").status_code == 200
+    assert post(client, "/audit").status_code == 303
+
+
+def test_the_audit_is_shown_where_it_found_something(output: Path) -> None:
+    client = studio(output)
+    assert "not audited since" in client.get("/").text
+    post(client, "/audit", hashing="yes")
+    assert 'class="state sound">sound: ' in client.get("/").text
+    node = find("sft", open_lineage_store(output, None))
+    (node.directory / "model.safetensors").write_bytes(b"other bytes")
+    post(client, "/audit", hashing="yes")
+    assert "NOT SOUND" in client.get("/").text
+    assert "model.safetensors" in client.get(f"/checkpoints/{node.sha256}").text
+    assert f"{node.sha256[:8]} broken" in client.get("/lineage").text
+
+
+def test_a_run_that_is_at_work_is_shown_as_it_goes_on(output: Path) -> None:
+    began = RunBegan(
+        run_id="live-1", place="", facts={}, tracking="", experiment="e", name="tonight", params="0" * 64, tags={}
+    )
+    append(output, signing_key(output), began)
+    (output / "lifecycle.json").write_text(json.dumps({"run_id": "live-1", "status": "running", "stages": []}))
+    records = output / "records" / "sft-0123456789ab"
+    records.mkdir()
+    lines = [{"step": n, "time_ms": n, "metrics": {"sft/loss": 2.0 - n / 10}} for n in range(5)]
+    (records / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (records / "samples.json").write_text(json.dumps({"columns": ["prompt"], "rows": [[HOSTILE]]}))
+    client = studio(output)
+    with run_lock(output, "live-1"):
+        page = client.get("/runs/live-1").text
+        assert 'hx-trigger="every 2s"' in page
+        assert "sft/loss: +2.000 to +1.600 at step 4" in page
+        assert "&lt;script&gt;" in page
+        assert "<script>alert" not in page
+        lines.append({"step": 5, "time_ms": 5, "metrics": {"sft/loss": 0.5}})
+        (records / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert "to +0.500 at step 5" in client.get("/runs/live-1/live").text
+    (output / "lifecycle.json").write_text(json.dumps({"run_id": "live-1", "status": "failed", "stages": []}))
+    assert "every 2s" not in client.get("/runs/live-1").text
+    assert client.get("/runs/other").status_code == 400
+
+
+def rows(text: str) -> list[tuple[int, int, float]]:
+    found = re.findall(r"Iteration (\d+), row (\d+) <small>reward ([-+.\d]+)", text)
+    return [(int(i), int(r), float(reward)) for i, r, reward in found]
+
+
+def test_rollouts_are_paged_filtered_and_sorted(output: Path) -> None:
+    client = studio(output)
+    path = f"/rollouts/{find('ppo-read', open_lineage_store(output, None)).sha256[:12]}"
+    first = client.get(path).text
+    in_order = [(i, n, float((n * 7 + i) % 40 - 20)) for i in range(3) for n in range(40)]
+    assert rows(first) == in_order[:50]
+    assert re.findall(r"start=(\d+)", first) == ["50", "100"]
+    assert rows(client.get(f"{path}/rows?start=100").text) == in_order[100:]
+    best = rows(client.get(f"{path}?order=highest").text)
+    assert best == sorted(in_order, key=lambda row: -row[2])[:50]
+    some = rows(client.get(f"{path}?iteration=1&min=18&source=rewards.0&unused=1&order=lowest").text)
+    assert some == [(1, 34, 19.0)]
+    for query, text in (
+        ("iteration=9", "--iteration: 9 is not allowed: must be one of 0 to 2"),
+        ("min=much", "lowest reward: &#39;much&#39; is not allowed: must be a number"),
+        ("order=up", "--order: &#39;up&#39; is not allowed"),
+        ("source=none", "--source: &#39;none&#39; is not allowed"),
+    ):
+        reply = client.get(f"{path}?{query}")
+        assert (reply.status_code, text in reply.text) == (400, True), reply.text
+    assert client.get(f"{path}/rows?start=-1").status_code == 400
+    changed = client.get(f"{path}/diff?first=0&second=2").text
+    assert "40 prompts are in both" in changed
+    # 39 + 2 is 1 modulo 40, and 20 is taken off both.
+    assert re.findall(r"reward ([-+.\d]+) → ([-+.\d]+)", changed)[0] == ("+19.000", "-19.000")
+
+
+def test_the_command_sorts_and_compares_as_the_page_does(output: Path) -> None:
+    where = ["rollouts", "ppo-read", "--output", str(output), "--json"]
+    found = json.loads(CliRunner().invoke(command, [*where, "--order", "highest", "--limit", "3"]).output)
+    assert [(r["iteration"], r["row"], r["reward"]) for r in found["rows"]] == [(0, 17, 19), (1, 34, 19), (2, 11, 19)]
+    diff = json.loads(CliRunner().invoke(command, [*where, "--iteration", "0", "--against", "2"]).output)
+    assert [one["rows"] for one in diff["summary"]] == [40, 40]
+    bad = CliRunner().invoke(command, [*where, "--against", "2"])
+    assert (bad.exit_code, "--against: needs exactly one --iteration" in bad.output) == (2, True)
+
+
+def test_verdicts_are_those_of_the_terminal(output: Path) -> None:
+    client = studio(output)
+    [session] = read_sessions(output)
+    path = f"/review/{session.name}"
+    post(client, "/review", judge="Zoë")
+    for number, (key, text) in enumerate((("1", ""), ("b", "a better reply"), ("t", ""))):
+        page = client.get(path).text
+        assert f'name="question" value="{number}"' in page
+        assert session.setup.a[:12] not in page
+        assert session.setup.b[:12] not in page
+        post(client, path, question=str(number), key=key, correction=text)
+    assert "All are judged" in client.get(path).text
+    assert 'name="question" value="1"' in client.get(f"{path}?number=1").text
+    [session] = read_sessions(output)
+    said = [(j.number, j.judge, j.correction) for j in session.judgements]
+    assert said == [(0, "Zoë", None), (1, "Zoë", "a better reply"), (2, "Zoë", None)]
+    assert [j.verdict for j in session.judgements] == [session.judgements[0].left, "bad", "tie"]
+    for fields, text in (
+        ({"question": "0", "key": "x"}, "key: &#39;x&#39; is not allowed"),
+        ({"question": "7", "key": "1"}, "question: &#39;7&#39; is not allowed"),
+    ):
+        reply = post(client, path, **fields)
+        assert (reply.status_code, text in reply.text) == (400, True)
+    assert post(client, "/review/..%2fkeys", question="0", key="1").status_code in (400, 404)
+    # They are published as `xray preferences` publishes them: signed, and in the audit.
+    published = post(client, "/review/publish").text
+    sha256 = re.search(r"/checkpoints/(\w{64})", published)
+    assert sha256 is not None, published
+    node = open_lineage_store(output, None).graph.nodes[sha256[1]]
+    pairs = [(p.chosen[:8], p.rejected[:8]) for p in Pairs(node.directory / "pairs.arrow", PreferenceExample)]
+    assert {("a better", "from a 1"), ("a better", "from b 1")} <= set(pairs)
+    assert len(pairs) == 3
+    assert audit(open_lineage_store(output, None)).is_sound
+
+
+def feedback(output: Path) -> list[tuple[str, dict[str, Any]]]:
+    found = RecordedReader(output).rows(None, (), None)
+    return [(row["answer"][-1:], row["texts"]["feedback"]) for row in found if row["kind"] == "feedback"]
+
+
+def test_recorded_answers_are_judged_into_the_signed_store(output: Path) -> None:
+    client = studio(output)
+    alone = client.get("/review/recorded").text
+    question = re.search(r'name="question" value="([\w-]+)"', alone)
+    assert question is not None
+    assert question[1] == f"{3:032x}"
+    assert "&lt;script&gt;" in alone
+    assert "<script>alert" not in alone
+    pair = post(client, "/review/recorded", question=question[1], key="b", correction="corrected").text
+    assert feedback(output) == [("3", {"thumb": "down", "correction": "corrected"})]
+    question = re.search(r'name="question" value="([\w-]+)"', pair)
+    assert question is not None
+    left, right = (part[-1] for part in question[1].split("-"))
+    assert {left, right} == {"1", "2"}
+    assert "All are judged" in post(client, "/review/recorded", question=question[1], key="1").text
+    assert (right, {"better": f"fine {left}"}) in feedback(output)
+    assert audit(open_lineage_store(output, None)).is_sound
+    again = post(client, "/review/recorded", question=question[1], key="1")
+    assert (again.status_code, "judged already" in again.text) == (400, True)
+    # Another judge sees all of them; and who records now is not disturbed.
+    post(client, "/review", judge="bea")
+    assert "2 to judge" in client.get("/review/recorded").text
+    with recorded_lock(output):
+        reply = post(client, "/review/recorded", question=f"{3:032x}", key="1")
+    assert (reply.status_code, "another `xray serve --record`" in reply.text) == (400, True)
+
+
+def test_a_person_promotes_what_they_saw(output: Path) -> None:
+    client, path = studio(output), f"/promote/{NAME}"
+    page = client.get(path).text
+    assert "not promoted" in page
+    assert "min_win_rate" not in page.split("Roll back")[1]
+    life = Lifecycle(output)
+    store = open_lineage_store(output, None)
+    models_of = RegistryView(store.tracking_uri or "").model_of
+    life.done = {n.manifest.stage: n.reference(models_of(sha)) for sha, n in store.graph.nodes.items()}
+    asked = [f"question {i}" for i in range(50, 56)]
+    life.evaluate(asked, stage="evaluate-more", win_rate=0.9, gates={"min_win_rate": 0.5})
+    page = client.get(path).text
+    seen = re.search(r'name="seen" value="(\w+)"', page)
+    assert seen is not None, page
+    stale = post(client, path, seen="0" * 64, by="ada", note="good", answer="promote")
+    assert (stale.status_code, "has changed since" in stale.text) == (409, True)
+    nameless = post(client, path, seen=seen[1], by="", note="good", answer="promote")
+    assert (nameless.status_code, "are required" in nameless.text) == (400, True)
+    assert aliases(output) == {"candidate": "1"}
+    assert post(client, path, seen=seen[1], by="ada", note="good", answer="promote").status_code == 303
+    assert aliases(output) == {"candidate": "1", "champion": "1"}
+    assert "by ada: good" in client.get("/promote").text
+    refused = post(client, path, by="ada", note="worse", answer="rollback")
+    assert (refused.status_code, "has no previous champion" in refused.text) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--output", "nowhere"], "--output: 'nowhere' is not allowed"),
+        (["--serve", "127.0.0.1:8000"], "--serve: '127.0.0.1:8000' is not allowed"),
+        (["--public-key", "none.pub"], "--public-key: 'none.pub' is not a file"),
+    ],
+)
+def test_bad_options_are_one_line(made: Path, arguments: list[str], text: str) -> None:
+    done = CliRunner().invoke(command, ["studio", "--output", str(made), *arguments])
+    assert (done.exit_code, text in " ".join(done.output.split())) == (2, True), done.output

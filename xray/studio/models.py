@@ -1,0 +1,214 @@
+"""Models: their lineage with the state of the audit, evaluations side by side, promotion, and a chat."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+from fastapi import APIRouter, Request
+from fastapi.responses import RedirectResponse, Response, StreamingResponse
+
+from xray.studio.access import Fields
+from xray.studio.app import Studio, page, studio_of
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.lineage import promotion
+from xray_runtime.lineage.gates import NotPromoted
+from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.log import view
+from xray_runtime.lineage.reference import LineageStore, find, open_lineage_store, resolve
+from xray_runtime.lineage.render import entry, stage_name
+from xray_runtime.report.evaluations import Measured, SideBySide, figure, measured, side_by_side
+from xray_runtime.report.html import lineage_graph
+from xray_runtime.store.identity import digest
+from xray_runtime.tracking.mlflow_tracker import flatten
+
+router = APIRouter()
+
+CHAT_SECONDS = 600.0
+MAX_MESSAGES = 200
+
+
+@router.get("/lineage")
+def lineage(request: Request) -> Response:
+    """Every checkpoint, each with the state of the last audit."""
+    studio = studio_of(request)
+    graph = studio.store().graph
+    order = [sha for sha in graph.ancestors(sorted(graph.nodes)) if sha in graph.nodes]
+    stages = [
+        {
+            "name": graph.nodes[sha].manifest.stage,
+            "checkpoint": {"sha256": sha},
+            "parents": sorted({parent for _, parent in graph.parents(sha)}),
+            "cached": False,
+        }
+        for sha in order
+    ]
+    aliases: dict[str, list[str]] = {}
+    for (name, alias), decision in view(studio.output).decided.items():
+        aliases.setdefault(decision.checkpoint, []).append(f"{name}@{alias}")
+    listed = [
+        {"node": graph.nodes[sha], "state": _state(studio, graph.nodes[sha]), "aliases": aliases.get(sha, [])}
+        for sha in order
+    ]
+    return page(request, "lineage.html", graph=lineage_graph(stages), listed=listed)
+
+
+def _state(studio: Studio, node: Node) -> str:
+    """`unknown`, `sound` or `broken`: of one checkpoint, by the last audit."""
+    return "unknown" if studio.audited is None else "broken" if studio.broken(node.name) else "sound"
+
+
+@router.get("/checkpoints/{ref}")
+def checkpoint(request: Request, ref: str) -> Response:
+    studio = studio_of(request)
+    store = studio.store()
+    node = find(ref, store)
+    graph = store.graph
+    return page(
+        request,
+        "checkpoint.html",
+        node=node,
+        state=_state(studio, node),
+        broken=studio.broken(node.name),
+        facts=entry(graph, node.sha256),
+        made_from=[(role, sha, stage_name(graph, sha)) for role, sha in graph.parents(node.sha256)],
+        used_by=[(role, sha, stage_name(graph, sha)) for role, sha in graph.children.get(node.sha256, [])],
+        config=flatten(node.manifest.config),
+        results=flatten(node.results),
+    )
+
+
+def _evaluations(store: LineageStore) -> SideBySide:
+    found: list[Measured] = []
+    for sha in store.graph.ancestors(sorted(store.graph.nodes)):
+        node = store.graph.nodes.get(sha)
+        if node is not None and node.kind is not None and node.kind.sides and node.kind.results:
+            try:
+                found.append(measured(node.kind, node.directory))
+            # The audit names it.
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+    return side_by_side(found, {sha: node.name for sha, node in store.graph.nodes.items()})
+
+
+@router.get("/evaluations")
+def evaluations(request: Request) -> Response:
+    return page(request, "evaluations.html", table=_evaluations(studio_of(request).store()))
+
+
+@router.get("/evaluations.svg")
+def evaluations_figure(request: Request) -> Response:
+    drawn, buffer = figure(_evaluations(studio_of(request).store())), io.BytesIO()
+    if drawn is None:
+        return Response(status_code=404)
+    drawn.savefig(buffer, format="svg", transparent=True)
+    # As an image, in which no script runs; its own styles are in attributes.
+    policy = "default-src 'none'; style-src 'unsafe-inline'; sandbox"
+    return Response(buffer.getvalue(), media_type="image/svg+xml", headers={"Content-Security-Policy": policy})
+
+
+@router.get("/promote")
+def models(request: Request) -> Response:
+    """The registered models, and who decided what about them."""
+    studio = studio_of(request)
+    log = view(studio.output)
+    names = sorted({name for name, _ in log.decided if name})
+    aliases = {name: {alias: d for (n, alias), d in log.decided.items() if n == name} for name in names}
+    return page(request, "models.html", aliases=aliases, decisions=[d for d in reversed(log.decisions) if d.name][:50])
+
+
+def _reviewed(studio: Studio, name: str) -> tuple[LineageStore, promotion.Review]:
+    """The review of `name`'s candidate. Raises NotPromoted where the audit or a gate refuses it."""
+    store, node = resolve(f"{name}@candidate", studio.output, studio.tracking_uri)
+    store = open_lineage_store(studio.output, studio.tracking_uri)
+    champion = promotion.champion_of(store, name)
+    comparison = None
+    if champion is not None and champion.checkpoint != node.sha256:
+        from xray.flows.promote import find_comparison
+
+        comparison = find_comparison(store, node, champion.checkpoint, None)
+    return store, promotion.review(store, node, name=name, comparison=comparison, public=studio.public)
+
+
+def _seen(review: promotion.Review) -> str:
+    """Changes with anything that a person decides on."""
+    facts = [review.version, review.candidate.sha256, review.champion and review.champion.checkpoint, review.evidence]
+    return digest([*facts, [gate.model_dump() for gate in review.gates]])
+
+
+@router.get("/promote/{name}")
+def review_page(request: Request, name: str) -> Response:
+    studio = studio_of(request)
+    try:
+        store, found = _reviewed(studio, name)
+    except NotPromoted as error:
+        return page(request, "promote.html", name=name, review=None, reasons=error.reasons, by=studio.by, samples=[])
+    shown = store.graph.nodes[found.evidence.get("comparison", found.evidence["evaluation"])]
+    samples = json.loads((shown.directory / "samples.json").read_text(encoding="utf-8"))[:6]
+    values: dict[str, Any] = {"review": found, "seen": _seen(found), "samples": samples}
+    return page(request, "promote.html", name=name, reasons=[], by=studio.by, **values)
+
+
+@router.post("/promote/{name}")
+def decide(request: Request, name: str, fields: Fields) -> Response:
+    """What `xray promote` does after a person's answer; the audit and the gates are repeated."""
+    studio, by, note = studio_of(request), fields.get("by", "").strip(), fields.get("note", "").strip()
+    if not by or not note:
+        raise ConfigError("by, note: are required: they are recorded with the decision")
+    answer = fields.get("answer")
+    if answer == "rollback":
+        store = open_lineage_store(studio.output, studio.tracking_uri)
+        promotion.roll_back(store, name=name, by=by, note=note, public=studio.public)
+        return RedirectResponse("/promote", 303)
+    if answer not in ("promote", "decline"):
+        raise ConfigError(f"answer: {answer!r} is not allowed: must be promote, decline or rollback")
+    store, found = _reviewed(studio, name)
+    if fields.get("seen") != _seen(found):
+        raise NotPromoted(["the evidence has changed since the page was shown: read it again"])
+    act = promotion.promote if answer == "promote" else promotion.decline
+    act(store, found, by=by, note=note)
+    return RedirectResponse("/promote", 303)
+
+
+@router.get("/chat")
+def chat_page(request: Request) -> Response:
+    if studio_of(request).serve is None:
+        raise ConfigError("--serve: is required for a chat: the address of a model that `xray serve` serves")
+    return page(request, "chat.html")
+
+
+@router.post("/chat")
+def chat(request: Request, fields: Fields) -> Response:
+    """The reply to a conversation, as text that comes in pieces."""
+    studio = studio_of(request)
+    if studio.serve is None:
+        raise ConfigError("--serve: is required for a chat")
+    try:
+        messages, temperature = json.loads(fields.get("messages", "")), float(fields.get("temperature", "1"))
+    except ValueError:
+        raise ConfigError("messages, temperature: must be a JSON list of messages, and a number") from None
+    if not isinstance(messages, list) or len(messages) > MAX_MESSAGES or not 0 <= temperature <= 2:
+        raise ConfigError(f"messages, temperature: must be at most {MAX_MESSAGES} messages, and a number from 0 to 2")
+    return StreamingResponse(_reply(studio, messages, temperature), media_type="text/plain; charset=utf-8")
+
+
+def _reply(studio: Studio, messages: list[Any], temperature: float) -> Iterator[str]:
+    headers = {"authorization": f"Bearer {studio.serve_key}"} if studio.serve_key else {}
+    try:
+        with httpx.Client(base_url=str(studio.serve), headers=headers, timeout=CHAT_SECONDS) as client:
+            [model, *_] = client.get("/v1/models").raise_for_status().json()["data"]
+            content = {"model": model["id"], "messages": messages, "temperature": temperature, "stream": True}
+            with client.stream("POST", "/v1/chat/completions", json=content) as reply:
+                if reply.status_code != 200:
+                    yield f"[refused: {reply.read().decode('utf-8', 'replace')[:500]}]"
+                    return
+                for line in reply.iter_lines():
+                    data = line.removeprefix("data: ")
+                    if line.startswith("data: ") and data != "[DONE]":
+                        for choice in json.loads(data).get("choices", ()):
+                            yield choice.get("delta", {}).get("content") or ""
+    except (httpx.HTTPError, ValueError, KeyError) as error:
+        yield f"[{studio.serve} does not answer: {type(error).__name__}]"

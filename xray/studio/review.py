@@ -1,0 +1,151 @@
+"""Review: a person judges, without knowing which model stands where; verdicts are those of `xray compare`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from fastapi import APIRouter, Request
+from fastapi.responses import RedirectResponse, Response
+
+from xray.studio.access import Fields
+from xray.studio.app import Studio, page, studio_of
+from xray.studio.feedback_client import send_verdict
+from xray.tasks.output_directory import file_lock, saved_config
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.data.pairs import prompt_text
+from xray_runtime.data.recorded import RECORDED
+from xray_runtime.feedback.judgements import KEYS, left_model
+from xray_runtime.feedback.publication import publish
+from xray_runtime.feedback.recorded_review import keep_verdict, recorded_questions
+from xray_runtime.feedback.session import FOLDER, SESSION, Session, open_session, read_sessions
+
+router = APIRouter()
+
+JUDGE = "xray_judge"
+MAX_NAME = 80
+
+
+def _judge(request: Request) -> str:
+    return unquote(request.cookies.get(JUDGE, ""))[:MAX_NAME] or studio_of(request).by
+
+
+def _session(studio: Studio, name: str) -> Path:
+    directory = studio.output / FOLDER / name
+    if Path(name).name != name or not (directory / SESSION).is_file():
+        raise ConfigError(f"session: {name!r} is not allowed: there is none in {str(studio.output / FOLDER)!r}")
+    return directory
+
+
+@router.get("/review")
+def sessions(request: Request) -> Response:
+    """What there is to judge."""
+    studio, judge = studio_of(request), _judge(request)
+    found = [(session, len(session.open_questions(judge))) for session in read_sessions(studio.output)]
+    recorded = len(recorded_questions(studio.output, judge)) if (studio.output / RECORDED).is_dir() else None
+    return page(request, "review.html", sessions=found, recorded=recorded, judge=judge)
+
+
+@router.post("/review")
+def name_judge(request: Request, fields: Fields) -> Response:
+    name = fields.get("judge", "").strip()[:MAX_NAME]
+    if not name.isprintable() or not name:
+        raise ConfigError(f"judge: {name!r} is not allowed: must be a name")
+    response = RedirectResponse("/review", 303)
+    response.set_cookie(JUDGE, quote(name), httponly=True, samesite="strict")
+    return response
+
+
+@router.post("/review/publish")
+def publish_verdicts(request: Request, fields: Fields) -> Response:
+    """What `xray preferences` does."""
+    studio = studio_of(request)
+    done = publish(studio.store(), saved_config(studio.output).project, _judge(request))
+    return page(request, "published.html", done=done)
+
+
+@router.get("/review/recorded")
+def recorded(request: Request) -> Response:
+    return _recorded_page(request, "question.html", "")
+
+
+@router.post("/review/recorded")
+def judge_recorded(request: Request, fields: Fields) -> Response:
+    studio, judge = studio_of(request), _judge(request)
+    asked = next((q for q in recorded_questions(studio.output, judge) if q.id == fields.get("question")), None)
+    if asked is None:
+        raise ConfigError("question: it was judged already, or is gone: load the page again")
+    key, correction = fields.get("key", ""), fields.get("correction", "").strip() or None
+    if key != "s":
+        if studio.serve and studio.feedback_key:
+            send_verdict(studio.serve, studio.feedback_key, asked, key, judge, correction)
+        else:
+            keep_verdict(studio.output, asked, key, judge, correction)
+    return _recorded_page(request, "question_part.html", asked.id if key == "s" else "")
+
+
+def _recorded_page(request: Request, template: str, skipped: str) -> Response:
+    """The next question; after `skipped`, where it was skipped."""
+    found = recorded_questions(studio_of(request).output, _judge(request))
+    ids = [question.id for question in found]
+    place = ids.index(skipped) + 1 if skipped in ids else 0
+    asked = found[place] if place < len(found) else None
+    return page(
+        request,
+        template,
+        title="Recorded answers",
+        action="/review/recorded",
+        judge=_judge(request),
+        left_over=len(found) - place,
+        question=asked.id if asked else "",
+        prompt=asked.prompt if asked else "",
+        replies=[answer.text for answer in asked.answers] if asked else [],
+        keys={**asked.keys, "s": "skip"} if asked else {},
+        before=None,
+    )
+
+
+@router.get("/review/{name}")
+def review(request: Request, name: str, number: int | None = None) -> Response:
+    session = Session.read(_session(studio_of(request), name))
+    return _page(request, "question.html", session, number)
+
+
+@router.post("/review/{name}")
+def judge_session(request: Request, name: str, fields: Fields) -> Response:
+    directory, judge = _session(studio_of(request), name), _judge(request)
+    key, number = fields.get("key", ""), fields.get("question", "")
+    with file_lock(directory):
+        session = open_session(directory)
+        if key not in KEYS:
+            raise ConfigError(f"key: {key!r} is not allowed: must be one of {', '.join(KEYS)}")
+        if number not in {str(question.number) for question in session.questions}:
+            raise ConfigError(f"question: {number!r} is not allowed: {name} does not have it")
+        session.judge(int(number), judge, key, fields.get("correction", "").strip() or None)
+    return _page(request, "question_part.html", session, None, int(number))
+
+
+def _page(request: Request, template: str, session: Session, number: int | None, before: int | None = None) -> Response:
+    """Question `number`, by default the first that is open; `before`: the one that was just judged."""
+    judge = _judge(request)
+    found = session.open_questions(judge)
+    asked = next((q for q in session.questions if q.number == number), None) if number is not None else None
+    asked = asked or next(iter(found), None)
+    replies = []
+    if asked is not None:
+        replies = (
+            [asked.a, asked.b] if left_model(session.setup.seed, judge, asked.number) == "a" else [asked.b, asked.a]
+        )
+    return page(
+        request,
+        template,
+        title=f"Comparison {session.name}",
+        action=f"/review/{session.name}",
+        judge=judge,
+        left_over=len(found),
+        question=str(asked.number) if asked else "",
+        prompt=prompt_text(asked.prompt) if asked else "",
+        replies=replies,
+        keys={"1": "the left is better", "2": "the right is better", "t": "a tie", "b": "both are bad", "s": "skip"},
+        before=before,
+    )

@@ -1,0 +1,116 @@
+"""The rollouts of a policy, a page at a time, and two iterations beside each other."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query as Parameter, Request
+from fastapi.responses import Response
+
+from xray.studio.app import Studio, page, studio_of
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.data.ledger import Query, iterations
+from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.reference import find
+from xray_runtime.lineage.rollouts import Order, Selection, checked_order, diff_iterations
+from xray_runtime.store.manifest import LEDGER
+
+router = APIRouter()
+
+PAGE_ROWS = 50
+MAX_DIFFS = 50
+MAX_SELECTIONS = 8
+
+
+class Selections:
+    """The last selections: their rows are found once, and read a page at a time."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Any, Selection] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def find(self, node: Node, query: Query, order: Order) -> Selection:
+        """The rows that match; a ledger that was changed since is read again."""
+        ledger: Path = node.directory / LEDGER
+        state = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(ledger.glob("*")))
+        key = (node.sha256, state, repr(query), order)
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = Selection(node, query, order)
+            self._kept.move_to_end(key)
+            while len(self._kept) > MAX_SELECTIONS:
+                self._kept.popitem(last=False)
+            return self._kept[key]
+
+
+_selections = Selections()
+
+
+def _number(text: str, field: str) -> float | None:
+    try:
+        return float(text) if text.strip() else None
+    except ValueError:
+        raise ConfigError(f"{field}: {text!r} is not allowed: must be a number") from None
+
+
+def _query(studio: Studio, ref: str, values: dict[str, str]) -> tuple[Node, Query, Order]:
+    node = find(ref, studio.store())
+    iteration = _number(values.get("iteration", ""), "iteration")
+    query = Query(
+        [int(iteration)] if iteration is not None else [],
+        values.get("source") or None,
+        _number(values.get("min", ""), "lowest reward"),
+        _number(values.get("max", ""), "highest reward"),
+        "failed" in values,
+        "unused" in values,
+    )
+    return node, query, checked_order(values.get("order", "row"))
+
+
+@router.get("/rollouts")
+def ledgers(request: Request) -> Response:
+    """The checkpoints that have a ledger."""
+    nodes = studio_of(request).store().graph.nodes.values()
+    found = [(node, len(iterations(node.directory / LEDGER))) for node in nodes]
+    return page(request, "ledgers.html", ledgers=[(node, number) for node, number in found if number])
+
+
+@router.get("/rollouts/{ref}")
+def rollouts(request: Request, ref: str) -> Response:
+    studio, values = studio_of(request), dict(request.query_params)
+    node, query, order = _query(studio, ref, values)
+    selection = _selections.find(node, query, order)
+    return page(
+        request,
+        "rollouts.html",
+        node=node,
+        values=values,
+        kept=iterations(node.directory / LEDGER),
+        sources=selection.sources,
+        total=len(selection),
+        changed=selection.changed,
+        starts=range(0, len(selection), PAGE_ROWS),
+        page_rows=PAGE_ROWS,
+        search=request.url.query,
+        part=selection.page(0, PAGE_ROWS).rows,
+    )
+
+
+@router.get("/rollouts/{ref}/rows")
+def rows(request: Request, ref: str, start: Annotated[int, Parameter(ge=0)]) -> Response:
+    """Rows from `start` on, which the browser asks for when they come into view."""
+    node, query, order = _query(studio_of(request), ref, dict(request.query_params))
+    found = _selections.find(node, query, order).page(start, PAGE_ROWS)
+    return page(request, "rows_part.html", part=found.rows, start=start)
+
+
+@router.get("/rollouts/{ref}/diff")
+def diff(
+    request: Request, ref: str, first: Annotated[int, Parameter(ge=0)], second: Annotated[int, Parameter(ge=0)]
+) -> Response:
+    node = find(ref, studio_of(request).store())
+    found = diff_iterations(node, first, second, MAX_DIFFS)
+    return page(request, "diff.html", node=node, found=found, kept=iterations(node.directory / LEDGER))

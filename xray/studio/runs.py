@@ -1,0 +1,160 @@
+"""Runs: the list with its audit state, and one run as it goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import RedirectResponse, Response
+
+from xray.studio.access import Fields
+from xray.studio.app import page, studio_of
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.lineage.log import RunBegan, read_run, view
+from xray_runtime.report.figures import read_metrics
+from xray_runtime.report.stages import computed_text
+from xray_runtime.stages.kinds import find_kind
+from xray_runtime.store.checkpoints import read_bounded
+from xray_runtime.tracking.recorder import METRICS, RECORDS, records_directory
+
+router = APIRouter()
+
+WIDTH, HEIGHT = 240, 56
+"""Of a curve, in pixels."""
+MAX_POINTS, MAX_CURVES, MAX_ROWS, MAX_TEXT = 240, 24, 6, 600
+RUNNING = "running"
+FIELDS = {"name", "kind", "key", "checkpoint", "findings", "cached", "computed_seconds", "computed_at"}
+"""Of a stage in lifecycle.json, as far as the page shows it."""
+
+
+def runs(output: Path) -> list[dict[str, Any]]:
+    """Every run that the signed log knows, newest first: id, name, place, begun, status, registered version."""
+    log = view(output)
+    open_runs, last = log.open_runs(output), {run.place: run_id for run_id, run in log.runs.items()}
+    found = []
+    for run_id, run in reversed(log.runs.items()):
+        content = read_run(output / run.place) if last[run.place] == run_id else {}
+        status = log.ended[run_id].status if run_id in log.ended else "interrupted"
+        if run_id in open_runs:
+            status = RUNNING if content.get("status") == RUNNING else "interrupted"
+        # A record that was damaged shows fewer stages; the audit names it.
+        stages = [s for s in content.get("stages") or [] if isinstance(s, dict) and s.keys() >= FIELDS]
+        found.append({"id": run_id, "run": run, "status": status, "stages": stages, "content": content})
+    return found
+
+
+def _run(output: Path, run_id: str) -> dict[str, Any]:
+    found = next((run for run in runs(output) if run["id"] == run_id), None)
+    if found is None:
+        raise ConfigError(f"run: {run_id!r} is not in the log of {str(output)!r}")
+    return found
+
+
+@router.get("/")
+def run_list(request: Request) -> Response:
+    return page(request, "runs.html", runs=runs(studio_of(request).output))
+
+
+@router.post("/audit")
+def audit_all(request: Request, fields: Fields) -> Response:
+    studio = studio_of(request)
+    studio.audit(hashing=fields.get("hashing") == "yes")
+    if "hx-request" not in request.headers:
+        return RedirectResponse("/", 303)
+    assert studio.audited is not None
+    return page(request, "audit_part.html", findings=[f.to_json() for f in studio.audited.findings])
+
+
+@router.get("/runs/{run_id}")
+def run_page(request: Request, run_id: str) -> Response:
+    found = _run(studio_of(request).output, run_id)
+    return page(request, "run.html", found=found, stages=list(stages(studio_of(request).output, found)))
+
+
+@router.get("/runs/{run_id}/live")
+def live(request: Request, run_id: str) -> Response:
+    """The part of the page that changes; htmx asks for it while the run goes on."""
+    found = _run(studio_of(request).output, run_id)
+    return page(request, "run_part.html", found=found, stages=list(stages(studio_of(request).output, found)))
+
+
+def stages(output: Path, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The stages of a run, those at work last: name, state, curves, tables of samples, findings."""
+    done = {f"{stage['name']}-{stage['key'][:12]}" for stage in found["stages"]}
+    for stage in found["stages"]:
+        directory = records_directory(output, stage["name"], stage["key"])
+        yield {
+            "name": stage["name"],
+            "state": computed_text(stage),
+            "sha256": stage["checkpoint"]["sha256"],
+            "findings": stage["findings"],
+            "curves": curves(directory / METRICS, stage["kind"]),
+            "tables": tables(directory),
+        }
+    if found["status"] == RUNNING:
+        began = _began(output, found["run"])
+        for path in sorted((output / RECORDS).glob(f"*/{METRICS}")):
+            if path.parent.name not in done and path.stat().st_mtime >= began:
+                series = curves(path, None)
+                name = path.parent.name.rpartition("-")[0]
+                yield {
+                    "name": name,
+                    "state": "at work",
+                    "sha256": None,
+                    "findings": [],
+                    "curves": series,
+                    "tables": tables(path.parent),
+                }
+
+
+def _began(output: Path, run: RunBegan) -> float:
+    from datetime import datetime
+
+    return datetime.fromisoformat(run.at).timestamp() if run.at else 0.0
+
+
+def curves(path: Path, kind: str | None) -> list[dict[str, Any]]:
+    """The curves of a stage: those of its kind's panels first. Points are (x, y) of an SVG of WIDTH by HEIGHT."""
+    series = read_metrics(path)
+    known = find_kind(kind) if kind is not None else None
+    first = [name for _, names in known.panels for name in names] if known is not None else []
+    ordered = [*(name for name in first if name in series), *sorted(series.keys() - set(first))]
+    return [_curve(name, series[name]) for name in ordered[:MAX_CURVES]]
+
+
+def _curve(name: str, points: list[tuple[int, float]]) -> dict[str, Any]:
+    points = points[:: max(1, len(points) // MAX_POINTS)] + points[-1:]
+    steps, values = [step for step, _ in points], [v for _, v in points if v == v and abs(v) != float("inf")]
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    width, height = max(steps[-1] - steps[0], 1), high - low or 1.0
+    drawn = [
+        f"{(step - steps[0]) / width * WIDTH:.1f},{HEIGHT - 3 - (value - low) / height * (HEIGHT - 6):.1f}"
+        for step, value in points
+        if value == value and abs(value) != float("inf")
+    ]
+    return {"name": name, "points": " ".join(drawn), "first": points[0][1], "last": points[-1][1], "step": steps[-1]}
+
+
+def tables(directory: Path) -> list[dict[str, Any]]:
+    """The tables that a stage wrote, newest first, each with its last rows."""
+    found = []
+    for path in sorted(directory.glob("*.json"), key=lambda p: -p.stat().st_mtime):
+        try:
+            content = json.loads(read_bounded(path))
+            rows = [[_cell(value) for value in row] for row in islice(reversed(content["rows"]), MAX_ROWS)]
+            found.append({"name": path.stem, "columns": [str(c) for c in content["columns"]], "rows": rows})
+        # It is being written.
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:+.3f}"
+    text = "" if value is None else str(value)
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"

@@ -1,0 +1,136 @@
+"""Erasing texts below an output directory: which files hold them, and how each kind of file loses them.
+
+A text is searched as it is, and as JSON and HTML write it. Comparisons lose the rows that have it, databases the
+values; any other file is removed. Weights, encrypted segments, keys and the signed log hold no text to be found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import json
+import os
+import re
+import sqlite3
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from xray_runtime.data.recorded import RECORDED
+from xray_runtime.data.withdrawn import FOLDER as WITHDRAWN, MIN_CHARS
+from xray_runtime.files import sync, write_atomic
+from xray_runtime.lineage.log import LOCKS, LOG
+
+LEFT_ALONE = {RECORDED, WITHDRAWN, LOCKS, "keys", LOG}
+WEIGHTS = (".safetensors", ".pt", ".bin", ".distcp")
+SQLITE = b"SQLite format 3\0"
+GONE = "(withdrawn)"
+REPLIES, VERDICTS = "replies.jsonl", "judgements.jsonl"
+"""Of a comparison; see `feedback.session`."""
+
+
+class TextPattern:
+    """Finds any of several texts in bytes."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self.texts = sorted({text.strip() for text in texts if len(text.strip()) >= MIN_CHARS}, key=len, reverse=True)
+        forms = {form for text in self.texts for form in _forms(text)}
+        self._pattern = re.compile(b"|".join(map(re.escape, sorted(forms, key=len, reverse=True)))) if forms else None
+        self.forms = sorted((form.decode("utf-8", "surrogatepass") for form in forms), key=len, reverse=True)
+
+    def is_in(self, content: bytes) -> bool:
+        return self._pattern is not None and self._pattern.search(content) is not None
+
+
+def _forms(text: str) -> Iterator[bytes]:
+    for plain in {text, html.escape(text), html.escape(text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;")}:
+        for written in (plain, json.dumps(plain)[1:-1], json.dumps(plain, ensure_ascii=False)[1:-1]):
+            yield written.encode("utf-8", "surrogatepass")
+
+
+def files_with(output: Path, pattern: TextPattern) -> list[Path]:
+    """The files below `output` that hold one of the texts; links are not followed."""
+    found = []
+    for place, folders, names in os.walk(output):
+        if Path(place) == output:
+            folders[:] = [name for name in folders if name not in LEFT_ALONE]
+            names = [name for name in names if name not in LEFT_ALONE]
+        for path in (Path(place, name) for name in names):
+            if path.suffix not in WEIGHTS and not path.is_symlink() and path.is_file():
+                with contextlib.suppress(FileNotFoundError):
+                    if pattern.is_in(path.read_bytes()):
+                        found.append(path)
+    return sorted(found)
+
+
+def is_database(path: Path) -> bool:
+    """Whether it is a database of SQLite, or a file beside one."""
+    main = Path(re.sub(r"-(wal|shm|journal)$", "", str(path)))
+    with contextlib.suppress(OSError), main.open("rb") as file:
+        return file.read(16) == SQLITE
+    return False
+
+
+def erase_file(path: Path) -> None:
+    """Overwrite a file and remove it; it may be gone already."""
+    with contextlib.suppress(FileNotFoundError):
+        size = path.stat().st_size
+        with path.open("r+b") as file:
+            for start in range(0, size, 2**20):
+                file.write(bytes(min(2**20, size - start)))
+            file.flush()
+            os.fsync(file.fileno())
+        path.unlink()
+        sync(path.parent)
+
+
+def erase_from_database(path: Path, pattern: TextPattern) -> None:
+    """Replace the texts in every value of a database, and write it anew, so that its free pages do not have them."""
+    path = Path(re.sub(r"-(wal|shm|journal)$", "", str(path)))
+    with contextlib.closing(sqlite3.connect(path, timeout=60)) as connection:
+        connection.execute("pragma secure_delete = on")
+        tables = connection.execute("select name from sqlite_master where type = 'table' and sql not like '%virtual%'")
+        for (table,) in tables.fetchall():
+            columns = [row[1] for row in connection.execute(f"pragma table_info({_quoted(table)})")]
+            for column in map(_quoted, columns):
+                for form in pattern.forms:
+                    connection.execute(
+                        f"update {_quoted(table)} set {column} = replace({column}, ?, ?) where instr({column}, ?)",
+                        (form, GONE, form),
+                    )
+        connection.commit()
+        connection.execute("vacuum")
+        connection.execute("pragma wal_checkpoint(truncate)")
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def erase_lines(path: Path, pattern: TextPattern) -> None:
+    """Write a file of rows without those that have a text; of a comparison, without the verdicts on them either."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if not pattern.is_in(line)]
+    if path.name == REPLIES:
+        # The verdicts first: after a crash between the two there is none on a question that is gone.
+        numbers = {json.loads(line)["number"] for line in kept}
+        verdicts = path.with_name(VERDICTS)
+        if verdicts.exists():
+            said = verdicts.read_bytes().splitlines(keepends=True)
+            write_atomic(verdicts, b"".join(line for line in said if _number(line) in numbers))
+    write_atomic(path, b"".join(kept))
+
+
+def _number(line: bytes) -> int | None:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        number: int = json.loads(line)["number"]
+        return number
+    return None
+
+
+def rewrite(paths: Iterable[Path], pattern: TextPattern) -> None:
+    """Have databases and files of rows lose the texts."""
+    for path in paths:
+        if is_database(path):
+            erase_from_database(path, pattern)
+        elif path.exists():
+            erase_lines(path, pattern)

@@ -1,0 +1,306 @@
+"""Withdrawal: a person's data, or a source, goes; what was made from it is named, marked and never promoted again.
+
+The signed entry comes first: from then on promotion refuses the descendants, and an audit knows which files may be
+missing. Then the files are erased. The key of the person's recorded texts, which finds their copies, goes last. So the
+same command ends what a crash cut short.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.data.derived import SUFFIX as TOKENS
+from xray_runtime.data.pairs import pairs_of
+from xray_runtime.data.recorded import KEYS, RECORDED, UserKeys
+from xray_runtime.data.withdrawn import FOLDER, TEXTS, WithdrawnTexts
+from xray_runtime.files import write_atomic
+from xray_runtime.lineage.erasure import (
+    REPLIES,
+    VERDICTS,
+    TextPattern,
+    erase_file,
+    files_with,
+    is_database,
+    rewrite,
+)
+from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.log import REPORT, Withdrawn, append, digests, view
+from xray_runtime.lineage.recorded import RecordedReader
+from xray_runtime.lineage.reference import LineageStore
+from xray_runtime.lineage.signing import signing_key
+from xray_runtime.lineage.statement import OutsideSource
+from xray_runtime.lineage.terms import own_sources
+from xray_runtime.store.checkpoints import CHECKPOINTS
+from xray_runtime.store.snapshots import SNAPSHOTS
+from xray_runtime.tracking.mlflow_tracker import ARTIFACTS
+from xray_runtime.tracking.recorder import records_directory
+
+ROWS = (".arrow", ".jsonl", ".parquet")
+SHOWN = ("samples.json", "prompts.json", "comparison_samples.json")
+"""Files of checkpoints that hold texts, or tokens of texts."""
+LIVE = ("champion", "candidate")
+PAGES, SESSIONS = "lineage", "feedback"
+
+
+@dataclass
+class Withdrawal:
+    """What would be done."""
+
+    subject: str
+    """See `log_entries.Withdrawn`."""
+    holders: list[Node] = field(default_factory=list)
+    descendants: list[Node] = field(default_factory=list)
+    """Parents first."""
+    files: list[Path] = field(default_factory=list)
+    """To be erased, or to lose some of their content."""
+    pattern: TextPattern = field(default_factory=lambda: TextPattern(()))
+    key: Path | None = None
+    """Of the person's recorded texts."""
+
+    @property
+    def models(self) -> list[Node]:
+        """Descendants with weights."""
+        return [node for node in self.descendants if any(e.path.endswith(".safetensors") for e in node.manifest.files)]
+
+    @property
+    def rerun(self) -> list[str]:
+        """Stages to run again, parents first."""
+        return list(dict.fromkeys(node.manifest.stage for node in (*self.holders, *self.descendants)))
+
+
+def plan_user(store: LineageStore, user: str) -> Withdrawal:
+    """What the withdrawal of a person's recorded data does.
+
+    Raises:
+        ConfigError: nothing was recorded of them, and nothing was withdrawn.
+    """
+    output = store.output
+    keys = output / RECORDED / KEYS
+    try:
+        pseudonym = UserKeys(keys, writable=False).pseudonym(user)
+        rows = list(RecordedReader(output).rows(None, (), None))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--user: nothing that was recorded can be read ({error}); see `xray recorded`") from None
+    own = {row["id"] for row in rows if row["user"] == pseudonym}
+    # What others say about their answers quotes them.
+    rows = [row for row in rows if row["id"] in own or row["answer"] in own]
+    subject = f"user {pseudonym}"
+    if not rows and subject not in {entry.subject for entry in view(output).withdrawals}:
+        raise ConfigError(f"--user: {user!r} is not allowed: nothing of them is recorded in {str(output)!r}")
+    pattern = TextPattern(text for row in rows for text in _texts(row["texts"]))
+    found = files_with(output, pattern)
+    home = output / CHECKPOINTS
+    names = {path.relative_to(home).parts[0] for path in found if path.is_relative_to(home)}
+    plan = _plan(store, subject, [n for n in store.graph.nodes.values() if n.directory.name in names], found)
+    plan.pattern, plan.key = pattern, keys / pseudonym
+    return plan
+
+
+def plan_source(store: LineageStore, source: str) -> Withdrawal:
+    """What the withdrawal of a source of data does.
+
+    Args:
+        source: its name as a config has it, or its digest.
+
+    Raises:
+        ConfigError: no checkpoint read it.
+    """
+    read = [(node, found) for node in store.graph.nodes.values() for found in _read(store.graph, node)]
+    chosen = {f.digest: f for _, f in read if source in (f.name, f.digest, Path(f.name).name)}
+    if not chosen:
+        names = ", ".join(sorted({repr(found.name) for _, found in read})) or "none"
+        raise ConfigError(f"--source: {source!r} is not allowed: must be one that a checkpoint read: {names}")
+    if len(chosen) > 1:
+        raise ConfigError(f"--source: {source!r} names {len(chosen)} versions: must be a digest: {', '.join(chosen)}")
+    [(digest, found)] = chosen.items()
+    holders = {node.sha256: node for node, one in read if one.digest == digest}
+    return _plan(store, f"source {found.kind}:{digest}", list(holders.values()), [])
+
+
+def _plan(store: LineageStore, subject: str, holders: list[Node], found: list[Path]) -> Withdrawal:
+    graph, output = store.graph, store.output
+    shas = {node.sha256 for node in holders}
+    # After a crash its text may be gone already; the signed entry still names what held it.
+    shas |= {sha for entry in view(output).withdrawals if entry.subject == subject for sha in entry.holders}
+    holders = [graph.nodes[sha] for sha in graph.ancestors(sorted(shas)) if sha in shas and sha in graph.nodes]
+    below = [graph.nodes[sha] for sha in graph.descendants(sorted(shas)) if sha in graph.nodes and sha not in shas]
+    files = set(found)
+    for node in (*holders, *below):
+        files |= set(_text_files(output, node))
+    if holders:
+        # Pages and reports show samples; snapshots of stages that have not ended may be of any of these.
+        files |= {*output.rglob(REPORT), *(output / PAGES).glob("*"), *_below(output / SNAPSHOTS)}
+        for directory in (output / SESSIONS).glob("*"):
+            setup = directory / "session.json"
+            if setup.is_file() and any(sha in setup.read_text(encoding="utf-8") for sha in _data(holders)):
+                files |= {directory / name for name in (REPLIES, VERDICTS) if (directory / name).exists()}
+    return Withdrawal(subject, holders, below, sorted(path for path in files if path.is_file()))
+
+
+def _data(holders: Iterable[Node]) -> list[str]:
+    return [node.sha256 for node in holders if node.is_data]
+
+
+def _read(graph: Graph, node: Node) -> list[OutsideSource]:
+    """The sources outside the store that a stage read itself."""
+    return own_sources(graph, node.sha256, node.statement) if node.statement is not None else []
+
+
+def _text_files(output: Path, node: Node) -> Iterator[Path]:
+    """Files of a checkpoint, and those that its stage left, which hold texts or their tokens."""
+    for entry in node.manifest.files:
+        if entry.path.endswith(ROWS) or Path(entry.path).name in SHOWN:
+            yield node.directory / entry.path
+    for folder in output.glob(f"{CHECKPOINTS}/{node.directory.name}*"):
+        if folder.name.endswith(TOKENS) or ".damaged-" in folder.name:
+            yield from _below(folder)
+    records = records_directory(output, node.manifest.stage, node.manifest.key)
+    yield from (path for path in _below(records) if path.suffix == ".json")
+    run = node.statement.predicate.details.run if node.statement is not None else None
+    for run_id in (run.mlflow_run_id, run.mlflow_parent_run_id) if run is not None else ():
+        if run_id:
+            of_run = _below(output / ARTIFACTS / run_id)
+            yield from (path for path in of_run if path.suffix in (".json", ".html", ".txt", ".md") and _shows(path))
+
+
+def _shows(path: Path) -> bool:
+    """Whether a file of a run may show texts: any but its record and what lists a checkpoint's files."""
+    return path.name not in ("lifecycle.json", "manifest.json")
+
+
+def _below(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
+
+
+def _texts(value: Any, key: str = "") -> Iterator[str]:
+    """The texts that people wrote and read in a recorded row; names of roles, models and the like are none."""
+    if isinstance(value, str) and key in (
+        "",
+        "content",
+        "text",
+        "prompt",
+        "input",
+        "better",
+        "correction",
+        "arguments",
+    ):
+        yield value
+    elif isinstance(value, dict):
+        for name, below in value.items():
+            yield from _texts(below, name)
+    elif isinstance(value, list):
+        for below in value:
+            yield from _texts(below, key)
+
+
+def withdraw(store: LineageStore, plan: Withdrawal, by: str) -> list[str]:
+    """Carry out a plan; returns the paths that still hold a text. Safe to repeat."""
+    output = store.output
+    texts = output / FOLDER / TEXTS
+    known = WithdrawnTexts.read(texts)
+    known.add(plan.pattern.texts)
+    known.write(texts)
+    write_atomic(output / FOLDER / f"{_name(plan.subject)}.json", json.dumps(_summary(plan), indent=2) + "\n")
+    log = view(output)
+    stays = [path for path in plan.files if _stays(path, plan)]
+    erased = sorted(path.relative_to(output).as_posix() for path in plan.files if path not in stays)
+    entry = Withdrawn(
+        subject=plan.subject,
+        by=by,
+        holders=sorted(node.sha256 for node in plan.holders),
+        descendants=sorted(node.sha256 for node in plan.descendants),
+        erased=erased,
+    )
+    same = [e for e in log.withdrawals if e.subject == plan.subject and set(erased) <= set(e.erased)]
+    if not any(set(entry.holders + entry.descendants) <= set(e.holders + e.descendants) for e in same):
+        append(output, signing_key(output), entry, digests(output, [output / FOLDER]))
+    rewrite(stays, plan.pattern)
+    for name in sorted(view(output).erased):
+        erase_file(output / name)
+    left = [path.relative_to(output).as_posix() for path in files_with(output, plan.pattern)]
+    if plan.key is not None and not left:
+        erase_file(plan.key)
+    return left
+
+
+def _stays(path: Path, plan: Withdrawal) -> bool:
+    """Whether a file loses some of its content only: a database, or the rows of a comparison that have a text."""
+    is_session = path.name in (REPLIES, VERDICTS) and path.parent.parent.name == SESSIONS
+    return is_database(path) or (is_session and bool(plan.pattern.texts))
+
+
+def _name(subject: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in subject)[:64]
+
+
+def _summary(plan: Withdrawal) -> dict[str, Any]:
+    """For people and schedules: what was made from it, and what to run again."""
+    return {
+        "subject": plan.subject,
+        "holders": {node.sha256: node.manifest.stage for node in plan.holders},
+        "models": {node.sha256: node.manifest.stage for node in plan.models},
+        "rerun": plan.rerun,
+    }
+
+
+def reasons_against(store: LineageStore, node: Node) -> list[str]:
+    """Why a checkpoint must not be promoted: what was withdrawn from its ancestors. Read anew each time."""
+    log = view(store.output)
+    if not log.withdrawals:
+        return []
+    marked = {sha: e.subject for e in log.withdrawals for sha in (*e.holders, *e.descendants)}
+    sources = {e.subject.partition(" ")[2] for e in log.withdrawals if e.subject.startswith("source ")}
+    texts, found = WithdrawnTexts.read(store.output / FOLDER / TEXTS), []
+    for sha in store.graph.ancestors([node.sha256]):
+        ancestor = store.graph.nodes.get(sha)
+        name = ancestor.name if ancestor is not None else f"checkpoint {sha[:12]}"
+        if sha in marked:
+            found.append(f"{name}: {marked[sha]} was withdrawn from it")
+        elif ancestor is None or ancestor.statement is None:
+            found.append(f"{name}: it cannot be told whether what was withdrawn is in it")
+        elif any(f"{s.kind}:{s.digest}" in sources for s in ancestor.statement.predicate.build.internal.sources):
+            found.append(f"{name}: it read a source that was withdrawn")
+        elif ancestor.is_data and _holds(ancestor, texts):
+            found.append(f"{name}: it has texts that were withdrawn")
+    return found
+
+
+def _holds(node: Node, texts: WithdrawnTexts) -> bool:
+    for path in sorted(node.directory.glob("*.arrow")):
+        for row in pairs_of(path):
+            replies = [value for name, value in row._asdict().items() if name in ("response", "chosen", "rejected")]
+            if texts.touches(row.prompt, *replies):
+                return True
+    return False
+
+
+def verify(store: LineageStore) -> list[str]:
+    """What contradicts the withdrawals of an output directory: live models, files that are there, keys that read."""
+    log, output = view(store.output), store.output
+    if not log.withdrawals:
+        raise ConfigError(f"--verify: nothing was withdrawn in {str(output)!r}")
+    found = []
+    for (name, alias), decision in sorted(log.decided.items()):
+        if alias in LIVE:
+            node = store.graph.nodes.get(decision.checkpoint)
+            whys = reasons_against(store, node) if node is not None else ["it is not in the store"]
+            found += [f"{name}@{alias} is {decision.checkpoint[:12]}: {why}" for why in whys]
+    found += [f"{name}: it was erased, and is there" for name in sorted(log.erased) if (output / name).exists()]
+    for entry in log.withdrawals:
+        kind, _, pseudonym = entry.subject.partition(" ")
+        if kind == "user" and _reads(output, pseudonym, entry.at):
+            found.append(f"{RECORDED}/{KEYS}/{pseudonym}: it reads texts from before the withdrawal")
+    return found
+
+
+def _reads(output: Path, pseudonym: str, at: str) -> bool:
+    """Whether a text of a person that is older than their withdrawal can be decrypted."""
+    before = datetime.fromisoformat(at).timestamp() * 1000
+    rows = RecordedReader(output).rows(None, (), None)
+    return any(row["user"] == pseudonym and row["texts"] is not None and row["at_ms"] < before for row in rows)
