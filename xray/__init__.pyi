@@ -1608,6 +1608,7 @@ def prepare(
     max_prompt_tokens: int | None = None,
     heldout_fraction: float = 0.05,
     validation_fraction: float = 0.0,
+    withdrawn: str | None = None,
     max_conversations: int | None = None,
     name: str | None = None,
 ) -> Handle:
@@ -1644,6 +1645,9 @@ def prepare(
           Share of conversations held out of all training, for reported results.
       validation_fraction: number, ≥ 0.0, < 1.0; default `0.0`
           Share of the other conversations that is also kept out of training, to choose checkpoints.
+      withdrawn: text, not empty or null; default `null`
+          The file of withdrawn texts that `xray withdraw` writes: rows with one of them are left out,
+          and counted.
       max_conversations: whole number, ≥ 1 or null; default `null`
           Read at most this many conversations (None: all).
 
