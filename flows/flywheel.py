@@ -205,7 +205,7 @@ def _work(workspace: Workspace, lifecycle: LifecycleConfig, config: FlywheelConf
         night.state = "too little"
         return
     policy = _trained(config, curated, start, data)
-    against = {"against": start, "name": "evaluate-recorded"}
+    against: dict[str, Any] = {"against": start, "name": "evaluate-recorded"}
     fields = _evaluation(lifecycle)
     recorded = EVALUATE(policy, prompts=prompts, **against | fields)
     # The gates of a promotion read the last evaluation: the one on the fixed set.

@@ -66,7 +66,7 @@ class LocalSandbox:
         if box.venv is not None:
             path = os.pathsep.join([str(box.venv / "bin"), variables["PATH"]])
             variables |= {"VIRTUAL_ENV": str(box.venv), "PATH": path}
-        request = {
+        request: dict[str, Any] = {
             "command": confined(program.command, view, self._how),
             "stdin": program.stdin,
             "variables": variables,

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 from xray_runtime.agents.posted import Posted, read_posted
 from xray_runtime.sandboxes.base import Ended
 
-T, U = TypeVar("T"), TypeVar("U")
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 @dataclass(frozen=True)

@@ -143,8 +143,8 @@ class _Worker:
         if fd == run.exited:
             self._finish(run)
             return
-        if run.door is not None and fd == run.door.fileno():
-            self._connect(run, run.door)
+        if run.door is not None and run.gateway is not None and fd == run.door.fileno():
+            self._connect(run.gateway, run.door)
             return
         content = os.read(fd, TAIL_BYTES)
         if not content:
@@ -158,12 +158,12 @@ class _Worker:
         if run.num_bytes > run.limits["output_bytes"]:
             self._break(run, f"it wrote more than output_mb = {run.limits['output_bytes'] / 2**20:g}")
 
-    def _connect(self, run: _Run, door: socket.socket) -> None:
+    def _connect(self, gateway: tuple[str, int], door: socket.socket) -> None:
         """Send a sandbox a connection to the gateway, or nothing if there is none."""
         with contextlib.suppress(OSError):
             if door.recv(1):
                 try:
-                    with socket.create_connection(run.gateway, CONNECT_S) as connection:
+                    with socket.create_connection(gateway, CONNECT_S) as connection:
                         connection.settimeout(None)
                         socket.send_fds(door, [b"!"], [connection.fileno()])
                 except OSError:

@@ -104,7 +104,7 @@ def collect(lineage: LineageStore, project: str, by: str, first: int, last: int)
 
 def _read(output: Path, chain: ChainView, first: int, last: int) -> _Read:
     read, keys = _Read(), UserKeys(output / RECORDED / KEYS, writable=False)
-    feedback: list[Mapping[str, Any]] = []
+    feedback: list[dict[str, Any]] = []
     for number in (n for n in chain.segments if n <= last):
         for row in read_segment(output / RECORDED / segment_name(number)):
             if row["kind"] == "feedback":
