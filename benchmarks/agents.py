@@ -33,8 +33,8 @@ SDKS = Path(__file__).parents[1] / "examples" / "agents" / "sdks"
 AGENTS: dict[str, tuple[str, list[str]]] = {
     "openai": ("openai_sdk.py", ["openai==3.54.0"]),
     "anthropic": ("anthropic_sdk.py", ["anthropic==2.12.0"]),
-    "openai-agents": ("openai_agents_sdk.py", ["openai-agents"]),
-    "langgraph": ("langgraph_agent.py", ["langgraph", "langchain-openai"]),
+    "openai-agents": ("openai_agents_sdk.py", ["openai-agents==0.24.0"]),
+    "langgraph": ("langgraph_agent.py", ["langgraph==1.2.24", "langchain-openai==1.7.4"]),
 }
 """Name → (its file, what pip installs for it)."""
 FIRST_PORT, START_S = 18500, 120.0
