@@ -1106,7 +1106,7 @@ def ppo(
     temperature: float = 1.0,
     stop: list[str] = ...,
     environment: _EnvironmentConfig | _AgentConfig | None = None,
-    lag: Literal[0, 1] = 0,
+    lag: int = 0,
     epochs: int = 4,
     minibatch_size: int = 32,
     clip_range: float = 0.2,
@@ -1211,10 +1211,10 @@ def ppo(
       environment: EnvironmentConfig or AgentConfig or null; default `null`
           The environment that answers replies in multi-turn rollouts; its rewards are added. None: a
           single turn.
-      lag: `0`, `1`; default `0`
-          `1`: sample the next rollout with the current weights while the update runs. From the second
-          iteration on, replies are then one update old when the policy trains on them; importance
-          weights correct this.
+      lag: whole number, ≥ 0, ≤ 8; default `0`
+          `n`: sample the n-th rollout from now with the current weights while the update runs. Replies
+          are then up to n updates old when the policy trains on them; importance weights correct this.
+          More than 1 makes nothing faster, but shows what older replies cost.
       epochs: whole number, ≥ 1; default `4`
           Passes over each rollout.
       minibatch_size: whole number, ≥ 1; default `32`
@@ -1277,7 +1277,7 @@ def ppo(
           Training engine of a separate critic; None: like the policy's.
       importance_correction: `truncate`, `mask`, `none`; default `"truncate"`
           Importance weights for the difference between the generator's and the trainer's log-
-          probabilities, with `lag` also for one update: `truncate` caps them at `importance_cap`,
+          probabilities, with `lag` also for its updates: `truncate` caps them at `importance_cap`,
           `mask` drops tokens beyond it, `none` ignores the difference.
       importance_cap: number, > 1.0; default `2.0`
       importance_level: `token`, `reply`; default `"token"`

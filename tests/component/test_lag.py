@@ -1,4 +1,4 @@
-"""PPO with `lag: 1` over real engines: rollout and update are at work together, and the bytes do not show it."""
+"""PPO with `lag` over real engines: rollout and update are at work together, and the bytes do not show it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import ray
 import torch
 
@@ -112,11 +113,19 @@ def slowed(config: PPOConfig, specs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def attempt(model: Path, root: Path, *, slow: bool = False, newest: Snapshot | None = None) -> FakeRecorder:
+def attempt(
+    model: Path,
+    root: Path,
+    *,
+    slow: bool = False,
+    newest: Snapshot | None = None,
+    lag: int = 1,
+    iterations: int = ITERATIONS,
+) -> FakeRecorder:
     """Run the stage, one update an iteration; a snapshot after each."""
     config = PPOConfig(
-        lag=1,
-        iterations=ITERATIONS,
+        lag=lag,
+        iterations=iterations,
         prompts_per_iteration=REPLIES,
         minibatch_size=REPLIES,
         epochs=1,
@@ -162,3 +171,20 @@ def test_a_rollout_beside_each_update_and_the_same_bytes(cluster: None, tiny_mod
     assert len(resumed.points) == ITERATIONS - 2
     weights = [(tmp_path / name / "out" / "model.safetensors").read_bytes() for name in ("whole", "resumed")]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("lag", [2, 4])
+def test_older_replies_are_weighed_and_a_stage_goes_on_to_the_same_bytes(
+    cluster: None, tiny_model: Path, tmp_path: Path, lag: int
+) -> None:
+    whole = attempt(tiny_model, tmp_path / "whole", lag=lag, iterations=lag + 2)
+    assert [point["rollout/lag"] for point in whole.points] == [min(n, lag) for n in range(lag + 2)]
+    assert max(point["sync/mismatch"] for point in whole.points) < 1e-4
+    assert min(point["rollout/mismatch"] for point in whole.points[1:]) > 1e-3
+    # After one update, with `lag` rollouts in the snapshot that later versions of this attempt could not sample.
+    resumed = attempt(tiny_model, tmp_path / "resumed", newest=whole.snapshots[0], lag=lag, iterations=lag + 2)
+    assert len(resumed.points) == lag + 1
+    weights = [(tmp_path / name / "out" / "model.safetensors").read_bytes() for name in ("whole", "resumed")]
+    assert weights[0] == weights[1]
+    shards = [sorted((tmp_path / name / "out" / "ledger").glob("*")) for name in ("whole", "resumed")]
+    assert [path.read_bytes() for path in shards[0]] == [path.read_bytes() for path in shards[1]]

@@ -115,9 +115,10 @@ class PPOStageConfig(TrainingConfig):
     """Texts that end a reply, in addition to the tokens that end a turn; the reply includes them."""
     environment: AnyEnvironment | None = None
     """The environment that answers replies in multi-turn rollouts; its rewards are added. None: a single turn."""
-    lag: Literal[0, 1] = 0
-    """`1`: sample the next rollout with the current weights while the update runs. From the second iteration on,
-    replies are then one update old when the policy trains on them; importance weights correct this."""
+    lag: Annotated[int, Field(ge=0, le=8)] = 0
+    """`n`: sample the n-th rollout from now with the current weights while the update runs. Replies are then up to n
+    updates old when the policy trains on them; importance weights correct this. More than 1 makes nothing faster, but
+    shows what older replies cost."""
     epochs: Count = 4
     """Passes over each rollout."""
     minibatch_size: Count = 32
@@ -177,7 +178,7 @@ class PPOStageConfig(TrainingConfig):
     """Training engine of a separate critic; None: like the policy's."""
     importance_correction: Literal["truncate", "mask", "none"] = "truncate"
     """Importance weights for the difference between the generator's and the trainer's log-probabilities, with `lag`
-    also for one update: `truncate` caps them at `importance_cap`, `mask` drops tokens beyond it, `none` ignores the
+    also for its updates: `truncate` caps them at `importance_cap`, `mask` drops tokens beyond it, `none` ignores the
     difference."""
     importance_cap: Annotated[float, Field(gt=1.0)] = 2.0
     importance_level: Literal["token", "reply"] = "token"

@@ -12,8 +12,8 @@ The loop of `run` is the algorithm; each iteration:
 
 `validation` may score the policy before an iteration; `watch` looks for a hacked reward after it and may end the stage.
 
-With `lag: 1` the next iteration's replies are sampled during `score` and `update` of this one; `generate` only waits
-for the rest.
+With `lag: n` the replies of n iterations later are sampled during `score` and `update` of this one; `generate` only
+waits for the rest.
 """
 
 from __future__ import annotations

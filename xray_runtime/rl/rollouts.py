@@ -1,11 +1,11 @@
 """The rollouts of a PPO stage, from prompts to replies to train on.
 
-With `lag: 1` ("one-step-off") the generator samples rollout i + 1 with version i, the policy after i updates, while all
-models score rollout i and the policy learns from it. Version 0 samples the first two rollouts; every later one is one
-update old. Weights never change while a rollout is sampled, so it depends on prompts, seeds and one version, never on
-timing. The loss then involves three policies:
+With `lag: n` (1 is "one-step-off") the generator samples rollout i + n with version i, the policy after i updates,
+while all models score rollout i and the policy learns from it. Version 0 samples the first n + 1 rollouts; every later
+one is n updates old, and none is older. Weights never change while a rollout is sampled, so it depends on prompts,
+seeds and one version, never on timing. The loss then involves three policies:
 
-    behaviour   version i − 1, in the generator, sampled           `rollout_logprobs`
+    behaviour   version i − n, in the generator, sampled           `rollout_logprobs`
     proximal    version i, in the trainer, before the update       `old_logprobs`, where the clipped ratio is 1
     current     the policy being updated                           `logprobs`
 
@@ -165,7 +165,7 @@ class Rollouts:
     def save_state(self, directory: Path) -> None:
         """Wait for the pending rollouts and write them: a later attempt does not have the weights that sampled them."""
         for number, rollout in enumerate(self._pending):
-            save_rows(directory / f"rollout-{number}.safetensors", to_rows(rollout.get()))
+            save_rows(directory / f"rollout-{number:03}.safetensors", to_rows(rollout.get()))
 
     def load_state(self, directory: Path) -> None:
         """Restore what `save_state` wrote."""

@@ -167,7 +167,7 @@ class Scorer:
         if not len(scored):
             del inputs["policy"]
         # With a lag, the generator works at the same time.
-        at_once = len(inputs) + len(rewards.roles) + self._config.lag
+        at_once = len(inputs) + len(rewards.roles) + bool(self._config.lag)
         calls = [models[role].score.remote(rows, at_once) for role, rows in inputs.items()]
 
         @cache
@@ -204,6 +204,6 @@ class Scorer:
             inputs["policy"] = rows | whole | {"added_ends": rows["input_ids"].lengths < whole["input_ids"].lengths}
         if self._one_trunk:
             trunk_rows = {name: inputs["policy"][name] for name in ("input_ids", "prompt_lengths", "id")}
-            states = get(models["policy"].trunk.remote(trunk_rows, 1 + self._config.lag))["trunk"]
+            states = get(models["policy"].trunk.remote(trunk_rows, 1 + bool(self._config.lag)))["trunk"]
             inputs["critic"] = rows | {"trunk": states.heads(rows["input_ids"].lengths)}
         return inputs

@@ -101,7 +101,7 @@ class Updater:
         later = np.setdiff1d(np.arange(experience.num_rows), first)
         if not _unscored(take(to_rows(experience.rows), later)):
             return experience
-        answer = get(self._policy.score.remote(take(to_rows(experience.rows.text), later), 1 + self._config.lag))
+        answer = get(self._policy.score.remote(take(to_rows(experience.rows.text), later), 1 + bool(self._config.lag)))
         return measured(self._config, experience, _replaced(experience, later, answer["logprobs"]))
 
     def _num_minibatches(self, num_replies: int) -> int:
@@ -123,7 +123,7 @@ class Updater:
         batch = BranchRows.of(batch).rows if BRANCHES in batch else batch
         config, tokens = self._config, float(num_response_tokens(batch))
         totals = StepTotals(tokens=tokens, rows=len(batch["id"]), kl_coef=kl_coef).to_wire()
-        at_once = (1 if self._critic is None else 2) + config.lag
+        at_once = (1 if self._critic is None else 2) + bool(config.lag)
         lr = lr_at(config, at, self._planned)
         train = self._policy.train_and_score if first else self._policy.train
         calls: list[Any] = [train.remote(batch, totals, lr, at_once)]

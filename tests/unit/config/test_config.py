@@ -190,7 +190,7 @@ REFUSED = [
     ("reward: {batch_size: 1, engine: {num_workhorses: 2}}", "reward: batch_size = 1 must be at least engine.num_"),
     ("ppo: {stages: [{minibatch_size: 48}]}", "ppo.stages.0: minibatch_size = 48 must divide prompts_per_iteration"),
     ("ppo: {stages: [{minibatch_size: 1, engine: {num_workhorses: 2}}]}", "ppo.stages.0: minibatch_size = 1 must be"),
-    ("ppo: {stages: [{lag: 2}]}", "ppo.stages.0.lag: 2 is not allowed"),
+    ("ppo: {stages: [{lag: 9}]}", "ppo.stages.0.lag: 9 is not allowed"),
     (
         "ppo: {stages: [{lag: 1, importance_correction: none}]}",
         "ppo.stages.0: importance_correction = 'none' must be 'truncate' or 'mask' with lag = 1",

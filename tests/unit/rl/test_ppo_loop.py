@@ -6,6 +6,7 @@ reply is 2.2; four replies an iteration, two a minibatch.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -208,22 +209,44 @@ def test_what_an_update_changed_is_weighed_and_not_taken_for_wrong_weights(input
     np.testing.assert_allclose(last["old_logprobs"].values, logprob(tokens) + 0.6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("lag", [2, 4])
+def test_each_rollout_is_sampled_by_the_policy_of_as_many_updates_before(
+    inputs: PPOInputs, tmp_path: Path, lag: int
+) -> None:
+    world = World(surer_by=0.1 / (REPLIES // MINIBATCH))
+    recorder = attempt(inputs, tmp_path / "out", world, lag=lag, iterations=7)
+    ages = [min(iteration, lag) for iteration in range(7)]
+    assert [point["rollout/lag"] for point in recorder.points] == ages
+    assert [point["rollout/version"] for point in recorder.points] == [i - age for i, age in enumerate(ages)]
+    assert [point["rollout/mismatch"] for point in recorder.points] == pytest.approx(0.1 * np.array(ages), abs=1e-6)
+    # Each update makes the policy 0.1 nats surer: the weights are those of each rollout's own version.
+    steps = REPLIES // MINIBATCH
+    weights = [batch[1]["weights"].values for batch in world.batches]
+    for iteration, age in enumerate(ages):
+        of_iteration = np.concatenate(weights[iteration * steps : (iteration + 1) * steps])
+        np.testing.assert_allclose(of_iteration, np.exp(0.1 * age), rtol=1e-5)
+    versions = [call.split()[-1] for call in world.calls if call.startswith("generator generate")]
+    # The first version samples those that nobody could sample before, and the last ones none.
+    assert Counter(versions) == {"0": lag + 1} | {str(version): 1 for version in range(1, 7 - lag)}
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2, 4])
 def test_a_resumed_stage_goes_on_as_if_nothing_had_happened(inputs: PPOInputs, tmp_path: Path, lag: int) -> None:
     whole, resumed = World(surer_by=0.1), World(surer_by=0.1)
-    fields: dict[str, Any] = {"iterations": 3, "epochs": 2, "reward_scaling": "running", "lag": lag}
+    fields: dict[str, Any] = {"iterations": 6, "epochs": 2, "reward_scaling": "running", "lag": lag}
     first = attempt(inputs, tmp_path / "whole", whole, **fields)
     # After the last step the checkpoint itself comes next.
-    assert [snapshot.step for snapshot in first.snapshots] == [1, 2]
-    second = attempt(inputs, tmp_path / "resumed", resumed, newest=first.snapshots[-1], **fields)
-    after = whole.calls.index("generator follow 2")
+    assert [snapshot.step for snapshot in first.snapshots] == [1, 2, 3, 4, 5]
+    second = attempt(inputs, tmp_path / "resumed", resumed, newest=first.snapshots[-3], **fields)
+    after = whole.calls.index("generator follow 3")
     assert resumed.calls == ["policy load_state", *[c.replace("whole", "resumed") for c in whole.calls[after:]]]
     found, expected = (list(map(plain, world.batches)) for world in (resumed, whole))
     np.testing.assert_equal(found, expected[-len(found) :])
-    assert len(second.points) == 1
-    for name, value in second.points[0].items():
-        if not name.startswith(("seconds/", "speed/")):
-            assert value == first.points[2][name], name
+    assert len(second.points) == 3
+    for again, point in zip(second.points, first.points[3:], strict=True):
+        for name, value in again.items():
+            if not name.startswith(("seconds/", "speed/")):
+                assert value == point[name], name
 
 
 def test_a_stage_that_samples_other_prompts_goes_on_as_if_nothing_had_happened(
