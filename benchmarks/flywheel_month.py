@@ -3,7 +3,7 @@
     python -m benchmarks.flywheel_month [--nights 30] [--arms calm capped uncapped] [--output DIR]
 
 The task is that of lesson 5 of `examples/`, from a model that is right half of the time. Forty people ask for the
-largest of four digits; over the month up to a third of them come to want the first digit instead. They thumb what they
+largest of four digits; over thirty nights a third of them come to want the first digit instead. They thumb what they
 get, and half of those who dislike it say what had been better. Eight are lazy: they thumb at random. `eve` asks
 more than all others together, answers gold questions well, and wants the smallest digit: in the arm `capped`
 the rules hold as they are by default, in `uncapped` nobody's share is limited, and in `calm` she is not there. Each
@@ -46,8 +46,8 @@ from xray_runtime.serving.middleware import key_digest
 from xray_runtime.serving.recorder import Recorder, RecorderSettings
 
 PEOPLE, LAZY, ASKED, EVES = 40, 8, 8, 480
-MOVED = 1 / 3
-"""Share of the people whose taste is another by the end."""
+MOVED, MONTH = 1 / 3, 30
+"""Share of the people whose taste is another after so many nights."""
 GOLD_QUESTIONS = 6
 MAX_NEW_TOKENS, BATCH = 4, 256
 DAY_MS, BEGIN_MS = 86_400_000, 1_700_000_000_000
@@ -85,20 +85,20 @@ class Row:
     state: str
 
 
-def wanted(person: int, prompt: str, night: int, nights: int) -> str:
+def wanted(person: int, prompt: str, night: int) -> str:
     """The digit that a person wants to hear in a night."""
     digits = prompt.split()
-    has_moved = person < PEOPLE * MOVED * (night - 1) / max(nights - 1, 1)
+    has_moved = person < PEOPLE * MOVED * (night - 1) / (MONTH - 1)
     return digits[0] if has_moved else max(digits)
 
 
-def questions(night: int, nights: int, attacked: bool) -> list[Asked]:
+def questions(night: int, attacked: bool) -> list[Asked]:
     """Everything that is asked in a night."""
     draw, found = random.Random(night), list[Asked]()
     for person in range(PEOPLE):
         for _ in range(ASKED):
             prompt = " ".join(f"{draw.randrange(10_000):04}")
-            found.append(Asked(f"person {person}", prompt, wanted(person, prompt, night, nights)))
+            found.append(Asked(f"person {person}", prompt, wanted(person, prompt, night)))
     for _ in range(EVES if attacked else 0):
         prompt = " ".join(f"{draw.randrange(10_000):04}")
         found.append(Asked("eve", prompt, min(prompt.split())))
@@ -242,7 +242,7 @@ def month(output: Path, arm: str, nights: int) -> Iterator[Row]:
     for night in range(1, nights + 1):
         champion = promote.promotion.champion_of(open_lineage_store(output, None), NAME)
         model = resolve(champion.checkpoint if champion is not None else "sft", output, None)[1]
-        asked = answered(model.directory, questions(night, nights, attacked), night)
+        asked = answered(model.directory, questions(night, attacked), night)
         record(output, model.sha256, night, asked, gold_questions(night, attacked))
         done = flows.flywheel(str(output), config)
         if done["state"] == "held":
