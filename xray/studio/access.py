@@ -1,4 +1,4 @@
-"""Who may use the studio: sessions, the login where it is open to others, and the headers of every answer.
+"""Access to the studio: sessions, the login where it is open to others, and the headers of every answer.
 
 On loopback a session begins without a login, and the name in the address bar must be loopback's: a page elsewhere that
 has its own name resolve to this machine is refused. A POST must carry its session's token, which such a page lacks.

@@ -154,7 +154,7 @@ def review_page(request: Request, name: str) -> Response:
 
 @router.post("/promote/{name}")
 def decide(request: Request, name: str, fields: Fields) -> Response:
-    """What `xray promote` does after a person's answer; the audit and the gates are repeated."""
+    """The end of `xray promote`, after a person's answer; the audit and the gates are repeated."""
     studio, by, note = studio_of(request), fields.get("by", "").strip(), fields.get("note", "").strip()
     if not by or not note:
         raise ConfigError("by, note: are required: they are recorded with the decision")

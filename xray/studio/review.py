@@ -39,7 +39,7 @@ def _session(studio: Studio, name: str) -> Path:
 
 @router.get("/review")
 def sessions(request: Request) -> Response:
-    """What there is to judge."""
+    """Everything that there is to judge."""
     studio, judge = studio_of(request), _judge(request)
     found = [(session, len(session.open_questions(judge))) for session in read_sessions(studio.output)]
     recorded = len(recorded_questions(studio.output, judge)) if (studio.output / RECORDED).is_dir() else None
@@ -58,7 +58,7 @@ def name_judge(request: Request, fields: Fields) -> Response:
 
 @router.post("/review/publish")
 def publish_verdicts(request: Request, fields: Fields) -> Response:
-    """What `xray preferences` does."""
+    """Publish as `xray preferences` does."""
     studio = studio_of(request)
     done = publish(studio.store(), saved_config(studio.output).project, _judge(request))
     return page(request, "published.html", done=done)
@@ -72,16 +72,16 @@ def recorded(request: Request) -> Response:
 @router.post("/review/recorded")
 def judge_recorded(request: Request, fields: Fields) -> Response:
     studio, judge = studio_of(request), _judge(request)
-    asked = next((q for q in recorded_questions(studio.output, judge) if q.id == fields.get("question")), None)
-    if asked is None:
+    question = next((q for q in recorded_questions(studio.output, judge) if q.id == fields.get("question")), None)
+    if question is None:
         raise ConfigError("question: it was judged already, or is gone: load the page again")
     key, correction = fields.get("key", ""), fields.get("correction", "").strip() or None
     if key != "s":
         if studio.serve and studio.feedback_key:
-            send_verdict(studio.serve, studio.feedback_key, asked, key, judge, correction)
+            send_verdict(studio.serve, studio.feedback_key, question, key, judge, correction)
         else:
-            keep_verdict(studio.output, asked, key, judge, correction)
-    return _recorded_page(request, "question_part.html", asked.id if key == "s" else "")
+            keep_verdict(studio.output, question, key, judge, correction)
+    return _recorded_page(request, "question_part.html", question.id if key == "s" else "")
 
 
 def _recorded_page(request: Request, template: str, skipped: str) -> Response:
@@ -89,7 +89,7 @@ def _recorded_page(request: Request, template: str, skipped: str) -> Response:
     found = recorded_questions(studio_of(request).output, _judge(request))
     ids = [question.id for question in found]
     place = ids.index(skipped) + 1 if skipped in ids else 0
-    asked = found[place] if place < len(found) else None
+    question = found[place] if place < len(found) else None
     return page(
         request,
         template,
@@ -97,10 +97,10 @@ def _recorded_page(request: Request, template: str, skipped: str) -> Response:
         action="/review/recorded",
         judge=_judge(request),
         left_over=len(found) - place,
-        question=asked.id if asked else "",
-        prompt=asked.prompt if asked else "",
-        replies=[answer.text for answer in asked.answers] if asked else [],
-        keys={**asked.keys, "s": "skip"} if asked else {},
+        question=question.id if question else "",
+        prompt=question.prompt if question else "",
+        replies=[answer.text for answer in question.answers] if question else [],
+        keys={**question.keys, "s": "skip"} if question else {},
         before=None,
     )
 
@@ -129,12 +129,14 @@ def _page(request: Request, template: str, session: Session, number: int | None,
     """Question `number`, by default the first that is open; `before`: the one that was just judged."""
     judge = _judge(request)
     found = session.open_questions(judge)
-    asked = next((q for q in session.questions if q.number == number), None) if number is not None else None
-    asked = asked or next(iter(found), None)
+    question = next((q for q in session.questions if q.number == number), None) if number is not None else None
+    question = question or next(iter(found), None)
     replies = []
-    if asked is not None:
+    if question is not None:
         replies = (
-            [asked.a, asked.b] if left_model(session.setup.seed, judge, asked.number) == "a" else [asked.b, asked.a]
+            [question.a, question.b]
+            if left_model(session.setup.seed, judge, question.number) == "a"
+            else [question.b, question.a]
         )
     return page(
         request,
@@ -143,8 +145,8 @@ def _page(request: Request, template: str, session: Session, number: int | None,
         action=f"/review/{session.name}",
         judge=judge,
         left_over=len(found),
-        question=str(asked.number) if asked else "",
-        prompt=prompt_text(asked.prompt) if asked else "",
+        question=str(question.number) if question else "",
+        prompt=prompt_text(question.prompt) if question else "",
         replies=replies,
         keys={"1": "the left is better", "2": "the right is better", "t": "a tie", "b": "both are bad", "s": "skip"},
         before=before,

@@ -24,11 +24,11 @@ from xray_runtime.tracking.recorder import METRICS, RECORDS, records_directory
 router = APIRouter()
 
 WIDTH, HEIGHT = 240, 56
-"""Of a curve, in pixels."""
+"""Size of a curve, in pixels."""
 MAX_POINTS, MAX_CURVES, MAX_ROWS, MAX_TEXT = 240, 24, 6, 600
 RUNNING = "running"
 FIELDS = {"name", "kind", "key", "checkpoint", "findings", "cached", "computed_seconds", "computed_at"}
-"""Of a stage in lifecycle.json, as far as the page shows it."""
+"""Fields of a stage in lifecycle.json that the page shows."""
 
 
 def runs(output: Path) -> list[dict[str, Any]]:

@@ -93,10 +93,10 @@ def _pairs(answers: Sequence[RecordedAnswer]) -> list[list[RecordedAnswer]]:
 def prompt_of(texts: dict[str, Any]) -> str:
     """The last turn of a recorded request and what came before it, as text."""
     request = texts.get("request", {})
-    asked = request.get("messages") or request.get("input") or request.get("prompt") or ""
-    if isinstance(asked, str):
-        return asked
-    parts = [m for m in asked if isinstance(m, dict)]
+    prompt = request.get("messages") or request.get("input") or request.get("prompt") or ""
+    if isinstance(prompt, str):
+        return prompt
+    parts = [m for m in prompt if isinstance(m, dict)]
     return "\n\n".join(f"{m.get('role', '')}: {_plain(m.get('content'))}" for m in parts)
 
 
@@ -144,11 +144,11 @@ def keep_verdict(output: Path, question: RecordedQuestion, key: str, judge: str,
     Raises:
         ConfigError: the key says nothing here, or `xray serve --record` is writing to the store.
     """
-    said = signals_of(question, key, correction)
+    feedback = signals_of(question, key, correction)
     with recorded_lock(output):
         keys = UserKeys(output / RECORDED / KEYS, writable=True)
         user, rows = keys.pseudonym(judge), []
-        for answer, signals in said:
+        for answer, signals in feedback:
             identity = keys.feedback_id(APPLICATION, user, answer.id, signals)
             texts = keys.encrypt(
                 user, {"feedback": signals}, about("feedback", identity, answer.model), also=answer.user

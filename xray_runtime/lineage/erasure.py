@@ -25,7 +25,7 @@ WEIGHTS = (".safetensors", ".pt", ".bin", ".distcp")
 SQLITE = b"SQLite format 3\0"
 GONE = "(withdrawn)"
 REPLIES, VERDICTS = "replies.jsonl", "judgements.jsonl"
-"""Of a comparison; see `feedback.session`."""
+"""Files of a comparison; see `feedback.session`."""
 
 
 class TextPattern:
@@ -115,8 +115,8 @@ def erase_lines(path: Path, pattern: TextPattern) -> None:
         numbers = {json.loads(line)["number"] for line in kept}
         verdicts = path.with_name(VERDICTS)
         if verdicts.exists():
-            said = verdicts.read_bytes().splitlines(keepends=True)
-            write_atomic(verdicts, b"".join(line for line in said if _number(line) in numbers))
+            given = verdicts.read_bytes().splitlines(keepends=True)
+            write_atomic(verdicts, b"".join(line for line in given if _number(line) in numbers))
     write_atomic(path, b"".join(kept))
 
 

@@ -50,7 +50,7 @@ PAGES, SESSIONS = "lineage", "feedback"
 
 @dataclass
 class Withdrawal:
-    """What would be done."""
+    """The plan of a withdrawal."""
 
     subject: str
     """See `log_entries.Withdrawn`."""
@@ -61,7 +61,7 @@ class Withdrawal:
     """To be erased, or to lose some of their content."""
     pattern: TextPattern = field(default_factory=lambda: TextPattern(()))
     key: Path | None = None
-    """Of the person's recorded texts."""
+    """The file that decrypts the person's recorded texts."""
 
     @property
     def models(self) -> list[Node]:
@@ -75,7 +75,7 @@ class Withdrawal:
 
 
 def plan_user(store: LineageStore, user: str) -> Withdrawal:
-    """What the withdrawal of a person's recorded data does.
+    """The plan for a person's recorded data.
 
     Raises:
         ConfigError: nothing was recorded of them, and nothing was withdrawn.
@@ -88,7 +88,7 @@ def plan_user(store: LineageStore, user: str) -> Withdrawal:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--user: nothing that was recorded can be read ({error}); see `xray recorded`") from None
     own = {row["id"] for row in rows if row["user"] == pseudonym}
-    # What others say about their answers quotes them.
+    # Feedback by others about their answers quotes them.
     rows = [row for row in rows if row["id"] in own or row["answer"] in own]
     subject = f"user {pseudonym}"
     if not rows and subject not in {entry.subject for entry in view(output).withdrawals}:
@@ -103,7 +103,7 @@ def plan_user(store: LineageStore, user: str) -> Withdrawal:
 
 
 def plan_source(store: LineageStore, source: str) -> Withdrawal:
-    """What the withdrawal of a source of data does.
+    """The plan for a source of data.
 
     Args:
         source: its name as a config has it, or its digest.
@@ -281,7 +281,7 @@ def _holds(node: Node, texts: WithdrawnTexts) -> bool:
 
 
 def verify(store: LineageStore) -> list[str]:
-    """What contradicts the withdrawals of an output directory: live models, files that are there, keys that read."""
+    """Contradictions to the withdrawals of an output directory: live models, files that are there, keys that read."""
     log, output = view(store.output), store.output
     if not log.withdrawals:
         raise ConfigError(f"--verify: nothing was withdrawn in {str(output)!r}")
