@@ -49,7 +49,8 @@ def studio(
     import uvicorn
 
     from xray.studio.access import Access
-    from xray.studio.app import Studio, make_app
+    from xray.studio.app import make_app
+    from xray.studio.pages import Studio
 
     token = None if is_loopback(host) else secrets.token_urlsafe(32)
     shown = Studio(

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response, StreamingResponse
 
 from xray.studio.access import Fields
-from xray.studio.app import Studio, page, studio_of
+from xray.studio.pages import Studio, page, studio_of
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage import promotion
 from xray_runtime.lineage.gates import NotPromoted

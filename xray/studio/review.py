@@ -9,8 +9,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 
 from xray.studio.access import Fields
-from xray.studio.app import Studio, page, studio_of
 from xray.studio.feedback_client import send_verdict
+from xray.studio.pages import Studio, page, studio_of
 from xray.tasks.output_directory import file_lock, saved_config
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import prompt_text

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query as Parameter, Request
 from fastapi.responses import Response
 
-from xray.studio.app import Studio, page, studio_of
+from xray.studio.pages import Studio, page, studio_of
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.ledger import Query, iterations
 from xray_runtime.lineage.graph import Node

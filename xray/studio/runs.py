@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 
 from xray.studio.access import Fields
-from xray.studio.app import page, studio_of
+from xray.studio.pages import page, studio_of
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.log import RunBegan, read_run, view
 from xray_runtime.report.figures import read_metrics

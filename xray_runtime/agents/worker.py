@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import importlib
 import inspect
 import json
@@ -30,11 +29,18 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from xray_runtime.agents.process_tree import (
+    SET_DEATH_SIGNAL,
+    SET_SUBREAPER,
+    children,
+    descendants,
+    kill_tree,
+    prctl,
+)
 from xray_runtime.environments.worker import end_with
 from xray_runtime.rewards.source import described
 from xray_runtime.sandboxes.confine import DOOR
@@ -47,9 +53,6 @@ ERROR_CHARS = 500
 OPEN_FILES = 1024
 """Limit of each process's open files."""
 CONNECT_S = 5.0
-SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36
-"""Options of prctl."""
-
 USES: tuple[str, ...] = ()
 
 Say = Callable[[dict[str, Any]], None]
@@ -172,9 +175,9 @@ class _Worker:
         self._selector.unregister(door.fileno())
 
     def _check_limits(self) -> None:
-        children = _children()
+        found = children()
         for run in list(self._runs.values()):
-            limits, count = run.limits, 1 + len(list(_descendants(children, run.pid)))
+            limits, count = run.limits, 1 + len(list(descendants(found, run.pid)))
             if time.monotonic() - run.begun > limits["timeout_s"]:
                 self._break(run, f"it took longer than timeout_s = {limits['timeout_s']:g}")
             elif count > limits["processes"] + limits.get("extra_processes", 0):
@@ -186,7 +189,7 @@ class _Worker:
 
     def _finish(self, run: _Run) -> None:
         """End a run's processes and answer."""
-        _kill_tree(run.pid)
+        kill_tree(run.pid)
         _, status = os.waitpid(run.pid, 0)
         del self._runs[run.id]
         self._kill_orphans()
@@ -208,9 +211,9 @@ class _Worker:
     def _kill_orphans(self) -> None:
         """Kill children of this process that are no run: the orphans of runs that ended."""
         known = {run.pid for run in self._runs.values()}
-        while orphans := [pid for pid in _children().get(os.getpid(), []) if pid not in known]:
+        while orphans := [pid for pid in children().get(os.getpid(), []) if pid not in known]:
             for pid in orphans:
-                _kill_tree(pid)
+                kill_tree(pid)
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, 0)
 
@@ -239,8 +242,8 @@ def _run_child(
     code = 1
     try:
         os.setsid()
-        _prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
-        _prctl(SET_SUBREAPER, 1)
+        prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+        prctl(SET_SUBREAPER, 1)
         size = request["limits"]["memory_mb"] * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -290,44 +293,6 @@ def _exec(request: dict[str, Any], stdout: int, doors: tuple[socket.socket, sock
     os.execvpe(request["command"][0], request["command"], request["variables"])
 
 
-def _prctl(option: int, value: int) -> None:
-    """Set an attribute of this process; the kernel keeps both over exec, not over fork."""
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def _children() -> dict[int, list[int]]:
-    """Process → its children, of all processes."""
-    found: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError, IndexError, ValueError):
-                # The name in parentheses may hold anything.
-                fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
-                found.setdefault(int(fields[1]), []).append(int(name))
-    return found
-
-
-def _descendants(children: dict[int, list[int]], pid: int) -> Iterator[int]:
-    for child in children.get(pid, ()):
-        yield child
-        yield from _descendants(children, child)
-
-
-def _kill_tree(pid: int) -> None:
-    """Kill a process of ours that was not reaped yet, after all its descendants."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGSTOP)
-        # A stopped process starts no others; its descendants may, until they are killed.
-        killed = set[int]()
-        # Parents first: the first process of a sandbox ends all others.
-        while rest := [child for child in _descendants(_children(), pid) if child not in killed]:
-            for child in rest:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
-            killed.update(rest)
-        os.kill(pid, signal.SIGKILL)
-
-
 def _load(name: str) -> Callable[[dict[str, Any]], Any]:
     """The function at an import path. Raises ValueError if it is not callable."""
     module, _, attribute = name.partition(":")
@@ -362,7 +327,7 @@ def main() -> None:
         # Before thousands of processes that an agent may fork; those that it forks itself have the usual priority.
         os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
     sys.path[:] = first["path"]
-    _prctl(SET_SUBREAPER, 1)
+    prctl(SET_SUBREAPER, 1)
     try:
         agent = None if first["agent"] is None else _load(first["agent"])
     except BaseException as error:  # SystemExit of a module too
@@ -370,8 +335,8 @@ def main() -> None:
         return
     say({"ready": True})
     _Worker(agent, say).serve(requests)
-    for pid in _children().get(os.getpid(), []):
-        _kill_tree(pid)
+    for pid in children().get(os.getpid(), []):
+        kill_tree(pid)
 
 
 if __name__ == "__main__":

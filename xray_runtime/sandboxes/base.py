@@ -1,4 +1,4 @@
-"""What a sandbox is: a place where programs run that are not trusted.
+"""The interface of sandboxes: places where untrusted programs run.
 
 Three calls: `start` makes one, `run` runs a program in it, `stop` ends what runs and removes it. Each run finds the
 files as `start` gave them. Docker or a cloud of sandboxes stands behind the same calls (`remote`).

@@ -53,7 +53,7 @@ EXTRA_PROCESSES = {"bubblewrap": 3, "landlock": 0, "limits": 0}
 
 @dataclass(frozen=True)
 class View:
-    """What a program can reach."""
+    """The files, addresses and resources that a program can reach."""
 
     home: Path
     """Its directory outside bubblewrap, which no one else uses."""
@@ -110,7 +110,7 @@ def plain_environment(home: Path, how: Confinement | None = None) -> dict[str, s
 
 
 def venv_paths(venv: Path) -> list[Path]:
-    """What a virtual environment needs: its directory, and programs and libraries of its Python."""
+    """The paths that a virtual environment needs: its directory, and programs and libraries of its Python."""
     paths = [venv.absolute()]
     for home in {(venv / "bin" / "python").resolve().parent, *_homes(venv / "pyvenv.cfg")}:
         if home.name == "bin":

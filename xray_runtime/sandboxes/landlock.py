@@ -41,10 +41,10 @@ def restrict(readable: Iterable[str], writable: Iterable[str], port: int | None)
     libc, found = _libc(), version()
     rights = max(bits for first, bits in FILE_RIGHTS.items() if first <= found)
     network = BIND | CONNECT if found >= NETWORK_VERSION else 0
-    asked = struct.pack("QQQ", rights, network, SCOPES if found >= SCOPES_VERSION else 0)
+    attributes = struct.pack("QQQ", rights, network, SCOPES if found >= SCOPES_VERSION else 0)
     # An older kernel knows a shorter structure.
     size = 8 if not network else 16 if found < SCOPES_VERSION else 24
-    ruleset = _checked(libc.syscall(CREATE_RULESET, asked, size, 0))
+    ruleset = _checked(libc.syscall(CREATE_RULESET, attributes, size, 0))
     for paths, allowed in ((readable, READ), (writable, rights)):
         for path in paths:
             with contextlib.suppress(FileNotFoundError):

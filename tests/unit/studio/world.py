@@ -12,7 +12,8 @@ from fastapi.testclient import TestClient
 from tests.unit.lineage.synthetic import Lifecycle, weights
 from tests.unit.serving.recording import exchange, keep
 from xray.studio.access import COOKIE, Access
-from xray.studio.app import Studio, make_app
+from xray.studio.app import make_app
+from xray.studio.pages import Studio
 from xray_runtime.data.ledger import Shard
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.feedback.judgements import Question
