@@ -23,7 +23,7 @@ from xray_runtime.data.recorded import KEYS, RECORDED, UserKeys, about, read_seg
 from xray_runtime.data.records import prompt_of
 from xray_runtime.feedback.answers import parse_feedback
 from xray_runtime.feedback.dataset import publish_dataset, require_tracking
-from xray_runtime.graph.artifacts import ANSWERS, FEEDBACK, Feedback
+from xray_runtime.graph.artifacts import ANSWERS, FEEDBACK, PEOPLE, Feedback
 from xray_runtime.lineage.audit.log import read_log
 from xray_runtime.lineage.audit.recorded import check_recorded
 from xray_runtime.lineage.keys import trusted_keys
@@ -96,7 +96,7 @@ def collect(lineage: LineageStore, project: str, by: str, first: int, last: int)
         people = Counter(row[who] for row in [*answers, *read.feedback] for who in ("judge", "asker") if who in row)
         stats = {"answers": len(answers), "feedback": len(read.feedback)}
         stats |= {f"unused_{reason}": count for reason, count in sorted(read.unused.items())}
-        for name, content in (("people.json", people), ("stats.json", stats)):
+        for name, content in ((PEOPLE, people), ("stats.json", stats)):
             (built / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     return publish_dataset(lineage, project, by, identity, Feedback, parents, write)[0]

@@ -47,6 +47,8 @@ class Curated(Judgements):
 
 
 FEEDBACK, ANSWERS = "feedback.jsonl", "answers.jsonl"
+PEOPLE = "people.json"
+"""Pseudonym → rows of that person, of datasets made from recorded feedback."""
 
 
 class Feedback(Artifact):

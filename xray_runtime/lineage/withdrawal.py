@@ -20,6 +20,7 @@ from xray_runtime.data.pairs import pairs_of
 from xray_runtime.data.recorded import KEYS, RECORDED, UserKeys
 from xray_runtime.data.withdrawn import FOLDER, TEXTS, WithdrawnTexts
 from xray_runtime.files import write_atomic
+from xray_runtime.graph.artifacts import PEOPLE
 from xray_runtime.lineage.erasure import (
     REPLIES,
     VERDICTS,
@@ -97,7 +98,8 @@ def plan_user(store: LineageStore, user: str) -> Withdrawal:
     found = files_with(output, pattern)
     home = output / CHECKPOINTS
     names = {path.relative_to(home).parts[0] for path in found if path.is_relative_to(home)}
-    plan = _plan(store, subject, [n for n in store.graph.nodes.values() if n.directory.name in names], found)
+    nodes = store.graph.nodes.values()
+    plan = _plan(store, subject, [n for n in nodes if n.directory.name in names or _lists(n, pseudonym)], found)
     plan.pattern, plan.key = pattern, keys / pseudonym
     return plan
 
@@ -141,6 +143,15 @@ def _plan(store: LineageStore, subject: str, holders: list[Node], found: list[Pa
             if setup.is_file() and any(sha in setup.read_text(encoding="utf-8") for sha in _data(holders)):
                 files |= {directory / name for name in (REPLIES, VERDICTS) if (directory / name).exists()}
     return Withdrawal(subject, holders, below, sorted(path for path in files if path.is_file()))
+
+
+def _lists(node: Node, pseudonym: str) -> bool:
+    """Whether a dataset of recorded feedback says that it has rows of a person: short texts are not searched."""
+    path = node.directory / PEOPLE
+    try:
+        return path.exists() and pseudonym in json.loads(path.read_bytes())
+    except (ValueError, TypeError):
+        return True  # damaged, so nobody can tell
 
 
 def _data(holders: Iterable[Node]) -> list[str]:

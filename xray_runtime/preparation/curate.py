@@ -24,7 +24,7 @@ from xray_runtime.data.curation import Curated, curate
 from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
 from xray_runtime.data.signals import Signal, from_feedback, from_verdicts
-from xray_runtime.graph.artifacts import DEMONSTRATIONS, FEEDBACK, HELDOUT_OF, JUDGED_PAIRS, VERDICTS
+from xray_runtime.graph.artifacts import DEMONSTRATIONS, FEEDBACK, HELDOUT_OF, JUDGED_PAIRS, PEOPLE, VERDICTS
 
 if TYPE_CHECKING:
     from xray_runtime.graph.inputs import CurateInputs
@@ -133,7 +133,7 @@ def _write(out: Path, found: Curated) -> None:
         write_pairs(out / name.format(DEMONSTRATIONS), Example, shown)
     rows = [*found.pairs, *found.labels, *found.demonstrations]
     people = Counter(person for row in rows for person in {*row.people, row.asker} - {""})
-    for name, content in (("people.json", dict(people)), ("judges.json", found.judges)):
+    for name, content in ((PEOPLE, dict(people)), ("judges.json", found.judges)):
         text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
         (out / name).write_text(text + "\n", encoding="utf-8")
 

@@ -27,6 +27,7 @@ from xray_runtime.graph.inputs import CurateInputs, DemonstrationsInputs, Prefer
 from xray_runtime.graph.kind import Stage
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.reference import open_lineage_store, resolve
+from xray_runtime.lineage.withdrawal import plan_user
 from xray_runtime.preparation import curate, preferences, recorded_data
 from xray_runtime.serving.exchange import Exchange
 from xray_runtime.serving.middleware import key_digest
@@ -112,6 +113,17 @@ def test_it_is_collected_once_signed_and_sound(recorded: Path) -> None:
     assert one["signals"] == {"thumb": "down", "correction": "better words, 0 of them"}
     assert one["judge"] == one["asker"] != "person 0"
     assert audit(open_lineage_store(recorded, None)).is_sound
+
+
+def test_a_withdrawal_finds_it_even_by_texts_too_short_to_search(recorded: Path) -> None:
+    model = resolve("ppo-2", recorded, None)[1].sha256
+    record(recorded, [exchange(950, "zed", "hi", model=model)], [{"answer": f"{950:032x}", "thumb": "up"}])
+    made = collected(recorded)
+    plan = plan_user(open_lineage_store(recorded, None), "zed")
+    assert [node.sha256 for node in plan.holders] == [made.sha256]
+    assert made.path / "feedback.jsonl" in plan.files
+    (made.path / "people.json").write_text("{")
+    assert made.sha256 in [node.sha256 for node in plan_user(open_lineage_store(recorded, None), "zed").holders]
 
 
 def test_what_cannot_be_used_is_counted(recorded: Path) -> None:
