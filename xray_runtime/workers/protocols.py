@@ -61,12 +61,13 @@ def get(ref: Ref[T]) -> T:
 
 def get_all(refs: Sequence[Ref[T]]) -> list[T]:
     """Wait for several answers, in order. Raises the first exception of the calls at once."""
-    if all(isinstance(ref, Ready | Local) for ref in refs):
+    of_actors = [ref for ref in refs if not isinstance(ref, Ready | Local)]
+    if not of_actors:
         return [get(ref) for ref in refs]
     import ray
 
-    answers: list[T] = ray.get(list(refs))
-    return answers
+    answers = iter(ray.get(of_actors))
+    return [get(ref) if isinstance(ref, Ready | Local) else next(answers) for ref in refs]
 
 
 class Method(Protocol[P, T_co]):
