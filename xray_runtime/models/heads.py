@@ -17,7 +17,7 @@ import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ from xray_runtime.algorithms.logprobs import chunked_logprobs_and_entropy
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.packing import Prompts, can_pack, packed_states, use_packed_attention
 from xray_runtime.models.padding import pad, unpad
+
+T = TypeVar("T")
 
 HEAD_PREFIX = "scalar."
 """Prefix of the scalar head's parameter names; Hugging Face models have no such head."""
@@ -195,13 +197,22 @@ class HeadedLM(nn.Module):
 
     def logprobs(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """(log-probability of each target [N], entropy [N]) after hidden states [N, H]; logits are not kept."""
-        layer, vocab_size = self.lm.get_output_embeddings(), self.lm.config.vocab_size
-        # One call of the layer, whatever the number of chunks: ZeRO-3 gathers its weight once for all of them, and
-        # ranks whose rows need other numbers of chunks still meet in the same collectives.
-        if not isinstance(layer.forward, _ChunkedForward):
-            layer.forward = _ChunkedForward(layer.forward)
-        logprobs, entropy = layer(hidden, targets, temperature, vocab_size=vocab_size)
-        return logprobs, entropy
+        chunked, vocab_size = chunked_logprobs_and_entropy, self.lm.config.vocab_size
+        return self.in_chunks(
+            lambda logits, states: chunked(logits, states, targets, temperature, vocab_size=vocab_size), hidden
+        )
+
+    def in_chunks(self, compute: Callable[[Callable[[Tensor], Tensor], Tensor], T], hidden: Tensor) -> T:
+        """`compute(output layer, hidden)`, which calls the layer on parts of `hidden` [N, H].
+
+        It is one call of the layer, whatever the number of parts: ZeRO-3 gathers its weight once for all of them, and
+        ranks whose rows need other numbers of parts still meet in the same collectives.
+        """
+        layer = self.lm.get_output_embeddings()
+        if not isinstance(layer.forward, _ForwardInChunks):
+            layer.forward = _ForwardInChunks(layer.forward)
+        found: T = layer(hidden, compute)
+        return found
 
     def scalars(self, hidden: Tensor) -> Tensor:
         """Scalar head's output [...] of hidden states [..., H]."""
@@ -238,15 +249,13 @@ class Branch(nn.Module):
 
 
 @dataclass(frozen=True)
-class _ChunkedForward:
-    """An output layer's forward, which with targets gives their log-probabilities and no logits."""
+class _ForwardInChunks:
+    """An output layer's forward; with `compute` see `HeadedLM.in_chunks`."""
 
     logits: Callable[[Tensor], Tensor]
 
-    def __call__(self, hidden: Tensor, *chunked: Any, **options: Any) -> Any:
-        return (
-            chunked_logprobs_and_entropy(self.logits, hidden, *chunked, **options) if chunked else self.logits(hidden)
-        )
+    def __call__(self, hidden: Tensor, compute: Callable[..., Any] | None = None) -> Any:
+        return self.logits(hidden) if compute is None else compute(self.logits, hidden)
 
 
 class ScalarHead(nn.Linear):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,16 +36,9 @@ class LikelihoodObjective:
 
 def _likeliest(module: HeadedLM, hidden: Tensor) -> Tensor:
     """The likeliest token [N] after each of the hidden states [N, H]."""
-    layer, vocab_size = module.lm.get_output_embeddings(), module.lm.config.vocab_size
-    plain = layer.forward
-    # As `HeadedLM.logprobs`: one call of the layer, so that sharded weights are gathered once and ranks meet.
-    layer.forward = functools.partial(_chunked_argmax, plain, vocab_size=vocab_size)
-    try:
-        found: Tensor = layer(hidden)
-    finally:
-        layer.forward = plain
-    return found
+    vocab_size = module.lm.config.vocab_size
 
+    def likeliest(logits: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+        return torch.cat([logits(part)[:, :vocab_size].argmax(-1) for part in states.split(CHUNK)])
 
-def _chunked_argmax(logits_of: Callable[[Tensor], Tensor], hidden: Tensor, *, vocab_size: int) -> Tensor:
-    return torch.cat([logits_of(part)[:, :vocab_size].argmax(-1) for part in hidden.split(CHUNK)])
+    return module.in_chunks(likeliest, hidden)

@@ -251,7 +251,7 @@ def test_fields_are_refused_as_in_yaml(graph: Graph) -> None:
     )
     assert refused(lambda: xray.preferences(source="dpo", data=data)) == (
         "preferences.source: \"dpo\" is not allowed: must be one of 'gold', 'ratings', 'dataset', 'judgements', "
-        "'rewards'"
+        "'curated', 'rewards'"
     )
     assert refused(lambda: xray.ppo(base, data, minibatch_size=48, rewards=[brevity])) == (
         "ppo: minibatch_size = 48 must divide prompts_per_iteration × samples_per_prompt = 64"

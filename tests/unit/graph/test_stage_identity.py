@@ -404,12 +404,12 @@ def test_who_reaches_a_module(module: str, kinds: set[str]) -> None:
 
 def test_what_a_light_kind_depends_on() -> None:
     """Neither the schema nor anything that trains."""
-    data = ("dropped", "heldout", "messages", "mixture", "pairs", "records", "sources", "text_set")
+    data = ("dropped", "heldout", "messages", "mixture", "pairs", "records", "sources", "text_set", "withdrawn")
     assert set(code_of(PREPARE)) == {
         "xray_runtime",
         *(f"xray_runtime.data.{name}" for name in data),
         "xray_runtime.data",
-        *(f"xray_runtime.{name}" for name in ("preparation", "preparation.prepare")),
+        *(f"xray_runtime.{name}" for name in ("files", "preparation", "preparation.prepare")),
     }
     assert len(code_of(PREPARE)) < len(code_of(BASE)) < len(code_of(SFT)) < len(code_of(PPO))
 

@@ -152,22 +152,21 @@ def test_a_persons_text_is_gone_and_what_was_made_from_it_is_refused(output: Pat
     [entry] = view(output).withdrawals
     assert "ann" not in entry.subject
 
-    done = xray(
-        "promote", "dpo-ann", "--output", output, "--name", NAME, "--note", "n", "--set", "promotion.min_win_rate=null"
-    )
-    assert (done.exit_code, "descends from withdrawn data" in done.output) == (1, True), done.output
+    # Again, it has nothing left to do.
+    assert withdrawn(output, "--user", "ann", "--yes")[0] == 0
+    assert len(view(output).withdrawals) == 1
+    gates = PromotionConfig(min_win_rate=None)
+    with pytest.raises(NotPromoted) as refused:
+        review(open_lineage_store(output, None), node(output, "dpo-ann"), name=NAME, gates=gates)
+    assert any("descends from withdrawn data" in reason for reason in refused.value.reasons)
     # Neither a model from before it, nor its siblings are.
-    assert review(
-        open_lineage_store(output, None), node(output, "ppo-2"), name=NAME, gates=PromotionConfig(min_win_rate=None)
-    )
+    assert review(open_lineage_store(output, None), node(output, "ppo-2"), name=NAME, gates=gates)
     # The candidate descends from it until somebody trains again.
     code, text = withdrawn(output, "--verify")
     assert (code, f"{NAME}@candidate is {model.sha256[:12]}" in text) == (1, True)
     Lifecycle(output).whole().register("ppo-2")
     code, text = withdrawn(output, "--verify")
     assert (code, text) == (0, "no live model descends from what was withdrawn, and what was erased is gone\n")
-    assert withdrawn(output, "--user", "ann", "--yes")[0] == 0
-    assert len(view(output).withdrawals) == 1
 
 
 def test_a_champion_that_descends_is_named_and_is_not_rolled_back_to(output: Path) -> None:

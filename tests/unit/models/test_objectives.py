@@ -304,7 +304,9 @@ def test_likelihood_of_a_reply_and_whether_it_is_the_greedy_one(make_lm: MakeLM,
     torch.testing.assert_close(found["loglikelihood"], expected.float())
     # All but its last token are the likeliest in the last row too.
     assert found["greedy"][-2:].tolist() == [1.0, 0.0]  # type: ignore[index, union-attr]
-    assert module.lm.get_output_embeddings().forward.__name__ == "forward"  # as it was
+    # Called as before, the output layer gives logits as before.
+    layer, states = module.lm.get_output_embeddings(), torch.ones(2, module.lm.config.hidden_size).to(lm.dtype)
+    torch.testing.assert_close(layer(states), torch.nn.functional.linear(states, layer.weight, layer.bias))
 
 
 OBJECTIVES: list[tuple[str, Objective]] = [

@@ -181,7 +181,7 @@ def test_withdrawn_rows_are_left_out_and_counted(tmp_path: Path) -> None:
     assert stats["dropped_withdrawn"] == 2
     # Another file gives another key, so that what was made with the rows is not taken for what is made without.
     assert PREPARE.outside(DataConfig(source=source, withdrawn=withdrawn)) == {"source": source, "withdrawn": withdrawn}
-    assert "dropped_withdrawn" not in prepare(tmp_path / "all", source=source)[2]
+    assert "dropped_withdrawn" not in prepare(tmp_path / "all", source=source, heldout_fraction=0.2)[2]
 
 
 def test_texts_are_kept_to_the_byte(tmp_path: Path) -> None:
