@@ -6,11 +6,11 @@ The task is that of lesson 5 of `examples/`, from a model that is right half of 
 largest of four digits; over thirty nights a third of them come to want the first digit instead. They thumb what they
 get, and half of those who dislike it say what had been better. Eight are lazy: they thumb at random. `eve` asks
 more than all others together, answers gold questions well, and wants the smallest digit: in the arm `capped`
-the rules hold as they are by default, in `uncapped` nobody's share is limited, and in `calm` she is not there. Each
+the rules hold as they are by default, in `uncapped` nobody's share is limited, and in `calm` there is no attacker. Each
 night is recorded by the recorder of `xray serve --record`, then `flows/flywheel.py` runs; what passes the gates is
 promoted.
 
-`gold` is the share of served replies that the asking person wants, without eve and the lazy; `hers` is the share of
+`gold` is the share of served replies that the asking person wants, without eve and the lazy; `attacker` is the share of
 replies to them that are the smallest digit and not wanted.
 """
 
@@ -77,10 +77,10 @@ class Row:
 
     night: int
     gold: float
-    hers: float
+    attacker: float
     pairs: int
     share: float
-    """Of her in the pairs to train on."""
+    """The attacker's share of the pairs to train on."""
     judges_left_out: int
     state: str
 
@@ -134,7 +134,7 @@ def answered(model: Path, asked: list[Asked], night: int) -> list[Asked]:
 
 
 def feedback_of(one: Asked, draw: random.Random, is_gold: bool) -> dict[str, Any]:
-    """What a person says about a reply."""
+    """A person's feedback on a reply."""
     person = one.user.partition(" ")[2]
     if person and int(person) >= PEOPLE - LAZY:
         return {"thumb": draw.choice(["up", "down"])}
@@ -194,7 +194,7 @@ def _exchange(one: Asked, model: str, night: int, number: int) -> Exchange:
 
 
 def lifecycle() -> LifecycleConfig:
-    """What the output directory's evaluations and gates are."""
+    """The config that the output directory takes its evaluations and gates from."""
     evaluate = {"num_prompts": 256, "max_new_tokens": MAX_NEW_TOKENS, "bootstrap_samples": 200}
     # The next night's policy is judged beside the last one: it may not be worse.
     gates = {"min_win_rate": None, "max_judge_drop": 0.05, "max_regression": None}
@@ -259,7 +259,7 @@ def month(output: Path, arm: str, nights: int) -> Iterator[Row]:
 def _row(output: Path, night: int, asked: list[Asked], done: dict[str, Any]) -> Row:
     honest = [one for one in asked if one.user != "eve" and int(one.user.partition(" ")[2]) < PEOPLE - LAZY]
     right = sum(one.reply.strip() == one.wanted for one in honest)
-    hers = sum(one.reply.strip() == min(one.prompt.split()) != one.wanted for one in honest)
+    attacker = sum(one.reply.strip() == min(one.prompt.split()) != one.wanted for one in honest)
     store = open_lineage_store(output, None)
     eve = UserKeys(output / RECORDED / KEYS, writable=False).pseudonym("eve")
     curated = max(
@@ -272,7 +272,7 @@ def _row(output: Path, night: int, asked: list[Asked], done: dict[str, Any]) -> 
     return Row(
         night,
         right / len(honest),
-        hers / len(honest),
+        attacker / len(honest),
         rows["pairs_train"],
         counts.get(eve, 0) / total if total else 0.0,
         rows["judges_left_out"],
@@ -281,12 +281,12 @@ def _row(output: Path, night: int, asked: list[Asked], done: dict[str, Any]) -> 
 
 
 def picture(found: dict[str, list[Row]], path: Path) -> None:
-    """Gold and hers by night."""
+    """Gold and attacker by night."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for axes, field, title in zip(
-        figure.subplots(1, 2), ("gold", "hers"), ("wanted replies", "eve's replies"), strict=True
+        figure.subplots(1, 2), ("gold", "attacker"), ("wanted replies", "eve's replies"), strict=True
     ):
         for arm, rows in found.items():
             axes.plot([row.night for row in rows], [getattr(row, field) for row in rows], marker="o", label=arm)
@@ -318,13 +318,13 @@ def main() -> None:
     finally:
         kill_tagged(tag)
     table(
-        ("arm", "night", "gold", "hers", "pairs", "her share of rows", "judges left out", "night ended as"),
+        ("arm", "night", "gold", "attacker", "pairs", "attacker's share of rows", "judges left out", "night ended as"),
         [
             (
                 arm,
                 row.night,
                 f"{row.gold:.3f}",
-                f"{row.hers:.3f}",
+                f"{row.attacker:.3f}",
                 row.pairs,
                 f"{row.share:.3f}",
                 row.judges_left_out,

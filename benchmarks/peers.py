@@ -130,6 +130,8 @@ def report(head: tuple[str, str], method: str, sides: list[Side], counts: tuple[
     shape = from_pretrained(PretrainedBase(model=str(work.policy.result().path)))
     rate = gflop_per_second(shape.hidden_size, shape.intermediate_size, THREADS)
     for side in sides:
+        if not side.seconds:
+            sys.exit("--updates, --iterations: too few: no update is left that counts")
         median = statistics.median(side.seconds)
         name = "ppo-shared" if "shared" in side.name else method
         curves = [statistics.mean(curve[at] for curve in side.curves) for at in (0, -1)]

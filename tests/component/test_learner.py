@@ -306,7 +306,7 @@ def test_two_micro_batches_at_a_time_do_not_show(cluster: None, tiny_model: Path
             return ray.get(models["policy"].score.remote(rows)), steps
 
     (one, one_steps), (two, two_steps), (again, again_steps) = run(1), run(2), run(2)
-    # Of two threads each micro-batch has one: two were computed at a time.
+    # Each micro-batch had one of the two threads, so two were computed at a time.
     assert set(one["threads"]) == set(two["threads"]) == {1}
     np.testing.assert_allclose(two["nll"], one["nll"], rtol=1e-4)
     np.testing.assert_array_equal(two["nll"], again["nll"])

@@ -47,7 +47,7 @@ class TinyGenerator(FakeGenerator):
 
     @torch.no_grad()
     def logprobs(self, ids: list[int]) -> list[float]:
-        """Of each token after the first, by one forward."""
+        """The log-probability of each token after the first, by one forward."""
         logits = self.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
         found: list[float] = logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
         return found

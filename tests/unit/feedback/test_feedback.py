@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.unit.environments import samples
+from tests.unit.lineage.synthetic import comparison
 from xray_runtime.config.base import FreshBase
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.chat_format import chat_format
@@ -27,7 +28,6 @@ from xray_runtime.feedback.session import (
     JUDGEMENTS,
     REPLIES,
     Session,
-    Setup,
     open_session,
     read_sessions,
     session_directory,
@@ -35,16 +35,7 @@ from xray_runtime.feedback.session import (
 from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
 
 SMALL = FreshBase(hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=16, max_positions=64)
-SETUP = Setup(
-    a="a" * 64,
-    b="b" * 64,
-    prompts="typed",
-    source=None,
-    max_prompt_tokens=None,
-    max_new_tokens=8,
-    temperature=1.0,
-    seed=0,
-)
+SETUP = comparison("a" * 64, "b" * 64)
 
 
 def prompt(text: str) -> Messages:

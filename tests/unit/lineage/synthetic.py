@@ -22,6 +22,7 @@ from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.ppo import RewardTerm
 from xray_runtime.data.ledger import Shard
 from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
+from xray_runtime.feedback.session import Setup
 from xray_runtime.graph.artifacts import dataset_of
 from xray_runtime.lineage.attestation import attest, publish_card
 from xray_runtime.lineage.log import LOG, RunBegan, RunEnded, append, digests, log_checkpoints, mark
@@ -80,6 +81,12 @@ def model(seed: str) -> dict[str, bytes]:
 def ledger() -> dict[str, bytes]:
     """Two iterations of one."""
     return {f"ledger/{number:06d}.parquet": rollouts(number) for number in range(2)}
+
+
+def comparison(a: str, b: str) -> Setup:
+    """A comparison of two policies on typed prompts."""
+    limits: dict[str, Any] = {"max_prompt_tokens": None, "max_new_tokens": 8}
+    return Setup(a=a, b=b, prompts="typed", source=None, temperature=1.0, seed=0, **limits)
 
 
 JUDGED = 40

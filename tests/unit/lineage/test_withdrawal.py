@@ -15,7 +15,7 @@ import pytest
 
 from tests.unit.lineage.commands import xray
 from tests.unit.lineage.promoting import aliases, broken, promoted
-from tests.unit.lineage.synthetic import NAME, Lifecycle, copied, pair_file, prompt, weights
+from tests.unit.lineage.synthetic import NAME, Lifecycle, comparison, copied, pair_file, prompt, weights
 from tests.unit.serving.recording import KEYS, exchange, keep, with_recorder
 from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.data.pairs import Example, PreferenceExample
@@ -88,16 +88,7 @@ def learned(output: Path) -> None:
 
 
 def _setup(output: Path) -> sessions.Setup:
-    return sessions.Setup(
-        a=node(output, "sft").sha256,
-        b=node(output, "ppo-2").sha256,
-        prompts="typed",
-        source=None,
-        max_prompt_tokens=None,
-        max_new_tokens=8,
-        temperature=1.0,
-        seed=0,
-    )
+    return comparison(node(output, "sft").sha256, node(output, "ppo-2").sha256)
 
 
 @pytest.fixture(scope="module")

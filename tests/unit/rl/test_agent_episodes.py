@@ -348,7 +348,7 @@ def test_each_fault_costs_its_episode_alone_and_nothing_of_it_is_trained(inputs:
         assert (why, reward, trained > 0) == (whys.get(fault), rewards.get(fault), fault in rewards), fault
     [point] = recorder.points
     assert point["rollout/agent/broke"] == len(whys)
-    # Of what was stolen or said after the end, nothing is in the ledger.
+    # The ledger has no call that was made with a stolen token or after the end.
     records = [json.loads(text) for text in table["answers"].to_pylist()]
     assert {len(record["calls"]) for record, fault in zip(records, faults, strict=True) if fault != "calls"} == {1}
 

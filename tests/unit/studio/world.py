@@ -9,7 +9,7 @@ import httpx
 import pyarrow as pa
 from fastapi.testclient import TestClient
 
-from tests.unit.lineage.synthetic import Lifecycle, weights
+from tests.unit.lineage.synthetic import Lifecycle, comparison, weights
 from tests.unit.serving.recording import exchange, keep
 from xray.studio.access import COOKIE, Access
 from xray.studio.app import make_app
@@ -17,7 +17,7 @@ from xray.studio.pages import Studio
 from xray_runtime.data.ledger import Shard
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.feedback.judgements import Question
-from xray_runtime.feedback.session import Session, Setup, open_session, session_directory
+from xray_runtime.feedback.session import Session, open_session, session_directory
 from xray_runtime.lineage.reference import find, open_lineage_store
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" {{ 7 * 7 }} <img src=x onerror=alert(1)>"
@@ -61,16 +61,7 @@ def with_rollouts(output: Path, scratch: Path, num_iterations: int = 3, size: in
 def compared(output: Path, count: int = 3) -> Session:
     """A comparison of sft and ppo-2 that nobody has judged; the replies of one are hostile."""
     store = open_lineage_store(output, None)
-    setup = Setup(
-        a=find("sft", store).sha256,
-        b=find("ppo-2", store).sha256,
-        prompts="typed",
-        source=None,
-        max_prompt_tokens=None,
-        max_new_tokens=8,
-        temperature=1.0,
-        seed=0,
-    )
+    setup = comparison(find("sft", store).sha256, find("ppo-2", store).sha256)
     session = open_session(session_directory(output, setup))
     prompts = [[{"role": "user", "content": f"asked {n} {HOSTILE if n == 0 else ''}"}] for n in range(count)]
     session.add_questions(
