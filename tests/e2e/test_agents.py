@@ -18,7 +18,9 @@ from tests.e2e.conftest import ROOT, XRAY, Outcome, environment
 from xray_runtime.graph.artifacts import EPISODES
 
 FLOW = "their.largest_digit:largest_digit"
-SMALL = ["--set", "iterations=2", "--set", "steps=60", "--set", "heldout=16"]
+SMALL = ["--set", "iterations=2", "--set", "steps=20", "--set", "heldout=16", "--until", "before"]
+"""Up to the benchmark of the policy that begins; the one that was trained is measured alike."""
+PROMPTS = "prompts_per_iteration=16"
 
 
 @pytest.fixture
@@ -28,6 +30,11 @@ def project(tmp_path: Path) -> Path:
     shutil.copytree(ROOT / "examples" / "agents", package)
     for file in package.glob("*.py"):
         file.write_text(file.read_text().replace("examples.agents", "their"))
+    flow = package / "largest_digit.py"
+    text = flow.read_text()
+    assert text.count(PROMPTS) == 1
+    # 32 episodes an iteration in place of 128.
+    flow.write_text(text.replace(PROMPTS, "prompts_per_iteration=4"))
     return tmp_path
 
 
@@ -68,7 +75,7 @@ def test_an_agent_killed_in_mid_episode_goes_on_to_the_bytes_of_a_replay_without
     again = xray(project, "run", FLOW, "--output", str(output), "--json", *SMALL)
     assert again.code == 0, again.err
     stages = {stage["name"]: stage for stage in again.lifecycle["stages"]}
-    assert {"ppo", "before", "after"} <= stages.keys()
+    assert {"ppo", "before"} <= stages.keys()
     [checkpoint] = output.glob("checkpoints/ppo-*")
     validated = (checkpoint / EPISODES).read_text().splitlines()
     assert {json.loads(line)["rollout"] for line in validated} == {"validation-0-0", "validation-0-2"}

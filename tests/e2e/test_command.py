@@ -19,22 +19,12 @@ from tests.e2e.conftest import ROOT, XRAY, environment, xray
 from xray_runtime.processes import tagged
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["configs/absent.yaml"], "configs/absent.yaml: no such file"),
-        (["configs/tiny.yaml", "--set", "ppo.stages.1.lr=-0.1"], "ppo.stages.1.lr: -0.1 is not allowed: must be"),
-        (
-            ["configs/tiny.yaml", "--set", "runtime.cpus_per_workhorse=1000"],
-            "sft: its models need 1000 CPUs (policy 1 × 1000) and the cluster has",
-        ),
-        (["configs/tiny.yaml", "--set", "sft.stepps=3"], "sft.stepps: unknown field (did you mean steps?)"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path) -> None:
-    outcome = xray("run", *arguments, "--output", str(tmp_path / "run"), timeout=60)
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    """Found by the run's own process on its Ray; what the command itself finds is in `tests/unit/cli`."""
+    bad = ["configs/tiny.yaml", "--set", "runtime.cpus_per_workhorse=1000"]
+    outcome = xray("run", *bad, "--output", str(tmp_path / "run"), timeout=60)
     assert outcome.code == 2
-    assert message in outcome.err
+    assert "sft: its models need 1000 CPUs (policy 1 × 1000) and the cluster has" in outcome.err
     assert len(outcome.err.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
 
