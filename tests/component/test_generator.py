@@ -44,7 +44,11 @@ SAMPLING = Sampling(max_new_tokens=6, temperature=0.7, stop_token_ids=(1,), pad_
 NUM_PROMPTS = 6
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(
+    scope="module",
+    # vLLM in one piece is in `test_a_sharded_policy_is_followed_by_every_engine` and in every lifecycle.
+    params=[pytest.param(name, marks=pytest.mark.long if name == "vllm" else []) for name in ENGINES],
+)
 def models(
     cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[dict[str, Any]]:

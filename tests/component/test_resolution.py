@@ -7,6 +7,7 @@ alone, which is all that a resolution reads.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import ssl
 import sys
 import threading
@@ -62,12 +63,22 @@ def write_torch(folder: Path) -> None:
         wheel.writestr(f"{record}/RECORD", "")
 
 
-@pytest.mark.parametrize("local", [False, True], ids=["index", "local"])
-@pytest.mark.parametrize("extra", ["cpu", "cuda"])
-@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+SHORT = {
+    *(("3.11", "cpu", "index"), ("3.12", "cpu", "index"), ("3.13", "cpu", "index")),
+    *(("3.12", "cuda", "index"), ("3.11", "cpu", "local"), ("3.13", "cuda", "local")),
+}
+"""Every Python, every extra and every place for torch's wheel; the other combinations are among the long tests."""
+INSTALLATIONS = [
+    pytest.param(python, extra, where, marks=[] if (python, extra, where) in SHORT else pytest.mark.long)
+    for python, extra, where in itertools.product(("3.11", "3.12", "3.13"), ("cpu", "cuda"), ("index", "local"))
+]
+
+
+@pytest.mark.parametrize(("python", "extra", "where"), INSTALLATIONS)
 def test_every_installation_resolves_to_the_pins(
-    installer: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str, extra: str, local: bool
+    installer: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str, extra: str, where: str
 ) -> None:
+    local = where == "local"
     if local:
         write_torch(tmp_path)
         monkeypatch.setenv("UV_FIND_LINKS", str(tmp_path))
