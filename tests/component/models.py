@@ -40,6 +40,10 @@ class Empty(Workhorse):
     def build(self, spec: ModelSpec, rank_info: RankInfo) -> None: ...
 
 
+class Other(Empty):
+    """Another kind of process."""
+
+
 @dataclass(frozen=True)
 class EmptySpec(ModelSpec):
     objective: Any = None

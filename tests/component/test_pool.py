@@ -17,14 +17,13 @@ import psutil
 import pytest
 import ray
 
-from tests.component.models import RUN_ID, SECONDS, EmptySpec, Holder, gone, open_models, pid_of, pids
+from tests.component.models import RUN_ID, SECONDS, Empty, EmptySpec, Holder, Other, gone, open_models, pid_of, pids
 from xray_runtime.config.engines import EngineConfig, FrozenConfig, GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.planning.roles import ModelRole, frozen, sampled
-from xray_runtime.workers.generator import Generator
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.opening import prestart_models
@@ -57,7 +56,7 @@ def holders(cluster: None) -> Iterator[Any]:
     ray.get(find_worker_pool(RUN_ID).kill_leased.remote(started))
 
 
-def lease(pool: Any, holder: Any, runtime: RuntimeConfig, kind: type = Learner) -> int:
+def lease(pool: Any, holder: Any, runtime: RuntimeConfig, kind: type = Empty) -> int:
     """Process id of one Workhorse that is leased to `holder`."""
     [workhorse] = ray.get(pool.acquire.remote(kind, runtime, 1, holder), timeout=SECONDS)
     return pid_of(workhorse)
@@ -83,14 +82,14 @@ def test_a_process_that_did_its_work_waits_for_the_next_model(pool: Any, holders
     assert lease(pool, third, runtime) != before
     # Nor does one serve where another kind, or other numerics, are wanted.
     ray.get(pool.release.remote(second))
-    assert lease(pool, third, runtime, Generator) != before
+    assert lease(pool, third, runtime, Other) != before
     assert lease(pool, third, runtime.model_copy(update={"threads": 2})) != before
     assert lease(pool, third, runtime) == before
 
 
 def test_the_next_stage_finds_its_processes_ready(pool: Any, holders: Any) -> None:
     runtime, stage, next_stage = a_runtime(), holders(), holders()
-    leased = lease(pool, stage, runtime)
+    leased = lease(pool, stage, runtime, Learner)
     before = num_idle(pool)
     # One of the two is there already, leased to the stage at work. Models of several ranks get no process here.
     roles = {
@@ -134,7 +133,7 @@ def test_what_was_released_outlives_its_holder(pool: Any, holders: Any) -> None:
     before = lease(pool, first, runtime)
     ray.get(pool.release.remote(first))
     ray.kill(first)
-    lease(pool, holders(), runtime, Generator)
+    lease(pool, holders(), runtime, Other)
     assert lease(pool, holders(), runtime) == before
 
 
@@ -154,7 +153,7 @@ def test_busy_holders_do_not_keep_the_next_one_waiting(pool: Any, holders: Any) 
         lease(pool, holder, runtime)
         holder.work.remote(6.0)
     start = time.monotonic()
-    ray.get(pool.acquire.remote(Learner, runtime, 1, busy[0]), timeout=SECONDS)
+    ray.get(pool.acquire.remote(Empty, runtime, 1, busy[0]), timeout=SECONDS)
     assert time.monotonic() - start < len(busy) * PING_SECONDS
 
 

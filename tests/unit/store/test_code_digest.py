@@ -222,7 +222,9 @@ def with_every_module(folder: Path, edit: Callable[[Path], None]) -> dict[str, P
     return found
 
 
+@pytest.mark.long
 def test_an_edit_changes_a_stage_if_and_only_if_it_is_reached(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One module at a time; `graph/test_stage_identity.py` edits a third of them at a time, for every kind."""
     monkeypatch.syspath_prepend(copied)
     roots = [f"xray_copied.{name}" for name in ("preparation.prepare", "training.sft", "rl.ppo")]
 
