@@ -4,7 +4,8 @@
 
 The task is that of `examples/agents/largest_digit.py`. Each agent of `examples/agents/sdks/` runs in a virtual
 environment of its own, which is made with pip where it is missing: as a service, or with `--each-alone` as a command
-that starts anew for every episode. What is finished is kept in the output, so a command that was stopped goes on. Success is the share of held-out questions that are answered right at once.
+that starts anew for every episode. What is finished is kept in the output, so a command that was stopped goes on.
+Success is the share of held-out questions that are answered right at once.
 """
 
 from __future__ import annotations

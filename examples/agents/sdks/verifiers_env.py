@@ -47,12 +47,11 @@ def play(task: dict[str, Any], base_url: str, api_key: str) -> float:
     # verifiers takes a key from a variable only; each episode has a key of its own.
     os.environ[api_key] = api_key
     client = vf.EvalClientConfig(base_url=base_url, api_key_var=api_key)
-    harness = {"id": "verifiers_env"}
-    config = vf.AgentConfig(model="policy", client=client, harness=harness, runtime=vf.SubprocessConfig())
+    about: Any = {"model": "policy", "client": client, "harness": {"id": "verifiers_env"}}
+    config = vf.AgentConfig(**about, runtime=vf.SubprocessConfig())
     data = Digits(idx=0, prompt=task["prompt"], answer=task["answer"])
     trace = asyncio.run(vf.Agent(config).run(LargestDigit(data)))
-    if trace.errors:
-        raise RuntimeError(trace.errors[0].message)
+    assert trace.ok, trace.errors
     return float(trace.reward)
 
 
