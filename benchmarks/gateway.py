@@ -131,6 +131,8 @@ class Ours:
             for episode in episodes:
                 gateway.open(episode)
             yield [(gateway.url(episode), episode.secret) for episode in episodes]
+            if gateway.sampler.failure is not None:
+                raise gateway.sampler.failure
 
     def _generate(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
         answer: Rows = ray.get(self._traced.generate.remote(rows, sampling, version))
