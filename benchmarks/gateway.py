@@ -49,7 +49,7 @@ from xray_runtime.seeding import derive_seed
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.opening import model_opener
 
-CONTEXT = 512
+CONTEXT, TRIES = 512, 3
 FASTEST_S, SLOWEST_S = 0.01, 0.5
 RUNTIME = RuntimeConfig(device="cpu")
 VLLM, GATEWAY = "vLLM's server", "gateway"
@@ -64,6 +64,18 @@ class Round:
     idle_share: float | None = None
 
 
+async def asked_once(client: httpx.AsyncClient, url: str, body: Any, headers: dict[str, str]) -> Any:
+    """An answer; a connection that breaks is tried again, as SDKs do."""
+    for count in range(TRIES):
+        try:
+            answer = await client.post(url, json=body, headers=headers | {"x-stainless-retry-count": str(count)})
+            answer.raise_for_status()
+            return answer.json()
+        except httpx.TransportError:
+            if count == TRIES - 1:
+                raise
+
+
 async def play(client: httpx.AsyncClient, number: int, address: str, key: str, turns: int, more: Any) -> int:
     """Tokens that one agent was answered."""
     draw, num_tokens = random.Random(number), 0
@@ -71,10 +83,7 @@ async def play(client: httpx.AsyncClient, number: int, address: str, key: str, t
     for turn in range(turns):
         await asyncio.sleep(draw.uniform(FASTEST_S, SLOWEST_S))
         body = {"model": "model", "messages": messages, "max_tokens": NEW_TOKENS, "seed": 1000 * number + turn} | more
-        headers = {"authorization": f"Bearer {key}"}
-        answer = await client.post(f"{address}/v1/chat/completions", json=body, headers=headers)
-        answer.raise_for_status()
-        found = answer.json()
+        found = await asked_once(client, f"{address}/v1/chat/completions", body, {"authorization": f"Bearer {key}"})
         num_tokens += found["usage"]["completion_tokens"]
         said = {"role": "assistant", "content": found["choices"][0]["message"]["content"] or ""}
         messages += [said, {"role": "user", "content": "go on"}]
