@@ -1,8 +1,8 @@
 """Kill agents, the gateway, the generator, the trainer and the driver in mid-episode, with lag 0, 1 and 4.
 
-`python -m tests.chaos.agents --cases 40 --seed 0` kills them with `tests.chaos.harness` while an episode is open: a call
-of it is journaled, and its result is not. Every checkpoint and every metric must be those of an undisturbed lifecycle,
-but for the count of agents that ran again. Then each stage of the last lifecycle is replayed, without its agent.
+`python -m tests.chaos.agents --cases 40 --seed 0` kills them with `tests.chaos.harness` while an episode is open: a
+call of it is journaled, and its result is not. Every checkpoint and every metric must be those of an undisturbed
+lifecycle, but for the count of agents that ran again. Then each stage of the last one is replayed, without its agent.
 """
 
 from __future__ import annotations
