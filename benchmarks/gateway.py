@@ -48,6 +48,7 @@ from xray_runtime.rewards.journal import Journal
 from xray_runtime.seeding import derive_seed
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.opening import model_opener
+from xray_runtime.workers.protocols import get
 
 CONTEXT, TRIES = 512, 3
 FASTEST_S, SLOWEST_S = 0.01, 0.5
@@ -139,13 +140,13 @@ class Ours:
             episodes = [AgentEpisode(f"{self._count}-{n}", policy, limits, {}) for n in range(num_agents)]
             for episode in episodes:
                 gateway.open(episode)
-            yield [(gateway.url(episode), episode.secret) for episode in episodes]
-            if gateway.sampler.failure is not None:
-                raise gateway.sampler.failure
+            try:
+                yield [(gateway.url(episode), episode.secret) for episode in episodes]
+            except RuntimeError as error:
+                raise gateway.sampler.failure or error from error
 
     def _generate(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
-        answer: Rows = ray.get(self._traced.generate.remote(rows, sampling, version))
-        return answer
+        return get(self._traced.generate.remote(rows, sampling, version))
 
     def _keep(self, calls: Iterable[Call]) -> None:
         entries = [{"key": call.key, "source": "agent", "step": 0, "call": call_to_json(call)} for call in calls]
