@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "OTEL_TRACES_EXPORTER"
 EXPORTERS = ("none", "console", "otlp")
-REQUESTED = {
+REQUESTED: dict[str, tuple[str, type | tuple[type, ...]]] = {
     "gen_ai.request.model": ("model", str),
     "gen_ai.request.max_tokens": ("max_tokens", int),
     "gen_ai.request.temperature": ("temperature", (int, float)),
