@@ -4,7 +4,8 @@
 
 The task is that of `examples/agents/largest_digit.py`. Each agent of `examples/agents/sdks/` runs in a virtual
 environment of its own, which is made with pip where it is missing: as a service, or with `--each-alone` as a command
-that starts anew for every episode. Success is the share of held-out questions that are answered right at once.
+that starts anew for every episode. What is finished is kept in the output, so a command that was stopped goes on.
+Success is the share of held-out questions that are answered right at once.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import xray
 from benchmarks.machine import line, machine, table
 from examples.agents.largest_digit import half_right
 from xray_runtime.data.ledger import iterations, read_shard, shard_path
+from xray_runtime.files import write_atomic
 
 SDKS = Path(__file__).parents[1] / "examples" / "agents" / "sdks"
 AGENTS: dict[str, tuple[str, list[str]]] = {
@@ -35,6 +37,7 @@ AGENTS: dict[str, tuple[str, list[str]]] = {
     "anthropic": ("anthropic_sdk.py", ["anthropic==2.12.0"]),
     "openai-agents": ("openai_agents_sdk.py", ["openai-agents==0.24.0"]),
     "langgraph": ("langgraph_agent.py", ["langgraph==1.2.24", "langchain-openai==1.7.4"]),
+    "verifiers": ("verifiers_env.py", ["verifiers==0.4.0"]),
 }
 """Name → (its file, what pip installs for it)."""
 FIRST_PORT, START_S = 18500, 120.0
@@ -108,8 +111,13 @@ def agents(
             questions, sft = half_right(output, 200)
             sft.result()
             for name in names:
-                with played(name, output / "venvs", alone) as environment:
-                    found[name].append(_learned(name, questions, sft, environment, iterations, heldout))
+                kept = output / "learned" / f"{name}-{seed}-{iterations}-{heldout}{'-alone' * alone}.json"
+                if not kept.exists():
+                    with played(name, output / "venvs", alone) as environment:
+                        result = _learned(name, questions, sft, environment, iterations, heldout)
+                    kept.parent.mkdir(exist_ok=True)
+                    write_atomic(kept, json.dumps(result))
+                found[name].append(json.loads(kept.read_text()))
     return found
 
 
@@ -163,7 +171,7 @@ def main() -> None:
     seeds = [f"seed {seed}: before → after" for seed in range(options.seeds)]
     table(("agent", *seeds, "minutes a seed", "tokens trained", "branches", "failures"), [])
     for name, results in found.items():
-        total = sum((result["counts"] for result in results), Counter[str]())
+        total = sum((Counter[str](result["counts"]) for result in results), Counter[str]())
         line(
             (
                 name,

@@ -68,13 +68,19 @@ class Journals:
         return None
 
 
-def lifecycle(directory: Path, journals: Journals, lag: int = 0) -> Lifecycle:
-    """The lifecycle of `episodes.yaml`; its data, replies of one letter, is written into `directory`."""
+def write_letters(directory: Path) -> Path:
+    """A data file in `directory`, of replies of one letter."""
     directory.mkdir(parents=True, exist_ok=True)
     data = directory / "letters.jsonl"
     if not data.exists():
         rows = [{"prompt": f"Game {number}", "completion": "abcdefgh"[number % 8]} for number in range(200)]
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return data
+
+
+def lifecycle(directory: Path, journals: Journals, lag: int = 0) -> Lifecycle:
+    """The lifecycle of `episodes.yaml`; its data is written into `directory`."""
+    data = write_letters(directory)
     return Lifecycle(
         config=str(Path(__file__).with_name("episodes.yaml")),
         overrides=(f"data.source={data}", *(f"ppo.stages.{number}.lag={lag}" for number in (0, 1)), *PATIENCE),

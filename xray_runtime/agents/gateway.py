@@ -13,6 +13,7 @@ import uvicorn
 from xray_runtime.agents.episode import AgentEpisode
 from xray_runtime.agents.http import AgentApp
 from xray_runtime.agents.sampler import BatchSampler, Generate
+from xray_runtime.agents.spans import Spans, named_spans
 
 T = TypeVar("T")
 
@@ -25,12 +26,15 @@ class Gateway:
     Args:
         generate: samples a batch of replies; called in threads, one call at a time.
         host: address to listen on; agents on other machines need one that they can reach.
+        spans: where calls are traced; None: where the environment says (`spans.named_spans`).
 
     Raises:
         OSError: nothing can listen on `host`.
+        ValueError: the environment names an unknown exporter.
     """
 
-    def __init__(self, generate: Generate, host: str = "127.0.0.1") -> None:
+    def __init__(self, generate: Generate, host: str = "127.0.0.1", spans: Spans | None = None) -> None:
+        self._spans = spans or named_spans()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=BACKLOG)
         shown = f"[{host}]" if ":" in host else host
@@ -38,7 +42,7 @@ class Gateway:
         self.sampler = BatchSampler(generate)
         self._episodes: dict[str, AgentEpisode] = {}
         config = uvicorn.Config(
-            AgentApp(self._episodes),
+            AgentApp(self._episodes, self._spans),
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=CLOSE_S,
             log_config=None,
@@ -85,6 +89,8 @@ class Gateway:
         self._server.should_exit = True
         self._thread.join()
         self._loop.close()
+        if self._spans is not None:
+            self._spans.close()
 
     def __enter__(self) -> Self:
         return self

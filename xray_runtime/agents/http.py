@@ -10,6 +10,7 @@ A stream is sent after the whole reply was sampled and journaled, so a client th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import secrets
@@ -22,6 +23,7 @@ from xray_runtime.agents.episode import AgentEpisode
 from xray_runtime.agents.posted import read_posted
 from xray_runtime.agents.request import RefusedError, Reply, Request
 from xray_runtime.agents.sampler import GeneratorFailedError
+from xray_runtime.agents.spans import Spans, note_error, note_replies, note_request
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +59,11 @@ class AgentApp:
 
     Args:
         episodes: the open episodes by their id, and those that ended.
+        spans: OpenTelemetry's spans of calls; None: none are kept.
     """
 
-    def __init__(self, episodes: Mapping[str, AgentEpisode]) -> None:
-        self._episodes = episodes
+    def __init__(self, episodes: Mapping[str, AgentEpisode], spans: Spans | None = None) -> None:
+        self._episodes, self._spans = episodes, spans
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -96,7 +99,7 @@ class AgentApp:
         if dialect is None:
             await self._take_result(episode, body, send)
             return
-        replies, stream = await self._call(episode, dialect, body, scope, receive)
+        replies, stream = await self._spanned(episode, dialect, body, scope, receive, path)
         if replies is None:
             return
         answer = dialect.answer(replies)
@@ -118,6 +121,26 @@ class AgentApp:
             episode.break_off(f"the agent posted no valid result: {error}")
             raise refusal from error
         await _send_json(send, 200, {"ended": episode.is_over})
+
+    async def _spanned(
+        self, episode: AgentEpisode, dialect: Dialect, body: bytes, scope: Message, receive: Receive, path: str
+    ) -> tuple[list[Reply] | None, bool]:
+        """`_call` in a span."""
+        if self._spans is None:
+            return await self._call(episode, dialect, body, scope, receive)
+        span = self._spans.begin(episode.name, path)
+        try:
+            with contextlib.suppress(RefusedError):
+                note_request(span, _json(body))
+            replies, stream = await self._call(episode, dialect, body, scope, receive)
+            if replies is not None:
+                note_replies(span, replies)
+            return replies, stream
+        except BaseException as error:
+            note_error(span, error)
+            raise
+        finally:
+            span.end()
 
     async def _call(
         self, episode: AgentEpisode, dialect: Dialect, body: bytes, scope: Message, receive: Receive

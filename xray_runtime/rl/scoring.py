@@ -19,7 +19,7 @@ from xray_runtime.data.rows import Ragged, Rows, take
 from xray_runtime.data.text_rows import text_rows, with_end_of_turn
 from xray_runtime.data.tokenizing import decode_replies, own_text, transcript
 from xray_runtime.rewards.source import Score, failure
-from xray_runtime.rl.agent_rows import split_branches
+from xray_runtime.rl.agent_rows import decoded_branches, split_branches
 from xray_runtime.rl.types import Rollout, Scores, Text, rows_at, rows_replaced, to_rows
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
 
@@ -34,7 +34,16 @@ def own_texts(tokenizer: Any, rollout: Rollout) -> list[str]:
     ids = rollout.response_ids
     if rollout.episodes is None:
         return decode_replies(tokenizer, [reply.tolist() for reply in ids])
-    return [own_text(tokenizer, *row) for row in zip(ids, rollout.episodes.response_mask, strict=True)]
+    rows = list(zip(ids, rollout.episodes.response_mask, strict=True))
+    if rollout.episodes.branches is None:
+        return [own_text(tokenizer, *row) for row in rows]
+    found = []
+    for (reply, mask), branches in zip(rows, rollout.episodes.branches, strict=True):
+        # A branch ends with a reply and the next may begin with one: two turns, which a mask does not tell apart.
+        ends = np.cumsum([length for _, length in decoded_branches(branches)])[:-1]
+        parts = zip(np.split(reply, ends), np.split(mask, ends), strict=True)
+        found.append("\n".join(own_text(tokenizer, *part) for part in parts if len(part[0])))
+    return found
 
 
 def prompt_tokens(rollout: Rollout, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int] | np.ndarray]:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ class FakeGenerator:
             draw = random.Random(seed)
             text = self.text(seed) if callable(self.text) else self.text
             text = "".join(draw.choices("anthoi", k=draw.randint(1, 6))) if text is None else text
-            ids = [self.tokenizer.convert_tokens_to_ids(self._byte(b)) for b in text.encode()]
+            ids = [self._bytes[b] for b in text.encode()]
             ids = [*ids, self.tokenizer.eos_token_id][: sampling.max_new_tokens]
             before, found = prompt.tolist(), []
             for token in ids:
@@ -71,10 +72,13 @@ class FakeGenerator:
             "ended": np.array(ended),
         }
 
-    def _byte(self, value: int) -> str:
+    @cached_property
+    def _bytes(self) -> list[int]:
+        """Token of each byte."""
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-        return bytes_to_unicode()[value]
+        letters = bytes_to_unicode()
+        return [self.tokenizer.convert_tokens_to_ids(letters[value]) for value in range(256)]
 
 
 @dataclass

@@ -6,18 +6,21 @@ row 0  a n end      row 1  an end      row 2  a n end      row 3  a n, cut off
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from tests.unit.rl.fake_model import FakeModel
 from tests.unit.rl.sources import sources
+from xray_runtime.agents.segments import Row
 from xray_runtime.config.ppo import PPOConfig, RewardTerm
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.graph.inputs import PPOInputs
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.rl.scoring import Scorer
-from xray_runtime.rl.types import Rollout
+from xray_runtime.rl.agent_rows import encoded_branches
+from xray_runtime.rl.scoring import Scorer, own_texts
+from xray_runtime.rl.types import EpisodeColumns, Rollout
 from xray_runtime.workers.model_spec import BranchSpec
 
 ASKED = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "question"}]
@@ -91,3 +94,29 @@ def test_a_reward_model_reads_whole_replies_and_a_function_the_messages(inputs: 
     assert told == [("be brief\nquestion", "an", ASKED, 3)] * 4
     # Alike are rows whose whole tokens are, not those that read the same.
     assert scored.sources.values["rewards.0"].tolist() == [1.0, 2.0, 1.0, 1.0]
+
+
+def test_each_turn_of_each_branch_is_a_line_of_the_policys_own_text(inputs: PPOInputs) -> None:
+    """The second branch begins with a reply, as the first one ends."""
+    tokenizer = load_tokenizer(inputs.policy.path)
+    a, n, end = *tokenizer.convert_tokens_to_ids(["a", "n"]), tokenizer.eos_token_id
+    reply, mask = [a, end, n, n, end, n, end], [True, True, False, True, True, True, True]
+    branches = encoded_branches(
+        [Row([5], reply[:5], [0.0] * 5, mask[:5]), Row([5, a, n], reply[5:], [0.0] * 2, mask[5:])]
+    )
+    numbers, texts = np.zeros(1, np.int64), np.array([""])
+    columns = EpisodeColumns(
+        Ragged.of([[5]]),
+        Ragged.of([mask], np.bool_),
+        Ragged.of([[0.0] * 7]),
+        numbers,
+        numbers,
+        texts,
+        texts,
+        texts,
+        Ragged.of([branches]),
+    )
+    rollout = Rollout(Ragged.of([reply]), Ragged.of([reply]), np.array([True]), numbers, numbers, numbers, columns)
+    assert own_texts(tokenizer, rollout) == ["a\nn\nn"]
+    whole = replace(rollout, episodes=replace(columns, branches=None))
+    assert own_texts(tokenizer, whole) == ["a\nnn"]

@@ -1,0 +1,125 @@
+"""Kill agents, the gateway, the generator, the trainer and the driver in mid-episode, with lag 0, 1 and 4.
+
+`python -m tests.chaos.agents --cases 40 --seed 0` kills them with `tests.chaos.harness` while an episode is open: a
+call of it is journaled, and its result is not. Every checkpoint and every metric must be those of an undisturbed
+lifecycle, but for the count of agents that ran again. Then each stage of the last one is replayed, without its agent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+from tests.chaos import games
+from tests.chaos.episodes import PATIENCE, write_letters
+from tests.chaos.harness import (
+    BASELINE,
+    MAX_DELAY_SECONDS,
+    ROOT,
+    TARGETS,
+    Case,
+    Lifecycle,
+    differences,
+    outcome,
+    run,
+)
+from xray_runtime.agents import worker
+
+TARGETS_IN_PLAY = {
+    "agent": worker.__name__,
+    "gateway": TARGETS["stage"],
+    "generator": TARGETS["generator"],
+    "trainer": TARGETS["learner"],
+    "driver": TARGETS["driver"],
+}
+"""The gateway is in the process of its stage, agents in that of their worker."""
+STAGES = ("ppo-1", "ppo-2", "ppo-3")
+RAN_AGAIN = "rollout/agent/failed_infrastructure"
+
+
+def moment(output: Path, stage: str) -> str | None:
+    """The open episodes in the stage's journal; None if there are none."""
+    for path in output.glob(f"snapshots/{stage}-*/answers.jsonl"):
+        try:
+            *whole, _ = path.read_text().split("\n")
+        except FileNotFoundError:
+            continue
+        entries = [json.loads(line) for line in whole]
+        begun = {entry["episode"] for entry in entries if "call" in entry}
+        num_open = len(begun) - sum("record" in entry for entry in entries)
+        if num_open > 0:
+            return f", {num_open} episodes open"
+    return None
+
+
+def draw(number: int, stage: str) -> Case:
+    """All targets take turns."""
+    target = list(TARGETS_IN_PLAY)[number % len(TARGETS_IN_PLAY)]
+    return Case(number, target, "kill", stage, random.Random(number).uniform(0.0, MAX_DELAY_SECONDS))
+
+
+def lifecycle(directory: Path) -> Lifecycle:
+    """That of `agents.yaml`; its data is written into `directory`."""
+    return Lifecycle(
+        config=str(Path(__file__).with_name("agents.yaml")),
+        overrides=(f"data.source={write_letters(directory)}", *PATIENCE),
+        variables={"XRAY_ALLOWED_IMPORTS": games.__name__},
+        stages=STAGES,
+        targets=TARGETS_IN_PLAY,
+        draw=draw,
+        moment=moment,
+    )
+
+
+def lost(expected: Path, got: Path) -> list[str]:
+    """What differs from the undisturbed lifecycle, but for how often agents ran again."""
+    sides = [outcome(directory) for directory in (expected, got)]
+    for side in sides:
+        side["points"] = {where: value for where, value in side["points"].items() if where[1] != RAN_AGAIN}
+    return differences(*sides)
+
+
+def replayed(output: Path, stage: str) -> str:
+    """What a replay of a stage says in the end."""
+    command = [sys.executable, "-m", "xray.cli.main", "replay", stage, "--output", str(output)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return f"{done.returncode}: {(done.stdout or done.stderr).strip().splitlines()[-1]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=40)
+    parser.add_argument("--at-once", type=int, default=15, help="kills in one lifecycle")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "chaos-agents")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    about, baseline = lifecycle(options.output), options.output / BASELINE
+    if not (baseline / "lifecycle.json").exists():
+        run(baseline, [], about)
+    hits, tried, bad = Counter[str](), 0, 0
+    directory = baseline
+    while sum(hits.values()) < options.cases and tried < 2 * options.cases:
+        count = min(options.at_once, options.cases - sum(hits.values()))
+        cases = [draw(options.seed + tried + i, STAGES[i * len(STAGES) // count]) for i in range(count)]
+        directory = options.output / f"faults-{tried}"
+        faults = run(directory, cases, about)
+        found = lost(baseline, directory)
+        tried, bad = tried + count, bad + bool(found)
+        hits.update(f"{fault.case.target}, {fault.case.stage}" for fault in faults if fault.hit)
+        print("\n".join(f"    {fault}" for fault in faults))
+        print(f"{sum(hits.values())} of {tried} kills hit: {found or 'the same bytes'}", flush=True)
+    print(dict(sorted(hits.items())))
+    answers = {stage: replayed(directory, stage) for stage in STAGES}
+    print("\n".join(f"replay of {stage}: {answer}" for stage, answer in answers.items()))
+    failed = any(not answer.startswith("0:") for answer in answers.values())
+    sys.exit(1 if bad or failed or sum(hits.values()) < options.cases else 0)
+
+
+if __name__ == "__main__":
+    main()
