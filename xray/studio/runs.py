@@ -84,7 +84,6 @@ def live(request: Request, run_id: str) -> Response:
 
 def stages(output: Path, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The stages of a run, those at work last: name, state, curves, tables of samples, findings."""
-    done = {f"{stage['name']}-{stage['key'][:12]}" for stage in found["stages"]}
     for stage in found["stages"]:
         directory = records_directory(output, stage["name"], stage["key"])
         yield {
@@ -95,20 +94,24 @@ def stages(output: Path, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
             "curves": curves(directory / METRICS, stage["kind"]),
             "tables": tables(directory),
         }
-    if found["status"] == RUNNING:
-        began = _began(output, found["run"])
-        for path in sorted((output / RECORDS).glob(f"*/{METRICS}")):
-            if path.parent.name not in done and path.stat().st_mtime >= began:
-                series = curves(path, None)
-                name = path.parent.name.rpartition("-")[0]
-                yield {
-                    "name": name,
-                    "state": "at work",
-                    "sha256": None,
-                    "findings": [],
-                    "curves": series,
-                    "tables": tables(path.parent),
-                }
+    for directory in working(output, found):
+        yield {
+            "name": directory.name.rpartition("-")[0],
+            "state": "at work",
+            "sha256": None,
+            "findings": [],
+            "curves": curves(directory / METRICS, None),
+            "tables": tables(directory),
+        }
+
+
+def working(output: Path, found: dict[str, Any]) -> list[Path]:
+    """The directories of records of the stages of a run that are at work."""
+    if found["status"] != RUNNING:
+        return []
+    done = {f"{stage['name']}-{stage['key'][:12]}" for stage in found["stages"]}
+    began, paths = _began(output, found["run"]), sorted((output / RECORDS).glob(f"*/{METRICS}"))
+    return [path.parent for path in paths if path.parent.name not in done and path.stat().st_mtime >= began]
 
 
 def _began(output: Path, run: RunBegan) -> float:

@@ -16,7 +16,7 @@ from tests.unit.lineage.promoting import aliases
 from tests.unit.lineage.synthetic import NAME, Lifecycle
 from tests.unit.studio.world import HOSTILE, compared, post, recorded, studio, with_rollouts
 from xray.cli.main import app as command
-from xray.studio import models, review, rollouts, runs
+from xray.studio import chat, models, review, rollouts, runs, withdrawals
 from xray_runtime.data.pairs import Pairs, PreferenceExample
 from xray_runtime.feedback.session import read_sessions
 from xray_runtime.lineage.audit.checkpoints import audit
@@ -42,7 +42,18 @@ def output(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "run", symlinks=True))
 
 
-PAGES = ("/", "/rollouts", "/review", "/review/recorded", "/lineage", "/evaluations", "/promote", f"/promote/{NAME}")
+PAGES = (
+    "/",
+    "/rollouts",
+    "/review",
+    "/review/recorded",
+    "/lineage",
+    "/evaluations",
+    "/promote",
+    f"/promote/{NAME}",
+    "/withdrawals",
+)
+MODULES = (runs, rollouts, review, models, withdrawals, chat)
 SCRIPTS = {'<script src="/static/htmx.min.js" defer>', '<script src="/static/studio.js" defer>'}
 
 
@@ -70,7 +81,7 @@ def test_every_page_answers_with_a_strict_policy_and_no_text_becomes_markup(outp
 def test_without_its_token_no_form_is_taken(output: Path) -> None:
     client = studio(output)
     client.get("/")
-    routes = [r for m in (runs, rollouts, review, models) for r in m.router.routes if isinstance(r, APIRoute)]
+    routes = [r for m in MODULES for r in m.router.routes if isinstance(r, APIRoute)]
     paths = {route.path.format(name="x") for route in routes if "POST" in route.methods}
     assert len(paths) > 6
     for path in paths:
