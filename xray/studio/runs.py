@@ -14,7 +14,7 @@ from fastapi.responses import RedirectResponse, Response
 from xray.studio.access import Fields
 from xray.studio.pages import page, studio_of
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.lineage.log import RunBegan, read_run, view
+from xray_runtime.lineage.log import RunBegan, is_at_work, read_run, view
 from xray_runtime.report.figures import read_metrics
 from xray_runtime.report.stages import computed_text
 from xray_runtime.stages.kinds import find_kind
@@ -40,7 +40,9 @@ def runs(output: Path) -> list[dict[str, Any]]:
         content = read_run(output / run.place) if last[run.place] == run_id else {}
         status = log.ended[run_id].status if run_id in log.ended else "interrupted"
         if run_id in open_runs:
-            status = RUNNING if content.get("status") == RUNNING else "interrupted"
+            # The record of a run that was killed says that it runs.
+            runs_still = content.get("status") == RUNNING and is_at_work(output, run_id)
+            status = RUNNING if runs_still else "interrupted"
         # A record that was damaged shows fewer stages; the audit names it.
         stages = [s for s in content.get("stages") or [] if isinstance(s, dict) and s.keys() >= FIELDS]
         found.append({"id": run_id, "run": run, "status": status, "stages": stages, "content": content})

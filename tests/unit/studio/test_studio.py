@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,30 @@ def test_a_person_promotes_what_they_saw(output: Path) -> None:
     assert "by ada: good" in client.get("/promote").text
     refused = post(client, path, by="ada", note="worse", answer="rollback")
     assert (refused.status_code, "has no previous champion" in refused.text) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"messages": "hello"}, "messages: &#39;hello&#39; is not allowed: must be a JSON list"),
+        ({"messages": json.dumps([{}] * 201)}, "messages: 201 are not allowed: must be at most 200"),
+        ({"messages": "[]", "tools": "{}"}, "tools: &#39;{}&#39; is not allowed: must be a JSON list"),
+        ({"messages": "[]", "temperature": "3"}, "temperature: &#39;3&#39; is not allowed: must be a number from 0"),
+    ],
+)
+def test_a_chat_names_bad_fields(made: Path, fields: dict[str, str], text: str) -> None:
+    reply = post(studio(made, serve="http://127.0.0.1:9"), "/chat", **fields)
+    assert (reply.status_code, text in reply.text) == (400, True), reply.text
+
+
+def test_a_chat_without_a_server_says_so(made: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        away = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        reply = post(studio(made, serve=away), "/chat", messages="[]")
+    assert [json.loads(line) for line in reply.text.splitlines()] == [
+        {"error": f"{away} does not answer: ConnectError"}
+    ]
 
 
 @pytest.mark.parametrize(
