@@ -6,6 +6,7 @@ The checks read, connect and measure; they start and change nothing, except for 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import platform
 import shutil
@@ -47,6 +48,7 @@ MIN_DISK_GB, MIN_MEMORY_GB, MIN_SHARED_GB = 2.0, 2.0, 0.5
 """Enough for the smallest lifecycle (`configs/tiny.yaml`)."""
 ANSWER_SECONDS = 5.0
 MAX_SKEW_S = 120.0
+MODULES = ("deepspeed", "mlflow", "prefect", "ray", "vllm")
 NVIDIA = Path("/proc/driver/nvidia/version")
 
 Environment = Mapping[str, str]
@@ -141,6 +143,14 @@ def check_libraries(distribution: str = DISTRIBUTION) -> Iterator[str]:
     # One of them is installed: the other's problems are none.
     if all(engines.values()):
         yield from min(engines.values(), key=len)
+        return
+    for name in MODULES:
+        try:
+            is_there = importlib.util.find_spec(name) is not None
+        except (ImportError, ValueError):
+            is_there = False
+        if not is_there:
+            yield f"{name} is listed as installed, and its files are missing: `make install` installs it again"
 
 
 def _unmet(requirement: Requirement) -> Iterator[str]:

@@ -130,7 +130,13 @@ sys.meta_path.insert(0, Hide())
 """
 
 
-@pytest.mark.parametrize(("names", "check", "text"), [(["torch"], "GPU", "torch does not load (No module named")])
+@pytest.mark.parametrize(
+    ("names", "check", "text"),
+    [
+        (["torch"], "GPU", "torch does not load (No module named"),
+        (["vllm"], "libraries", "vllm is listed as installed, and its files are missing"),
+    ],
+)
 def test_the_command_runs_without_what_is_missing(tmp_path: Path, names: list[str], check: str, text: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(HIDDEN.format(names=names))
     command = [Path(sys.executable).with_name("xray"), "doctor", "--home", str(tmp_path / "home"), "--json"]
