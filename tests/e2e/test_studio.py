@@ -21,7 +21,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from tests.e2e.chat_server import Answers
 from tests.e2e.conftest import ROOT, XRAY, environment
-from tests.e2e.pages import CHROMIUM, PICTURES, find_chromium, open_browser
+from tests.e2e.pages import CHROMIUM, PICTURES, STEP, find_chromium, open_browser
 from tests.unit.lineage.promoting import aliases
 from tests.unit.lineage.synthetic import NAME, Lifecycle
 from tests.unit.studio.world import compared, recorded, with_rollouts
@@ -107,6 +107,7 @@ def browser() -> Iterator[Browser]:
 def window(browser: Browser) -> Iterator[Page]:
     """A page that must neither raise errors, nor run a model's script, nor ask another machine."""
     context = browser.new_context(viewport={"width": WIDTHS[1], "height": 900}, color_scheme="light")
+    context.set_default_timeout(STEP * 1000)
     page, problems = context.new_page(), list[str]()
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: problems.append(str(error)))
