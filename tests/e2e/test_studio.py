@@ -43,7 +43,7 @@ AXE = "axe-core@4.14.1"
 ITERATIONS, ROWS = 100, 500
 LONGEST_TASK_MS = 100
 WIDTHS = (390, 1400)
-PICTURED = {("question", 1400), ("lineage", 1400)}
+PICTURED = {("lineage", 1400)}
 """Pages, and their widths, of which docs/images has pictures."""
 MAX_CLICKS = 7
 CLICKS = """addEventListener("click", event => {
