@@ -32,7 +32,7 @@ def withdrawals(request: Request) -> Response:
 
 @router.get("/withdrawals/verify")
 def verify(request: Request) -> Response:
-    """What `xray withdraw --verify` says. It reads every recorded answer, so the page does not wait for it."""
+    """The result of `xray withdraw --verify`. It reads every recorded answer, so the page does not wait for it."""
     studio = studio_of(request)
     found = withdrawal.verify(open_lineage_store(studio.output, studio.tracking_uri))
     return page(request, "verify_part.html", found=found)
