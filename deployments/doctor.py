@@ -6,6 +6,7 @@ The checks read, connect and measure; they start and change nothing, except for 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import platform
 import shutil
@@ -14,10 +15,13 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -43,6 +47,8 @@ MACHINES = ("x86_64", "aarch64")
 MIN_DISK_GB, MIN_MEMORY_GB, MIN_SHARED_GB = 2.0, 2.0, 0.5
 """Enough for the smallest lifecycle (`configs/tiny.yaml`)."""
 ANSWER_SECONDS = 5.0
+MAX_SKEW_S = 120.0
+MODULES = ("deepspeed", "mlflow", "prefect", "ray", "vllm")
 NVIDIA = Path("/proc/driver/nvidia/version")
 
 Environment = Mapping[str, str]
@@ -61,10 +67,11 @@ def diagnose(home: ServerHome, output: Path | None, environment: Environment = o
     checks: dict[str, Callable[[], Iterator[str]]] = {
         "Python": check_python,
         "compiler": lambda: check_compiler(environment),
-        "disk": lambda: check_disk(output),
+        "disk": lambda: check_disk(output, home.path),
         "memory": check_memory,
         "libraries": check_libraries,
         "GPU": lambda: check_gpu(NVIDIA.exists()),
+        "clock": lambda: check_clock(output, environment),
         "ports": lambda: check_ports(home),
         "servers": lambda: check_servers(environment),
     }
@@ -88,17 +95,22 @@ def check_compiler(environment: Environment) -> Iterator[str]:
         yield f"the C++ compiler {compiler!r} is missing: install g++, or set CXX"
 
 
-def check_disk(output: Path | None) -> Iterator[str]:
-    """Space for results and temporary files, and whether they can be written."""
-    there = [Path(tempfile.gettempdir()), *([_existing(output)] if output is not None else [])]
-    for directory in there:
+def check_disk(output: Path | None, home: Path | None = None) -> Iterator[str]:
+    """Space for results, servers and temporary files, and whether they can be written."""
+    try:
+        temporary = [Path(tempfile.gettempdir())]
+    except FileNotFoundError as error:
+        yield f"no directory for temporary files can be written ({error.strerror}): free space, or set TMPDIR"
+        temporary = []
+    given = [_existing(path) for path in (output, home) if path is not None]
+    for directory in dict.fromkeys([*temporary, *given]):
         free = shutil.disk_usage(directory).free / 1e9
         if free < MIN_DISK_GB:
             yield f"{free:.1f} GB are free in {directory}: {MIN_DISK_GB:g} GB are needed at least"
         try:
             tempfile.TemporaryFile(dir=directory).close()
         except OSError as error:
-            yield f"{directory} cannot be written ({error.strerror}): choose another with TMPDIR or --output"
+            yield f"{directory} cannot be written ({error.strerror}): choose another with TMPDIR, --output or --home"
 
 
 def check_memory() -> Iterator[str]:
@@ -131,6 +143,14 @@ def check_libraries(distribution: str = DISTRIBUTION) -> Iterator[str]:
     # One of them is installed: the other's problems are none.
     if all(engines.values()):
         yield from min(engines.values(), key=len)
+        return
+    for name in MODULES:
+        try:
+            is_there = importlib.util.find_spec(name) is not None
+        except (ImportError, ValueError):
+            is_there = False
+        if not is_there:
+            yield f"{name} is listed as installed, and its files are missing: `make install` installs it again"
 
 
 def _unmet(requirement: Requirement) -> Iterator[str]:
@@ -146,9 +166,13 @@ def _unmet(requirement: Requirement) -> Iterator[str]:
 
 
 def check_gpu(has_driver: bool) -> Iterator[str]:
-    """Whether torch can use the GPU that this machine's driver offers."""
-    import torch
-
+    """Whether torch loads, and can use the GPU that this machine's driver offers."""
+    try:
+        import torch
+    # A library that it needs is missing (OSError), or it is half installed.
+    except (ImportError, OSError, AttributeError) as error:
+        yield f"torch does not load ({str(error).splitlines()[0]}): run `make install`"
+        return
     built = torch.version.cuda
     if has_driver and built is None:
         yield "there is a GPU, and torch is built for CPUs: run `make install EXTRA=cuda`"
@@ -159,6 +183,45 @@ def check_gpu(has_driver: bool) -> Iterator[str]:
             f"torch is built for CUDA {built}, and there is no driver: install it, give the container its GPUs, or run "
             "`make install` for CPUs"
         )
+
+
+def check_clock(output: Path | None, environment: Environment) -> Iterator[str]:
+    """This machine's clock against the signed log and the servers: keys, tokens and schedules rely on it."""
+    now = time.time()
+    if output is not None and (output / CHECKPOINTS).is_dir():
+        times = [run.at for run in view(output).runs.values()] + [d.at for d in view(output).decisions]
+        last = max((datetime.fromisoformat(at).timestamp() for at in times if at), default=0.0)
+        if last > now + MAX_SKEW_S:
+            yield f"the last entry of the log was written {_duration(last - now)} from now: set this machine's clock"
+    for variable in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL"):
+        uri = environment.get(variable, "")
+        if urlsplit(uri).scheme in ("http", "https") and (
+            theirs := _date(f"{strip_credentials(uri).rstrip('/')}/health")
+        ):
+            skew = theirs - time.time()
+            if abs(skew) > MAX_SKEW_S:
+                side = "behind" if skew > 0 else "ahead of"
+                yield f"this machine's clock is {_duration(abs(skew))} {side} that of {variable}: set one of them"
+
+
+def _date(address: str) -> float | None:
+    """The time that a server sends with its answers, in seconds since 1970; None where it sends none."""
+    try:
+        with urllib.request.urlopen(address, timeout=ANSWER_SECONDS) as reply:
+            sent = reply.headers.get("date")
+    except urllib.error.HTTPError as error:
+        sent = error.headers.get("date")
+    # `check_servers` says that it does not answer.
+    except (OSError, ValueError):
+        return None
+    try:
+        return parsedate_to_datetime(sent).timestamp() if sent else None
+    except ValueError:
+        return None
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.0f} min"
 
 
 def _driver() -> str:

@@ -14,17 +14,20 @@ from xray_runtime.graph.graph import Graph, StageCall
 from xray_runtime.graph.stage_identity import check_hub_names
 from xray_runtime.planning.demand import Resources, check_call
 from xray_runtime.planning.workload import local_node, this_machine
+from xray_runtime.tracking.tensorboard import require_tensorboard
 
 SERVERS = {"PREFECT_API_URL": "Prefect server", "MLFLOW_TRACKING_URI": "MLflow server"}
 
 
 def check_run(graph: Graph, device: str, nodes: Sequence[Resources] | None) -> None:
-    """Check the whole graph of a run before it starts: its shared store, and each of its stages (`check_stages`).
+    """Check the whole graph of a run before it starts: its shared store, its mirror, and each stage (`check_stages`).
 
     Raises:
-        ConfigError: the store cannot be reached, or a stage fails its check.
+        ConfigError: the store cannot be reached, the mirror is not installed, or a stage fails its check.
     """
     check_storage(graph.runtime)
+    if graph.runtime.mirror == "tensorboard":
+        require_tensorboard()
     check_stages(graph.calls.values(), device, nodes)
 
 

@@ -190,6 +190,7 @@ class _RuntimeConfig(TypedDict, total=False):
     weight_transfer: Literal["auto", "plasma", "nccl", "ipc"]
     parallel: Literal["as_written", "auto"]
     storage: str | None
+    mirror: Literal["none", "tensorboard"]
     wait_timeout_s: float
     hang_timeout_s: float
     collective_timeout_s: float

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +19,18 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from tests.e2e.chat_server import Answers
 from tests.e2e.conftest import ROOT, XRAY, environment
-from tests.e2e.pages import CHROMIUM, PICTURES, find_chromium, open_browser
+from tests.e2e.pages import CHROMIUM, PICTURES, STEP, find_chromium, open_browser
+from tests.unit.lineage.promoting import aliases
 from tests.unit.lineage.synthetic import NAME, Lifecycle
 from tests.unit.studio.world import compared, recorded, with_rollouts
 from xray.deployments.service import free_port
+from xray.studio.chat import EXAMPLE
+from xray.tasks.output_directory import saved_config
+from xray_runtime.feedback.collection import collect, sound_chain
 from xray_runtime.feedback.session import read_sessions
+from xray_runtime.graph.artifacts import FEEDBACK
 from xray_runtime.lineage.log import view
 from xray_runtime.lineage.reference import find, open_lineage_store
 
@@ -33,6 +43,11 @@ AXE = "axe-core@4.14.1"
 ITERATIONS, ROWS = 100, 500
 LONGEST_TASK_MS = 100
 WIDTHS = (390, 1400)
+PICTURED = {("lineage", 1400)}
+"""Pages, and their widths, of which docs/images has pictures."""
+MAX_CLICKS = 7
+CLICKS = """addEventListener("click", event => {
+    if (event.isTrusted && event.detail) sessionStorage.clicks = Number(sessionStorage.clicks ?? 0) + 1; }, true)"""
 LONG_TASKS = """() => { window.longest = 0; new PerformanceObserver(list => { for (const entry of list.getEntries())
     window.longest = Math.max(window.longest, entry.duration); }).observe({ type: "longtask" }); }"""
 RULES = "async () => (await axe.run()).violations.filter(v => ['serious', 'critical'].includes(v.impact))"
@@ -67,8 +82,16 @@ def started(output: Path, *arguments: str) -> tuple[subprocess.Popen[str], str]:
 
 
 @pytest.fixture(scope="module")
-def address(output: Path) -> Iterator[str]:
-    process, address = started(output)
+def served() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def address(output: Path, served: str) -> Iterator[str]:
+    process, address = started(output, "--serve", served)
     yield address
     process.kill()
     process.wait()
@@ -84,6 +107,7 @@ def browser() -> Iterator[Browser]:
 def window(browser: Browser) -> Iterator[Page]:
     """A page that must neither raise errors, nor run a model's script, nor ask another machine."""
     context = browser.new_context(viewport={"width": WIDTHS[1], "height": 900}, color_scheme="light")
+    context.set_default_timeout(STEP * 1000)
     page, problems = context.new_page(), list[str]()
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: problems.append(str(error)))
@@ -106,6 +130,11 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
     return (place / "package" / "axe.min.js").read_text(encoding="utf-8")
 
 
+def picture(window: Page, name: str) -> None:
+    if PICTURES in os.environ:
+        window.screenshot(path=Path(os.environ[PICTURES]) / f"studio-{name}.png")
+
+
 def paths(output: Path) -> dict[str, str]:
     """Name of a picture → path of every page."""
     store = open_lineage_store(output, None)
@@ -125,6 +154,8 @@ def paths(output: Path) -> dict[str, str]:
         "evaluations": "/evaluations",
         "models": "/promote",
         "promote": f"/promote/{NAME}",
+        "withdrawals": "/withdrawals",
+        "chat": "/chat",
         "error": "/rollouts/nothing",
     }
 
@@ -146,8 +177,8 @@ def test_every_page_fits_a_phone_and_passes_axe(
             window.evaluate(axe)
             said = [(v["id"], [n["html"][:200] for n in v["nodes"][:3]]) for v in window.evaluate(RULES)]
             assert said == [], (path, width)
-            if PICTURES in os.environ and scheme == "light":
-                window.screenshot(path=Path(os.environ[PICTURES]) / f"studio-{name}-{width}.png")
+            if scheme == "light" and (name, width) in PICTURED:
+                picture(window, name)
     assert httpx.get(f"{address}{error}").status_code == 400
 
 
@@ -176,6 +207,79 @@ def test_a_person_judges_with_keys_alone(address: str, output: Path, window: Pag
     assert said == [(0, "ada", None), (1, "ada", "better than 1 and 2"), (1, "ada", None), (2, "ada", None)]
     right = {"a": "b", "b": "a"}[session.judgements[2].left]
     assert [j.verdict for j in session.judgements] == [session.judgements[0].left, "bad", right, "tie"]
+
+
+@pytest.mark.timeout(600)
+def test_from_a_bad_answer_to_a_better_model_in_seven_clicks(tmp_path: Path, window: Page) -> None:
+    output, life = tmp_path / "run", Lifecycle(tmp_path / "run")
+    life.whole()
+    # Playwright's event loop has this thread.
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(recorded, output).result()
+    process, address = started(output)
+    try:
+        window.add_init_script(CLICKS)
+        began = time.monotonic()
+        window.goto(address)
+        window.get_by_role("link", name="Review").click()
+        window.get_by_role("link", name="Recorded answers").click()
+        window.get_by_text("2 to judge").wait_for()
+        window.keyboard.press("c")
+        window.keyboard.type("what it should have said")
+        window.get_by_role("button", name="bad").click()
+        window.get_by_text("1 to judge").wait_for()
+        judging_s = time.monotonic() - began
+        # The night: it collects the correction; its candidate is evaluated beside the champion.
+        store = open_lineage_store(output, None)
+        collected = collect(store, saved_config(output).project, "flywheel", 1, sound_chain(store).last).path
+        [judged] = map(json.loads, (collected / FEEDBACK).read_text(encoding="utf-8").splitlines())
+        assert judged["signals"] == {"thumb": "down", "correction": "what it should have said"}
+        asked = [f"question {n}" for n in range(50, 56)]
+        life.evaluate(asked, stage="evaluate-night", win_rate=0.9, gates={"min_win_rate": 0.5})
+        began = time.monotonic()
+        window.get_by_role("link", name="Promote").click()
+        window.get_by_role("link", name=NAME).first.click()
+        window.get_by_label("Your reason").first.focus()
+        window.keyboard.type("its answers are better")
+        picture(window, "promote")
+        window.get_by_role("button", name="Make it champion").click()
+        window.get_by_text("champion: version").wait_for()
+        clicks = int(window.evaluate("sessionStorage.clicks"))
+        print(f"{clicks} clicks, {judging_s:.1f} s to judge, {time.monotonic() - began:.1f} s to promote")
+        assert clicks <= MAX_CLICKS
+        assert aliases(output)["champion"] == aliases(output)["candidate"]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_chat_calls_tools_and_a_reply_is_made_again(address: str, window: Page) -> None:
+    Answers.asked.clear()
+    window.goto(f"{address}/chat")
+    window.get_by_label("System prompt").fill("be brief")
+    message = window.locator("textarea[name=text]")
+    message.fill("hello")
+    message.press("Enter")
+    window.get_by_text("reply 1 to <b>hello</b>").wait_for()
+    window.get_by_role("button", name="Regenerate").click()
+    window.get_by_text("reply 2 to <b>hello</b>").wait_for()
+    assert window.get_by_text("reply 1").count() == 0
+    said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    assert [each["messages"] for each in Answers.asked] == [said, said]
+    window.get_by_label("Tools").fill(json.dumps(EXAMPLE))
+    message.fill("is it warm?")
+    message.press("Enter")
+    window.get_by_text('Result of weather({"city": "Ghent"}); Enter sends it').wait_for()
+    message.fill("31 degrees")
+    message.press("Enter")
+    window.get_by_text("reply 4 to <b>31 degrees</b>").wait_for()
+    call = {"id": "call-1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ghent"}'}}
+    assert Answers.asked[-1]["tools"] == EXAMPLE
+    assert Answers.asked[-1]["messages"][-2:] == [
+        {"role": "assistant", "content": "let me see", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call-1", "content": "31 degrees"},
+    ]
+    window.get_by_text("Message; Enter sends it").wait_for()
 
 
 def test_50_000_rollouts_scroll_without_a_pause(address: str, output: Path, window: Page) -> None:

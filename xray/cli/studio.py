@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import os
 import secrets
+import threading
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -27,11 +28,15 @@ def studio(
         str | None,
         typer.Option(help=f"Address of `xray serve`, to chat with its model; its key comes from {API_KEY}."),
     ] = None,
+    audit_every: Annotated[
+        float | None,
+        typer.Option(min=1, metavar="MINUTES", help="Audit everything this often, for the alerts on /metrics."),
+    ] = None,
     by: By = None,
     tracking_uri: Tracking = None,
     public_key: PublicKey = None,
 ) -> None:
-    """Serve pages for runs, rollouts, lineage, evaluations, review of answers, promotion and a chat.
+    """Serve pages for runs, rollouts, lineage, evaluations, review of answers, promotion, withdrawals and a chat.
 
     Exit codes: 0 stopped (Ctrl-C), 2 bad input.
     """
@@ -66,4 +71,6 @@ def studio(
     if token is not None:
         say(f"log in with the token {token}")
         say("the connection is not encrypted: put a proxy with TLS before it where others can listen")
+    if audit_every is not None:
+        threading.Thread(target=shown.audit_every, args=(audit_every * 60,), daemon=True).start()
     uvicorn.run(make_app(shown, Access(token)), host=host, port=port, log_level="warning", server_header=False)

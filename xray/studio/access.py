@@ -22,6 +22,8 @@ COOKIE = "xray_studio"
 SESSION_S = 12 * 3600
 MAX_FORM_BYTES = 512 * 2**10
 OPEN_PATHS = ("/login", "/static/")
+METRICS_PATH = "/metrics"
+"""Prometheus sends the token of the login as a bearer token: it keeps no session."""
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
     "Content-Security-Policy": (
@@ -86,7 +88,8 @@ class Access:
             return PlainTextResponse(f"host {host!r} is not allowed: use http://127.0.0.1", 421)
         cookie, new = request.cookies.get(COOKIE, ""), Response()
         if not self.is_session(cookie):
-            if self.token is not None and not request.url.path.startswith(OPEN_PATHS):
+            is_open = request.url.path.startswith(OPEN_PATHS) or self._is_scrape(request)
+            if self.token is not None and not is_open:
                 return _to_login(request)
             cookie = "" if self.token is not None else self.begin(new, secure=False)
         request.state.cookie, request.state.csrf = cookie, self.csrf(cookie) if cookie else ""
@@ -95,6 +98,11 @@ class Access:
             if name == b"set-cookie":
                 response.raw_headers.append((name, value))
         return response
+
+    def _is_scrape(self, request: Request) -> bool:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        is_metrics = request.method == "GET" and request.url.path == METRICS_PATH
+        return is_metrics and scheme.lower() == "bearer" and self.is_token(given.strip())
 
 
 def _to_login(request: Request) -> Response:

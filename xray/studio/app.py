@@ -10,7 +10,7 @@ from fastapi.responses import RedirectResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException as AnyHTTPException
 
-from xray.studio import models, review, rollouts, runs
+from xray.studio import chat, metrics, models, review, rollouts, runs, withdrawals
 from xray.studio.access import Access, Fields
 from xray.studio.pages import Studio, page
 from xray_runtime.config.validation import ConfigError
@@ -25,7 +25,7 @@ def make_app(studio: Studio, access: Access) -> FastAPI:
     app.state.studio = studio
     app.middleware("http")(access)
     app.mount("/static", StaticFiles(directory=STATIC))
-    for module in (runs, rollouts, review, models):
+    for module in (runs, rollouts, review, models, withdrawals, chat, metrics):
         app.include_router(module.router)
 
     @app.get("/login")

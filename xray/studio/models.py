@@ -1,15 +1,13 @@
-"""Models: their lineage with the state of the audit, evaluations side by side, promotion, and a chat."""
+"""Models: their lineage with the state of the audit, evaluations side by side, and promotion."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from typing import Any
 
-import httpx
 from fastapi import APIRouter, Request
-from fastapi.responses import RedirectResponse, Response, StreamingResponse
+from fastapi.responses import RedirectResponse, Response
 
 from xray.studio.access import Fields
 from xray.studio.pages import Studio, page, studio_of
@@ -26,9 +24,6 @@ from xray_runtime.store.identity import digest
 from xray_runtime.tracking.mlflow_tracker import flatten
 
 router = APIRouter()
-
-CHAT_SECONDS = 600.0
-MAX_MESSAGES = 200
 
 
 @router.get("/lineage")
@@ -171,44 +166,3 @@ def decide(request: Request, name: str, fields: Fields) -> Response:
     act = promotion.promote if answer == "promote" else promotion.decline
     act(store, found, by=by, note=note)
     return RedirectResponse("/promote", 303)
-
-
-@router.get("/chat")
-def chat_page(request: Request) -> Response:
-    if studio_of(request).serve is None:
-        raise ConfigError("--serve: is required for a chat: the address of a model that `xray serve` serves")
-    return page(request, "chat.html")
-
-
-@router.post("/chat")
-def chat(request: Request, fields: Fields) -> Response:
-    """The reply to a conversation, as text that comes in pieces."""
-    studio = studio_of(request)
-    if studio.serve is None:
-        raise ConfigError("--serve: is required for a chat")
-    try:
-        messages, temperature = json.loads(fields.get("messages", "")), float(fields.get("temperature", "1"))
-    except ValueError:
-        raise ConfigError("messages, temperature: must be a JSON list of messages, and a number") from None
-    if not isinstance(messages, list) or len(messages) > MAX_MESSAGES or not 0 <= temperature <= 2:
-        raise ConfigError(f"messages, temperature: must be at most {MAX_MESSAGES} messages, and a number from 0 to 2")
-    return StreamingResponse(_reply(studio, messages, temperature), media_type="text/plain; charset=utf-8")
-
-
-def _reply(studio: Studio, messages: list[Any], temperature: float) -> Iterator[str]:
-    headers = {"authorization": f"Bearer {studio.serve_key}"} if studio.serve_key else {}
-    try:
-        with httpx.Client(base_url=str(studio.serve), headers=headers, timeout=CHAT_SECONDS) as client:
-            [model, *_] = client.get("/v1/models").raise_for_status().json()["data"]
-            content = {"model": model["id"], "messages": messages, "temperature": temperature, "stream": True}
-            with client.stream("POST", "/v1/chat/completions", json=content) as reply:
-                if reply.status_code != 200:
-                    yield f"[refused: {reply.read().decode('utf-8', 'replace')[:500]}]"
-                    return
-                for line in reply.iter_lines():
-                    data = line.removeprefix("data: ")
-                    if line.startswith("data: ") and data != "[DONE]":
-                        for choice in json.loads(data).get("choices", ()):
-                            yield choice.get("delta", {}).get("content") or ""
-    except (httpx.HTTPError, ValueError, KeyError) as error:
-        yield f"[{studio.serve} does not answer: {type(error).__name__}]"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +18,8 @@ from xray_runtime.lineage.audit.checkpoints import Audit, audit
 from xray_runtime.lineage.log import view
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store
 from xray_runtime.store.checkpoints import CHECKPOINTS
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -33,6 +37,8 @@ class Studio:
     feedback_key: str = field(default="", repr=False)
     audited: Audit | None = None
     """The last audit of everything."""
+    audited_at: float = 0.0
+    """When it ended, in seconds since 1970."""
     _read: tuple[int, LineageStore] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -47,6 +53,16 @@ class Studio:
     def audit(self, hashing: bool) -> None:
         """Audit everything: what `xray audit --all` does."""
         self.audited = audit(open_lineage_store(self.output, self.tracking_uri), public=self.public, hashing=hashing)
+        self.audited_at = time.time()
+
+    def audit_every(self, seconds: float) -> None:
+        """Audit at once, and again and again; for a thread. An audit that fails is tried again at the next turn."""
+        while True:
+            try:
+                self.audit(hashing=True)
+            except Exception:
+                log.exception("the audit failed; it is tried again in %.0f minutes", seconds / 60)
+            time.sleep(seconds)
 
     def audit_text(self) -> tuple[str, str]:
         """(state, text): `unknown`, `sound` or `broken`, and that in words."""

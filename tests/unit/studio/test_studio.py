@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.unit.lineage.promoting import aliases
 from tests.unit.lineage.synthetic import NAME, Lifecycle
 from tests.unit.studio.world import HOSTILE, compared, post, recorded, studio, with_rollouts
 from xray.cli.main import app as command
-from xray.studio import models, review, rollouts, runs
+from xray.studio import chat, models, review, rollouts, runs, withdrawals
 from xray_runtime.data.pairs import Pairs, PreferenceExample
 from xray_runtime.feedback.session import read_sessions
 from xray_runtime.lineage.audit.checkpoints import audit
@@ -42,7 +43,18 @@ def output(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "run", symlinks=True))
 
 
-PAGES = ("/", "/rollouts", "/review", "/review/recorded", "/lineage", "/evaluations", "/promote", f"/promote/{NAME}")
+PAGES = (
+    "/",
+    "/rollouts",
+    "/review",
+    "/review/recorded",
+    "/lineage",
+    "/evaluations",
+    "/promote",
+    f"/promote/{NAME}",
+    "/withdrawals",
+)
+MODULES = (runs, rollouts, review, models, withdrawals, chat)
 SCRIPTS = {'<script src="/static/htmx.min.js" defer>', '<script src="/static/studio.js" defer>'}
 
 
@@ -70,7 +82,7 @@ def test_every_page_answers_with_a_strict_policy_and_no_text_becomes_markup(outp
 def test_without_its_token_no_form_is_taken(output: Path) -> None:
     client = studio(output)
     client.get("/")
-    routes = [r for m in (runs, rollouts, review, models) for r in m.router.routes if isinstance(r, APIRoute)]
+    routes = [r for m in MODULES for r in m.router.routes if isinstance(r, APIRoute)]
     paths = {route.path.format(name="x") for route in routes if "POST" in route.methods}
     assert len(paths) > 6
     for path in paths:
@@ -273,6 +285,30 @@ def test_a_person_promotes_what_they_saw(output: Path) -> None:
     assert "by ada: good" in client.get("/promote").text
     refused = post(client, path, by="ada", note="worse", answer="rollback")
     assert (refused.status_code, "has no previous champion" in refused.text) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"messages": "hello"}, "messages: &#39;hello&#39; is not allowed: must be a JSON list"),
+        ({"messages": json.dumps([{}] * 201)}, "messages: 201 are not allowed: must be at most 200"),
+        ({"messages": "[]", "tools": "{}"}, "tools: &#39;{}&#39; is not allowed: must be a JSON list"),
+        ({"messages": "[]", "temperature": "3"}, "temperature: &#39;3&#39; is not allowed: must be a number from 0"),
+    ],
+)
+def test_a_chat_names_bad_fields(made: Path, fields: dict[str, str], text: str) -> None:
+    reply = post(studio(made, serve="http://127.0.0.1:9"), "/chat", **fields)
+    assert (reply.status_code, text in reply.text) == (400, True), reply.text
+
+
+def test_a_chat_without_a_server_says_so(made: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        away = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        reply = post(studio(made, serve=away), "/chat", messages="[]")
+    assert [json.loads(line) for line in reply.text.splitlines()] == [
+        {"error": f"{away} does not answer: ConnectError"}
+    ]
 
 
 @pytest.mark.parametrize(

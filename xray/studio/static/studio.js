@@ -25,56 +25,92 @@ document.addEventListener("htmx:beforeSwap", (event) => {
 const chat = document.getElementById("chat");
 if (chat) {
   const talk = document.getElementById("talk"), stop = document.getElementById("stop");
-  const messages = [];
-  let running = null;
+  const asks = document.getElementById("asks"), messages = [];
+  // Boxes of the last reply, which "Regenerate" removes.
+  let running = null, shown = [];
 
-  const show = (role, text) => {
+  const show = (role, title, text) => {
     const box = document.createElement("div"), name = document.createElement("h3"), body = document.createElement("p");
     box.className = `said ${role}`;
-    name.textContent = role === "user" ? "You" : "Model";
+    name.textContent = title;
     body.className = "text";
     body.textContent = text;
     box.append(name, body);
     talk.append(box);
     return body;
   };
+  const written = (call) => `${call.function.name}(${call.function.arguments})`;
+
+  // The call that has no result yet: a person gives it.
+  const waiting = () => {
+    const last = messages.findLastIndex((message) => message.role === "assistant");
+    const answered = messages.slice(last + 1).filter((message) => message.role === "tool").length;
+    return last < 0 ? undefined : (messages[last].tool_calls ?? [])[answered];
+  };
+  const ask = () => {
+    const call = waiting();
+    asks.textContent = call ? `Result of ${written(call)}; Enter sends it` : "Message; Enter sends it";
+  };
 
   const answer = async () => {
-    const body = show("assistant", "");
+    const body = show("assistant", "Model", "");
+    shown = [body.parentElement];
     running = new AbortController();
     stop.disabled = false;
-    let text = "";
+    let text = "", calls = [], failed = null, rest = "";
+    const take = (line) => {
+      const part = JSON.parse(line);
+      text += part.text ?? "";
+      calls = part.calls ?? calls;
+      failed = part.error ?? failed;
+      body.textContent = text;
+    };
     try {
       const system = chat.elements.system.value.trim();
       const sent = system ? [{ role: "system", content: system }, ...messages] : messages;
+      const fields = { messages: JSON.stringify(sent) };
+      for (const name of ["temperature", "tools"]) fields[name] = chat.elements[name].value;
       const reply = await fetch("/chat", {
         method: "POST",
         signal: running.signal,
-        headers: { "x-csrf-token": chat.elements.csrf.value, "content-type": "application/x-www-form-urlencoded" },
-        body: new URLSearchParams({ messages: JSON.stringify(sent), temperature: chat.elements.temperature.value }),
+        headers: { "x-csrf-token": chat.elements.csrf.value, "hx-request": "true" },
+        body: new URLSearchParams(fields),
       });
-      const reader = reply.body.getReader(), decoder = new TextDecoder();
-      for (let part; !(part = await reader.read()).done; ) {
-        text += decoder.decode(part.value, { stream: true });
-        body.textContent = text;
+      if (!reply.ok) {
+        const page = new DOMParser().parseFromString(await reply.text(), "text/html");
+        failed = page.body.textContent.trim();
+      } else {
+        const reader = reply.body.getReader(), decoder = new TextDecoder();
+        for (let part; !(part = await reader.read()).done; ) {
+          const lines = (rest + decoder.decode(part.value, { stream: true })).split("\n");
+          rest = lines.pop();
+          lines.forEach(take);
+        }
       }
-      if (!reply.ok) body.classList.add("bad");
-      else messages.push({ role: "assistant", content: text });
     } catch (error) {
-      if (error.name !== "AbortError") { body.textContent = `${text}\n${error.message}`; body.classList.add("bad"); }
-      else messages.push({ role: "assistant", content: text });
+      if (error.name !== "AbortError") failed = error.message;
+    }
+    if (failed) {
+      body.textContent = text ? `${text}\n${failed}` : failed;
+      body.classList.add("bad");
+    } else {
+      messages.push({ role: "assistant", content: text, ...(calls.length ? { tool_calls: calls } : {}) });
+      for (const call of calls) shown.push(show("assistant", "Model calls", written(call)).parentElement);
     }
     stop.disabled = true;
+    ask();
   };
 
   chat.addEventListener("submit", (event) => {
     event.preventDefault();
-    const text = chat.elements.text.value.trim();
+    const text = chat.elements.text.value.trim(), call = waiting();
     if (!text || !stop.disabled) return;
     chat.elements.text.value = "";
-    messages.push({ role: "user", content: text });
-    show("user", text);
-    answer();
+    if (call) messages.push({ role: "tool", tool_call_id: call.id, content: text });
+    else messages.push({ role: "user", content: text });
+    show("user", call ? `Result of ${call.function.name}` : "You", text);
+    ask();
+    if (!waiting()) answer();
   });
   chat.elements.text.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); chat.requestSubmit(); }
@@ -83,7 +119,7 @@ if (chat) {
   document.getElementById("again").addEventListener("click", () => {
     if (!stop.disabled || messages.at(-1)?.role !== "assistant") return;
     messages.pop();
-    talk.lastElementChild.remove();
+    shown.forEach((box) => box.remove());
     answer();
   });
 }

@@ -1,0 +1,77 @@
+"""A stage's points in TensorBoard's own files, read by TensorBoard's own reader."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.store.seal import process_seal
+from xray_runtime.tracking.recorder import StageRecorder
+from xray_runtime.tracking.tensorboard import EVENTS, EventFiles, require_tensorboard
+
+KEY = "ab" * 32
+
+
+def recorder(output: Path, mirror: Any = EventFiles) -> StageRecorder:
+    return StageRecorder(output, "sft", KEY, None, lambda *_: None, every=2, seal=process_seal(), mirror=mirror)
+
+
+def steps(output: Path, name: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    [place] = output.glob(f"records/*/{EVENTS}")
+    events = EventAccumulator(str(place))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def test_a_resumed_attempt_leaves_each_point_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    first = recorder(tmp_path)
+    first.begin()
+    for step in (1, 2):
+        first.metrics({"sft/loss": 4.0 / step}, step)
+    first.write_snapshot(2, {}, lambda directory: None)
+    # It is killed after a point that no snapshot has.
+    first.metrics({"sft/loss": 9.0}, 3)
+    first.close()
+    assert steps(tmp_path, "sft/loss") == [(1, 4.0), (2, 2.0)]
+    second = recorder(tmp_path)
+    second.begin()
+    second.metrics({"sft/loss": 0.5}, 3)
+    second.send()
+    second.close()
+    assert steps(tmp_path, "sft/loss") == [(1, 4.0), (2, 2.0), (3, 0.5)]
+
+
+class Failing:
+    """A mirror whose disk is full."""
+
+    def __init__(self, records: Path) -> None: ...
+
+    def points(self, lines: list[Any]) -> None:
+        raise OSError(28, "No space left on device")
+
+    def close(self) -> None: ...
+
+
+def test_a_mirror_that_fails_does_not_fail_the_stage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one = recorder(tmp_path, Failing)
+    one.begin()
+    one.metrics({"sft/loss": 1.0}, 1)
+    one.send()
+    one.close()
+    assert "the mirror did not accept the metrics" in caplog.text
+
+
+def test_a_missing_tensorboard_is_named_before_a_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        "xray_runtime.tracking.tensorboard.find_spec", lambda name: None if name == "tensorboard" else real(name)
+    )
+    with pytest.raises(ConfigError, match=r"runtime\.mirror: 'tensorboard' is not allowed: it is not installed"):
+        require_tensorboard()

@@ -1,0 +1,105 @@
+"""Prometheus metrics of an output directory: its runs, their engines, nights and audits, read anew for each scrape.
+
+Served models have metrics of their own: `/metrics` of `xray serve`, from vLLM and from the recorder.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from xray.studio.pages import Studio, studio_of
+from xray.studio.runs import RUNNING, runs, working
+from xray_runtime.lineage.log import view
+from xray_runtime.report.figures import read_metrics
+from xray_runtime.tracking.recorder import METRICS
+
+router = APIRouter()
+
+STATUSES = ("completed", "failed", "interrupted", RUNNING)
+
+
+@router.get("/metrics")
+def metrics(request: Request) -> Response:
+    registry = CollectorRegistry()
+    registry.register(OutputCollector(studio_of(request)))
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+class OutputCollector(Collector):
+    """Reads the output directory of a studio."""
+
+    def __init__(self, studio: Studio) -> None:
+        self._studio = studio
+
+    def describe(self) -> list[GaugeMetricFamily]:
+        """Nothing: to register the collector must not read the directory."""
+        return []
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Every metric, with its value now."""
+        output = self._studio.output
+        yield from _of_runs(output)
+        yield from _of_nights(output)
+        withdrawals = GaugeMetricFamily("xray_withdrawals", "Withdrawals in the signed log")
+        withdrawals.add_metric([], len(view(output).withdrawals))
+        yield withdrawals
+        if self._studio.audited is not None:
+            sound = GaugeMetricFamily("xray_audit_sound", "Whether the last audit found everything sound")
+            sound.add_metric([], float(self._studio.audited.is_sound))
+            broken = GaugeMetricFamily("xray_audit_broken_findings", "Findings that break the last audit")
+            broken.add_metric([], len(self._studio.audited.broken))
+            ended = GaugeMetricFamily("xray_audit_timestamp_seconds", "End of the last audit")
+            ended.add_metric([], self._studio.audited_at)
+            yield from (sound, broken, ended)
+
+
+def _of_runs(output: Path) -> Iterator[GaugeMetricFamily]:
+    counted = GaugeMetricFamily("xray_runs", "Runs in the signed log", labels=["status"])
+    last = GaugeMetricFamily(
+        "xray_stage_metric", "Last point of each metric of a stage at work", labels=["run", "stage", "metric"]
+    )
+    step = GaugeMetricFamily("xray_stage_step", "Last step of a stage at work", labels=["run", "stage"])
+    changed = GaugeMetricFamily(
+        "xray_stage_timestamp_seconds", "Time of the last point of a stage at work", labels=["run", "stage"]
+    )
+    found = runs(output)
+    statuses = Counter(run["status"] for run in found)
+    for status in sorted({*STATUSES, *statuses}):
+        counted.add_metric([status], statuses[status])
+    for run in found:
+        for directory in working(output, run):
+            stage = directory.name.rpartition("-")[0]
+            path = directory / METRICS
+            series = read_metrics(path)
+            for name, points in sorted(series.items()):
+                last.add_metric([run["id"], stage, name], points[-1][1])
+            if series:
+                step.add_metric([run["id"], stage], max(points[-1][0] for points in series.values()))
+            changed.add_metric([run["id"], stage], path.stat().st_mtime)
+    yield from (counted, last, step, changed)
+
+
+def _of_nights(output: Path) -> Iterator[GaugeMetricFamily]:
+    # It imports Prefect, which takes seconds.
+    from xray.flows.flywheel import DONE, FILE, place_of, read_nights
+
+    nights = read_nights(output)
+    if not nights:
+        return
+    night = nights[-1]
+    state = GaugeMetricFamily("xray_night_state", "State of the last night: 1 for one of them", labels=["state"])
+    for name in ("begun", *DONE):
+        state.add_metric([name], float(night.state == name))
+    number = GaugeMetricFamily("xray_night_number", "Number of the last night")
+    number.add_metric([], night.number)
+    changed = GaugeMetricFamily("xray_night_timestamp_seconds", "Last change of the last night's record")
+    changed.add_metric([], (place_of(output, night) / FILE).stat().st_mtime)
+    yield from (state, number, changed)
