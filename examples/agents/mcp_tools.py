@@ -35,7 +35,7 @@ async def play(task: dict[str, Any]) -> float:
             offered.append({"type": "function", "function": about})
         for _ in range(MAX_CALLS):
             asked = await client.chat.completions.create(model="policy", messages=messages, tools=offered)
-            said = asked.choices[0].message
+            said: Any = asked.choices[0].message
             messages.append(said.model_dump(exclude_none=True))
             if not said.tool_calls:
                 return float((said.content or "").strip() == task["answer"])

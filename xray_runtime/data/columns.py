@@ -64,6 +64,7 @@ ROLLOUT = (
     Column("info", "[B]", "str", "rl.episode", "rl.metrics", "JSON: other values of the environment"),
     Column("answers", "[B]", "str", "rl.episode", "lineage.replay", "JSON: the environment's answers"),
     Column("branches", "[B, …]", "int64", "rl.agent_records", "rl.agent_rows", "branches of an agent's episode"),
+    Column("ran_again", "[B]", "int32", "rl.agent_records", "rl.metrics", "how often infrastructure failed an agent"),
 )
 """`rl.types.Rollout`. The columns from `prompt_ids` on, and `response_mask`, exist only for episodes."""
 

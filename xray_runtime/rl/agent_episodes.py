@@ -80,6 +80,7 @@ class _Planned:
 class _Played:
     record: Record
     calls: list[Call]
+    ran_again: int = 0
 
 
 class AgentEpisodes:
@@ -146,6 +147,7 @@ class AgentEpisodes:
             [episode.prompt for episode in planned],
             [episode.seed for episode in planned],
             [episode.row for episode in planned],
+            [episode.ran_again for episode in found],
             self._format.end_of_turn,
             batch.version,
         )
@@ -182,17 +184,17 @@ class AgentEpisodes:
         attempt = 0
         while self._journal.entry(planned.key("anew", attempt)) is not None:
             attempt += 1
-        begun_anew, tries, infrastructure = attempt, 0, 0
+        ran_again = 0
         while True:
             name = f"{planned.name}-{attempt}" if attempt else planned.name
             known = self._known.get(f"{planned.rollout}/{name}", {})
             end = self._journal.entry(planned.key("end", attempt))
             if end is not None:
-                return _Played(end["record"], [known[call["key"]] for call in end["record"]["calls"]])
+                return _Played(end["record"], [known[call["key"]] for call in end["record"]["calls"]], end["ran_again"])
             episode, outcome = self._run(planned, name, known, version, step)
-            if outcome.infrastructure is not None and tries < self._config.retries:
+            if outcome.infrastructure is not None and ran_again < self._config.retries:
                 log.warning("%s: %s; the agent runs again", name, outcome.infrastructure)
-                infrastructure, tries = infrastructure + 1, tries + 1
+                ran_again += 1
                 self._known[f"{planned.rollout}/{name}"] = known | {call.key: call for call in episode.calls()}
                 continue
             difference = episode.difference() if outcome.infrastructure is None else None
@@ -202,14 +204,15 @@ class AgentEpisodes:
                 raise RuntimeError(f"{self._stage.name}, {name}: {difference}")
             log.warning("%s begins anew: %s", name, difference)
             self._journal.write_entries(step, [self._entry(planned.key("anew", attempt), step)])
-            attempt, begun_anew = attempt + 1, begun_anew + 1
+            attempt += 1
         record = _record_of(episode, outcome)
-        record["counts"] |= {"begun_anew": begun_anew, "failed_infrastructure": infrastructure}
+        record["counts"]["begun_anew"] = attempt
         kept = {"kept": [planned.rollout, planned.row]} if planned.keep else {}
-        self._journal.write_entries(step, [self._entry(planned.key("end", attempt), step) | {"record": record} | kept])
+        ended = {"record": record, "ran_again": ran_again} | kept
+        self._journal.write_entries(step, [self._entry(planned.key("end", attempt), step) | ended])
         if record["failure"]:
             log.warning("%s: %s", name, record["failure"])
-        return _Played(record, episode.calls())
+        return _Played(record, episode.calls(), ran_again)
 
     def _run(
         self, planned: _Planned, name: str, known: Mapping[str, Call], version: int, step: int

@@ -107,6 +107,7 @@ def rollout_of_records(
     prompts: Sequence[Sequence[int]],
     seeds: Sequence[int],
     rows_of: Sequence[int],
+    ran_again: Sequence[int],
     end_of_turn: int,
     version: int,
 ) -> Rollout:
@@ -117,6 +118,7 @@ def rollout_of_records(
         prompts: tokens of the dataset's prompts, for episodes without a call to train on.
         seeds: of the episodes' tasks.
         rows_of: each episode's number in the rollout.
+        ran_again: how often infrastructure failed in each episode, so that its agent ran again.
     """
     split = [_rows(*given, end_of_turn) for given in zip(records, calls, prompts, strict=True)]
     failures = [record["failure"] for record in records]
@@ -133,6 +135,7 @@ def rollout_of_records(
         info=np.array([json.dumps(record["info"], sort_keys=True) for record in records], object),
         answers=np.array([json.dumps(record, sort_keys=True) for record in records], object),
         branches=Ragged.of(encoded_branches(branches) for branches in split),
+        ran_again=np.array(ran_again, np.int32),
     )
     return Rollout(
         response_ids=Ragged.of([i for row in branches for i in row.ids] for branches in split),
@@ -145,10 +148,10 @@ def rollout_of_records(
     )
 
 
-def agent_metrics(answers: Sequence[str]) -> dict[str, float]:
-    """`agent/NAME`: counts over the episodes of a rollout, from its column `answers`."""
+def agent_metrics(answers: Sequence[str], ran_again: int) -> dict[str, float]:
+    """`agent/NAME`: counts over the episodes of a rollout, from its column `answers` and the sum of `ran_again`."""
     records = [json.loads(text) for text in answers]
-    totals = dict.fromkeys(SORTS.values(), 0.0)
+    totals = dict.fromkeys(SORTS.values(), 0.0) | {SORTS["infrastructure"]: float(ran_again)}
     for record in records:
         for name, count in record["counts"].items():
             totals[name] = totals.get(name, 0.0) + count

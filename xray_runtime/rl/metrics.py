@@ -129,8 +129,9 @@ def rollout_metrics(config: PPOConfig, rollout: Rollout, scored: ScoredRollout, 
     metrics["rollout/distinct_replies"] = len(set(scored.replies)) / len(scored.replies)
     if episodes is not None:
         metrics |= {f"rollout/{name}": mean for name, mean in episode_means(episodes).items()}
-        if episodes.branches is not None:
-            metrics |= {f"rollout/{name}": count for name, count in agent_metrics(episodes.answers.tolist()).items()}
+        if episodes.ran_again is not None:
+            counts = agent_metrics(episodes.answers.tolist(), int(episodes.ran_again.sum()))
+            metrics |= {f"rollout/{name}": count for name, count in counts.items()}
     if config.resample_rounds:
         metrics["rollout/resampled_groups"] = scored.num_dropped / config.samples_per_prompt
     return metrics

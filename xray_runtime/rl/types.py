@@ -52,6 +52,8 @@ class EpisodeColumns:
     """JSON: the environment's answers to the reset and to each turn, or an agent's record."""
     branches: Ragged | None = None
     """Only for agents: `rl.agent_rows`."""
+    ran_again: np.ndarray | None = None
+    """Only for agents: how often infrastructure failed. Not in the ledger, whose bytes no failed process changes."""
 
 
 @dataclass(frozen=True, eq=False)

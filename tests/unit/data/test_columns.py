@@ -247,7 +247,7 @@ def test_episodes_make_what_is_listed(inputs: PPOInputs, tmp_path: Path, made: l
     [rollout] = made
     assert rollout.episodes is not None
     rows = to_rows(rollout)
-    listed = {column.name for column in ROLLOUT} - {"branches"}  # of agents alone
+    listed = {column.name for column in ROLLOUT} - {"branches", "ran_again"}  # of agents alone
     assert check(rows, ROLLOUT, TEXT) == listed | {"response_mask"}
     for column in ROLLOUT:
         if column.shape == "[B, R]":

@@ -362,6 +362,10 @@ def test_a_worker_that_dies_is_infrastructure_and_no_reward(
     [point] = recorder.points
     assert 1 <= point["rollout/agent/failed_infrastructure"] <= 4
     assert point["rollout/agent/broke"] == 0
+    # With the marker in place nothing dies, and the ledger is the same.
+    _, recorder, undisturbed = played(inputs, tmp_path / "undisturbed", "kills_once", limits={"retries": 5})
+    assert recorder.points[0]["rollout/agent/failed_infrastructure"] == 0
+    assert undisturbed["answers"] == table["answers"]
 
 
 @pytest.mark.parametrize(
@@ -383,7 +387,8 @@ def test_an_agents_config_is_refused_in_one_line(environment: dict[str, Any], re
 
 def test_metrics_sum_over_episodes() -> None:
     records = [{"counts": {"calls": 2}, "failure": ""}, {"counts": {"calls": 3}, "failure": "broke: it hung"}]
-    found = agent_metrics([json.dumps(record) for record in records])
+    found = agent_metrics([json.dumps(record) for record in records], ran_again=2)
     assert found["agent/calls"] == 5
     assert found["agent/broke"] == 1
+    assert found["agent/failed_infrastructure"] == 2
     assert found["agent/failed_unusable"] == 0
