@@ -2,7 +2,8 @@
 
 `python -m tests.chaos.agents --cases 40 --seed 0` kills them with `tests.chaos.harness` while an episode is open: a
 call of it is journaled, and its result is not. Every checkpoint and every metric must be those of an undisturbed
-lifecycle, but for the metric that counts agents that ran again. Then each stage of the last one is replayed, without its agent.
+lifecycle, but for the metric that counts agents that ran again. Then each stage of the last one is replayed, without
+its agent.
 """
 
 from __future__ import annotations
