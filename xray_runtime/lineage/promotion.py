@@ -28,7 +28,7 @@ from xray_runtime.lineage.log_entries import Action, Decision
 from xray_runtime.lineage.model_page import CHAMPION, write_pages
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
-from xray_runtime.lineage.withdrawal import reasons_against
+from xray_runtime.lineage.withdrawal import refusal
 from xray_runtime.stages.kinds import COMPARE
 from xray_runtime.tracking.registry import Registry
 
@@ -201,13 +201,8 @@ def roll_back(store: LineageStore, *, name: str, by: str, note: str, public: Pat
 
 
 def _require_not_withdrawn(store: LineageStore, node: Node) -> None:
-    try:
-        reasons = reasons_against(store, node)
-    except (OSError, ValueError) as error:
-        reasons = [f"it cannot be told whether what was withdrawn is in it ({str(error).splitlines()[0]})"]
-    if reasons:
-        more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
-        raise NotPromoted([f"{node.name} descends from withdrawn data: {reasons[0]}{more}; train it again without"])
+    if (refused := refusal(store, node)) is not None:
+        raise NotPromoted([refused])
 
 
 def _require_sound(store: LineageStore, nodes: list[Node], public: Path | None) -> None:

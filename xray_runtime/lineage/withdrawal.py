@@ -282,6 +282,18 @@ def reasons_against(store: LineageStore, node: Node) -> list[str]:
     return found
 
 
+def refusal(store: LineageStore, node: Node) -> str | None:
+    """One line on why a model must not be live; None if nothing speaks against it. Doubt speaks against it."""
+    try:
+        reasons = reasons_against(store, node)
+    except (OSError, ValueError) as error:
+        reasons = [f"it cannot be told whether what was withdrawn is in it ({str(error).splitlines()[0]})"]
+    if not reasons:
+        return None
+    more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+    return f"{node.name} descends from withdrawn data: {reasons[0]}{more}; train it again without"
+
+
 def _holds(node: Node, texts: WithdrawnTexts) -> bool:
     for path in sorted(node.directory.glob("*.arrow")):
         for row in pairs_of(path):

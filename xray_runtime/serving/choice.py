@@ -12,8 +12,10 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.decisions import current
 from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.log import view
 from xray_runtime.lineage.promotion import CHAMPION, champion_of
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, require_language_model, resolve
+from xray_runtime.lineage.withdrawal import refusal
 from xray_runtime.serving import NotServedError
 
 SETTLE_SECONDS = 20.0
@@ -83,7 +85,13 @@ def champion(name: str, output: Path, tracking_uri: str | None) -> Choice:
 
 
 def require_sound(choice: Choice, public: Path | None) -> None:
-    """Audit the checkpoint and its ancestors. Raises NotServedError if the audit finds something."""
+    """Audit the checkpoint and its ancestors.
+
+    Raises:
+        NotServedError: the audit finds something, or data that it descends from was withdrawn.
+    """
+    if (refused := refusal(choice.store, choice.node)) is not None:
+        raise NotServedError(refused)
     broken = audit(choice.store, [choice.node], public=public).broken
     if broken:
         raise NotServedError(f"{choice.node.name}: the audit found {'; '.join(broken)}")
@@ -119,16 +127,19 @@ class Follower:
         self._name, self._output, self._tracking_uri, self._public = name, output, tracking_uri, public
         self._clock = clock
         self._seen: str | None = None
+        self._num_withdrawals = 0
 
     def next_champion(self) -> Choice | None:
         """Another champion with a sound audit, if there is one; repeated after a while until it is served.
 
         Raises:
-            NotServedError: the audit of another champion is not sound; raised once for each.
+            NotServedError: another champion must not be served, or data of the one that is served was withdrawn;
+                raised once for each.
         """
         decision = current(self._output).get((self._name, CHAMPION))
         if decision is None or decision.checkpoint == self.serving:
             self._seen = None
+            self._require_no_new_withdrawal()
             return None
         now = self._clock()
         if decision.checkpoint != self._seen:
@@ -146,3 +157,10 @@ class Follower:
             self._reported = True
             raise NotServedError(str(error)) from error
         return choice
+
+    def _require_no_new_withdrawal(self) -> None:
+        if (count := len(view(self._output).withdrawals)) != self._num_withdrawals:
+            self._num_withdrawals = count
+            choice = champion(self._name, self._output, self._tracking_uri)
+            if (refused := refusal(choice.store, choice.node)) is not None:
+                raise NotServedError(refused)

@@ -31,6 +31,8 @@ from xray_runtime.lineage.log import view
 from xray_runtime.lineage.promotion import review, roll_back
 from xray_runtime.lineage.recorded import RecordedReader
 from xray_runtime.lineage.reference import find, open_lineage_store
+from xray_runtime.serving import NotServedError
+from xray_runtime.serving.choice import Follower, champion, fixed, require_sound
 from xray_runtime.serving.middleware import key_digest
 
 SECRET = 'my "secret" is <b>Zürich & co</b>, keep it'
@@ -160,9 +162,20 @@ def test_a_persons_text_is_gone_and_what_was_made_from_it_is_refused(output: Pat
     assert (code, text) == (0, "no live model descends from what was withdrawn, and what was erased is gone\n")
 
 
-def test_a_champion_that_descends_is_named_and_is_not_rolled_back_to(output: Path) -> None:
+def test_a_champion_that_descends_is_named_and_is_neither_served_nor_rolled_back_to(output: Path) -> None:
     promoted(output, "dpo-ann", min_win_rate=None, max_kl=None)
+    served = champion(NAME, output, None)
+    require_sound(served, None)
+    follower = Follower(NAME, output, None, None, served.node.sha256)
+    assert follower.next_champion() is None
     assert withdrawn(output, "--user", "ann", "--yes")[0] == 0
+    with pytest.raises(NotServedError, match=r"dpo-ann .* descends from withdrawn data: "):
+        follower.next_champion()
+    assert follower.next_champion() is None  # said once
+    for choice in (champion(NAME, output, None), fixed("dpo-ann", output, None)):
+        with pytest.raises(NotServedError, match="descends from withdrawn data: "):
+            require_sound(choice, None)
+    require_sound(fixed("sft", output, None), None)
     code, text = withdrawn(output, "--verify")
     assert (code, f"{NAME}@champion" in text) == (1, True)
     Lifecycle(output).whole().register("ppo-2")
