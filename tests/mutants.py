@@ -52,7 +52,8 @@ GUARDS = {
     "lineage/terms": "lineage/test_terms.py",
     "evaluation/judge_leakage": "evaluation/test_judge_leakage.py",
     "evaluation/judging": "evaluation/test_judging.py evaluation/test_evaluate.py evaluation/test_compare.py",
-    "graph/binding": "graph/test_binding.py graph/test_given_functions.py rl/test_validation.py evaluation/test_benchmark.py",
+    "graph/binding": "graph/test_binding.py graph/test_given_functions.py rl/test_validation.py"
+    " evaluation/test_benchmark.py",
     "rl/episode": "rl/test_episodes.py evaluation/test_benchmark.py",
     "rl/episodes": "rl/test_episodes.py evaluation/test_benchmark.py",
     "rl/experience": "rl/test_experience.py",

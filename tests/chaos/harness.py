@@ -429,8 +429,9 @@ def nothing_is_lost(baseline: dict[str, Any], tmp_path: Path, cases: list[Case])
     faults = run(tmp_path / "faults", cases)
     log = (tmp_path / "faults.log").read_text()
     (tmp_path / "faults.txt").write_text("\n".join(map(str, faults)))
-    details = "\n".join([*map(str, faults), log])
-    assert differences(baseline, outcome(tmp_path / "faults")) == [], details
+    lost = differences(baseline, outcome(tmp_path / "faults"))
+    details = "\n".join([*lost, *map(str, faults), log])
+    assert lost == [], details
     # Some processes handle SIGTERM without ending.
     assert sum(fault.hit for fault in faults) >= len(cases) * 2 // 3, details
 
