@@ -29,7 +29,18 @@ from scipy.stats import ttest_ind  # type: ignore[import-untyped]
 import xray
 from benchmarks.machine import gflop_per_second, line, machine, ratio, spread, table
 from benchmarks.peers_measure import TRL, peak_memory, steps
-from benchmarks.peers_work import EPOCHS, LAST_WITH_PPO, METHODS, NEWEST, SAMPLES, SAMPLING, SEED, SIZES, THREADS
+from benchmarks.peers_work import (
+    EPOCHS,
+    LAST_WITH_PPO,
+    METHODS,
+    NEWEST,
+    REPLICAS,
+    SAMPLES,
+    SAMPLING,
+    SEED,
+    SIZES,
+    THREADS,
+)
 from benchmarks.peers_xray import Work
 from xray_runtime.config.base import PretrainedBase
 from xray_runtime.planning.shapes import ModelShape, from_pretrained
@@ -184,7 +195,8 @@ def main() -> None:
     for size in options.size:
         for lengths in options.lengths:
             output = root / f"{size}-{lengths}"
-            with xray.workspace(output, project="peers", seed=SEED, runtime={"threads": THREADS}):
+            runtime = {"threads": THREADS, "generator_replicas": REPLICAS}
+            with xray.workspace(output, project="peers", seed=SEED, runtime=runtime):
                 work = Work.make(SIZES[size], lengths, options.updates, options.iterations, output)
                 for method in options.only:
                     wrong += compare(work, method, trls, options.turns, (size, lengths))
