@@ -27,7 +27,7 @@ from filelock import FileLock, Timeout
 from xray.deployments.local_ray import is_dead, ray_servers, running_ray, temporary_environment
 from xray.deployments.service import LOOPBACK, Service, free_port
 from xray_runtime.credentials import hide_logins
-from xray_runtime.processes import QUIET
+from xray_runtime.processes import QUIET, without_collection
 from xray_runtime.template_database import copy_template
 
 log = logging.getLogger(__name__)
@@ -167,6 +167,7 @@ def _start_stage_process() -> None:
     ray.remote(num_cpus=0, max_retries=0)(_import_libraries).remote()
 
 
+@without_collection()
 def _import_libraries() -> None:
     for module in ("mlflow", "xray.tasks.stage", "xray.tasks.stage_job"):
         importlib.import_module(module)

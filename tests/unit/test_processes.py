@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -14,7 +16,7 @@ import psutil
 import pytest
 
 from xray_runtime import processes
-from xray_runtime.processes import TAG, kill_tagged, tagged
+from xray_runtime.processes import TAG, kill_tagged, tagged, without_collection
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -201,3 +203,18 @@ print("elsewhere")
     assert process.returncode == 0
     assert path.read_text() == "what was there\nfrom Python\nan error\nfrom C\nfrom a child\n"
     assert (tmp_path / "new" / "other.log").read_text() == "elsewhere\n"
+
+
+def test_an_import_runs_without_the_collector_which_is_then_as_before() -> None:
+    assert gc.isenabled()
+    with contextlib.suppress(ImportError), without_collection():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with without_collection():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

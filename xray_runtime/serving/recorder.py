@@ -256,6 +256,8 @@ class Recorder:
         # The disk is full or away, the key cannot be read, …: serving goes on.
         except Exception as error:
             self._writer = None
+            # The next attempt must not wait for more rows.
+            self._hurry.set()
             log.warning("recording: %d rows wait for the disk (%s: %s)", len(self._rows), type(error).__name__, error)
             await asyncio.sleep(RETRY_SECONDS)
             return

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.data.rows import Rows
-from xray_runtime.processes import at_low_priority
+from xray_runtime.processes import at_low_priority, without_collection
 from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class Generator(Workhorse):
         if config.engine == "vllm":
             at_low_priority(self._load_vllm)
 
+    @without_collection()
     def _load_vllm(self) -> None:
         from xray_runtime.engines.generation.vllm import load_vllm
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from xray_runtime.data.rows import Ragged, Rows, num_rows, take
 from xray_runtime.errors import NonFiniteError
-from xray_runtime.processes import at_low_priority
+from xray_runtime.processes import at_low_priority, without_collection
 from xray_runtime.signs import part_done
 from xray_runtime.store.shards import read_shards, shard_problem
 from xray_runtime.workers.micro_batches import Columns, as_tensors, row_groups
@@ -43,6 +43,7 @@ class Learner(Workhorse):
         """Import slow libraries before there is a model."""
         at_low_priority(self._load_libraries)
 
+    @without_collection()
     def _load_libraries(self) -> None:
         from xray_runtime.engines.training.deepspeed_setup import load_deepspeed
         from xray_runtime.models import causal_lm, heads  # noqa: F401
