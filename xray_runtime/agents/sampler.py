@@ -36,7 +36,7 @@ class Sampled(NamedTuple):
     logprobs: list[float]
     ended: bool
     version: int
-    """Of the policy that sampled it."""
+    """The version of the policy that sampled it."""
 
 
 @dataclass(frozen=True)

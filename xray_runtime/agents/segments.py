@@ -49,7 +49,7 @@ class Call:
     logprobs: list[float]
     ended: bool
     version: int
-    """Of the policy that sampled it."""
+    """The version of the policy that sampled it."""
     is_trained: bool
     """False: it was sampled from another distribution than the policy's."""
     options: dict[str, Any]

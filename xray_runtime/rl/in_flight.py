@@ -114,7 +114,7 @@ class InFlightEpisodes:
                 self._groups[number] = _Group(planned, [self._agents.start(p, self._iteration) for p in planned])
 
     def _first_complete(self) -> list[int]:
-        """Of the complete groups those that began first, as many as an iteration trains on."""
+        """The complete groups that began first, as many as an iteration trains on."""
         oldest = self._iteration - self._config.lag
         while True:
             for group in self._groups.values():
