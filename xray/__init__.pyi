@@ -1108,6 +1108,7 @@ def ppo(
     stop: list[str] = ...,
     environment: _EnvironmentConfig | _AgentConfig | None = None,
     lag: int = 0,
+    in_flight_updates: bool = False,
     epochs: int = 4,
     minibatch_size: int = 32,
     clip_range: float = 0.2,
@@ -1216,6 +1217,12 @@ def ppo(
           `n`: sample the n-th rollout from now with the current weights while the update runs. Replies
           are then up to n updates old when the policy trains on them; importance weights correct this.
           More than 1 makes nothing faster, but shows what older replies cost.
+      in_flight_updates: true or false; default `false`
+          With `lag` and an agent: episodes run on while weights change, so that a slow one holds nobody
+          up. An iteration trains on the first prompts whose episodes are all complete, and each token
+          is weighted by the version that sampled it. An episode with a token more than `lag` updates
+          old begins anew. Time decides the schedule, which is recorded: a run that was killed and a
+          replay follow the record, but two runs may differ.
       epochs: whole number, ≥ 1; default `4`
           Passes over each rollout.
       minibatch_size: whole number, ≥ 1; default `32`

@@ -47,7 +47,8 @@ class Policy:
     decode: Callable[[list[int]], str]
     sampler: BatchSampler
     sampling: Sampling
-    version: int
+    version: int | None
+    """None: the version that the generator holds when a call's turn comes."""
     seed_of: Callable[[str], int]
     """A call's key → its seed."""
     keep: Callable[[Iterable[Call]], None]
@@ -88,6 +89,8 @@ class AgentEpisode:
         self.unusable: str | None = None
         self.broken: str | None = None
         """Why the agent was broken off."""
+        self.is_stale = False
+        """Ended, because some of its calls are of too old a version."""
 
     @property
     def temperature(self) -> float:
@@ -143,6 +146,12 @@ class AgentEpisode:
         """End an episode whose agent broke a rule; it has no reward."""
         if not self.is_over:
             self.broken = why
+            self.close()
+
+    def end_if_stale(self, oldest: int) -> None:
+        """End an episode that has a call of a version before `oldest`."""
+        if not self.is_over and any(call.version < oldest for call in self._tree.calls.values()):
+            self.is_stale = True
             self.close()
 
     def close(self) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Self, TypeVar
 
 import uvicorn
@@ -71,6 +73,24 @@ class Gateway:
             self._episodes.pop(episode.name, None)
 
         self.call(closed)
+
+    @contextmanager
+    def updating(self, version: int, oldest: int) -> Iterator[None]:
+        """Hold calls while the generator's weights become those of `version`; the running batch ends first. Episodes
+        with a call of a version before `oldest` end."""
+        asyncio.run_coroutine_threadsafe(self.sampler.hold(), self._loop).result()
+        now = self.sampler.version
+        try:
+            yield
+            now = version
+        finally:
+            self.call(partial(self.sampler.release, now))
+
+        def end_stale() -> None:
+            for episode in list(self._episodes.values()):
+                episode.end_if_stale(oldest)
+
+        self.call(end_stale)
 
     def call(self, function: Callable[[], T]) -> T:
         """Call a function on the gateway's event loop, where episodes live, and return its result."""

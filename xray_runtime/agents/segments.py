@@ -48,6 +48,8 @@ class Call:
     ids: list[int]
     logprobs: list[float]
     ended: bool
+    version: int
+    """The version of the policy that sampled it."""
     is_trained: bool
     """False: it was sampled from another distribution than the policy's."""
     options: dict[str, Any]

@@ -23,7 +23,7 @@ from xray_runtime.config.engines import (
     check_one_row_each,
     check_whole_layers,
 )
-from xray_runtime.config.environment import AnyEnvironment
+from xray_runtime.config.environment import AgentConfig, AnyEnvironment
 from xray_runtime.config.methods import Method, with_method
 from xray_runtime.config.rewards import RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
@@ -119,6 +119,11 @@ class PPOStageConfig(TrainingConfig):
     """`n`: sample the n-th rollout from now with the current weights while the update runs. Replies are then up to n
     updates old when the policy trains on them; importance weights correct this. More than 1 makes nothing faster, but
     shows what older replies cost."""
+    in_flight_updates: bool = False
+    """With `lag` and an agent: episodes run on while weights change, so that a slow one holds nobody up. An iteration
+    trains on the first prompts whose episodes are all complete, and each token is weighted by the version that sampled
+    it. An episode with a token more than `lag` updates old begins anew. Time decides the schedule, which is recorded:
+    a run that was killed and a replay follow the record, but two runs may differ."""
     epochs: Count = 4
     """Passes over each rollout."""
     minibatch_size: Count = 32
@@ -282,6 +287,13 @@ class PPOStageConfig(TrainingConfig):
 
     def _check_environment(self) -> None:
         environment = self.environment
+        if self.in_flight_updates and not self.lag:
+            raise ValueError(
+                "in_flight_updates = True must be False with lag = 0: episodes that run across an update have tokens "
+                "of an older policy"
+            )
+        if self.in_flight_updates and not isinstance(environment, AgentConfig):
+            raise ValueError("in_flight_updates = True must be False without an agent: set environment to one")
         if environment is None:
             return
         environment.check_turns(self.max_new_tokens, self.stop)

@@ -16,10 +16,12 @@ from xray_runtime.data.tokenizing import turns
 from xray_runtime.graph.artifacts import EPISODES
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rewards.source import Batch, Score
-from xray_runtime.rl.agent_episodes import AGENT, record_key
-from xray_runtime.rl.agent_records import Record, read_episodes
+from xray_runtime.rl.agent_episodes import batch_line
+from xray_runtime.rl.agent_records import read_episodes
+from xray_runtime.rl.agent_replay import record_line
 from xray_runtime.rl.episode import rollout_name
 from xray_runtime.rl.episodes import answer_key
+from xray_runtime.rl.in_flight import GROUP
 from xray_runtime.rl.reward_sources import ENVIRONMENT
 from xray_runtime.rl.rollouts import purpose_of
 from xray_runtime.store.manifest import LEDGER
@@ -86,13 +88,9 @@ def restore_episodes(checkpoint: Path, journal: Journal) -> list[str]:
         records = read_episodes(checkpoint / EPISODES)
     except ValueError as error:
         raise ConfigError(f"REF: {error}") from None
-    lines = [_record_line(*place, 0, record) for place, record in records.items()]
+    lines = [record_line(*place, 0, record) for place, record in records.items()]
     journal.write_entries(0, lines)
     return [ENVIRONMENT] if lines else []
-
-
-def _record_line(rollout: str, row: int, step: int, record: Record) -> dict[str, Any]:
-    return {"key": record_key(rollout, row), "source": AGENT, "step": step, "record": record}
 
 
 def _take_scores(
@@ -113,12 +111,17 @@ def _take_scores(
 
 
 def _of_agent(table: pa.Table, number: int, config: PPOConfig) -> list[dict[str, Any]]:
-    """Lines of the journal with the records of an iteration's episodes."""
+    """Lines of the journal with the records of an iteration's episodes, and with which they are (`rl.in_flight`)."""
     lines = []
-    for row, attempt, version, record in zip(*(table[n].to_pylist() for n in (*PLACE, ANSWERS)), strict=True):
-        rollout = rollout_name(purpose_of(attempt), number, version)
-        lines.append(_record_line(rollout, row - attempt * config.rollout_size, number, json.loads(record)))
-    return lines
+    for row, attempt, version, text in zip(*(table[n].to_pylist() for n in (*PLACE, ANSWERS)), strict=True):
+        record, place = json.loads(text), row - attempt * config.rollout_size
+        if GROUP in record:
+            rollout, place = rollout_name(purpose_of(0), record[GROUP], None), row % config.samples_per_prompt
+        else:
+            rollout = rollout_name(purpose_of(attempt), number, version)
+        lines.append(record_line(rollout, place, number, record))
+    groups = dict.fromkeys(line["record"][GROUP] for line in lines if GROUP in line["record"])
+    return [*lines, *([batch_line(number, list(groups))] if groups else [])]
 
 
 def _of_environment(table: pa.Table, number: int, config: PPOConfig, tokenizer: Any) -> list[dict[str, Any]]:

@@ -132,10 +132,11 @@ def replayable(node: Node, graph: Graph, iteration: int | None) -> Replayable:
             f"REF: {node.name} is not allowed: it reads {outside} from outside the store, which has only a digest of it"
         )
     last = last_iteration(iteration, kept)
-    if servers(config) and (kept[: last + 1] != list(range(last + 1)) or config.ledger.tokens == "hashed"):
+    why = "its rewards come from servers" if servers(config) else "time decided its schedule (in_flight_updates)"
+    needs_all = servers(config) or getattr(config, "in_flight_updates", False)
+    if needs_all and (kept[: last + 1] != list(range(last + 1)) or config.ledger.tokens == "hashed"):
         raise ConfigError(
-            f"REF: {node.name} is not allowed: its rewards come from servers, and no ledger holds the replies of all "
-            f"iterations to {last}"
+            f"REF: {node.name} is not allowed: {why}, and no ledger holds the replies of all iterations to {last}"
         )
     for role, sha256 in manifest.parents.items():
         parent = graph.nodes.get(sha256)

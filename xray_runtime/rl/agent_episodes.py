@@ -5,6 +5,8 @@ place in its episode (`agents.segments`), and replies do not depend on their bat
 answered, and each result before it is used. After a kill, episodes that ended are read from the journal; the others run
 again and are answered from it. A record in the journal, which a replay takes from the ledger, is sampled again without
 its agent.
+
+With `in_flight_updates` an episode may have calls of several versions of the policy (`rl.in_flight`).
 """
 
 from __future__ import annotations
@@ -12,32 +14,32 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from xray_runtime.agents.episode import AgentEpisode, EpisodeLimits, Policy, call_from_json, call_to_json
 from xray_runtime.agents.gateway import Gateway
 from xray_runtime.agents.outcomes import Outcome
 from xray_runtime.agents.runner import Address, Runner, open_runner
-from xray_runtime.agents.segments import Call, rows
+from xray_runtime.agents.segments import Call
 from xray_runtime.data.chat_format import chat_format
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.rows import Rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rl.agent_records import (
-    Record,
-    read_calls,
     read_episodes,
+    record_of,
     rollout_of_records,
     write_episodes,
-    written_calls,
 )
+from xray_runtime.rl.agent_replay import AGENT, Played, ReplayedEpisodes
 from xray_runtime.rl.episode import EpisodeBatch
 from xray_runtime.rl.types import Rollout
 from xray_runtime.seeding import derive_seed
@@ -50,15 +52,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-AGENT = "agent"
-"""The journal's source."""
 POLL_S = 0.5
 """How often the wait for an agent looks whether the generator failed."""
-FAILURE_CHARS = 500
+ANEW = ("begun_anew", "stale")
+"""Counts of why an episode began anew: other calls than the journal's; calls of too old a version."""
 
 
 @dataclass(frozen=True)
-class _Planned:
+class Planned:
     """An episode to play."""
 
     name: str
@@ -74,13 +75,6 @@ class _Planned:
     def key(self, *parts: Any) -> str:
         """A key of the journal."""
         return hashlib.sha256(repr((AGENT, self.rollout, self.row, *parts)).encode()).hexdigest()[:32]
-
-
-@dataclass(frozen=True)
-class _Played:
-    record: Record
-    calls: list[Call]
-    ran_again: int = 0
 
 
 class AgentEpisodes:
@@ -119,28 +113,40 @@ class AgentEpisodes:
         self._records_path, self._records = records, read_episodes(records)
         # A resumed attempt does not play all episodes of the earlier one again.
         self._records |= {tuple(e["kept"]): e["record"] for e in self._journal.entries(AGENT) if "kept" in e}
+        replays = {tuple(e["replay"]): e["record"] for e in self._journal.entries(AGENT) if "replay" in e}
+        self._replays = ReplayedEpisodes(self._generate, sampling, replays)
         self._gateway = Gateway(self._generate, config.host)
         self._runner: Runner | None = None
         self._lock, self._is_closed = threading.Lock(), False
         # One rollout at a time: episodes of two would have the same names.
         self._rollouts = ThreadPoolExecutor(1)
+        self._threads = ThreadPoolExecutor(config.concurrency)
+        """For episodes in flight."""
+        self._measured = time.perf_counter(), 0.0
+        """(now, the generator's busy seconds) at the last `idle_share`."""
 
     def sample(self, batch: EpisodeBatch) -> Rollout:
         """Run an agent for each prompt of a batch."""
-        planned = [
-            _Planned(
+        assert batch.version is not None
+        planned = self.planned(batch)
+        self._replays.sample_again(batch.version, [(episode.rollout, episode.row) for episode in planned])
+        with ThreadPoolExecutor(min(self._config.concurrency, len(planned))) as threads:
+            found = list(threads.map(partial(self._play, batch.version, batch.number), planned))
+        if batch.keep:
+            self._records |= {(e.rollout, e.row): of.record for e, of in zip(planned, found, strict=True)}
+        return self.rollout(planned, found, batch.version)
+
+    def planned(self, batch: EpisodeBatch) -> list[Planned]:
+        """The episodes of a batch."""
+        return [
+            Planned(
                 f"{batch.purpose}-{batch.number}-{row}", batch.name, row, {"seed": seed} | task, seed, ids, batch.keep
             )
             for row, task, seed, ids in batch.starts(self._stage)
         ]
-        replayed = self._replayed(planned, batch.version)
-        rest = [episode for episode in planned if episode.name not in replayed]
-        with ThreadPoolExecutor(min(self._config.concurrency, max(1, len(rest)))) as threads:
-            played = list(threads.map(partial(self._play, batch.version, batch.number), rest))
-        by_name = replayed | {episode.name: of for episode, of in zip(rest, played, strict=True)}
-        found = [by_name[episode.name] for episode in planned]
-        if batch.keep:
-            self._records |= {(e.rollout, e.row): of.record for e, of in zip(planned, found, strict=True)}
+
+    def rollout(self, planned: Sequence[Planned], found: Sequence[Played], version: int) -> Rollout:
+        """Episodes that ended as the rows of a rollout; `version` is that of one without calls."""
         return rollout_of_records(
             [episode.record for episode in found],
             [episode.calls for episode in found],
@@ -149,12 +155,45 @@ class AgentEpisodes:
             [episode.row for episode in planned],
             [episode.ran_again for episode in found],
             self._format.end_of_turn,
-            batch.version,
+            [episode.version(version) for episode in found],
         )
 
     def begin(self, batch: EpisodeBatch) -> Future[Rollout]:
         """Call `sample` in another thread, after earlier calls of `begin`."""
         return self._rollouts.submit(self.sample, batch)
+
+    def start(self, planned: Planned, step: int, stale: Played | None = None) -> Future[Played]:
+        """Play an episode in another thread, each call with the version of the policy that is then current.
+
+        Args:
+            stale: what it was before, of too old a version.
+        """
+        if stale is None:
+            return self._threads.submit(self._play, None, step, planned)
+        counts = Counter({name: stale.record["counts"][name] for name in ANEW})
+        self._begin_anew(planned, step, counts, "stale")
+        return self._threads.submit(self._play, None, step, planned, counts)
+
+    @contextmanager
+    def updating(self, version: int, oldest: int) -> Iterator[None]:
+        """As `Gateway.updating`; episodes that ended as stale begin anew. A replay then samples calls of `version`."""
+        with self._gateway.updating(version, oldest):
+            yield
+        self._replays.sample_again(version)
+
+    def recorded_batch(self, iteration: int) -> list[int] | None:
+        """The groups that an earlier attempt, or the run that is replayed, trained on in an iteration."""
+        entry = self._journal.entry(batch_key(iteration))
+        return None if entry is None else entry["groups"]
+
+    def record_batch(self, iteration: int, groups: Sequence[int]) -> None:
+        """Journal the groups of an iteration."""
+        self._journal.write_entries(iteration, [batch_line(iteration, groups)])
+
+    def idle_share(self) -> float:
+        """Share of the time since the last call in which the generator sampled for no agent."""
+        (begin, busy), self._measured = self._measured, (time.perf_counter(), self._gateway.sampler.busy_s)
+        return 1 - (self._measured[1] - busy) / (self._measured[0] - begin)
 
     def close(self) -> None:
         """End all agents and stop answering."""
@@ -162,7 +201,8 @@ class AgentEpisodes:
             self._is_closed = True
             if self._runner is not None:
                 self._runner.close()
-        self._rollouts.shutdown(cancel_futures=True)
+        for threads in (self._rollouts, self._threads):
+            threads.shutdown(cancel_futures=True)
         self._gateway.close()
         if self._records:
             write_episodes(self._records_path, self._records)
@@ -179,19 +219,28 @@ class AgentEpisodes:
                 self._runner = open_runner(self._config, self._log_path)
             return self._runner
 
-    def _play(self, version: int, step: int, planned: _Planned) -> _Played:
-        """Run the agent of one episode until it has a result, or fails."""
-        attempt = 0
-        while self._journal.entry(planned.key("anew", attempt)) is not None:
-            attempt += 1
-        ran_again = 0
+    def _play(self, version: int | None, step: int, planned: Planned, anew: Counter[str] | None = None) -> Played:
+        """Run the agent of one episode until it has a result, or fails.
+
+        Args:
+            anew: how often it began anew, by `ANEW`; None: as journaled.
+        """
+        replayed = self._replays.played((planned.rollout, planned.row))
+        if replayed is not None:
+            return replayed
+        counts, ran_again = self._begun_anew(planned) if anew is None else anew, 0
         while True:
+            attempt = counts.total()
             name = f"{planned.name}-{attempt}" if attempt else planned.name
             known = self._known.get(f"{planned.rollout}/{name}", {})
             end = self._journal.entry(planned.key("end", attempt))
             if end is not None:
-                return _Played(end["record"], [known[call["key"]] for call in end["record"]["calls"]], end["ran_again"])
+                return Played(end["record"], [known[call["key"]] for call in end["record"]["calls"]], end["ran_again"])
             episode, outcome = self._run(planned, name, known, version, step)
+            if episode.is_stale:
+                log.info("%s begins anew: its oldest call is of too old a version", name)
+                self._begin_anew(planned, step, counts, "stale")
+                continue
             if outcome.infrastructure is not None and ran_again < self._config.retries:
                 log.warning("%s: %s; the agent runs again", name, outcome.infrastructure)
                 ran_again += 1
@@ -203,19 +252,29 @@ class AgentEpisodes:
             if self._config.changed == "fail":
                 raise RuntimeError(f"{self._stage.name}, {name}: {difference}")
             log.warning("%s begins anew: %s", name, difference)
-            self._journal.write_entries(step, [self._entry(planned.key("anew", attempt), step)])
-            attempt += 1
-        record = _record_of(episode, outcome)
-        record["counts"]["begun_anew"] = attempt
+            self._begin_anew(planned, step, counts, "begun_anew")
+        record = record_of(episode, outcome)
+        record["counts"] |= {why: counts[why] for why in ANEW}
         kept = {"kept": [planned.rollout, planned.row]} if planned.keep else {}
         ended = {"record": record, "ran_again": ran_again} | kept
-        self._journal.write_entries(step, [self._entry(planned.key("end", attempt), step) | ended])
+        self._journal.write_entries(step, [_entry(planned.key("end", attempt), step) | ended])
         if record["failure"]:
             log.warning("%s: %s", name, record["failure"])
-        return _Played(record, episode.calls(), ran_again)
+        return Played(record, episode.calls(), ran_again)
+
+    def _begun_anew(self, planned: Planned) -> Counter[str]:
+        counts = Counter[str]()
+        while (entry := self._journal.entry(planned.key("anew", counts.total()))) is not None:
+            counts[entry["why"]] += 1
+        return counts
+
+    def _begin_anew(self, planned: Planned, step: int, counts: Counter[str], why: str) -> None:
+        """Journal that an episode begins anew, and count it; `counts` are those before."""
+        self._journal.write_entries(step, [_entry(planned.key("anew", counts.total()), step) | {"why": why}])
+        counts[why] += 1
 
     def _run(
-        self, planned: _Planned, name: str, known: Mapping[str, Call], version: int, step: int
+        self, planned: Planned, name: str, known: Mapping[str, Call], version: int | None, step: int
     ) -> tuple[AgentEpisode, Outcome]:
         """One run of an agent."""
         changed = threading.Event()
@@ -245,76 +304,30 @@ class AgentEpisodes:
             raise RuntimeError(f"{self._stage.name}: the stage ended before {name}")
         return episode, outcome
 
-    def _keep(self, planned: _Planned, name: str, step: int, calls: Iterable[Call]) -> None:
+    def _keep(self, planned: Planned, name: str, step: int, calls: Iterable[Call]) -> None:
         entries = [
-            self._entry(planned.key(name, call.key), step)
+            _entry(planned.key(name, call.key), step)
             | {"episode": f"{planned.rollout}/{name}", "call": call_to_json(call)}
             for call in calls
         ]
         self._journal.write_entries(step, entries)
 
-    def _entry(self, key: str, step: int) -> dict[str, Any]:
-        return {"key": key, "source": AGENT, "step": step}
 
-    def _replayed(self, planned: Sequence[_Planned], version: int) -> dict[str, _Played]:
-        """The episodes whose records a replay took from a ledger, with their trained calls sampled again."""
-        entries = {episode.name: self._journal.entry(record_key(episode.rollout, episode.row)) for episode in planned}
-        records = {name: entry["record"] for name, entry in entries.items() if entry is not None}
-        calls = {name: read_calls(record) for name, record in records.items()}
-        samplings: dict[Sampling, list[tuple[str, Call]]] = {}
-        for name, of_episode in calls.items():
-            for call in of_episode.values():
-                if call.is_trained:
-                    samplings.setdefault(replace(self._sampling, **call.options), []).append((name, call))
-        for sampling, batch in samplings.items():
-            seeds = np.array([call.seed for _, call in batch])
-            prompts: Rows = {"input_ids": Ragged.of(call.prompt for _, call in batch), "seed": seeds}
-            answer = self._generate(prompts, sampling, version)
-            replies = zip(answer["response_ids"], answer["rollout_logprobs"], strict=True)
-            for (name, call), (ids, logprobs) in zip(batch, replies, strict=True):
-                calls[name][call.key] = replace(call, ids=ids.tolist(), logprobs=logprobs.tolist())
-        return {
-            name: _Played(record | {"calls": _with_ids(record, calls[name])}, list(calls[name].values()))
-            for name, record in records.items()
-        }
+def batch_line(iteration: int, groups: Sequence[int]) -> dict[str, Any]:
+    """A line of the journal: the groups that an iteration trains on (`rl.in_flight`)."""
+    return _entry(batch_key(iteration), iteration) | {"groups": list(groups)}
 
 
-def record_key(rollout: str, row: int) -> str:
-    """Journal key of a record that a replay takes from the ledger."""
-    return hashlib.sha256(repr((AGENT, "replay", rollout, row)).encode()).hexdigest()[:32]
+def batch_key(iteration: int) -> str:
+    """Journal key of `batch_line`."""
+    return hashlib.sha256(repr((AGENT, "batch", iteration)).encode()).hexdigest()[:32]
 
 
-def _with_ids(record: Record, calls: Mapping[str, Call]) -> list[dict[str, Any]]:
-    return [call | {"ids": calls[call["key"]].ids} for call in record["calls"]]
+def _entry(key: str, step: int) -> dict[str, Any]:
+    return {"key": key, "source": AGENT, "step": step}
 
 
 def _take(episode: AgentEpisode, outcome: Outcome) -> None:
     """Add what an agent returned to what it posted; after a final post it can add nothing."""
     if outcome.posted is not None and not episode.is_over:
         episode.post(replace(outcome.posted, final=True))
-
-
-def _record_of(episode: AgentEpisode, outcome: Outcome) -> Record:
-    trained, failure = sorted(episode.trained()), _failure(episode, outcome)
-    branches = max(0, len(rows(episode.calls(), frozenset(trained))) - 1)
-    return {
-        "calls": written_calls(episode.calls()),
-        "trained": trained,
-        "reward": None if failure else episode.reward,
-        "info": episode.info,
-        "failure": " ".join(failure.split())[:FAILURE_CHARS],
-        "counts": episode.counts | {"branches": branches},
-    }
-
-
-def _failure(episode: AgentEpisode, outcome: Outcome) -> str:
-    """Sort and reason; empty if the episode has a reward to train on."""
-    reasons: list[tuple[bool, Callable[[], str]]] = [
-        (episode.broken is not None, lambda: f"broke: {episode.broken}"),
-        (episode.unusable is not None, lambda: f"unusable: {episode.unusable}"),
-        (not episode.trained(), lambda: "broke: the agent made no call to train on"),
-        (episode.reward is not None and episode.is_over, lambda: ""),
-        (outcome.infrastructure is not None, lambda: f"infrastructure: {outcome.infrastructure}"),
-        (outcome.broken is not None, lambda: f"broke: {outcome.broken}"),
-    ]
-    return next((reason() for holds, reason in reasons if holds), "broke: the agent ended without a reward")

@@ -1,6 +1,7 @@
 """The record of an agent's episode: in the ledger (`answers`), and from there into a rollout.
 
-    {"calls": [{"key", "parent", "prompt", "seed", "ids", "ended", "is_trained", "options", "messages"}],
+    {"calls": [{"key", "parent", "prompt", "seed", "ids", "ended", "version", "is_trained", "options",
+                "messages"}],
      "trained": [keys], "reward", "info", "failure", "counts"}
 
 A call's `prompt` and `messages` leave out those of its parent. A failure begins with its sort: `broke`, `unusable` or
@@ -16,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from xray_runtime.agents.episode import call_from_json
+from xray_runtime.agents.episode import AgentEpisode, call_from_json
+from xray_runtime.agents.outcomes import Outcome
 from xray_runtime.agents.request import before_stop, read_calls as found_calls
 from xray_runtime.agents.segments import Call, Row, call_id, rows
 from xray_runtime.data.agent_conversations import in_order
@@ -31,6 +33,21 @@ Place = tuple[str, int]
 
 SORTS = {"broke": "broke", "unusable": "failed_unusable", "infrastructure": "failed_infrastructure"}
 """Sort of failure → its metric."""
+FAILURE_CHARS = 500
+
+
+def record_of(episode: AgentEpisode, outcome: Outcome) -> Record:
+    """The record of an episode that ended."""
+    trained, failure = sorted(episode.trained()), _failure(episode, outcome)
+    branches = max(0, len(rows(episode.calls(), frozenset(trained))) - 1)
+    return {
+        "calls": written_calls(episode.calls()),
+        "trained": trained,
+        "reward": None if failure else episode.reward,
+        "info": episode.info,
+        "failure": " ".join(failure.split())[:FAILURE_CHARS],
+        "counts": episode.counts | {"branches": branches},
+    }
 
 
 def written_calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
@@ -39,7 +56,7 @@ def written_calls(calls: Sequence[Call]) -> list[dict[str, Any]]:
     written = []
     for call in sorted(calls, key=lambda call: call.key):
         known = len(by_key[call.parent].tokens) if call.parent is not None else 0
-        names = ("key", "parent", "seed", "ids", "ended", "is_trained", "options", "messages")
+        names = ("key", "parent", "seed", "ids", "ended", "version", "is_trained", "options", "messages")
         written.append({name: getattr(call, name) for name in names} | {"prompt": call.prompt[known:]})
     return written
 
@@ -109,7 +126,7 @@ def rollout_of_records(
     rows_of: Sequence[int],
     ran_again: Sequence[int],
     end_of_turn: int,
-    version: int,
+    versions: Sequence[int],
 ) -> Rollout:
     """Episodes as the rows of a rollout.
 
@@ -119,6 +136,7 @@ def rollout_of_records(
         seeds: of the episodes' tasks.
         rows_of: each episode's number in the rollout.
         ran_again: how often infrastructure failed in each episode, so that its agent ran again.
+        versions: the oldest version of the policy in each episode.
     """
     split = [_rows(*given, end_of_turn) for given in zip(records, calls, prompts, strict=True)]
     failures = [record["failure"] for record in records]
@@ -142,7 +160,7 @@ def rollout_of_records(
         rollout_logprobs=Ragged.of(([p for row in branches for p in row.logprobs] for branches in split), np.float32),
         ended=np.array([not failure for failure in failures]),
         seed=np.array(seeds),
-        version=np.full(len(records), version),
+        version=np.array(versions),
         prompt=np.array(rows_of),
         episodes=columns,
     )
@@ -171,3 +189,16 @@ def _on_last(mask: list[bool], reward: float) -> list[float]:
     placed = [0.0] * len(mask)
     placed[max(place for place, own in enumerate(mask) if own)] = 0.0 if np.isnan(reward) else reward
     return placed
+
+
+def _failure(episode: AgentEpisode, outcome: Outcome) -> str:
+    """Sort and reason; empty if the episode has a reward to train on."""
+    reasons: list[tuple[bool, Callable[[], str]]] = [
+        (episode.broken is not None, lambda: f"broke: {episode.broken}"),
+        (episode.unusable is not None, lambda: f"unusable: {episode.unusable}"),
+        (not episode.trained(), lambda: "broke: the agent made no call to train on"),
+        (episode.reward is not None and episode.is_over, lambda: ""),
+        (outcome.infrastructure is not None, lambda: f"infrastructure: {outcome.infrastructure}"),
+        (outcome.broken is not None, lambda: f"broke: {outcome.broken}"),
+    ]
+    return next((reason() for holds, reason in reasons if holds), "broke: the agent ended without a reward")

@@ -39,8 +39,8 @@ class EpisodeBatch:
     prompts: Sequence[Prompt]
     columns: Mapping[str, Sequence[Any]]
     """Columns of the dataset, one value per prompt."""
-    version: int
-    """The policy's version."""
+    version: int | None
+    """The policy's version; None: the one that is current at each call."""
     purpose: str
     number: int = 0
     group_size: int = 1
@@ -152,9 +152,9 @@ def rollout_of(episodes: Sequence[Episode], version: int) -> Rollout:
     )
 
 
-def rollout_name(purpose: str, number: int, version: int) -> str:
+def rollout_name(purpose: str, number: int, version: int | None) -> str:
     """Name of one call of `sample`. Versions are answered separately, even if their replies are the same."""
-    return f"{purpose}-{number}-{version}"
+    return "-".join(str(part) for part in (purpose, number, version) if part is not None)
 
 
 def episode_means(episodes: EpisodeColumns) -> dict[str, float]:

@@ -77,6 +77,7 @@ class Episodes:
 
     def sample(self, batch: EpisodeBatch) -> Rollout:
         """Play the episodes of a batch."""
+        assert batch.version is not None
         episodes = [Episode(row, row, task, seed, ids) for row, task, seed, ids in batch.starts(self._stage)]
         size = -(-len(episodes) // self._config.cohorts)
         cohorts = [episodes[start : start + size] for start in range(0, len(episodes), size)]
@@ -101,6 +102,7 @@ class Episodes:
     def _play(self, episodes: list[Episode], batch: EpisodeBatch) -> None:
         """Play the turns of a cohort until all its episodes are over."""
         stage, name, number = self._stage, batch.name, batch.number
+        assert batch.version is not None
         for episode, start in self._answers(episodes, name, number):
             self._begin(episode, Start(**start))
         turn = 0

@@ -124,8 +124,8 @@ def rollout_metrics(config: PPOConfig, rollout: Rollout, scored: ScoredRollout, 
         rollout: the rollout as sampled.
         scored: the scored rollout, with tied groups replaced.
     """
-    version, episodes = int(rollout.version[0]), scored.rollout.episodes
-    metrics = {"rollout/version": float(version), "rollout/lag": float(iteration - version)}
+    version, episodes = float(rollout.version.mean()), scored.rollout.episodes
+    metrics = {"rollout/version": version, "rollout/lag": iteration - version}
     metrics["rollout/distinct_replies"] = len(set(scored.replies)) / len(scored.replies)
     if episodes is not None:
         metrics |= {f"rollout/{name}": mean for name, mean in episode_means(episodes).items()}

@@ -13,7 +13,7 @@ The loop of `run` is the algorithm; each iteration:
 `validation` may score the policy before an iteration; `watch` looks for a hacked reward after it and may end the stage.
 
 With `lag: n` the replies of n iterations later are sampled during `score` and `update` of this one; `generate` only
-waits for the rest.
+waits for the rest. With `in_flight_updates` agents go on while weights change (`rl.in_flight`).
 """
 
 from __future__ import annotations
@@ -38,14 +38,16 @@ from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
 from xray_runtime.models.weight_files import same_trunk
+from xray_runtime.rl.agent_episodes import AgentEpisodes
 from xray_runtime.rl.episodes import EpisodeSampler, open_episodes
 from xray_runtime.rl.experience import build_experience, scaled_rewards
 from xray_runtime.rl.hacking_monitor import HackingMonitor
+from xray_runtime.rl.in_flight import InFlightEpisodes
 from xray_runtime.rl.ledger_writer import Ledger
 from xray_runtime.rl.metrics import iteration_metrics, summary
 from xray_runtime.rl.model_roles import ppo_models
 from xray_runtime.rl.reward_sources import RewardSources
-from xray_runtime.rl.rollouts import Rollouts
+from xray_runtime.rl.rollouts import Rollouts, purpose_of
 from xray_runtime.rl.scoring import ScoredRollout, Scorer
 from xray_runtime.rl.update import Updater, first_minibatch
 from xray_runtime.rl.validation import Validation
@@ -103,7 +105,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
 
             results = rollout, scored, experience, update
             metrics = iteration_metrics(config, iteration, clock, loop.prompts, loop.rewards, results, probe, golds)
-            metrics |= validated | {"kl/coef": loop.kl.coef}
+            metrics |= validated | {"kl/coef": loop.kl.coef} | loop.rollouts.metrics()
             metrics |= loop.monitor.check(iteration, metrics, scored.rollout)
             recorder.metrics(loop.skipped.metrics(metrics), iteration)
             recorder.progress(iteration + 1, config.iterations, "iterations", summary(metrics))
@@ -174,10 +176,15 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
         stage.open_models(specs | validation.specs()) as models,
         open_episodes(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out) as episodes,
     ):
-        rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor, episodes)
+        in_flight = None
+        if config.in_flight_updates:
+            assert isinstance(episodes, AgentEpisodes)
+            in_flight = InFlightEpisodes(episodes, config, purpose_of(0), prompts)
+        rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor, episodes, in_flight)
         keep_files: list[KeepsFiles] = [rollouts, monitor, validation.best, ledger]
         state = {"skipped": skipped, "watch": monitor.state, "validation": validation.best.state}
         state |= {"cursor": cursor, "kl": kl, "moments": moments}
+        state |= {} if in_flight is None else {"in_flight": in_flight.state}
         yield _Loop(
             stage=stage,
             tokenizer=tokenizer,

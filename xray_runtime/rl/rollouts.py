@@ -3,7 +3,8 @@
 With `lag: n` (1 is "one-step-off") the generator samples rollout i + n with version i, the policy after i updates,
 while all models score rollout i and the policy learns from it. Version 0 samples the first n + 1 rollouts; every later
 one is n updates old, and none is older. Weights never change while a rollout is sampled, so it depends on prompts,
-seeds and one version, never on timing. The loss then involves three policies:
+seeds and one version, never on timing; `in_flight_updates` gives that up (`rl.in_flight`). The loss then involves three
+policies:
 
     behaviour   version i − n, in the generator, sampled           `rollout_logprobs`
     proximal    version i, in the trainer, before the update       `old_logprobs`, where the clipped ratio is 1
@@ -16,6 +17,7 @@ over behaviour. The same weights, with the same cap, correct for the generator's
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +27,9 @@ import numpy as np
 from xray_runtime.data.rows import Ragged, Rows, load_rows, save_rows
 from xray_runtime.data.text_rows import text_rows
 from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.rl.agent_episodes import AgentEpisodes
 from xray_runtime.rl.episode import EpisodeBatch
+from xray_runtime.rl.in_flight import InFlightEpisodes
 from xray_runtime.rl.types import Rollout, to_rows
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.finite import check_rollout
@@ -77,6 +81,7 @@ class Rollouts:
         prompts: all prompts.
         cursor: position in them.
         episodes: plays episodes instead of sampling single replies.
+        in_flight: the episodes that run across updates, with `in_flight_updates`.
     """
 
     def __init__(
@@ -87,14 +92,18 @@ class Rollouts:
         prompts: UniquePrompts,
         cursor: Cursor,
         episodes: EpisodeSampler | None = None,
+        in_flight: InFlightEpisodes | None = None,
     ) -> None:
         self._generator, self._stage, self._prompts, self._cursor = generator, stage, prompts, cursor
-        self._sampling, self._episodes = sampling, episodes
+        self._sampling, self._episodes, self._in_flight = sampling, episodes, in_flight
         self._pending: list[PendingRollout] = []
 
     def request(self, iteration: int) -> None:
         """Start sampling, with policy version `iteration`, all rollouts up to `iteration + lag` that were not requested
         yet."""
+        if self._in_flight is not None:
+            self._in_flight.request(iteration, self._cursor)
+            return
         config = self._stage.config
         end = min(iteration + config.lag + 1, config.iterations)
         for number in range(iteration + len(self._pending), end):
@@ -108,6 +117,8 @@ class Rollouts:
 
     def take(self) -> Rollout:
         """Remove and return the oldest requested rollout."""
+        if self._in_flight is not None:
+            return self._in_flight.take()
         return self._checked(self._pending.pop(0))
 
     def sample_others(self, iteration: int, attempt: int, count: int) -> Rollout:
@@ -122,7 +133,13 @@ class Rollouts:
 
     def sync(self, policy: ModelHandle, iteration: int) -> str | None:
         """Load version `iteration` of the policy's weights into the generator; returns `Shard.policy`."""
-        return get(self._generator.follow.remote(policy, iteration)) if iteration else None
+        with nullcontext() if self._in_flight is None else self._in_flight.updating(iteration):
+            return get(self._generator.follow.remote(policy, iteration)) if iteration else None
+
+    def metrics(self) -> dict[str, float]:
+        """`speed/generator_idle` since the last call, with agents."""
+        agents = self._episodes
+        return {"speed/generator_idle": agents.idle_share()} if isinstance(agents, AgentEpisodes) else {}
 
     def probe(self, policy: ModelHandle, version: int) -> float:
         """Mean |log-probability difference| between generator and policy at `version`, in nats per token.

@@ -142,3 +142,43 @@ def by_number(task: dict[str, Any]) -> Any:
     """A fault or none, by the number in the prompt."""
     faults = ("none", "raises", "unusable", "nothing", "none")
     return faulty(task | {"fault": faults[int(task["prompt"][-1]) % len(faults)]})
+
+
+def waits(task: dict[str, Any]) -> float:
+    """Two calls. Where the task's prompt ends with 3, a version of the policy must come between them."""
+    first = [{"role": "user", "content": task["prompt"]}]
+    answer = ask(first)
+    if task["prompt"].endswith("3"):
+        await_version()
+    ask([*first, {"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "go on"}])
+    return float(len(answer["content"]))
+
+
+def first_pauses(task: dict[str, Any]) -> float:
+    """Two calls, between which the first agent of all waits for a later version of the policy."""
+    first = [{"role": "user", "content": task["prompt"]}]
+    answer = ask(first)
+    try:
+        os.mkdir(f"{os.environ['XRAY_TEST_VERSIONS']}/first")
+        await_version()
+    except FileExistsError:
+        pass
+    ask([*first, {"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "go on"}])
+    return float(len(answer["content"]))
+
+
+def first_waits(task: dict[str, Any]) -> float:
+    """One call, which the first agent of all makes only at a later version of the policy."""
+    try:
+        os.mkdir(f"{os.environ['XRAY_TEST_VERSIONS']}/first")
+        await_version()
+    except FileExistsError:
+        pass
+    return float(len(ask([{"role": "user", "content": task["prompt"]}])["content"]))
+
+
+def await_version() -> None:
+    """Wait until a file says that the policy was updated often enough."""
+    path = f"{os.environ['XRAY_TEST_VERSIONS']}/2"
+    while not os.path.exists(path):
+        time.sleep(0.02)

@@ -1,0 +1,82 @@
+"""Records of agents' episodes that a replay takes from a ledger: their calls are sampled again, without the agent."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from xray_runtime.agents.segments import Call
+from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.rl.agent_records import Place, Record, read_calls
+
+AGENT = "agent"
+"""The journal's source."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """An episode that has ended."""
+
+    record: Record
+    calls: list[Call]
+    """With log-probabilities."""
+    ran_again: int = 0
+    """How often infrastructure failed, so that the agent ran again."""
+
+    def version(self, default: int) -> int:
+        """The oldest version of the policy among the calls; `default` if there are none."""
+        return min((call.version for call in self.calls), default=default)
+
+
+def record_line(rollout: str, row: int, step: int, record: Record) -> dict[str, Any]:
+    """A line of the journal with a record from the ledger."""
+    place = [rollout, row]
+    return {"key": record_key(rollout, row), "source": AGENT, "step": step, "replay": place, "record": record}
+
+
+def record_key(rollout: str, row: int) -> str:
+    """Journal key of a record that a replay takes from the ledger."""
+    return hashlib.sha256(repr((AGENT, "replay", rollout, row)).encode()).hexdigest()[:32]
+
+
+class ReplayedEpisodes:
+    """Recorded episodes, of which each call in the loss is sampled again by its version of the policy.
+
+    Args:
+        generate: (prompts and seeds, sampling, version) → replies.
+        sampling: the stage's.
+    """
+
+    def __init__(
+        self, generate: Callable[[Rows, Sampling, int], Rows], sampling: Sampling, records: Mapping[Place, Record]
+    ) -> None:
+        self._generate, self._sampling, self._records = generate, sampling, records
+        self._calls = {place: read_calls(record) for place, record in records.items()}
+
+    def sample_again(self, version: int, places: Iterable[Place] | None = None) -> None:
+        """Sample the calls of a version, which the generator holds; None: of all episodes."""
+        samplings: dict[Sampling, list[tuple[Place, Call]]] = {}
+        for place in self._calls if places is None else places:
+            for call in self._calls.get(place, {}).values():
+                if call.is_trained and call.version == version:
+                    samplings.setdefault(replace(self._sampling, **call.options), []).append((place, call))
+        for sampling, batch in samplings.items():
+            seeds = np.array([call.seed for _, call in batch])
+            prompts: Rows = {"input_ids": Ragged.of(call.prompt for _, call in batch), "seed": seeds}
+            answer = self._generate(prompts, sampling, version)
+            replies = zip(answer["response_ids"], answer["rollout_logprobs"], strict=True)
+            for (place, call), (ids, logprobs) in zip(batch, replies, strict=True):
+                self._calls[place][call.key] = replace(call, ids=ids.tolist(), logprobs=logprobs.tolist())
+
+    def played(self, place: Place) -> Played | None:
+        """The episode at a place; None if it is not recorded."""
+        if place not in self._records:
+            return None
+        record, calls = self._records[place], self._calls[place]
+        written = [call | {"ids": calls[call["key"]].ids} for call in record["calls"]]
+        return Played(record | {"calls": written}, list(calls.values()))
