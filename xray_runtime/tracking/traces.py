@@ -157,7 +157,8 @@ class AnswerTraces:
         from mlflow.genai import label_schemas, review_queues
 
         known = {schema.name: schema for schema in label_schemas.list_label_schemas(experiment_id=self._experiment_id)}
-        for question in _questions():
+        # MLflow asks the newest first.
+        for question in reversed(list(_questions())):
             if question["name"] not in known:
                 made = label_schemas.create_label_schema(**question, experiment_id=self._experiment_id)
                 known[made.name] = made

@@ -34,7 +34,7 @@ def steps(output: Path, name: str) -> list[tuple[int, float]]:
 
 
 def wandb_points(path: Path, name: str) -> list[tuple[int, float]]:
-    """(step, value) in a run's file: after a header of 7 bytes LevelDB's log, each record whole in a block of 32 KiB."""
+    """(step, value) in a run's file: LevelDB's log after a header of 7 bytes, each record whole in its block."""
     from wandb.proto import wandb_internal_pb2
 
     content, place, found = path.read_bytes(), 7, []
