@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from xray.flows.lifecycle import prepare_deployment
 from xray.flows.lifecycle_graph import record_options
+from xray.flows.retraining import is_due, is_touched, sound_start, without_withdrawn
 from xray.tasks.output_directory import saved_config
 from xray.tasks.page import show
 from xray.tasks.task_runner import task_runner
@@ -105,33 +106,44 @@ def begin_night(output: Path, config: FlywheelConfig, release: bool, tracking_ur
         if last is None or last.state not in RELEASABLE:
             raise ConfigError("--release: is not allowed: the last night is not held")
         return last
-    if last is not None and last.state not in DONE:
-        return last
-    chain, after = sound_chain(store), last.last if last is not None else 0
-    if chain.last <= after:
-        return None
     project = saved_config(output).project
+    if last is not None and last.state not in DONE:
+        if not any(is_touched(store, sha) for sha in _of(last)):
+            return last
+        # Somebody withdrew meanwhile: it begins again.
+        nights = nights[:-1]
+        last = nights[-1] if nights else None
+    chain, after = sound_chain(store), last.last if last is not None else 0
+    if chain.last <= after and not is_due(store, f"{project}-policy", _of(last)):
+        return None
     first, through = after + 1, chain.last
     start, data = _start(store, project, config)
     collected = collect(store, project, BY, first, through).sha256
     judged = any(session.judgements for session in read_sessions(output))
     verdicts = publish(store, project, BY).checkpoint.sha256 if judged else None
+    if verdicts is not None and is_touched(open_lineage_store(output, tracking_uri), verdicts):
+        verdicts = None
     # A held night is one that nobody looked at: no later night may learn from it either.
-    usable = [night.feedback[-1] for night in nights if night.state != "held"]
-    window = [sha for sha in usable[len(usable) - config.nights + 1 :] if sha in store.graph.nodes]
-    window = window if config.nights > 1 else []
+    usable = [night for night in nights if night.state != "held" and night.feedback[-1] in store.graph.nodes]
+    window = usable[len(usable) - config.nights + 1 :] if config.nights > 1 else []
+    before = [without_withdrawn(store, project, BY, night.feedback[-1], night.first, night.last) for night in window]
     number = last.number + 1 if last is not None else 1
     night = Night(
         number=number,
         first=first,
         last=through,
-        feedback=[*window, collected],
+        feedback=[*before, collected],
         verdicts=verdicts,
         start=start,
         data=data,
     )
     _write(output, night)
     return night
+
+
+def _of(night: Night | None) -> list[str]:
+    """The checkpoints that a night worked with, and the one that it made."""
+    return [sha for sha in (*night.feedback, night.start, night.policy) if sha] if night is not None else []
 
 
 def _start(store: LineageStore, project: str, config: FlywheelConfig) -> tuple[str, str]:
@@ -142,6 +154,7 @@ def _start(store: LineageStore, project: str, config: FlywheelConfig) -> tuple[s
     reference = champion.checkpoint if champion is not None else str(config.start)
     node = resolve(reference, store.output, store.tracking_uri)[1]
     require_language_model(node)
+    node = sound_start(store, node)
     if config.data is not None:
         return node.sha256, resolve(config.data, store.output, store.tracking_uri)[1].sha256
     behind = [store.graph.nodes[sha] for sha in store.graph.ancestors([node.sha256]) if sha in store.graph.nodes]

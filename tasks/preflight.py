@@ -14,7 +14,7 @@ from xray_runtime.graph.graph import Graph, StageCall
 from xray_runtime.graph.stage_identity import check_hub_names
 from xray_runtime.planning.demand import Resources, check_call
 from xray_runtime.planning.workload import local_node, this_machine
-from xray_runtime.tracking.tensorboard import require_tensorboard
+from xray_runtime.tracking.mirrors import require_mirror
 
 SERVERS = {"PREFECT_API_URL": "Prefect server", "MLFLOW_TRACKING_URI": "MLflow server"}
 
@@ -26,8 +26,7 @@ def check_run(graph: Graph, device: str, nodes: Sequence[Resources] | None) -> N
         ConfigError: the store cannot be reached, the mirror is not installed, or a stage fails its check.
     """
     check_storage(graph.runtime)
-    if graph.runtime.mirror == "tensorboard":
-        require_tensorboard()
+    require_mirror(graph.runtime.mirror)
     check_stages(graph.calls.values(), device, nodes)
 
 

@@ -45,9 +45,9 @@ from xray_runtime.store.content_digest import check_unchanged
 from xray_runtime.store.digest_memory import DIGESTS, DigestMemory
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.shared import open_shared
+from xray_runtime.tracking.mirrors import MIRRORS
 from xray_runtime.tracking.mlflow_tracker import Tracker
 from xray_runtime.tracking.recorder import StageRecorder
-from xray_runtime.tracking.tensorboard import EventFiles
 from xray_runtime.training.finite import naming
 from xray_runtime.workers.opening import model_opener
 
@@ -155,7 +155,7 @@ class StageJob:
             self._store.shared,
             (lambda question: ask_person(self._spec.name, question, self._progress)) if shown else None,
             self._spec.runtime.snapshot_every_s,
-            EventFiles if self._spec.runtime.mirror == "tensorboard" else None,
+            MIRRORS.get(self._spec.runtime.mirror),
         )
         self._progress.on_stop = recorder.interrupt
         _on_sigterm(functools.partial(recorder.interrupt, WorkerEndedError))

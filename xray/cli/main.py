@@ -15,6 +15,7 @@ from xray.cli.flywheel import flywheel
 from xray.cli.plan import plan
 from xray.cli.promote import promote
 from xray.cli.recorded import recorded
+from xray.cli.reviews import reviews
 from xray.cli.run import run
 from xray.cli.serve import serve
 from xray.cli.studio import studio
@@ -41,7 +42,7 @@ def automations() -> None:
 COMMANDS: tuple[Any, ...] = (
     *(run, plan, tune.tune, up.up, up.down, up.status, doctor),
     *(lineage.lineage, lineage.diff, lineage.audit, rollouts.rollouts, rollouts.replay),
-    *(chat.chat, compare.compare, compare.preferences, promote, serve, recorded, flywheel, studio, withdraw),
+    *(chat.chat, compare.compare, compare.preferences, promote, serve, recorded, reviews, flywheel, studio, withdraw),
     *(artifacts.prune, artifacts.export, artifacts.import_, artifacts.fetch),
 )
 """Commands, in the order of `xray --help`."""

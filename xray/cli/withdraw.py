@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import json
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -59,7 +60,9 @@ def withdraw(
     for node in plan.descendants:
         print(f"made from it  {node.name}{' (model)' if node in plan.models else ''}")
     print(f"{len(plan.files)} files {'lost' if yes else 'would lose'} it; {len(plan.models)} models are made from it")
-    if plan.rerun:
+    if yes and plan.models and any(node.manifest.kind == "feedback" for node in plan.holders):
+        _schedule(output)
+    elif plan.rerun:
         without = f"--set data.withdrawn={output}/withdrawn/texts.json" if user is not None else f"without {source}"
         config = output / CONFIG
         print(f"retrain: xray run {config if config.is_file() else 'CONFIG'} --output {output} {without}")
@@ -68,6 +71,15 @@ def withdraw(
     if not yes:
         print("nothing was changed; --yes does it")
     raise typer.Exit(FAILED if left else 0)
+
+
+def _schedule(output: Path) -> None:
+    """Have a night without the data: it starts from the last policy that does not descend from it."""
+    from xray.deployments.retraining import schedule_night
+
+    name = schedule_night(output)
+    print(f"scheduled: the flow run {name!r} trains again without it" if name else "the next night trains without it")
+    print(f"retrain now: xray flywheel [CONFIG] --output {output}")
 
 
 def _verify(store: object, as_json: bool) -> None:

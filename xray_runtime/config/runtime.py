@@ -55,9 +55,10 @@ class RuntimeConfig(Section):
     """URL of a store that several machines share (`s3://BUCKET/PREFIX`, `file:///PATH`, or any other fsspec URL).
     Checkpoints, snapshots, records and results are also written there, and fetched from there instead of computed
     again."""
-    mirror: Literal["none", "tensorboard"] = "none"
+    mirror: Literal["none", "tensorboard", "wandb"] = "none"
     """`tensorboard`: metrics also become event files, in `records/STAGE-KEY/tensorboard` (`pip install
-    xray-rlhf[tensorboard]`)."""
+    xray-rlhf[tensorboard]`). `wandb`: an offline run in `records/STAGE-KEY/wandb`, which needs neither network nor
+    login, and which `wandb sync` uploads (`pip install xray-rlhf[wandb]`)."""
     wait_timeout_s: Positive = 600.0
     """How long a stage waits for devices that other runs use; stages of one run wait for each other without a limit. A
     request that exceeds the cluster fails at once."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ from xray_runtime.graph.artifacts import ANSWERS, FEEDBACK, PEOPLE, Feedback
 from xray_runtime.lineage.audit.log import read_log
 from xray_runtime.lineage.audit.recorded import check_recorded
 from xray_runtime.lineage.keys import trusted_keys
+from xray_runtime.lineage.log import view
 from xray_runtime.lineage.recorded import ChainView, read_chain
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import Verifier
+from xray_runtime.lineage.withdrawal import refusal
 from xray_runtime.store.identity import Identity, digest
 from xray_runtime.store.ref import CheckpointRef
 
@@ -78,7 +81,10 @@ def collect(lineage: LineageStore, project: str, by: str, first: int, last: int)
     """
     require_tracking(lineage)
     chain = sound_chain(lineage)
-    read = _read(lineage.output, chain, first, last)
+    # What a model said that must not be learned from, must not either.
+    nodes = lineage.graph.nodes if view(lineage.output).withdrawals else {}
+    is_refused = cache(lambda sha: sha in nodes and refusal(lineage, nodes[sha]) is not None)
+    read = _read(lineage.output, chain, first, last, is_refused)
     answers = [read.answers[id] for id in read.new]
     models = sorted({row["model"] for row in [*answers, *read.feedback]} & lineage.graph.nodes.keys())
     parents = {f"policy-{number}": lineage.graph.nodes[sha] for number, sha in enumerate(models, start=1)}
@@ -102,7 +108,7 @@ def collect(lineage: LineageStore, project: str, by: str, first: int, last: int)
     return publish_dataset(lineage, project, by, identity, Feedback, parents, write)[0]
 
 
-def _read(output: Path, chain: ChainView, first: int, last: int) -> _Read:
+def _read(output: Path, chain: ChainView, first: int, last: int, is_refused: Callable[[str], bool]) -> _Read:
     read, keys = _Read(), UserKeys(output / RECORDED / KEYS, writable=False)
     feedback: list[dict[str, Any]] = []
     for number in (n for n in chain.segments if n <= last):
@@ -110,7 +116,7 @@ def _read(output: Path, chain: ChainView, first: int, last: int) -> _Read:
             if row["kind"] == "feedback":
                 feedback += [row] if number >= first else []
                 continue
-            answer, reason = _answer(row, keys)
+            answer, reason = (None, "of_a_withdrawn_model") if is_refused(row["model"]) else _answer(row, keys)
             if answer is not None:
                 read.answers[row["id"]] = answer
             if number >= first and reason is None:

@@ -144,16 +144,29 @@ def keep_verdict(output: Path, question: RecordedQuestion, key: str, judge: str,
     Raises:
         ConfigError: the key says nothing here, or `xray serve --record` is writing to the store.
     """
-    feedback = signals_of(question, key, correction)
+    keep_feedback(output, APPLICATION, [(a, judge, said) for a, said in signals_of(question, key, correction)])
+
+
+def keep_feedback(
+    output: Path, application: str, feedback: Sequence[tuple[RecordedAnswer, str, dict[str, Any]]]
+) -> None:
+    """Write feedback into the signed store; it is on disk when this returns.
+
+    Args:
+        feedback: (answer, name of the judge, signals).
+
+    Raises:
+        ConfigError: `xray serve --record` is writing to the store.
+    """
     with recorded_lock(output):
-        keys = UserKeys(output / RECORDED / KEYS, writable=True)
-        user, rows = keys.pseudonym(judge), []
-        for answer, signals in feedback:
-            identity = keys.feedback_id(APPLICATION, user, answer.id, signals)
+        keys, rows = UserKeys(output / RECORDED / KEYS, writable=True), []
+        for answer, judge, signals in feedback:
+            user = keys.pseudonym(judge)
+            identity = keys.feedback_id(application, user, answer.id, signals)
             texts = keys.encrypt(
                 user, {"feedback": signals}, about("feedback", identity, answer.model), also=answer.user
             )
-            rows.append(feedback_row(identity, answer.id, user, APPLICATION, answer.model, texts))
+            rows.append(feedback_row(identity, answer.id, user, application, answer.model, texts))
         writer = SegmentWriter(output, signing_key(output), NEVER_EXPIRES_DAYS)
         writer.write(rows, {}, {})
         writer.anchor()

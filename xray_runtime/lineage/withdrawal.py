@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.credentials import strip_credentials
 from xray_runtime.data.derived import SUFFIX as TOKENS
 from xray_runtime.data.pairs import pairs_of
 from xray_runtime.data.recorded import KEYS, RECORDED, UserKeys
 from xray_runtime.data.withdrawn import FOLDER, TEXTS, WithdrawnTexts
+from xray_runtime.errors import error_summary
 from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import PEOPLE
 from xray_runtime.lineage.erasure import (
@@ -26,6 +28,7 @@ from xray_runtime.lineage.erasure import (
     VERDICTS,
     TextPattern,
     erase_file,
+    erase_from_database,
     files_with,
     is_database,
     rewrite,
@@ -41,6 +44,7 @@ from xray_runtime.store.checkpoints import CHECKPOINTS
 from xray_runtime.store.snapshots import SNAPSHOTS
 from xray_runtime.tracking.mlflow_tracker import ARTIFACTS
 from xray_runtime.tracking.recorder import records_directory
+from xray_runtime.tracking.traces import forget_person
 
 ROWS = (".arrow", ".jsonl", ".parquet")
 SHOWN = ("samples.json", "prompts.json", "comparison_samples.json")
@@ -63,6 +67,8 @@ class Withdrawal:
     pattern: TextPattern = field(default_factory=lambda: TextPattern(()))
     key: Path | None = None
     """The file that decrypts the person's recorded texts."""
+    user: str | None = None
+    """Their name, with which they may have signed assessments in MLflow."""
 
     @property
     def models(self) -> list[Node]:
@@ -100,7 +106,7 @@ def plan_user(store: LineageStore, user: str) -> Withdrawal:
     names = {path.relative_to(home).parts[0] for path in found if path.is_relative_to(home)}
     nodes = store.graph.nodes.values()
     plan = _plan(store, subject, [n for n in nodes if n.directory.name in names or _lists(n, pseudonym)], found)
-    plan.pattern, plan.key = pattern, keys / pseudonym
+    plan.pattern, plan.key, plan.user = pattern, keys / pseudonym, user
     return plan
 
 
@@ -235,9 +241,24 @@ def withdraw(store: LineageStore, plan: Withdrawal, by: str) -> list[str]:
     for name in sorted(view(output).erased):
         erase_file(output / name)
     left = [path.relative_to(output).as_posix() for path in files_with(output, plan.pattern)]
+    left += _forgotten_by_mlflow(store, plan)
     if plan.key is not None and not left:
         erase_file(plan.key)
     return left
+
+
+def _forgotten_by_mlflow(store: LineageStore, plan: Withdrawal) -> list[str]:
+    """Remove a person's traces and assessments from MLflow; returns its address if that fails."""
+    if plan.user is None or plan.key is None or store.tracking_uri is None:
+        return []
+    try:
+        if forget_person(store.tracking_uri, plan.user, plan.key.name) and store.artifacts is not None:
+            # Its free pages have the texts still.
+            erase_from_database(store.output / "mlflow.db", TextPattern(()))
+    # MLflow raises errors of its own, of its database and of its client; the text may be there still.
+    except Exception as error:
+        return [f"traces in {strip_credentials(store.tracking_uri)} ({error_summary(error)})"]
+    return []
 
 
 def _stays(path: Path, plan: Withdrawal) -> bool:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from xray_runtime.graph.answer import Answer
+    from xray_runtime.tracking.mirrors import Mirror
     from xray_runtime.tracking.mlflow_tracker import StageRun
-    from xray_runtime.tracking.tensorboard import EventFiles
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class StageRecorder:
         shared: SharedStore | None = None,
         ask: Callable[[str], Answer | None] | None = None,
         every_s: float = math.inf,
-        mirror: Callable[[Path], EventFiles] | None = None,
+        mirror: Callable[[Path], Mirror] | None = None,
     ) -> None:
         self._ask, self.seal = ask, seal
         self.log_dir = output / "logs" / stage
@@ -99,7 +99,7 @@ class StageRecorder:
         self._newest: Snapshot | None = None
         self._sender, self._sent = ThreadPoolExecutor(1), 0
         self._open_mirror, self._mirrored = mirror, 0
-        self._mirror: EventFiles | None = None
+        self._mirror: Mirror | None = None
         self._reported = 0.0
 
     def _count_attempt(self) -> int:

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.config.validation import ConfigError
-
 EVENTS = "tensorboard"
 """Folder of the event files, among a stage's records."""
-
-
-def require_tensorboard() -> None:
-    """Raises ConfigError if TensorBoard is not installed."""
-    if find_spec("tensorboard") is None:
-        raise ConfigError(
-            "runtime.mirror: 'tensorboard' is not allowed: it is not installed; `pip install xray-rlhf[tensorboard]`"
-        )
 
 
 class EventFiles:

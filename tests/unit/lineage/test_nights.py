@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.unit.lineage.commands import xray
+from tests.unit.lineage.promoting import promoted
+from tests.unit.lineage.synthetic import Lifecycle, weights
 from tests.unit.serving.recording import exchange, keep
 from xray.cli.main import app
 from xray.flows.flywheel import Night, begin_night, place_of, read_nights
@@ -16,7 +20,9 @@ from xray_runtime.config.flywheel import FlywheelConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import RECORDED
 from xray_runtime.files import write_atomic
+from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.reference import open_lineage_store, resolve
+from xray_runtime.lineage.withdrawal import refusal
 
 
 def config(**fields: Any) -> FlywheelConfig:
@@ -78,6 +84,62 @@ def test_nothing_learns_from_a_night_that_is_held(fresh: Callable[[], Path]) -> 
     with pytest.raises(ConfigError, match="the last night is not held"):
         begin_night(output, config(), True)
     assert [night.number for night in read_nights(output)] == [1, 2]
+
+
+def test_a_withdrawal_makes_a_night_without_it_due(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    model = resolve("ppo-2", output, None)[1].sha256
+    keep(output, exchange(1, "ann", "a long secret of ann's own", model=model), exchange(2, "bob", model=model))
+    first = begun(output)
+    life, store = Lifecycle(output), open_lineage_store(output, None)
+    models = RegistryView(store.tracking_uri or "").model_of
+    life.done = {n.manifest.stage: n.reference(models(sha)) for sha, n in store.graph.nodes.items()}
+    files = {"config.json": b"{}", "model.safetensors": weights("night")}
+    tainted = life.add("dpo-night", "dpo", files, {"policy": "ppo-2", "preferences": "feedback"}).sha256
+    life.evaluate([f"question {i}" for i in range(50, 56)], "dpo-night", "evaluate-night", win_rate=0.9)
+    life.register("dpo-night")
+    ended(output, first.model_copy(update={"policy": tainted}), "candidate")
+    promoted(output, "dpo-night", min_win_rate=None, max_kl=None)
+    # The champion answers, and its answer becomes feedback too.
+    keep(output, exchange(3, "bob", "another question", model=tainted))
+    withdrawn = xray("withdraw", "--output", output, "--user", "ann", "--yes")
+    assert (withdrawn.exit_code, "the next night trains without it" in withdrawn.output) == (0, True), withdrawn.output
+    assert xray("withdraw", "--output", output, "--verify").exit_code == 1
+
+    second = begun(output)
+    assert (second.number, second.start) == (2, model)
+    store = open_lineage_store(output, None)
+    assert not {*second.feedback} & {*first.feedback}
+    for sha in (*second.feedback, second.start, second.data):
+        assert refusal(store, store.graph.nodes[sha]) is None
+    # Bob's row of the first night is there; ann's, and the answer of a model that learned from hers, are not.
+    rows = [(store.graph.nodes[sha].directory / "answers.jsonl").read_text().splitlines() for sha in second.feedback]
+    assert [[json.loads(row)["id"][-1] for row in night] for night in rows] == [["2"], []]
+    assert begun(output) == second
+    # Once a night has been without it, none is due until something is recorded, whoever is champion.
+    ended(output, second, "refused")
+    assert begin_night(output, config(), False) is None
+    life.add("dpo-clean", "dpo", files | {"model.safetensors": weights("clean")}, {"policy": "ppo-2"})
+    life.evaluate([f"question {i}" for i in range(50, 56)], "dpo-clean", "evaluate-clean", win_rate=0.9)
+    life.register("dpo-clean")
+    promoted(output, "dpo-clean", min_win_rate=None, max_kl=None, max_regression=None)
+    verified = xray("withdraw", "--output", output, "--verify")
+    assert (verified.exit_code, verified.output) == (
+        0,
+        "no live model descends from what was withdrawn, and what was erased is gone\n",
+    )
+
+
+def test_an_unfinished_night_begins_again_after_a_withdrawal(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    model = resolve("ppo-2", output, None)[1].sha256
+    keep(output, exchange(1, "ann", "a long secret of ann's own", model=model), exchange(2, "bob", model=model))
+    first = begun(output)
+    assert xray("withdraw", "--output", output, "--user", "ann", "--yes").exit_code == 0
+    again = begun(output)
+    assert (again.number, again.first, again.last) == (1, 1, 1)
+    assert again.feedback != first.feedback
+    assert begun(output) == again
 
 
 def test_bad_input_is_one_line(fresh: Callable[[], Path]) -> None:

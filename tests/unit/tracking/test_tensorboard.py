@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
+import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import pytest
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.store.seal import process_seal
+from xray_runtime.tracking.mirrors import MIRRORS, require_mirror
 from xray_runtime.tracking.recorder import StageRecorder
-from xray_runtime.tracking.tensorboard import EVENTS, EventFiles, require_tensorboard
+from xray_runtime.tracking.tensorboard import EVENTS, EventFiles
+from xray_runtime.tracking.wandb import OfflineRun
 
 KEY = "ab" * 32
 
@@ -27,6 +31,23 @@ def steps(output: Path, name: str) -> list[tuple[int, float]]:
     events = EventAccumulator(str(place))
     events.Reload()
     return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def wandb_points(path: Path, name: str) -> list[tuple[int, float]]:
+    """(step, value) in a run's file: LevelDB's log after a header of 7 bytes, each record whole in its block."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, place, found = path.read_bytes(), 7, []
+    while place + 7 <= len(content):
+        _, size, kind = struct.unpack_from("<IHB", content, place)
+        assert kind == 1
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(content[place + 7 : place + 7 + size])
+        place += 7 + size
+        values = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        if name in values:
+            found.append((record.history.step.num, values[name]))
+    return found
 
 
 def test_a_resumed_attempt_leaves_each_point_once(tmp_path: Path) -> None:
@@ -68,10 +89,27 @@ def test_a_mirror_that_fails_does_not_fail_the_stage(tmp_path: Path, caplog: pyt
     assert "the mirror did not accept the metrics" in caplog.text
 
 
-def test_a_missing_tensorboard_is_named_before_a_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        "xray_runtime.tracking.tensorboard.find_spec", lambda name: None if name == "tensorboard" else real(name)
-    )
-    with pytest.raises(ConfigError, match=r"runtime\.mirror: 'tensorboard' is not allowed: it is not installed"):
-        require_tensorboard()
+def test_a_missing_library_is_named_before_a_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xray_runtime.tracking.mirrors.find_spec", lambda name: None)
+    require_mirror("none")
+    for name in MIRRORS:
+        line = f"runtime.mirror: '{name}' is not allowed: it is not installed; `pip install xray-rlhf[{name}]`"
+        with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
+            require_mirror(name)
+
+
+def test_an_offline_run_of_wandb_has_each_point_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without network or login; a second attempt replaces the run of the first."""
+    pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    for attempt in (1, 2):
+        one = recorder(tmp_path, OfflineRun)
+        one.begin()
+        for step in ((1, 2), (3,))[attempt - 1]:
+            one.metrics({"sft/loss": 4.0 / step}, step)
+        one.write_snapshot(attempt + 1, {}, lambda directory: None)
+        one.close()
+    [run] = tmp_path.glob("records/*/wandb/offline-run-*/*.wandb")
+    assert wandb_points(run, "sft/loss") == [(1, 4.0), (2, 2.0), (3, 4.0 / 3)]

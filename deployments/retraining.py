@@ -1,0 +1,33 @@
+"""Schedule a night of the flywheel on the Prefect server of PREFECT_API_URL, after a withdrawal."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from prefect.client.orchestration import get_client
+
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.errors import error_summary
+
+
+def schedule_night(output: Path) -> str | None:
+    """Start a run of the deployed flow `flywheel` that works in `output`; returns its name.
+
+    None where there is no server, or no such deployment: the next night begins with what was withdrawn anyway.
+
+    Raises:
+        ConfigError: the server does not answer.
+    """
+    if not os.environ.get("PREFECT_API_URL"):
+        return None
+    try:
+        with get_client(sync_client=True) as client:
+            for deployment in client.read_deployments():
+                place = str((deployment.parameters or {}).get("output", ""))
+                if "flywheel" in (deployment.tags or []) and place and Path(place).absolute() == output.absolute():
+                    return client.create_flow_run_from_deployment(deployment.id).name
+    # Prefect's client raises errors of several libraries.
+    except Exception as error:
+        raise ConfigError(f"PREFECT_API_URL: no run was scheduled ({error_summary(error)})") from error
+    return None

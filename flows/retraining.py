@@ -1,0 +1,59 @@
+"""What withdrawals ask of a night: nothing that it learns from, and not the policy it starts from, descends from them.
+
+The signed log's entries are the request: as long as the champion or the candidate descends from withdrawn data, a night
+is due, also where nothing was recorded since the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.feedback.collection import collect
+from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.log import view
+from xray_runtime.lineage.reference import LineageStore
+from xray_runtime.lineage.withdrawal import LIVE, refusal
+
+
+def is_due(store: LineageStore, name: str, last: Iterable[str]) -> bool:
+    """Whether the champion or the candidate of the registered model `name` descends from withdrawn data, and no night
+    has been without it.
+
+    Args:
+        last: what the last night worked with and made; nothing where there was none.
+    """
+    log, last = view(store.output), list(last)
+    if not log.withdrawals or (last and not any(is_touched(store, sha) for sha in last)):
+        return False
+    live = [decision.checkpoint for (model, alias), decision in log.decided.items() if model == name and alias in LIVE]
+    return any(is_touched(store, sha) for sha in live)
+
+
+def is_touched(store: LineageStore, sha256: str) -> bool:
+    """Whether a checkpoint descends from withdrawn data; one that is not in the store does not count."""
+    node = store.graph.nodes.get(sha256)
+    return node is not None and refusal(store, node) is not None
+
+
+def sound_start(store: LineageStore, node: Node) -> Node:
+    """`node`, or the nearest policy before it that does not descend from withdrawn data.
+
+    Raises:
+        ConfigError: all do.
+    """
+    parents = {"policy": node.sha256}
+    while (sha := parents.get("policy")) is not None and sha in store.graph.nodes:
+        node = store.graph.nodes[sha]
+        if refusal(store, node) is None:
+            return node
+        parents = dict(store.graph.parents(sha))
+    raise ConfigError(
+        f"start: {node.name} descends from withdrawn data, and so does every policy after it: run the lifecycle again "
+        "without it, with the command that `xray withdraw` prints"
+    )
+
+
+def without_withdrawn(store: LineageStore, project: str, by: str, sha256: str, first: int, last: int) -> str:
+    """The feedback checkpoint of segments `first` to `last`; collected anew where it descends from withdrawn data."""
+    return collect(store, project, by, first, last).sha256 if is_touched(store, sha256) else sha256
