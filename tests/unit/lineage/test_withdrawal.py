@@ -19,6 +19,7 @@ from tests.unit.lineage.promoting import aliases, broken, promoted
 from tests.unit.lineage.synthetic import NAME, Lifecycle, comparison, copied, pair_file, prompt, weights
 from tests.unit.serving.recording import KEYS, exchange, keep, with_recorder
 from xray_runtime.config.evaluate import PromotionConfig
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example, PreferenceExample
 from xray_runtime.data.recorded import RECORDED
 from xray_runtime.data.withdrawn import WithdrawnTexts
@@ -281,7 +282,7 @@ def test_a_model_that_descends_is_refused_under_any_name(output: Path) -> None:
     manifest = json.loads((copy / "manifest.json").read_text())
     (copy / "manifest.json").write_text(json.dumps(manifest | {"stage": "fine", "parents": {}}))
     store, found = resolve("fine", output, None)
-    with pytest.raises(NotPromoted):
+    with pytest.raises(ConfigError, match="has no version with checkpoint"):
         review(store, found, name=NAME, gates=gates)
 
 
