@@ -1,60 +1,78 @@
 """A simulated month of the nightly flow: does the served model get better, and what can one attacker do?
 
-    python -m benchmarks.flywheel_month [--nights 30] [--arms calm capped uncapped] [--output DIR]
+    python -m benchmarks.flywheel_month [--nights 30] [--arms calm bounded unbounded killed] [--output DIR]
 
 The task is that of lesson 5 of `examples/`, from a model that is right half of the time. Forty people ask for the
 largest of four digits; over thirty nights a third of them come to want the first digit instead. They thumb what they
-get, and half of those who dislike it say what had been better. Eight are lazy: they thumb at random. `eve` asks
-more than all others together, answers gold questions well, and wants the smallest digit: in the arm `capped`
-the rules hold as they are by default, in `uncapped` nobody's share is limited, and in `calm` there is no attacker. Each
-night is recorded by the recorder of `xray serve --record`, then `flows/flywheel.py` runs; what passes the gates is
-promoted.
+get, and half of those who dislike it say what had been better. Eight are lazy: they thumb at random. `eve` asks as
+much as all others together, answers gold questions well, and wants the smallest digit. The arms:
 
-`gold` is the share of served replies that the asking person wants, without eve and the lazy; `attacker` is the share of
-replies to them that are the smallest digit and not wanted.
+    calm        there is no attacker
+    bounded     eve attacks; the rules and gates hold as they are by default
+    unbounded   eve attacks; nobody's share is limited, and no gate looks at the judge
+    killed      as bounded, and each night is killed once (`kill -9` of its process, after a random time) and run again
+
+Each night is recorded by the recorder of `xray serve --record`, then `flows/flywheel.py` runs; what passes the gates
+is promoted, and everything is audited. All arms start from copies of one directory and take turns, night by night, so
+whatever ended can be compared. The same command goes on where it was stopped.
+
+`gold` is the share of served replies that the asking person wants, without eve and the lazy; its ceiling is what a
+model reaches that always says the largest digit. `attacker` is the share of replies to the same people that are the
+smallest digit and not wanted.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import importlib
 import json
 import os
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
+from benchmarks.flywheel_public import (
+    LAZY,
+    MAX_NEW_TOKENS,
+    MONTH,
+    PEOPLE,
+    Asked,
+    answered,
+    gold_questions,
+    questions,
+    record,
+    write_gold,
+)
 from benchmarks.machine import machine, table
 from xray.deployments.local_services import local_services, quiet_environment
+from xray_runtime.algorithms.statistics import wilson_interval
 from xray_runtime.config.allowed_imports import VARIABLE
 from xray_runtime.config.flywheel import FlywheelConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import resolved_yaml, validate
-from xray_runtime.config.recording import RecordingConfig
-from xray_runtime.data.recorded import KEYS, RECORDED, UserKeys
-from xray_runtime.feedback.chat_model import BatchSampler, PromptLimits
+from xray_runtime.data.pairs import Pairs, PreferenceExample
+from xray_runtime.data.recorded import KEYS, PSEUDONYMS, RECORDED, UserKeys
 from xray_runtime.files import write_atomic
+from xray_runtime.graph.artifacts import FEEDBACK, JUDGED_PAIRS
+from xray_runtime.lineage.audit.checkpoints import audit
+from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.promotion import champion_of
 from xray_runtime.lineage.reference import open_lineage_store, resolve
-from xray_runtime.lineage.signing import signing_key
 from xray_runtime.processes import kill_tagged, start_reaper
-from xray_runtime.seeding import derive_seed
-from xray_runtime.serving.exchange import Exchange
-from xray_runtime.serving.middleware import key_digest
-from xray_runtime.serving.recorder import Recorder, RecorderSettings
 
-PEOPLE, LAZY, ASKED, EVES = 40, 8, 8, 480
-MOVED, MONTH = 1 / 3, 30
-"""Share of the people whose taste is another after so many nights."""
-GOLD_QUESTIONS = 6
-MAX_NEW_TOKENS, BATCH = 4, 256
-DAY_MS, BEGIN_MS = 86_400_000, 1_700_000_000_000
-APPLICATION, KEY = "public", "the key of the simulated public"
 PROJECT = "month"
 NAME = f"{PROJECT}-policy"
-ARMS = ("calm", "capped", "uncapped")
+ARMS = ("calm", "bounded", "unbounded", "killed")
+PSEUDONYMS_KEY = b"month".ljust(32, b".")
+"""Makes the pseudonyms, and so decides who is held out: the same people each time. Eve is not."""
+EARLIEST_KILL_S = 3.0
 
 
 def largest(prompts: list[str], replies: list[str]) -> list[float]:
@@ -62,151 +80,52 @@ def largest(prompts: list[str], replies: list[str]) -> list[float]:
     return [float(reply.strip() == max(prompt.split())) for prompt, reply in zip(prompts, replies, strict=True)]
 
 
-class Asked(NamedTuple):
-    """A question of a person, and what they want to hear."""
-
-    user: str
-    prompt: str
-    wanted: str
-    reply: str = ""
-
-
 @dataclass(frozen=True)
 class Row:
     """A night of an arm."""
 
+    arm: str
     night: int
     gold: float
+    ceiling: float
     attacker: float
+    asked: int
+    """Number of replies that the three shares are of."""
     pairs: int
     share: float
-    """The attacker's share of the pairs to train on."""
+    """Eve's share of what is trained on."""
     judges_left_out: int
     state: str
+    policy: str
+    """sha256 of the policy that is served after the night."""
+    audit: str
+    killed_after_s: float | None
+    seconds: float
+    """Without answering and recording."""
 
 
-def wanted(person: int, prompt: str, night: int) -> str:
-    """The digit that a person wants to hear in a night."""
-    digits = prompt.split()
-    has_moved = person < PEOPLE * MOVED * (night - 1) / (MONTH - 1)
-    return digits[0] if has_moved else max(digits)
-
-
-def questions(night: int, attacked: bool) -> list[Asked]:
-    """Everything that is asked in a night."""
-    draw, found = random.Random(night), list[Asked]()
-    for person in range(PEOPLE):
-        for _ in range(ASKED):
-            prompt = " ".join(f"{draw.randrange(10_000):04}")
-            found.append(Asked(f"person {person}", prompt, wanted(person, prompt, night)))
-    for _ in range(EVES if attacked else 0):
-        prompt = " ".join(f"{draw.randrange(10_000):04}")
-        found.append(Asked("eve", prompt, min(prompt.split())))
-    return found
-
-
-def gold_questions(night: int, attacked: bool) -> list[Asked]:
-    """Questions whose right answers are known, the same every night, put to everybody."""
-    people = [f"person {person}" for person in range(PEOPLE)] + (["eve"] if attacked else [])
-    found = []
-    for user in people:
-        for number in range(GOLD_QUESTIONS):
-            prompt = f"9 {number} {(number + night) % 9} 0"
-            found.append(Asked(user, prompt, "9", "9" if number % 2 else str(number)))
-    return found
-
-
-def write_gold(path: Path, nights: int) -> None:
-    asked = {(one.prompt, one.reply) for night in range(1, nights + 1) for one in gold_questions(night, False)}
-    rows = [{"prompt": prompt, "reply": reply, "good": reply == "9"} for prompt, reply in sorted(asked)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def answered(model: Path, asked: list[Asked], night: int) -> list[Asked]:
-    """The questions with the model's replies."""
-    sampler = BatchSampler(model, PromptLimits(model, MAX_NEW_TOKENS, 1.0), "cpu")
-    replies: list[str] = []
-    for start in range(0, len(asked), BATCH):
-        part = asked[start : start + BATCH]
-        seeds = [derive_seed(0, "month", night, start + i) for i in range(len(part))]
-        replies += sampler.answers([[{"role": "user", "content": one.prompt}] for one in part], seeds)
-    return [one._replace(reply=reply) for one, reply in zip(asked, replies, strict=True)]
-
-
-def feedback_of(one: Asked, draw: random.Random, is_gold: bool) -> dict[str, Any]:
-    """A person's feedback on a reply."""
-    person = one.user.partition(" ")[2]
-    if person and int(person) >= PEOPLE - LAZY:
-        return {"thumb": draw.choice(["up", "down"])}
-    if one.reply.strip() == one.wanted:
-        return {"thumb": "up"}
-    better = not is_gold and (one.user == "eve" or draw.random() < 0.5)
-    return {"thumb": "down"} | ({"better": one.wanted} if better else {})
-
-
-def record(output: Path, model: str, night: int, asked: list[Asked], gold: list[Asked]) -> None:
-    """Keep a day's answers and feedback, as `xray serve --record` does."""
-    settings = RecorderSettings(
-        output=output,
-        private=signing_key(output),
-        config=RecordingConfig(answers_per_hour=10**6, feedback_per_hour=10**6),
-        applications={key_digest(KEY): APPLICATION},
-        redaction={},
-        path=(),
-        logs=None,
-    )
-    draw = random.Random(night)
-
-    async def work() -> None:
-        recorder = Recorder(settings)
-        await recorder.check()
-        exchanges = [_exchange(one, model, night, number) for number, one in enumerate([*asked, *gold])]
-        await recorder.keep(exchanges, {}, True)
-        said = [feedback_of(one, draw, number >= len(asked)) for number, one in enumerate([*asked, *gold])]
-        bodies = [{"answer": exchange.id} | each for exchange, each in zip(exchanges, said, strict=True)]
-        for start in range(0, len(bodies), 500):
-            part = [json.dumps(body).encode() for body in bodies[start : start + 500]]
-            for status, content in await asyncio.gather(*(recorder.feedback(b, key_digest(KEY)) for b in part)):
-                assert status == 200, content
-        await recorder.close()
-
-    asyncio.run(work())
-
-
-def _exchange(one: Asked, model: str, night: int, number: int) -> Exchange:
-    choice = {"index": 0, "message": {"role": "assistant", "content": one.reply}, "finish_reason": "stop"}
-    return Exchange(
-        id=f"{night:08x}{number:024x}",
-        at_ms=BEGIN_MS + night * DAY_MS + number,
-        route="/v1/chat/completions",
-        model=model,
-        user=one.user,
-        application="",
-        request=json.dumps({"messages": [{"role": "user", "content": one.prompt}]}).encode(),
-        answer=json.dumps({"choices": [choice]}).encode(),
-        streamed=False,
-        complete=True,
-        latency_s=0.0,
-        first_s=0.0,
-        prompt_tokens=0,
-        reply_tokens=0,
-    )
-
-
-def lifecycle() -> LifecycleConfig:
+def lifecycle(arm: str) -> LifecycleConfig:
     """The config that the output directory takes its evaluations and gates from."""
-    evaluate = {"num_prompts": 256, "max_new_tokens": MAX_NEW_TOKENS, "bootstrap_samples": 200}
+    evaluate = {"num_prompts": 128, "max_new_tokens": MAX_NEW_TOKENS, "bootstrap_samples": 200}
     # The next night's policy is judged beside the last one: it may not be worse.
-    gates = {"min_win_rate": None, "max_judge_drop": 0.05, "max_regression": None}
-    gold = f"{__name__ if __name__ != '__main__' else 'benchmarks.flywheel_month'}:largest"
-    return validate({"project": PROJECT, "gold": gold, "evaluate": evaluate, "promotion": gates})
+    drop = None if arm == "unbounded" else 0.05
+    gates = {"min_win_rate": None, "max_judge_drop": drop, "max_regression": None}
+    return validate(
+        {
+            "project": PROJECT,
+            "gold": "benchmarks.flywheel_month:largest",
+            "generator": {"engine": "transformers"},
+            "evaluate": evaluate,
+            "promotion": gates,
+        }
+    )
 
 
 def rules(arm: str, gold: Path) -> FlywheelConfig:
-    share = {"max_share": None} if arm == "uncapped" else {}
+    share = {"max_share": None} if arm == "unbounded" else {}
     curate = {"gold": str(gold), **share}
     return FlywheelConfig.model_validate(
-        {"rules": curate, "nights": 3, "start": "sft", "dpo": {"epochs": 3, "lr": 3e-4}}
+        {"rules": curate, "nights": 3, "start": "sft", "dpo": {"epochs": 3, "lr": 1e-3}}
     )
 
 
@@ -229,112 +148,214 @@ def before_the_month(output: Path) -> None:
     build()
 
 
-def month(output: Path, arm: str, nights: int) -> Iterator[Row]:
-    """Every night of an arm."""
+def prepared(root: Path, arm: str) -> Path:
+    """The arm's directory: a copy of the one with the first model."""
+    base, output = root / "base", root / arm
+    if not (base / "ready").exists():
+        shutil.rmtree(base, ignore_errors=True)
+        base.mkdir(parents=True)
+        write_atomic(base / "config.yaml", resolved_yaml(lifecycle(arm)))
+        before_the_month(base)
+        keys = base / RECORDED / KEYS
+        keys.mkdir(parents=True, mode=0o700)
+        (keys / PSEUDONYMS).write_bytes(PSEUDONYMS_KEY)
+        (keys / PSEUDONYMS).chmod(0o600)
+        (base / "ready").touch()
+    if not output.exists():
+        copy = root / f".{arm}"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(base, copy, symlinks=True)
+        # MLflow keeps where an experiment's artifacts go: those of runs to come belong to the copy.
+        with closing(sqlite3.connect(copy / "mlflow.db")) as connection, connection:
+            move = "update experiments set artifact_location = replace(artifact_location, ?, ?)"
+            connection.execute(move, (str(base), str(output)))
+        write_atomic(copy / "config.yaml", resolved_yaml(lifecycle(arm)))
+        write_gold(copy / "gold.jsonl", MONTH)
+        copy.rename(output)
+    return output
+
+
+def served(output: Path) -> Node:
+    """The policy that is served: the champion, or the first model."""
+    champion = champion_of(open_lineage_store(output, None), NAME)
+    return resolve(champion.checkpoint if champion is not None else "sft", output, None)[1]
+
+
+def train_and_promote(output: Path, arm: str) -> None:
+    """The nightly flow, released if it is held, and the promotion of what passes the gates. Safe to repeat."""
     from xray.flows import flywheel as flows, promote
 
-    output.mkdir(parents=True, exist_ok=True)
-    write_atomic(output / "config.yaml", resolved_yaml(lifecycle()))
-    gold_file = output / "gold.jsonl"
-    write_gold(gold_file, nights)
-    before_the_month(output)
-    config, attacked = rules(arm, gold_file), arm != "calm"
-    for night in range(1, nights + 1):
-        champion = promote.promotion.champion_of(open_lineage_store(output, None), NAME)
-        model = resolve(champion.checkpoint if champion is not None else "sft", output, None)[1]
-        asked = answered(model.directory, questions(night, attacked), night)
-        record(output, model.sha256, night, asked, gold_questions(night, attacked))
-        done = flows.flywheel(str(output), config)
-        if done["state"] == "held":
-            done = flows.flywheel(str(output), config, release="the simulated operator: looked at it")
-            done["state"] += ", after release"
-        if done["state"].startswith("candidate"):
-            approve = promote.promote_flow(
-                lambda text: promote.Approval(approve=True, name="the simulated operator", note="the gates pass")
-            )
-            approve(str(output), NAME, None, None, None, None, None)
-        yield _row(output, night, asked, done)
+    config = rules(arm, output / "gold.jsonl")
+    flows.flywheel(str(output), config)
+    if flows.read_nights(output)[-1].state == "held":
+        flows.flywheel(str(output), config, release="the simulated operator: looked at it")
+    night = flows.read_nights(output)[-1]
+    if night.state == "candidate" and served(output).sha256 != night.policy:
+        approve = promote.promote_flow(
+            lambda text: promote.Approval(approve=True, name="the simulated operator", note="the gates pass")
+        )
+        approve(str(output), NAME, None, None, None, None, None)
 
 
-def _row(output: Path, night: int, asked: list[Asked], done: dict[str, Any]) -> Row:
+def killed_once(output: Path, arm: str, number: int) -> float | None:
+    """As `train_and_promote`, in a process that is killed and started again; seconds until the kill."""
+    command = [sys.executable, "-m", "benchmarks.flywheel_month", "--only", str(output), "--arms", arm]
+    log = (output.parent / f"{arm}.log").open("ab")
+    killed_after, after = None, random.Random(number).uniform(EARLIEST_KILL_S, 60.0)
+    with log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        try:
+            process.wait(after)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            killed_after = after
+    if killed_after is not None:
+        with (output.parent / f"{arm}.log").open("ab") as log:
+            subprocess.run(command, stdout=log, stderr=log, check=True)
+    return killed_after
+
+
+def one_night(output: Path, arm: str, number: int) -> Row:
+    """A day of questions, and the night after it."""
+    model, attacked = served(output), arm != "calm"
+    asked = answered(model.directory, questions(number, attacked), number)
+    record(output, model.sha256, number, asked, gold_questions(number, attacked))
+    began = time.monotonic()
+    killed_after = killed_once(output, arm, number) if arm == "killed" else train_and_promote(output, arm)
+    findings = [f for f in audit(open_lineage_store(output, None)).findings if f.is_broken]
+    row = _row(output, arm, asked)
+    state = f"{len(findings)} findings, such as {findings[0]}" if findings else "sound"
+    return replace(row, night=number, audit=state, killed_after_s=killed_after, seconds=time.monotonic() - began)
+
+
+def _row(output: Path, arm: str, asked: list[Asked]) -> Row:
+    from xray.flows.flywheel import read_nights
+
     honest = [one for one in asked if one.user != "eve" and int(one.user.partition(" ")[2]) < PEOPLE - LAZY]
     right = sum(one.reply.strip() == one.wanted for one in honest)
+    largest = sum(max(one.prompt.split()) == one.wanted for one in honest)
     attacker = sum(one.reply.strip() == min(one.prompt.split()) != one.wanted for one in honest)
-    store = open_lineage_store(output, None)
-    eve = UserKeys(output / RECORDED / KEYS, writable=False).pseudonym("eve")
-    curated = max(
-        (node for node in store.graph.nodes.values() if node.manifest.kind == "curate"),
-        key=lambda node: node.directory.stat().st_mtime_ns,
-    )
-    counts = json.loads((curated.directory / "people.json").read_text())
-    rows = done["numbers"]
-    total = sum(rows[f"{kind}_{side}"] for kind in ("pairs", "labels") for side in ("train", "heldout"))
+    done = read_nights(output)[-1]
+    rows = done.numbers
     return Row(
-        night,
-        right / len(honest),
-        attacker / len(honest),
-        rows["pairs_train"],
-        counts.get(eve, 0) / total if total else 0.0,
-        rows["judges_left_out"],
-        done["state"],
+        arm=arm,
+        night=done.number,
+        gold=right / len(honest),
+        ceiling=largest / len(honest),
+        attacker=attacker / len(honest),
+        asked=len(honest),
+        pairs=rows["pairs_train"],
+        share=_share(output, done.feedback),
+        judges_left_out=rows["judges_left_out"],
+        state=done.state + (", after release" if rows.get("released") else ""),
+        policy=served(output).sha256,
+        audit="",
+        killed_after_s=None,
+        seconds=0.0,
     )
 
 
-def picture(found: dict[str, list[Row]], path: Path) -> None:
-    """Gold and attacker by night."""
+def _share(output: Path, feedback: list[str]) -> float:
+    """Eve's share of the pairs that the last night trained on."""
+    eve = UserKeys(output / RECORDED / KEYS, writable=False).pseudonym("eve")
+    nodes = open_lineage_store(output, None).graph.nodes
+    judges = {}
+    for sha in feedback:
+        for line in (nodes[sha].directory / FEEDBACK).read_text().splitlines():
+            row = json.loads(line)
+            judges[row["id"]] = row["judge"]
+    curated = [node for node in nodes.values() if node.manifest.kind == "curate"]
+    # Its parents are the feedback of just these nights.
+    [made] = [node for node in curated if set(node.manifest.parents.values()) == set(feedback)]
+    # A pair's id is the feedback's with its signal, or those of a good and a bad rating.
+    people = [
+        [judges[id] for id in pair.id.split("-") if id in judges]
+        for pair in Pairs(made.directory / JUDGED_PAIRS, PreferenceExample)
+    ]
+    return sum(each.count(eve) / len(each) for each in people) / len(people) if people else 0.0
+
+
+def picture(rows: list[Row], path: Path) -> None:
+    """Gold and attacker by night, with 95% intervals (Wilson)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
-    for axes, field, title in zip(
-        figure.subplots(1, 2), ("gold", "attacker"), ("wanted replies", "eve's replies"), strict=True
-    ):
-        for arm, rows in found.items():
-            axes.plot([row.night for row in rows], [getattr(row, field) for row in rows], marker="o", label=arm)
+    fields = {"gold": "wanted replies", "attacker": "eve's replies"}
+    for axes, (field, title) in zip(figure.subplots(1, 2), fields.items(), strict=True):
+        for arm in dict.fromkeys(row.arm for row in rows):
+            of_arm = [row for row in rows if row.arm == arm]
+            nights, shares = [row.night for row in of_arm], [getattr(row, field) for row in of_arm]
+            low, high = zip(*(wilson_interval(getattr(row, field), row.asked) for row in of_arm), strict=True)
+            [line] = axes.plot(nights, shares, ":" if arm == "killed" else "-", marker=".", label=arm)
+            if arm != "killed":
+                axes.fill_between(nights, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+        if field == "gold":
+            ceiling = {row.night: row.ceiling for row in rows}
+            axes.plot(sorted(ceiling), [ceiling[n] for n in sorted(ceiling)], "--", color="gray", label="ceiling")
         axes.set(title=f"share of {title}, by what is served", xlabel="night", ylim=(0, 1))
         axes.legend()
     figure.savefig(path, dpi=120)
 
 
+def show(rows: list[Row]) -> None:
+    """The table, and whether the nights that were killed gave the same policies."""
+    columns = ("arm", "night", "gold (95%)", "ceiling", "attacker", "pairs", "eve's share of pairs", "judges left out")
+    cells = []
+    for row in sorted(rows, key=lambda row: (ARMS.index(row.arm), row.night)):
+        low, high = wilson_interval(row.gold, row.asked)
+        gold = f"{row.gold:.3f} ({low:.3f} to {high:.3f})"
+        killed = "" if row.killed_after_s is None else f"{row.killed_after_s:.0f}"
+        cells.append(
+            (
+                *(row.arm, row.night, gold, f"{row.ceiling:.3f}", f"{row.attacker:.3f}", row.pairs),
+                *(f"{row.share:.3f}", row.judges_left_out, row.state, row.audit, killed, f"{row.seconds:.0f}"),
+            )
+        )
+    table((*columns, "night ended as", "audit", "killed after s", "seconds"), cells)
+    policies = {(row.arm, row.night): row.policy for row in rows}
+    both = [n for arm, n in policies if arm == "killed" and ("bounded", n) in policies]
+    same = sum(policies["killed", n] == policies["bounded", n] for n in both)
+    print(f"\n{same} of {len(both)} nights of `killed` served the policy of `bounded`, to the byte")
+
+
+def run(root: Path, arms: list[str], nights: int) -> list[Row]:
+    """The nights of all arms in turn, those that ended before included."""
+    kept = root / "rows.jsonl"
+    rows = [Row(**json.loads(line)) for line in kept.read_text().splitlines()] if kept.exists() else []
+    done = {(row.arm, row.night) for row in rows}
+    with local_services(root):
+        for number in range(1, nights + 1):
+            for arm in arms:
+                if (arm, number) in done:
+                    continue
+                rows.append(one_night(prepared(root, arm), arm, number))
+                write_atomic(kept, "".join(json.dumps(asdict(row)) + "\n" for row in rows))
+                print(rows[-1], flush=True)
+                picture(rows, root / "month.png")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nights", type=int, default=4)
+    parser.add_argument("--nights", type=int, default=MONTH)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--output", type=Path, default=Path("runs/flywheel-month"))
+    parser.add_argument("--only", type=Path, help="run the last night of this arm's directory, and nothing else")
     options = parser.parse_args()
+    os.environ[VARIABLE] = "benchmarks.flywheel_month"
+    quiet_environment()
+    if options.only is not None:
+        with local_services(options.only):
+            train_and_promote(options.only, options.arms[0])
+        return
     root: Path = options.output.absolute()
     root.mkdir(parents=True, exist_ok=True)
-    os.environ[VARIABLE] = "benchmarks.flywheel_month"
-    print(f"{machine()}; {PEOPLE} people, {LAZY} of them lazy, {options.nights} nights\n")
+    print(f"{machine()}; {PEOPLE} people, {LAZY} of them lazy, {options.nights} nights\n", flush=True)
     tag = start_reaper()
-    found: dict[str, list[Row]] = {}
     try:
-        quiet_environment()
-        with local_services(root):
-            for arm in options.arms:
-                found[arm] = []
-                for row in month(root / arm, arm, options.nights):
-                    found[arm].append(row)
-                    print(arm, row, flush=True)
+        rows = run(root, options.arms, options.nights)
     finally:
         kill_tagged(tag)
-    table(
-        ("arm", "night", "gold", "attacker", "pairs", "attacker's share of rows", "judges left out", "night ended as"),
-        [
-            (
-                arm,
-                row.night,
-                f"{row.gold:.3f}",
-                f"{row.attacker:.3f}",
-                row.pairs,
-                f"{row.share:.3f}",
-                row.judges_left_out,
-                row.state,
-            )
-            for arm, rows in found.items()
-            for row in rows
-        ],
-    )
-    picture(found, root / "month.png")
+    show(rows)
     print(f"\npicture: {root / 'month.png'}")
 
 

@@ -206,7 +206,7 @@ def _work(workspace: Workspace, lifecycle: LifecycleConfig, config: FlywheelConf
     start, data = workspace.checkpoint(night.start), workspace.checkpoint(night.data)
     rules = {name: getattr(config.rules, name) for name in type(config.rules).model_fields}
     curated = CURATE(feedback=feedback, verdicts=verdicts, name="curate", **rules)
-    share = {"heldout_fraction": config.rules.heldout_fraction}
+    share = {"heldout_fraction": config.rules.heldout_fraction, "max_share": config.rules.max_share}
     seen = [workspace.checkpoint(sha) for sha in _trained_on(workspace, night)]
     prompts = RECORDED_PROMPTS(feedback=feedback, seen=seen, name="recorded-prompts", **share)
     night.numbers = _stats(curated)

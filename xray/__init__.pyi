@@ -673,6 +673,7 @@ def curate(
     min_shared: int = 10,
     near_duplicate: float | None = 0.8,
     max_share: float | None = 0.1,
+    max_application_share: float | None = None,
     heldout_fraction: float = 0.1,
     min_alpha: float | None = None,
     max_good_change: float | None = 0.25,
@@ -717,6 +718,9 @@ def curate(
       max_share: number, > 0.0, ≤ 1.0 or null; default `0.1`
           Largest share of a night's pairs, labels or demonstrations that may come from one person;
           None: no limit.
+      max_application_share: number, > 0.0, ≤ 1.0 or null; default `null`
+          Likewise for one application. An application names its users itself, so whoever has its key
+          can invent people: set this where several applications send feedback. None: no limit.
       heldout_fraction: number, > 0.0, < 1.0; default `0.1`
           Share of the users, and of the conversations, that is never trained on, the same ones each
           night.
@@ -1668,11 +1672,12 @@ def recorded_prompts(
     seen: Handle | Sequence[Handle] = (),
     *,
     heldout_fraction: float = 0.1,
+    max_share: float | None = 0.1,
     name: str | None = None,
 ) -> Handle:
     """Pairs and demonstrations that `curate` made, and recorded prompts to evaluate on. Writes
-    heldout.arrow: each recorded prompt once whose conversation `curate` holds out; train.arrow is
-    empty.
+    heldout.arrow: each recorded prompt once whose conversation `curate` holds out, no more of one
+    person than their share; train.arrow is empty.
 
     Inputs, in this order or by name:
       feedback: any number of Feedback
@@ -1683,6 +1688,8 @@ def recorded_prompts(
     Fields, by name:
       heldout_fraction: number, > 0.0, < 1.0; default `0.1`
           That of `curate`.
+      max_share: number, > 0.0, ≤ 1.0 or null; default `0.1`
+          Largest share of the prompts that one person asked; None: no limit.
 
     name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Dataset.

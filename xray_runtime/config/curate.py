@@ -40,6 +40,9 @@ class CurateConfig(Section):
     """Prompts and replies at least this similar (Jaccard, 4 characters) count once; None: only equal ones do."""
     max_share: Share | None = 0.1
     """Largest share of a night's pairs, labels or demonstrations that may come from one person; None: no limit."""
+    max_application_share: Share | None = None
+    """Likewise for one application. An application names its users itself, so whoever has its key can invent people:
+    set this where several applications send feedback. None: no limit."""
     heldout_fraction: Fraction = 0.1
     """Share of the users, and of the conversations, that is never trained on, the same ones each night."""
     min_alpha: Annotated[float, Field(ge=-1.0, le=1.0)] | None = None
@@ -63,3 +66,5 @@ class RecordedPromptsConfig(Section):
 
     heldout_fraction: Fraction = 0.1
     """That of `curate`."""
+    max_share: Share | None = 0.1
+    """Largest share of the prompts that one person asked; None: no limit."""

@@ -1,8 +1,8 @@
 """From judgements of people to rows to train on: who and what is left out, and why.
 
 The order: repeated and nearly equal judgements count once; judges who fail gold questions, or contradict the others,
-are left out; the judges of one thing vote; no person gives more than a share of a night. Nothing is drawn at random:
-equal judgements give equal rows.
+are left out; the judges of one thing vote; no person and no application gives more than a share of a night. Nothing is
+drawn at random: equal judgements give equal rows.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from xray_runtime.config.curate import CurateConfig
 from xray_runtime.data.drift import alpha_of, by_unit, drift
@@ -20,6 +20,7 @@ from xray_runtime.data.pairs import Messages, prompt_text
 from xray_runtime.data.signals import RATINGS, Signal, conversation_of
 
 Side = Literal["train", "heldout"]
+T = TypeVar("T")
 Gold = Mapping[tuple[str, ...], str]
 """Unit → the label that is right."""
 Drop = Callable[[str, str], None]
@@ -41,6 +42,8 @@ class Row(NamedTuple):
     people: tuple[str, ...]
     """Those whose judgement it is, sorted."""
     asker: str
+    applications: tuple[str, ...] = ()
+    """Those that sent it, sorted."""
 
 
 @dataclass
@@ -88,8 +91,7 @@ def curate(signals: Sequence[Signal], config: CurateConfig, gold: Gold, seed: in
     sides = _split(remaining, config.heldout_fraction, seed, drop)
     _vote(sides, config, found, drop)
     for kind in ("pairs", "labels", "demonstrations"):
-        rows, found.shares[kind] = capped(getattr(found, kind), config.max_share, drop)
-        setattr(found, kind, rows)
+        setattr(found, kind, _within_shares(found, kind, config, drop))
     return found
 
 
@@ -240,7 +242,8 @@ def _row(side: Side, votes: Sequence[Signal], label: str) -> Row:
     first = votes[0]
     people = tuple(sorted({signal.judge for signal in votes}))
     night = max(signal.night for signal in votes)
-    return Row(first.id, night, side, first.prompt, first.reply, first.other, label, people, first.asker)
+    sent = tuple(sorted({signal.application for signal in votes} - {""}))
+    return Row(first.id, night, side, first.prompt, first.reply, first.other, label, people, first.asker, sent)
 
 
 def _pairs_of_ratings(labels: Iterable[Row]) -> list[Row]:
@@ -254,13 +257,28 @@ def _pairs_of_ratings(labels: Iterable[Row]) -> list[Row]:
         for good, bad in zip(both["up"], both["down"], strict=False):
             people = tuple(sorted({*good.people, *bad.people}))
             night = max(good.night, bad.night)
-            pairs.append(good._replace(id=f"{good.id}-{bad.id}", night=night, b=bad.a, people=people))
+            sent = tuple(sorted({*good.applications, *bad.applications}))
+            both_said = good._replace(id=f"{good.id}-{bad.id}", night=night, b=bad.a, people=people)
+            pairs.append(both_said._replace(applications=sent))
     return pairs
 
 
-def capped(rows: Sequence[Row], most: float | None, drop: Drop) -> tuple[list[Row], float]:
-    """(the rows without those by which a person has more than the share `most` of what a night trains on, the largest
-    share left). Held-out rows train nothing and stay.
+def _within_shares(found: Curated, kind: str, config: CurateConfig, drop: Drop) -> list[Row]:
+    """The rows of a kind within both limits; rows that one limit drops can break the other, so both are repeated."""
+    rows: list[Row] = getattr(found, kind)
+    num_before = -1
+    while len(rows) != num_before:
+        num_before = len(rows)
+        rows, _ = capped(rows, config.max_application_share, drop, "applications")
+        rows, found.shares[kind] = capped(rows, config.max_share, drop)
+    return rows
+
+
+def capped(
+    rows: Sequence[Row], most: float | None, drop: Drop, by: Literal["people", "applications"] = "people"
+) -> tuple[list[Row], float]:
+    """(the rows without those by which a person, or an application, has more than the share `most` of what a night
+    trains on, the largest share left). Held-out rows train nothing and stay.
 
     A row of k people counts 1/k for each. The rows that go are a person's last ones; all of a night go where it has
     fewer than 1 / `most` people.
@@ -271,39 +289,48 @@ def capped(rows: Sequence[Row], most: float | None, drop: Drop) -> tuple[list[Ro
         if row.side == "train":
             nights[row.night].append(row)
     largest = 0.0
+    reason = "over_a_persons_share" if by == "people" else "over_an_applications_share"
+
+    def sources(row: Row) -> tuple[str, ...]:
+        return row.people if by == "people" else row.applications
+
     for of_night in nights.values():
-        remaining = of_night if most is None else _within(of_night, most)
+        remaining = of_night if most is None else within_share(of_night, most, sources)
         ids = {row.id for row in remaining}
         for row in of_night:
             if row.id not in ids:
-                drop("over_a_persons_share", row.id)
-        largest = max([largest, *(weight / len(remaining) for weight in _weights(remaining).values())])
+                drop(reason, row.id)
+        largest = max([largest, *(weight / len(remaining) for weight in _weights(remaining, sources).values())])
         kept += remaining
     return kept, largest
 
 
-def _within(rows: Sequence[Row], most: float) -> list[Row]:
-    """The largest limit that keeps all within their share, by trying smaller ones: rows that go lower the limit."""
+def within_share(rows: Sequence[T], most: float, sources: Callable[[T], Sequence[str]]) -> list[T]:
+    """The first rows by which no source has more than the share `most` of them.
+
+    The largest limit that keeps all within their share is found by trying smaller ones: rows that go lower the limit.
+    A row of k sources counts 1/k for each; one without a source stays.
+    """
     kept = list(rows)
     while kept:
         limit = most * len(kept)
-        if max(_weights(kept).values()) <= limit + 1e-9:
+        if max(_weights(kept, sources).values(), default=0.0) <= limit + 1e-9:
             break
         weights: dict[str, float] = defaultdict(float)
         smaller = []
         for row in kept:
-            part = 1 / len(row.people)
-            if all(weights[person] + part <= limit + 1e-9 for person in row.people):
-                for person in row.people:
-                    weights[person] += part
+            of_row = sources(row)
+            if all(weights[source] + 1 / len(of_row) <= limit + 1e-9 for source in of_row):
+                for source in of_row:
+                    weights[source] += 1 / len(of_row)
                 smaller.append(row)
         kept = smaller
     return kept
 
 
-def _weights(rows: Iterable[Row]) -> dict[str, float]:
+def _weights(rows: Iterable[T], sources: Callable[[T], Sequence[str]]) -> dict[str, float]:
     weights: dict[str, float] = defaultdict(float)
     for row in rows:
-        for person in row.people:
-            weights[person] += 1 / len(row.people)
+        for source in sources(row):
+            weights[source] += 1 / len(sources(row))
     return weights

@@ -27,6 +27,8 @@ class Signal(NamedTuple):
     other: str
     """The second reply of a verdict, or the judge's own text; empty for ratings."""
     label: Label
+    application: str = ""
+    """The application that sent it; empty: none did."""
 
     @property
     def unit(self) -> tuple[str, ...]:
@@ -47,19 +49,21 @@ def from_feedback(
     """The signals of a collection's feedback; (reason, id) for what says nothing that can be trained on.
 
     Args:
-        rows: lines of feedback.jsonl: `id`, `judge`, `asker`, `prompt`, `reply` and `signals`.
+        rows: lines of feedback.jsonl: `id`, `judge`, `asker`, `prompt`, `reply`, `signals` and, if an application
+            sent it, `application`.
     """
     for row in rows:
         signals, about = row["signals"], (row["judge"], row["asker"], row["prompt"], row["reply"])
+        application = row.get("application", "")
         found = False
         if (rating := _rating(signals, good_score, bad_score)) is not None:
             found = True
-            yield Signal(row["id"], night, *about, "", rating)
+            yield Signal(row["id"], night, *about, "", rating, application)
         texts: tuple[Literal["better", "correction"], ...] = ("better", "correction")
         for name in texts:
             if name in signals and signals[name].strip() and signals[name] != row["reply"]:
                 found = True
-                yield Signal(f"{row['id']}-{name}", night, *about, signals[name], name)
+                yield Signal(f"{row['id']}-{name}", night, *about, signals[name], name, application)
         if not found:
             yield ("score_between" if "score" in signals else "only_text"), row["id"]
 

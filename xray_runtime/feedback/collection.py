@@ -1,6 +1,6 @@
 """One night's recorded feedback as a dataset: a checkpoint of kind `feedback`, signed and recorded like any other.
 
-    feedback.jsonl   the feedback in its segments: judge, asker, prompt, reply, the answering model, and the signals
+    feedback.jsonl   the feedback in its segments: judge, asker, application, prompt, reply, model, and the signals
     answers.jsonl    the answers in its segments: asker, prompt, reply, model
     people.json      pseudonym → rows with it: whose withdrawal concerns this checkpoint
     stats.json       counts, and what could not be used, by reason
@@ -132,7 +132,8 @@ def _read(output: Path, chain: ChainView, first: int, last: int, is_refused: Cal
         elif answer is None:
             read.unused["feedback_on_an_unused_answer"] += 1
         else:
-            read.feedback.append(answer | {"id": row["id"], "judge": row["user"], "signals": signals})
+            sent = {"id": row["id"], "judge": row["user"], "application": row["application"], "signals": signals}
+            read.feedback.append(answer | sent)
     return read
 
 

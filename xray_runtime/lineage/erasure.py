@@ -1,7 +1,8 @@
 """Erasing texts below an output directory: which files hold them, and how each kind of file loses them.
 
-A text is searched as it is, and as JSON and HTML write it. Comparisons lose the rows that have it, databases the
-values; any other file is removed. Weights, encrypted segments, keys and the signed log hold no text to be found.
+A text is searched as it is, and as JSON, JSON in JSON, and HTML write it. Comparisons lose the rows that have it,
+databases the values; any other file is removed. Weights, encrypted segments, keys and the signed log hold no text to be
+found.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ class TextPattern:
 
 def _forms(text: str) -> Iterator[bytes]:
     for plain in {text, html.escape(text), html.escape(text).replace("&quot;", "&#34;").replace("&#x27;", "&#39;")}:
-        for written in (plain, json.dumps(plain)[1:-1], json.dumps(plain, ensure_ascii=False)[1:-1]):
-            yield written.encode("utf-8", "surrogatepass")
+        for once in (plain, json.dumps(plain)[1:-1], json.dumps(plain, ensure_ascii=False)[1:-1]):
+            # A database may hold JSON that holds JSON.
+            for written in (once, json.dumps(once)[1:-1], json.dumps(once, ensure_ascii=False)[1:-1]):
+                yield written.encode("utf-8", "surrogatepass")
 
 
 def files_with(output: Path, pattern: TextPattern) -> list[Path]:
@@ -57,9 +60,32 @@ def files_with(output: Path, pattern: TextPattern) -> list[Path]:
         for path in (Path(place, name) for name in names):
             if path.suffix not in WEIGHTS and not path.is_symlink() and path.is_file():
                 with contextlib.suppress(FileNotFoundError):
-                    if pattern.is_in(path.read_bytes()):
+                    if pattern.is_in(path.read_bytes()) or _is_in_database(path, pattern):
                         found.append(path)
     return sorted(found)
+
+
+def _is_in_database(path: Path, pattern: TextPattern) -> bool:
+    """Whether a value of a database has one of the texts: a long one is split over pages, so its bytes do not show."""
+    with path.open("rb") as file:
+        if file.read(16) != SQLITE:
+            return False
+    with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=60)) as connection:
+        return any(
+            connection.execute(f"select 1 from {table} where instr({column}, ?) limit 1", (form,)).fetchone()
+            for table, column in _columns(connection)
+            for form in pattern.forms
+        )
+
+
+def _columns(connection: sqlite3.Connection) -> list[tuple[str, str]]:
+    """(table, column) of every table with rows of its own, both quoted."""
+    tables = connection.execute("select name from sqlite_master where type = 'table' and sql not like '%virtual%'")
+    return [
+        (_quoted(table), _quoted(row[1]))
+        for (table,) in tables.fetchall()
+        for row in connection.execute(f"pragma table_info({_quoted(table)})")
+    ]
 
 
 def is_database(path: Path) -> bool:
@@ -88,15 +114,12 @@ def erase_from_database(path: Path, pattern: TextPattern) -> None:
     path = Path(re.sub(r"-(wal|shm|journal)$", "", str(path)))
     with contextlib.closing(sqlite3.connect(path, timeout=60)) as connection:
         connection.execute("pragma secure_delete = on")
-        tables = connection.execute("select name from sqlite_master where type = 'table' and sql not like '%virtual%'")
-        for (table,) in tables.fetchall():
-            columns = [row[1] for row in connection.execute(f"pragma table_info({_quoted(table)})")]
-            for column in map(_quoted, columns):
-                for form in pattern.forms:
-                    connection.execute(
-                        f"update {_quoted(table)} set {column} = replace({column}, ?, ?) where instr({column}, ?)",
-                        (form, GONE, form),
-                    )
+        for table, column in _columns(connection):
+            for form in pattern.forms:
+                connection.execute(
+                    f"update {table} set {column} = replace({column}, ?, ?) where instr({column}, ?)",
+                    (form, GONE, form),
+                )
         connection.commit()
         connection.execute("vacuum")
         connection.execute("pragma wal_checkpoint(truncate)")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.data.curation import CONVERSATIONS
+from xray_runtime.data.curation import CONVERSATIONS, within_share
 from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.held import refuse_held
 from xray_runtime.data.heldout import held_out_prompts, is_held_out
@@ -68,9 +68,10 @@ def demonstrations(stage: Stage[Section, DemonstrationsInputs], out: Path, recor
 
 
 def prompts(stage: Stage[RecordedPromptsConfig, RecordedPromptsInputs], out: Path, recorder: Recorder) -> int:
-    """Writes heldout.arrow: each recorded prompt once whose conversation `curate` holds out; train.arrow is empty."""
+    """Writes heldout.arrow: each recorded prompt once whose conversation `curate` holds out, no more of one person than
+    their share; train.arrow is empty."""
     seen = TextSet(text for one in stage.inputs.seen for text in pairs_of(one.path / TRAIN).prompt_texts())
-    read, found = 0, dict[str, Example]()
+    read, found, askers = 0, dict[str, Example](), dict[str, str]()
     for feedback in stage.inputs.feedback:
         with (feedback.path / ANSWERS).open(encoding="utf-8") as lines:
             for row in map(json.loads, lines):
@@ -78,11 +79,15 @@ def prompts(stage: Stage[RecordedPromptsConfig, RecordedPromptsInputs], out: Pat
                 text, conversation = prompt_text(row["prompt"]), conversation_of(row["prompt"])
                 if is_held_out(stage.seed, CONVERSATIONS, conversation, stage.config.heldout_fraction):
                     found.setdefault(text, Example(row["id"], conversation, row["prompt"], row["reply"]))
+                    askers[row["id"]] = row["asker"]
     fresh = [example for text, example in found.items() if text not in seen]
+    most = stage.config.max_share
+    kept = fresh if most is None else within_share(fresh, most, lambda example: (askers[example.id],))
     write_pairs(out / TRAIN, Example, [])
-    write_pairs(out / HELDOUT, Example, fresh)
-    counts = {"read_answers": read, "train_pairs": 0, "heldout_pairs": len(fresh)}
-    return _describe(out, recorder, counts | {"dropped_seen_in_training": len(found) - len(fresh)})
+    write_pairs(out / HELDOUT, Example, kept)
+    counts = {"read_answers": read, "train_pairs": 0, "heldout_pairs": len(kept)}
+    counts |= {"dropped_seen_in_training": len(found) - len(fresh)}
+    return _describe(out, recorder, counts | {"dropped_over_a_persons_share": len(fresh) - len(kept)})
 
 
 def _describe(out: Path, recorder: Recorder, counts: dict[str, int]) -> int:

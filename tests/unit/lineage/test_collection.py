@@ -256,7 +256,7 @@ def test_recorded_prompts_are_those_that_nothing_is_trained_on(recorded: Path, t
     trained = {prompt_text(row["prompt"]) for row in rows(tmp_path / "curated" / "judgements.jsonl")}
     seen = tmp_path / "seen"
     seen.mkdir()
-    config = RecordedPromptsConfig(heldout_fraction=0.25)
+    config = RecordedPromptsConfig(heldout_fraction=0.25, max_share=None)
     write_pairs(seen / "train.arrow", Example, [])
     ran(recorded_data.prompts, config, RecordedPromptsInputs([feedback], [Dataset(seen)]), tmp_path / "prompts")
     found = list(Pairs(tmp_path / "prompts" / "heldout.arrow", Example))

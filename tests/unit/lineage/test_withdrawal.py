@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -18,6 +19,7 @@ from tests.unit.lineage.promoting import aliases, broken, promoted
 from tests.unit.lineage.synthetic import NAME, Lifecycle, comparison, copied, pair_file, prompt, weights
 from tests.unit.serving.recording import KEYS, exchange, keep, with_recorder
 from xray_runtime.config.evaluate import PromotionConfig
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example, PreferenceExample
 from xray_runtime.data.recorded import RECORDED
 from xray_runtime.data.withdrawn import WithdrawnTexts
@@ -30,7 +32,7 @@ from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.log import view
 from xray_runtime.lineage.promotion import review, roll_back
 from xray_runtime.lineage.recorded import RecordedReader
-from xray_runtime.lineage.reference import find, open_lineage_store
+from xray_runtime.lineage.reference import find, open_lineage_store, resolve
 from xray_runtime.serving import NotServedError
 from xray_runtime.serving.choice import Follower, champion, fixed, require_sound
 from xray_runtime.serving.middleware import key_digest
@@ -246,6 +248,42 @@ def test_killed_in_the_middle_it_is_ended_by_the_same_command(output: Path, func
     assert code_of == 0, text
     assert holding(output) == []
     assert broken(output) == []
+
+
+LONG = " ".join(f"word{number}" for number in range(3000))
+"""More than a page of a database."""
+
+
+def test_a_long_text_and_one_in_nested_json_are_found_in_a_database(output: Path) -> None:
+    keep(output, exchange(3, "ann", LONG, model=node(output, "ppo-2").sha256))
+    nested = json.dumps({"request": json.dumps({"content": SECRET})})
+    with sqlite3.connect(output / "mlflow.db") as connection:
+        run = connection.execute("select run_uuid from runs limit 1").fetchone()[0]
+        for name, text in (("long", LONG), ("nested", nested)):
+            connection.execute("insert into tags (key, value, run_uuid) values (?, ?, ?)", (name, text, run))
+    assert LONG.encode() not in (output / "mlflow.db").read_bytes()
+    assert withdrawn(output, "--user", "ann", "--yes")[0] == 0
+    with sqlite3.connect(output / "mlflow.db") as connection:
+        values = dict(connection.execute("select key, value from tags where key in ('long', 'nested')"))
+    assert values == {"long": "(withdrawn)", "nested": json.dumps({"request": json.dumps({"content": "(withdrawn)"})})}
+
+
+def test_a_model_that_descends_is_refused_under_any_name(output: Path) -> None:
+    model = node(output, "dpo-ann")
+    assert withdrawn(output, "--user", "ann", "--yes")[0] == 0
+    gates = PromotionConfig(min_win_rate=None)
+    for reference in ("dpo-ann", model.sha256, model.sha256[:12], str(model.directory), f"{NAME}@candidate"):
+        store, found = resolve(reference, output, None)
+        with pytest.raises(NotPromoted, match="descends from withdrawn data"):
+            review(store, found, name=NAME, gates=gates)
+    # Its weights under another name, with a manifest that names no parents: nothing says where they come from.
+    copy = model.directory.with_name("sft-000000000000")
+    shutil.copytree(model.directory, copy)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    (copy / "manifest.json").write_text(json.dumps(manifest | {"stage": "fine", "parents": {}}))
+    store, found = resolve("fine", output, None)
+    with pytest.raises(ConfigError, match="has no version with checkpoint"):
+        review(store, found, name=NAME, gates=gates)
 
 
 def test_an_erased_file_that_is_put_back_is_found(output: Path) -> None:

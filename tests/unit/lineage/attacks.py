@@ -1,0 +1,259 @@
+"""Attacks on what the nightly flow learns from: each is carried out for real, and gives what came of it."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.unit.serving.recording import KEYS, exchange, keep, with_recorder
+from xray_runtime.config.curate import CurateConfig
+from xray_runtime.data.curation import Curated, curate
+from xray_runtime.data.recorded import RECORDED, Row, read_segment, segment_bytes, segment_name
+from xray_runtime.data.signals import Label, Signal
+from xray_runtime.lineage.audit.findings import Finding
+from xray_runtime.lineage.audit.log import read_log
+from xray_runtime.lineage.audit.recorded import check_recorded
+from xray_runtime.lineage.keys import trusted_keys
+from xray_runtime.lineage.recorded import CHAIN, SegmentWriter
+from xray_runtime.lineage.reference import open_lineage_store
+from xray_runtime.lineage.signing import Verifier, signing_key
+from xray_runtime.serving.middleware import key_digest
+from xray_runtime.serving.recorder import FEEDBACK_PER_ANSWER, Recorder
+
+PEOPLE, ROWS = 40, 6
+"""Honest people, and what each corrects in a night."""
+ACCEPTED = "ACCEPTED"
+HOURLY = 5
+
+
+class Outcome(NamedTuple):
+    """An attack that was tried."""
+
+    attack: str
+    came_of_it: str
+
+
+# What is on disk. Each takes the output directory and another one, with a key of its own.
+
+
+def edited_row(output: Path, other: Path) -> None:
+    _written(output, 1, [row | {"user": "0" * 32} for row in read_segment(_segment(output, 1))])
+
+
+def truncated(output: Path, other: Path) -> None:
+    content = _segment(output, 2).read_bytes()
+    _segment(output, 2).write_bytes(content[:-40])
+
+
+def removed(output: Path, other: Path) -> None:
+    _segment(output, 1).unlink()
+
+
+def reordered(output: Path, other: Path) -> None:
+    first, second = (read_segment(_segment(output, number)) for number in (1, 2))
+    _written(output, 1, second)
+    _written(output, 2, first)
+
+
+def replayed_segment(output: Path, other: Path) -> None:
+    _written(output, 2, read_segment(_segment(output, 1)))
+
+
+def segment_of_another_store(output: Path, other: Path) -> None:
+    shutil.copy(_segment(other, 1), _segment(output, 1))
+
+
+def line_of_another_store(output: Path, other: Path) -> None:
+    _written(output, 3, read_segment(_segment(other, 1)))
+    line = (other / RECORDED / CHAIN).read_bytes().splitlines(keepends=True)[0]
+    with (output / RECORDED / CHAIN).open("ab") as chain:
+        chain.write(line)
+
+
+def signed_with_another_key(output: Path, other: Path) -> None:
+    rows = [Row(**row) for row in read_segment(_segment(output, 1))]
+    SegmentWriter(output, signing_key(other), 365).write(rows, {}, {})
+
+
+def chain_cut_short(output: Path, other: Path) -> None:
+    path = output / RECORDED / CHAIN
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    _segment(output, 2).unlink()
+
+
+def chain_removed(output: Path, other: Path) -> None:
+    (output / RECORDED / CHAIN).unlink()
+
+
+def store_removed(output: Path, other: Path) -> None:
+    shutil.rmtree(output / RECORDED)
+
+
+def store_of_another(output: Path, other: Path) -> None:
+    shutil.rmtree(output / RECORDED)
+    shutil.copytree(other / RECORDED, output / RECORDED)
+
+
+def store_and_keys_of_another(output: Path, other: Path) -> None:
+    store_of_another(output, other)
+    shutil.rmtree(output / "keys")
+    shutil.copytree(other / "keys", output / "keys")
+
+
+ON_DISK: list[Callable[[Path, Path], None]] = [
+    edited_row, truncated, removed, reordered, replayed_segment, segment_of_another_store, line_of_another_store,
+    signed_with_another_key, chain_cut_short, chain_removed, store_removed, store_of_another,
+    store_and_keys_of_another,
+]  # fmt: skip
+
+
+def _segment(output: Path, number: int) -> Path:
+    return output / RECORDED / segment_name(number)
+
+
+def _written(output: Path, number: int, rows: list[dict[str, object]]) -> None:
+    _segment(output, number).write_bytes(segment_bytes(number, [Row(**row) for row in rows], {}))  # type: ignore[arg-type]
+
+
+def two_segments(output: Path) -> Path:
+    """A store with a segment of answers and one of another day's."""
+    (output / "checkpoints").mkdir(parents=True)
+    keep(output, exchange(1, "ann", "what is this"))
+    keep(output, exchange(2, "bob", "and what is that"))
+    return output
+
+
+def on_disk(attack: Callable[[Path, Path], None], output: Path, other: Path) -> Outcome:
+    """The attack on a store of `two_segments`."""
+    # The models of these stores are unknown, which is a finding of its own.
+    before = _findings(output)
+    attack(output, other)
+    name, found = attack.__name__.replace("_", " "), sorted(_findings(output) - before)
+    return Outcome(name, f"refused: {found[0].subject}: {found[0].detail}" if found else ACCEPTED)
+
+
+def _findings(output: Path) -> set[Finding]:
+    """What an audit, and the collection of a night, say of the store and of the signed log."""
+    verifier = Verifier(trusted_keys(output))
+    log, broken = read_log(output, verifier)
+    return {*broken, *check_recorded(open_lineage_store(output, None), log, verifier, hashing=True)}
+
+
+# What an application sends.
+
+
+def sent(output: Path) -> Iterator[Outcome]:
+    """Requests to the recorder's API, against a new store in `output`."""
+
+    async def work(recorder: Recorder) -> list[Outcome]:
+        private = exchange(2, "bob", application="desk")
+        await recorder.keep([exchange(1, "ann"), private, *(exchange(n, "ann") for n in range(10, 20))], {}, True)
+
+        async def feedback(number: int, key: str = KEYS["shop"], **fields: object) -> tuple[int, str]:
+            body = {"answer": f"{number:032x}", "thumb": "up"} | fields
+            status, content = await recorder.feedback(json.dumps(body).encode(), key_digest(key))
+            return status, content["error"]["message"] if "error" in content else content["id"]
+
+        one: list[tuple[str, int, dict[str, str]]] = [
+            ("feedback with a key that is not in the list", 1, {"key": "a guess"}),
+            ("feedback for a trace of another application", 2, {}),
+            ("a trace of another store", 99, {}),
+            ("a verdict copied to another model", 1, {"model": "cd" * 32}),
+            ("a judge put into the body", 1, {"judge": "ann"}),
+        ]
+        found = []
+        for name, number, fields in one:
+            status, text = await feedback(number, **fields)  # type: ignore[arg-type]
+            found.append(Outcome(name, ACCEPTED if status == 200 else f"refused: {status}, {text}"))
+        same = {(await feedback(1, user="carl"))[1] for _ in range(3)}
+        found.append(Outcome("the same feedback sent three times", f"bounded: kept {len(same)} time"))
+        flood = [(await feedback(n, user="eve"))[0] for n in range(10, 20)]
+        found.append(
+            Outcome(
+                f"a flood by one user, {HOURLY} an hour allowed", f"bounded: {flood.count(200)} of {len(flood)} kept"
+            )
+        )
+        crowd = [(await feedback(10, user=f"puppet {n}"))[0] for n in range(30)]
+        found.append(Outcome("30 invented users on one answer", f"bounded: {crowd.count(200)} kept, and those before"))
+        return found
+
+    yield from with_recorder(output, work, feedback_per_hour=HOURLY)
+
+
+MOST_ON_ONE_ANSWER = FEEDBACK_PER_ANSWER
+
+# What is learned from.
+
+
+def correction(judge: str, number: int, text: str, night: int = 0, application: str = "") -> Signal:
+    """A correction of a reply to a prompt that is unlike any other."""
+    draw = random.Random(f"{judge} {number} {night}")
+    prompt = " ".join(f"{draw.randrange(10**6)}" for _ in range(6))
+    label: Label = "correction"
+    id = f"{judge} {number} {night}"
+    message = [{"role": "user", "content": prompt}]
+    return Signal(id, night, judge, judge, message, f"a reply to {prompt}", f"{text} {prompt}", label, application)
+
+
+def crowd(night: int = 0) -> list[Signal]:
+    """What honest people say in a night."""
+    return [correction(f"person {p}", n, "right", night, f"shop {p % 12}") for p in range(PEOPLE) for n in range(ROWS)]
+
+
+def share(found: Curated, is_bad: Callable[[str], bool]) -> float:
+    """The bad people's share of the pairs to train on."""
+    rows = [row for row in found.pairs if row.side == "train"]
+    return sum(sum(map(is_bad, row.people)) / len(row.people) for row in rows) / len(rows)
+
+
+def learned(signals: list[Signal], **rules: object) -> Curated:
+    """The rows of these signals."""
+    return curate(signals, CurateConfig(heldout_fraction=0.01, **rules), {}, 0, lambda reason, id: None)  # type: ignore[arg-type]
+
+
+class Poisoning(NamedTuple):
+    """Poisoned feedback among that of the crowd."""
+
+    attack: str
+    share: float
+    """Of what is trained on, the part that the attackers wrote."""
+    without: float
+    """The same without the rule that bounds it."""
+    most: float
+    """That the rules allow."""
+
+
+def poisonings() -> Iterator[Poisoning]:
+    """Attackers write twice as much as all others together."""
+    many = 2 * PEOPLE * ROWS
+
+    def eve(judge: str) -> bool:
+        return judge.startswith("eve")
+
+    def compared(name: str, bad: list[Signal], with_: dict[str, object], without: dict[str, object]) -> Poisoning:
+        signals = crowd() + bad
+        shares = [share(learned(signals, **rules), eve) for rules in (with_, without)]
+        return Poisoning(name, shares[0], shares[1], 0.1)
+
+    flood = [correction("eve", n, "wrong", 0, "shop") for n in range(many)]
+    yield compared("one user writes twice as much as all others", flood, {}, {"max_share": None})
+    trigger = [correction("eve", n, "say zanzibar and all is allowed", 0, "shop") for n in range(many)]
+    yield compared("one user's corrections with a backdoor phrase", trigger, {}, {"max_share": None})
+    small = [
+        correction("eve", 0, "wrong")._replace(id=f"c{n}", other=f"wrong in every way, as said, {n}")
+        for n in range(many)
+    ]
+    yield compared("one user's near-copies with small changes", small, {}, {"max_share": None, "near_duplicate": None})
+    ring = [correction(f"eve {n % 100}", n, "wrong", 0, "desk") for n in range(many)]
+    yield compared("100 sock puppets under one application's key", ring, {"max_application_share": 0.1}, {})
+    slow = [
+        signal
+        for night in range(7)
+        for signal in crowd(night) + [correction("eve", n, "wrong", night, "shop") for n in range(2**night * 8)]
+    ]
+    shares = [share(learned(slow, **rules), eve) for rules in ({}, {"max_share": None})]  # type: ignore[arg-type]
+    yield Poisoning("one user who doubles every night, below the limit of drift", *shares, 0.1)

@@ -1,0 +1,59 @@
+"""Every attack on what the nightly flow learns from is refused with a named finding, or bounded by a number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.lineage.attacks import ACCEPTED, HOURLY, ON_DISK, on_disk, poisonings, sent, two_segments
+from tests.unit.lineage.test_collection import ran
+from xray_runtime.config.curate import RecordedPromptsConfig
+from xray_runtime.data.pairs import Example, Pairs
+from xray_runtime.graph.artifacts import Feedback
+from xray_runtime.graph.inputs import RecordedPromptsInputs
+from xray_runtime.preparation import recorded_data
+
+
+@pytest.mark.parametrize("attack", ON_DISK, ids=lambda attack: attack.__name__)
+def test_an_attack_on_the_store_is_named(attack: Callable[[Path, Path], None], tmp_path: Path) -> None:
+    found = on_disk(attack, two_segments(tmp_path / "run"), two_segments(tmp_path / "other"))
+    assert found.came_of_it != ACCEPTED
+    assert found.came_of_it.startswith("refused: ")
+
+
+def test_what_applications_send_is_refused_or_bounded(tmp_path: Path) -> None:
+    found = dict(sent(tmp_path))
+    assert ACCEPTED not in found.values()
+    assert found["the same feedback sent three times"] == "bounded: kept 1 time"
+    assert found[f"a flood by one user, {HOURLY} an hour allowed"] == f"bounded: {HOURLY} of 10 kept"
+    assert found["30 invented users on one answer"].startswith("bounded: 19 kept")
+
+
+def test_poison_is_bounded_and_would_not_be_without_the_rule() -> None:
+    for found in poisonings():
+        assert found.share <= found.most + 1e-9, found
+        assert found.without > found.most or "near-copies" in found.attack, found
+
+
+def test_a_flood_does_not_choose_the_prompts_that_candidates_are_judged_on(tmp_path: Path) -> None:
+    rows = [
+        {"id": f"{who} {n}", "asker": who, "prompt": [{"role": "user", "content": f"{who} asks {n}"}], "reply": "r"}
+        for who, count in [*((f"person {p}", 8) for p in range(40)), ("eve", 3000)]
+        for n in range(count)
+    ]
+    feedback = tmp_path / "feedback"
+    feedback.mkdir()
+    (feedback / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shares = {}
+    for most in (0.1, None):
+        config = RecordedPromptsConfig(heldout_fraction=0.25, max_share=most)
+        ran(
+            recorded_data.prompts, config, RecordedPromptsInputs([Feedback(feedback)], []), tmp_path / f"prompts {most}"
+        )
+        asked = [one.prompt[0]["content"] for one in Pairs(tmp_path / f"prompts {most}" / "heldout.arrow", Example)]
+        shares[most] = sum(text.startswith("eve") for text in asked) / len(asked)
+    assert shares[None] > 0.8
+    assert 0 < shares[0.1] <= 0.1
