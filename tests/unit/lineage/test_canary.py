@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -28,8 +28,12 @@ from xray_runtime.lineage.gates import NotPromoted
 from xray_runtime.lineage.log import LOG, Canary, view
 from xray_runtime.lineage.promotion import review
 from xray_runtime.lineage.reference import open_lineage_store, resolve
+from xray_runtime.serving import NotServedError
+from xray_runtime.serving.canary import CanaryFollower
+from xray_runtime.serving.choice import Choice
 from xray_runtime.serving.middleware import key_digest
 from xray_runtime.serving.recorder import Recorder
+from xray_runtime.serving.server import Server
 
 Answered = Iterable[tuple[str, str, str]]
 """(stage that answered, user, thumb)."""
@@ -105,7 +109,7 @@ def reviewed(output: Path, **gates: Any) -> list[Any]:
 
 def test_an_equal_candidate_passes_and_a_person_sees_the_numbers(live: tuple[Path, Canary]) -> None:
     output, canary = live
-    with pytest.raises(NotPromoted, match="canary running since .*: not decided yet"):
+    with pytest.raises(NotPromoted, match=r"canary running since .*: not decided yet"):
         reviewed(output)
     record(output, both(150, "up", "up"))
     found = settle(open_lineage_store(output, None), canary)
@@ -119,13 +123,17 @@ def test_an_equal_candidate_passes_and_a_person_sees_the_numbers(live: tuple[Pat
 
 def test_a_flood_by_one_user_decides_nothing(live: tuple[Path, Canary]) -> None:
     output, canary = live
-    # One person hates 300 answers of the candidate; another says so as 300 judges of one person's answers.
     record(output, [("ppo-3", "flooder", "down")] * 19 + [("ppo-2", f"user {n}", "up") for n in range(100)])
     record(output, [("ppo-3", "flooder", "")] * 300, begin_at=1000, complete=False)
     monitor = Monitor(open_lineage_store(output, None), canary)
     assert monitor.look() is None
     arm = monitor.comparison.arms["candidate"].result()
     assert (arm.answers, arm.judges, arm.users, arm.errors) == (319, 1, 1, 0.0)
+    # Nor do 300 judges of one person's answers.
+    flooded = Arm()
+    for n in range(300):
+        flooded.add_feedback(f"judge {n}", "flooder", 0.0)
+    assert flooded.feedback.count == 1
 
 
 def test_failures_roll_back_and_undrawn_requests_do_not_count(live: tuple[Path, Canary]) -> None:
@@ -181,7 +189,7 @@ def test_a_night_waits_for_its_canary_and_two_never_run(live: tuple[Path, Canary
         begin(output, NAME, "c" * 64, canary.began.champion, 1, canary.began.rules)
     assert begin(output, NAME, canary.began.candidate, canary.began.champion, 9, CanaryConfig()) == canary
     champion = canary.began.champion
-    night = Night(number=1, first=1, last=0, feedback=[], verdicts=None, start=champion, data=champion)
+    night = Night(number=1, first=1, last=0, feedback=[champion], verdicts=None, start=champion, data=champion)
     night = night.model_copy(update={"state": CANARY, "canary": canary.id, "policy": canary.began.candidate})
     place = place_of(output, night)
     place.mkdir(parents=True)
@@ -213,3 +221,67 @@ def test_under_repeated_looks_an_equal_candidate_is_rarely_rolled_back() -> None
 
     # The hardest case: nothing is allowed. 200 · 0.05 = 10, and a standard deviation is 3.1.
     assert simulate(0.0) <= trials * ALPHA + 9
+
+
+class Replicas:
+    """Takes the part of `Server`: notes what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.candidate_failure: str | None = None
+        self.fails = False
+
+    def begin_canary(self, model: str, share: float) -> None:
+        if self.fails:
+            raise NotServedError("no memory")
+        self.said.append(f"begin {model} {share}")
+
+    def end_canary(self) -> None:
+        self.said.append("end")
+
+
+def follower(output: Path, server: Replicas, records: bool = True) -> CanaryFollower:
+    def load(choice: Choice) -> Any:
+        return choice.node.manifest.stage
+
+    now = iter(float(10 * n) for n in range(1000))
+    store = open_lineage_store(output, None)
+    return CanaryFollower(cast(Server, server), store, NAME, load, records, None, clock=lambda: next(now))
+
+
+def test_a_server_follows_a_canary_from_its_beginning_to_its_end(live: tuple[Path, Canary]) -> None:
+    output, canary = live
+    server, champion = Replicas(), canary.began.champion
+    without = follower(output, Replicas(), records=False)
+    assert "needs --record" in str(without.step(champion))
+    assert without.step(champion) is None
+    following = follower(output, server)
+    assert "answers 10% of users" in str(following.step(champion))
+    assert following.step(champion) is None
+    record(output, both(60, "down", "up"))
+    assert "rolled back: its feedback" in str(following.step(champion))
+    assert server.said == ["begin ppo-3 0.1", "end"]
+    assert following.step(champion) is None
+    assert view(output).canaries[canary.id].ended is not None
+    # A decision is not made twice.
+    assert follower(output, Replicas()).step(champion) is None
+
+
+@pytest.mark.parametrize("case", ["dies", "cannot load", "damaged", "promoted"])
+def test_a_candidate_that_cannot_answer_is_taken_away(live: tuple[Path, Canary], case: str) -> None:
+    output, canary = live
+    server, champion = Replicas(), canary.began.champion
+    following = follower(output, server)
+    server.fails = case == "cannot load"
+    if case == "damaged":
+        weights = resolve("ppo-3", output, None)[1].directory / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[::-1])
+    line = following.step(champion)
+    if case in ("dies", "promoted"):
+        server.candidate_failure = "it was killed" if case == "dies" else None
+        line = following.step(champion if case == "dies" else "f" * 64)
+    ended = view(output).canaries[canary.id].ended
+    assert ended is not None
+    assert ended.outcome == ("undecided" if case == "promoted" else "rolled back")
+    assert str(line).count("\n") == 0
+    assert server.said[-1] == "end"
