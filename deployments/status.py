@@ -13,7 +13,9 @@ from rich.table import Table
 from xray.deployments.server_home import ServerHome, State
 from xray.deployments.servers import ask, servers, worker
 from xray.deployments.suspension import ACTIVE, is_suspended
+from xray_runtime.lineage.canary import summary
 from xray_runtime.lineage.decisions import current
+from xray_runtime.lineage.log import view
 from xray_runtime.lineage.promotion import CHAMPION
 
 MAX_RUNS = 50
@@ -43,6 +45,10 @@ def service_status(home: ServerHome, state: State | None) -> dict[str, Any]:
         {"name": name} | decision.model_dump(include={"version", "checkpoint", "by", "at"})
         for (name, alias), decision in sorted(current(home.output).items())
         if alias == CHAMPION
+    ]
+    content["canaries"] = [
+        {"name": found.began.name, "candidate": found.began.candidate, "summary": summary(found)}
+        for found in list(view(home.output).canaries.values())[-1:]
     ]
     return content
 
@@ -114,6 +120,9 @@ def show(console: Console, content: dict[str, Any]) -> None:
         version = f"version {champion['version']} {champion['checkpoint'][:12]}"
         decided = f"{version}, by {champion['by']} at {champion['at'][:19]}"
         table.add_row("champion", "", escape(champion["name"]), escape(decided))
+    for canary in content["canaries"]:
+        text = f"{canary['candidate'][:12]} {canary['summary']}"
+        table.add_row("canary", "", escape(canary["name"]), escape(text))
     if not content["champions"]:
         table.add_row("champion", "", "none yet", "")
     console.print(table, soft_wrap=True)

@@ -1,6 +1,7 @@
-"""The nightly flow: collect feedback → audit → curate → train → evaluate beside the champion → gates → candidate.
+"""The nightly flow: collect feedback → audit → curate → train → evaluate beside the champion → gates → canary.
 
-A person promotes the candidate, with the flow `promote`. The recorder may go on meanwhile. What a night works with is
+A canary outlives its night: the next call of the flow goes on with it, and begins a night once it is decided. A person
+promotes the candidate, with the flow `promote`. The recorder may go on meanwhile. What a night works with is
 written down when it begins (`flywheel/NIGHT/night.json`): a night that was killed goes on with the same feedback and
 the same policy, and finds its stages in the store.
 """
@@ -25,22 +26,26 @@ from xray_runtime.config.evaluate import EvaluateConfig
 from xray_runtime.config.flywheel import FlywheelConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.feedback.canary import settle
 from xray_runtime.feedback.collection import collect, sound_chain
 from xray_runtime.feedback.publication import publish
 from xray_runtime.feedback.session import read_sessions
 from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import Dataset
 from xray_runtime.graph.handles import Handle
-from xray_runtime.lineage import promotion
+from xray_runtime.lineage import canary, promotion
 from xray_runtime.lineage.gates import Gate, check_gates
+from xray_runtime.lineage.log import view
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, require_language_model, resolve
 from xray_runtime.stages.kinds import CURATE, DPO, EVALUATE, KTO, PREFERENCES, RECORDED_PROMPTS
 
+CANARY = "canary"
+"""State of a night whose candidate answers a share of the requests."""
 FOLDER, FILE = "flywheel", "night.json"
 BY = "flywheel"
 """Publishes a night's feedback, on record."""
 RELEASABLE = ("held",)
-DONE = ("held", "too little", "refused", "candidate")
+DONE = ("held", "too little", "refused", "candidate", "rolled back", "undecided")
 
 
 class Night(BaseModel):
@@ -69,6 +74,8 @@ class Night(BaseModel):
     """`fixed` and `recorded` → results of the gates."""
     policy: str | None = None
     """sha256 of the candidate."""
+    canary: str | None = None
+    """Id of its canary; the signed log has the rest."""
 
 
 def read_nights(output: Path) -> list[Night]:
@@ -105,6 +112,8 @@ def begin_night(output: Path, config: FlywheelConfig, release: bool, tracking_ur
     if release:
         if last is None or last.state not in RELEASABLE:
             raise ConfigError("--release: is not allowed: the last night is not held")
+        return last
+    if last is not None and last.state == CANARY and not _canary_ended(output, store, last):
         return last
     project = saved_config(output).project
     if last is not None and last.state not in DONE:
@@ -146,6 +155,31 @@ def _of(night: Night | None) -> list[str]:
     return [sha for sha in (*night.feedback, night.start, night.policy) if sha] if night is not None else []
 
 
+def _canary_ended(output: Path, store: LineageStore, night: Night) -> bool:
+    """Whether the canary of a night is decided; the night then says how."""
+    found = view(output).canaries.get(night.canary or "")
+    if found is None:
+        raise ConfigError(f"{place_of(output, night) / FILE}: its canary is not in the signed log; see `xray audit`")
+    ended = settle(store, found)
+    if ended is not None:
+        night.state = "candidate" if ended.outcome == "passed" else ended.outcome
+        night.reasons = [f"canary: {ended.reason}"]
+        _write(output, night)
+    return ended is not None
+
+
+def _begin_canary(output: Path, store: LineageStore, project: str, config: FlywheelConfig, night: Night) -> None:
+    """Let the candidate answer its share of the requests; without a champion nobody is served yet."""
+    name = f"{project}-policy"
+    champion = promotion.champion_of(store, name)
+    if config.canary is None or champion is None or night.policy in (None, champion.checkpoint):
+        return
+    assert night.policy is not None
+    first = sound_chain(store).last + 1
+    night.canary = canary.begin(output, name, night.policy, champion.checkpoint, first, config.canary).id
+    night.state = CANARY
+
+
 def _start(store: LineageStore, project: str, config: FlywheelConfig) -> tuple[str, str]:
     """sha256 of (the champion, or the policy that `start` names; the dataset of the fixed set)."""
     champion = promotion.champion_of(store, f"{project}-policy")
@@ -182,6 +216,8 @@ def flywheel(
     night = begin_night(root, config, release is not None, tracking_uri)
     if night is None:
         return {"state": "nothing new"}
+    if night.state == CANARY:
+        return night.model_dump(mode="json")
     if release is not None:
         config = config.model_copy(update={"rules": config.rules.model_copy(update={"released": release})})
     lifecycle = saved_config(root)
@@ -190,6 +226,8 @@ def flywheel(
     options: dict[str, Any] = {"place": place, "tracking_uri": tracking_uri, "record": record}
     with _workspace(lifecycle, root, options) as workspace:
         _work(workspace, lifecycle, config, night)
+    if night.state == "candidate":
+        _begin_canary(root, open_lineage_store(root, tracking_uri), lifecycle.project, config, night)
     _write(root, night)
     show("flywheel", f"night {night.number}: {night.state}", night_markdown(night))
     return night.model_dump(mode="json")

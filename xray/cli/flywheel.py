@@ -39,10 +39,12 @@ def flywheel(
 ) -> None:
     """Make a candidate of the feedback since the last night: curate, train, evaluate beside the champion, check gates.
 
+    With `canary.share=0.1` the candidate then answers that share of the requests to `xray serve --record`; run the
+    command again to learn how that ended, and to begin a night after it.
     Run the same command again to continue a night that was interrupted. `xray promote` makes the candidate champion.
     Exit codes: 0 done, 1 a stage failed, 2 bad input, 130 interrupted.
     """
-    from xray.flows.flywheel import begin_night, night_markdown, place_of, read_nights
+    from xray.flows.flywheel import CANARY, begin_night, night_markdown, place_of, read_nights
 
     wanted = _config(config, overrides or [])
     check_ray_address()
@@ -51,6 +53,9 @@ def flywheel(
     console = Console(stderr=True, highlight=False)
     if night is None:
         console.print("nothing was recorded since the last night")
+        return
+    if night.state == CANARY:
+        console.print(f"night {night.number}: its canary runs; see `xray status`")
         return
     runtime = saved_config(output).runtime
     parameters: dict[str, Any] = {"output": str(output.absolute()), "config": wanted.model_dump(mode="json")}

@@ -70,6 +70,9 @@ def serve(
 ) -> None:
     """Serve a model whose audit is sound, OpenAI-compatible; follow the champion without a pause.
 
+    With --record it also follows canaries of `xray flywheel`: a share of the users (header `x-xray-user`, else
+    `x-xray-conversation`) is answered by the candidate, and by the champion again once that is decided.
+
     Exit codes: 0 stopped (Ctrl-C, SIGTERM), 1 refused, 2 bad input.
     """
     for number in STOPS:
@@ -161,6 +164,9 @@ def _logs(choice: Choice) -> Path:
 
 
 def _serve(server: Server, options: _Options, name: str | None, choice: Choice) -> None:
+    from xray_runtime.lineage.decisions import current
+    from xray_runtime.lineage.promotion import CHAMPION
+    from xray_runtime.serving.canary import CanaryFollower
     from xray_runtime.serving.choice import Follower
     from xray_runtime.serving.middleware import key_digest
     from xray_runtime.serving.replica import ServedModel
@@ -187,8 +193,14 @@ def _serve(server: Server, options: _Options, name: str | None, choice: Choice) 
         threading.Event().wait()
         return
     follower = Follower(name, store.output, store.tracking_uri, options.public, choice.node.sha256)
+    records = options.recording is not None
+    canary = CanaryFollower(server, store, name, model, records, options.public)
     while True:
         time.sleep(POLL_SECONDS)
+        # A champion that is replaced ends its canary before the next model is loaded.
+        decided = current(store.output).get((name, CHAMPION))
+        if news := canary.step(decided.checkpoint if decided is not None else ""):
+            say(f"{_now()} {news}")
         try:
             new_champion = follower.next_champion()
             if new_champion is None:

@@ -17,12 +17,26 @@ from prometheus_client.registry import Collector
 
 from xray.studio.pages import Studio, studio_of
 from xray.studio.runs import RUNNING, runs, working
+from xray_runtime.feedback.canary import Monitor
 from xray_runtime.lineage.log import view
+from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.report.figures import read_metrics
 from xray_runtime.tracking.recorder import METRICS
 
 router = APIRouter()
 
+CANARY_METRICS = {
+    "answers": "Answers",
+    "judges": "People whose feedback counts",
+    "feedback": "Mean feedback",
+    "feedback_low": "Lower end of the interval of the feedback",
+    "feedback_high": "Upper end of the interval of the feedback",
+    "errors": "Share of users whose first answer failed",
+    "errors_low": "Lower end of the interval of the errors",
+    "errors_high": "Upper end of the interval of the errors",
+    "latency_s": "Median seconds to the end of an answer",
+}
+"""Field of an `ArmResult` → its text; one gauge each, for each arm."""
 STATUSES = ("completed", "failed", "interrupted", RUNNING)
 
 
@@ -48,6 +62,7 @@ class OutputCollector(Collector):
         output = self._studio.output
         yield from _of_runs(output)
         yield from _of_nights(output)
+        yield from _of_canary(self._studio.store())
         withdrawals = GaugeMetricFamily("xray_withdrawals", "Withdrawals in the signed log")
         withdrawals.add_metric([], len(view(output).withdrawals))
         yield withdrawals
@@ -103,3 +118,23 @@ def _of_nights(output: Path) -> Iterator[GaugeMetricFamily]:
     changed = GaugeMetricFamily("xray_night_timestamp_seconds", "Last change of the last night's record")
     changed.add_metric([], (place_of(output, night) / FILE).stat().st_mtime)
     yield from (state, number, changed)
+
+
+def _of_canary(store: LineageStore) -> Iterator[GaugeMetricFamily]:
+    """The last canary, as it is now or ended, by arm."""
+    canary = next(reversed(view(store.output).canaries.values()), None)
+    if canary is None:
+        return
+    ended = canary.ended
+    if ended is None:
+        monitor = Monitor(store, canary, None)
+        ended = monitor.look() or monitor.decision("undecided", "")
+    runs = GaugeMetricFamily("xray_canary_running", "Whether the last canary still runs")
+    runs.add_metric([], float(canary.ended is None))
+    yield runs
+    for name, text in CANARY_METRICS.items():
+        family = GaugeMetricFamily(f"xray_canary_{name}", f"{text} of the last canary", labels=["arm"])
+        for side, arm in ended.arms.items():
+            value = getattr(arm, name)
+            family.add_metric([side], float("nan") if value is None else float(value))
+        yield family

@@ -13,6 +13,7 @@ from xray.studio.access import Fields
 from xray.studio.pages import Studio, page, studio_of
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage import promotion
+from xray_runtime.lineage.canary import summary
 from xray_runtime.lineage.gates import NotPromoted
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.log import view
@@ -112,7 +113,9 @@ def models(request: Request) -> Response:
     log = view(studio.output)
     names = sorted({name for name, _ in log.decided if name})
     aliases = {name: {alias: d for (n, alias), d in log.decided.items() if n == name} for name in names}
-    return page(request, "models.html", aliases=aliases, decisions=[d for d in reversed(log.decisions) if d.name][:50])
+    decisions = [d for d in reversed(log.decisions) if d.name][:50]
+    canaries = [(c.began.name, c.began.candidate, summary(c)) for c in reversed(log.canaries.values())][:10]
+    return page(request, "models.html", aliases=aliases, decisions=decisions, canaries=canaries)
 
 
 def _reviewed(studio: Studio, name: str) -> tuple[LineageStore, promotion.Review]:

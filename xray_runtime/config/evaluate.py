@@ -102,5 +102,7 @@ class PromotionConfig(Section):
     max_regression: Annotated[float, Field(ge=0.0, le=0.5)] | None = 0.1
     """The lower end of the 95% interval of the win rate over the current champion (ties count half, same held-out
     prompts and seeds) may be at most this far below one half."""
+    canary: bool = True
+    """A candidate that had a canary beside the champion must have passed it."""
     allowed_licenses: list[Annotated[str, Field(min_length=1)]] | None = None
     """Allowed licences of every source of the candidate and of its reward models; None: not checked."""

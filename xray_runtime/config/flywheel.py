@@ -6,6 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
+from xray_runtime.config.canary import CanaryConfig
 from xray_runtime.config.curate import CurateConfig
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.engines import Count, Section
@@ -33,6 +34,9 @@ class FlywheelConfig(Section):
     data: Annotated[str, Field(min_length=1)] | None = None
     """A REF of the dataset whose held-out prompts are the fixed set; by default the first that the policy was trained
     on."""
+
+    canary: CanaryConfig | None = None
+    """After its gates, the candidate answers this share of the requests to `xray serve --record`; None: of none."""
 
     @model_validator(mode="after")
     def _method(self) -> Self:

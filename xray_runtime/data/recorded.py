@@ -67,6 +67,8 @@ class Row:
     reply_tokens: int
     texts: bytes
     """Encrypted; see `UserKeys`."""
+    canary: str = ""
+    """sha256 of the candidate whose canary drew lots for this request; empty: none did."""
 
 
 def feedback_row(id: str, answer: str, user: str, application: str, model: str, texts: bytes) -> Row:

@@ -52,15 +52,18 @@ class _Read:
     unused: Counter[str] = field(default_factory=Counter)
 
 
-def sound_chain(lineage: LineageStore) -> ChainView:
+def sound_chain(lineage: LineageStore, *, hashing: bool = True) -> ChainView:
     """The chain of segments, every one of which was checked; an empty one if nothing was ever recorded.
+
+    Args:
+        hashing: without it the bytes of the segments are not read.
 
     Raises:
         ConfigError: a segment was edited, removed, replayed or put there.
     """
     output = lineage.output
     verifier = Verifier(trusted_keys(output))
-    found = sorted(set(check_recorded(lineage, read_log(output, verifier)[0], verifier, hashing=True)))
+    found = sorted(set(check_recorded(lineage, read_log(output, verifier)[0], verifier, hashing)))
     if found:
         raise ConfigError(f"--output: {found[0].subject}: {found[0].detail}; see `xray recorded`")
     chain = ChainView()
@@ -125,7 +128,7 @@ def _read(output: Path, chain: ChainView, first: int, last: int, is_refused: Cal
                 read.unused[f"answer_{reason}"] += 1
     for row in feedback:
         texts = keys.decrypt(row["user"], row["texts"], about(row["kind"], row["id"], row["model"]))
-        signals = _signals(row, texts)
+        signals = signals_of(row, texts)
         answer = read.answers.get(row["answer"])
         if signals is None:
             read.unused["feedback_withdrawn" if texts is None else "feedback_unreadable"] += 1
@@ -188,7 +191,8 @@ def _listed(content: Any) -> Iterable[dict[str, Any]]:
     return content
 
 
-def _signals(row: Mapping[str, Any], texts: dict[str, Any] | None) -> dict[str, Any] | None:
+def signals_of(row: Mapping[str, Any], texts: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The signals of a recorded feedback; None where its texts are gone, or are not feedback."""
     if texts is None:
         return None
     try:

@@ -22,6 +22,8 @@ from filelock import FileLock, Timeout
 from xray_runtime.lineage.log_entries import (
     EMPTY,
     MOVES,
+    CanaryBegan,
+    CanaryEnded,
     Decision,
     Entry,
     Head,
@@ -45,6 +47,16 @@ LIFECYCLE, REPORT = "lifecycle.json", "report.html"
 """Written by each run: for programs, and for people."""
 
 
+@dataclass(frozen=True)
+class Canary:
+    """A candidate that answers a share of the requests, or did."""
+
+    id: str
+    """Digest of the line of its beginning."""
+    began: CanaryBegan
+    ended: CanaryEnded | None = None
+
+
 @dataclass
 class LogView:
     """The state that the entries of a log describe; later entries replace earlier ones."""
@@ -64,6 +76,8 @@ class LogView:
     recorded: Head = EMPTY
     """The chain of recorded answers must still have this line."""
     withdrawals: list[Withdrawn] = field(default_factory=list)
+    canaries: dict[str, Canary] = field(default_factory=dict)
+    """By id, in order."""
     erased: set[str] = field(default_factory=set)
     """Paths below the output directory of files that a withdrawal erased, and nothing wrote since."""
 
@@ -130,6 +144,12 @@ class LogView:
             self.ended[entry.run_id] = entry
         elif isinstance(entry, Recorded):
             self.recorded = Head(entry.entries, entry.head)
+        elif isinstance(entry, CanaryBegan):
+            self.canaries[line.sha256] = Canary(line.sha256, entry)
+        elif isinstance(entry, CanaryEnded) and entry.canary in self.canaries:
+            # The first decision counts.
+            known = self.canaries[entry.canary]
+            self.canaries[entry.canary] = Canary(known.id, known.began, known.ended or entry)
         elif isinstance(entry, Withdrawn):
             self.withdrawals.append(entry)
             self.erased |= set(entry.erased)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from xray_runtime.config.canary import CanaryConfig
 from xray_runtime.lineage.statement import InTotoRecord
 from xray_runtime.store.manifest import Sha256
 
@@ -116,7 +117,59 @@ class Withdrawn(SignedEntry):
     """Paths below the output directory of the files that are gone since."""
 
 
-Entry = Decision | Published | RunBegan | RunEnded | Left | Recorded | Withdrawn
+class CanaryBegan(SignedEntry):
+    """From here on a candidate answers a share of the requests, beside the champion."""
+
+    action: Literal["canary"] = "canary"
+    name: str
+    """The registered model whose champion it is beside."""
+    candidate: Sha256
+    champion: Sha256
+    first: int
+    """Only recorded segments from this number on count."""
+    rules: CanaryConfig
+    by: str
+
+
+class ArmResult(BaseModel):
+    """What one of the two models was measured by."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    answers: int
+    judges: int
+    """People whose feedback counts: one value each."""
+    feedback: float | None
+    """Mean of these values, from 0 to 1."""
+    feedback_low: float
+    feedback_high: float
+    users: int
+    """People who were answered."""
+    errors: float | None
+    """Share of them whose first answer failed or broke off."""
+    errors_low: float
+    errors_high: float
+    latency_s: float | None
+    """Median seconds to the end of an answer; it decides nothing."""
+
+
+Outcome = Literal["passed", "rolled back", "undecided"]
+
+
+class CanaryEnded(SignedEntry):
+    """A canary ended: the champion answers everything."""
+
+    action: Literal["canary-end"] = "canary-end"
+    canary: Sha256
+    """The line of its beginning."""
+    outcome: Outcome
+    reason: str
+    through: int
+    """The last recorded segment that was read."""
+    arms: dict[Literal["candidate", "champion"], ArmResult]
+
+
+Entry = Decision | Published | RunBegan | RunEnded | Left | Recorded | Withdrawn | CanaryBegan | CanaryEnded
 
 
 class Record(InTotoRecord[Annotated[Entry, Field(discriminator="action")]]):

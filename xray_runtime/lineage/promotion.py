@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.lineage import canary
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.decisions import current, decide
 from xray_runtime.lineage.gates import (
@@ -138,6 +139,9 @@ def review(
     checked = check_gates(
         store.graph, candidate, evaluation, champion.checkpoint if champion else None, comparison, bounds.config
     )
+    if bounds.config.canary and champion is not None:
+        live = canary.gate(store.output, candidate.sha256, champion.checkpoint, public)
+        checked += [live] if live is not None else []
     if bounds.config.allowed_licenses is not None:
         checked.append(check_licenses(store.graph, candidate.sha256, bounds.config.allowed_licenses))
     failed = [gate.reason for gate in checked if not gate.passed]

@@ -31,6 +31,8 @@ class Exchange:
     first_s: float
     prompt_tokens: int
     reply_tokens: int
+    canary: str = ""
+    """As in `data.recorded.Row`."""
 
     @property
     def size(self) -> int:

@@ -168,6 +168,7 @@ class Recorder:
             prompt_tokens=exchange.prompt_tokens or usage.get("input_tokens", 0),
             reply_tokens=exchange.reply_tokens or usage.get("output_tokens", 0),
             texts=self._keys.encrypt(user, redacted, about("answer", exchange.id, exchange.model)),
+            canary=exchange.canary,
         )
         self._add(row)
         return None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.recording import RecordingConfig
 from xray_runtime.serving.exchange import Exchange
-from xray_runtime.serving.middleware import App, Message, Receive, Send, answer_json, key_digest
+from xray_runtime.serving.middleware import CANARY_HEADER, App, Message, Receive, Send, answer_json, key_digest
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -170,7 +170,8 @@ class Recording:
         try:
             await self._app(scope, seen, shown)
         finally:
-            if status == 200:
+            # A failure of the engine is recorded too: a canary compares them.
+            if status == 200 or status >= 500:
                 usage = getattr(state.get("request_metadata"), "final_usage_info", None)
                 exchange = Exchange(
                     id=identity,
@@ -182,11 +183,12 @@ class Recording:
                     request=b"".join(request),
                     answer=b"".join(answer),
                     streamed=is_streamed,
-                    complete=is_complete,
+                    complete=is_complete and status == 200,
                     latency_s=time.monotonic() - started,
                     first_s=first,
                     prompt_tokens=getattr(usage, "prompt_tokens", None) or 0,
                     reply_tokens=getattr(usage, "completion_tokens", None) or 0,
+                    canary=_header(scope, CANARY_HEADER),
                 )
                 self._outbox.offer(exchange)
 

@@ -20,7 +20,7 @@ from xray_runtime.errors import error_summary
 from xray_runtime.serving import NotServedError
 from xray_runtime.serving.recorder import RecorderHandle
 from xray_runtime.serving.replica import Replica, ServedModel
-from xray_runtime.serving.reverse_proxy import Address, ReverseProxy
+from xray_runtime.serving.reverse_proxy import CANARY, Address, ReverseProxy
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,9 @@ class Server:
         self._served: _Replicas | None = None
         self._drained: _Replicas | None = None
         """The previous model, while it finishes its answers."""
+        self._candidate: _Replicas | None = None
+        self.candidate_failure: str | None = None
+        """Why the candidate of a canary was taken away; None while it answers."""
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._watching = threading.Thread(target=self._watch, daemon=True)
         self._watching.start()
@@ -82,12 +85,41 @@ class Server:
             replicas.end()
             raise
 
+    def begin_canary(self, model: ServedModel, share: float) -> None:
+        """Let `model` answer this share of the users, beside the present one. The first replica of it that dies ends
+        that, and `candidate_failure` says so.
+
+        Raises:
+            NotServedError: it cannot be loaded.
+        """
+        while self._drained is not None:
+            time.sleep(WATCH_SECONDS)
+        replicas = _Replicas(model, self._num_replicas, self._proxy, self._recorder)
+        try:
+            while not replicas.all_up():
+                time.sleep(WATCH_SECONDS)
+            with self._lock:
+                self._proxy.restart_if_dead()
+                self._proxy.begin_canary(model.sha256, replicas.addresses(), share)
+                replicas.backend, self.candidate_failure, self._candidate = CANARY, None, replicas
+        except BaseException:
+            replicas.end()
+            raise
+
+    def end_canary(self) -> None:
+        """Send all later requests to the champion; the candidate finishes what it has begun."""
+        with self._lock:
+            if self._candidate is not None:
+                self._proxy.end_canary()
+                self._drained, self._candidate = self._candidate, None
+                self._drained_until = time.monotonic() + DRAIN_SECONDS
+
     def stop(self) -> None:
         """Accept no more requests, and finish those under way within STOP_SECONDS."""
         self._ended.set()
         self._watching.join()
         self._proxy.stop(STOP_SECONDS)
-        for replicas in (self._served, self._drained):
+        for replicas in (self._served, self._candidate, self._drained):
             if replicas is not None:
                 replicas.end()
         if self._recorder is not None and not self._recorder.close():
@@ -106,6 +138,14 @@ class Server:
             log.warning("HAProxy stopped; it was restarted")
         if self._served is not None:
             self._served.replace_dead()
+        if self._candidate is not None:
+            try:
+                self._candidate.all_up()
+            except NotServedError as error:
+                self.candidate_failure = str(error)
+                self._proxy.end_canary()
+                self._candidate.end()
+                self._candidate = None
         drained = self._drained
         if drained is not None:
             assert drained.backend is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.client
 import threading
 import time
@@ -243,3 +244,59 @@ def test_a_port_that_is_taken_is_refused(start: Start, tmp_path: Path) -> None:
     _, port = start(1)
     with pytest.raises(NotServedError, match=f"HAProxy cannot listen on 127.0.0.1:{port}"):
         ReverseProxy("127.0.0.1", port, 1, tmp_path / "second.log")
+
+
+def asked_by(port: int, **headers: str) -> str:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_SECONDS)
+    connection.request("POST", "/", b"{}", {name.replace("_", "-"): value for name, value in headers.items()})
+    return connection.getresponse().read().decode()
+
+
+def drawn(sha256: str, who: str, share: float) -> bool:
+    """The rule, computed without HAProxy."""
+    return int.from_bytes(hashlib.sha256(f"{sha256}:{who}".encode()).digest()[:4]) < share * 2**32
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_canary_gets_its_share_of_users_and_the_champion_answers_for_a_dead_one(
+    models: Callable[[str], Model], tmp_path: Path
+) -> None:
+    port, champion, candidate = free_port(), models("champion"), models("candidate")
+    proxy = ReverseProxy("127.0.0.1", port, 1, tmp_path / "log")
+    people, first, second = [f"user {n}" for n in range(400)], "a" * 64, "b" * 64
+    try:
+        proxy.move([champion.address])
+        proxy.begin_canary(first, [candidate.address], 0.25)
+        mine = next(who for who in people if drawn(first, who, 0.25))
+        until(lambda: asked_by(port, x_xray_user=mine) == "candidate")
+        answered = {who: asked_by(port, x_xray_user=who) for who in people}
+        assert {who for who, by in answered.items() if by == "candidate"} == {
+            w for w in people if drawn(first, w, 0.25)
+        }
+        # Binomial, n = 400, p = 1/4: 100 ± 4 standard deviations of 8.7.
+        assert 65 <= list(answered.values()).count("candidate") <= 135
+        assert {who: asked_by(port, x_xray_user=who) for who in people[:40]} == {w: answered[w] for w in people[:40]}
+        # A user keeps the model in all conversations; without a user the conversation decides; without both nobody.
+        assert asked_by(port, x_xray_user=mine, x_xray_conversation="another") == "candidate"
+        assert asked_by(port, x_xray_conversation=mine) == "candidate"
+        assert {asked_by(port) for _ in range(20)} == {"champion"}
+        assert asked_by(port, x_xray_canary=first) == "champion"
+        # HAProxy comes back as it was.
+        proxy._process.kill()
+        proxy._process.wait()
+        proxy.restart_if_dead()
+        until(lambda: asked_by(port, x_xray_user=mine) == "candidate")
+        candidate.shutdown()
+        candidate.server_close()
+        assert {asked_by(port, x_xray_user=who) for who in people[:60]} == {"champion"}
+        proxy.end_canary()
+        assert {asked_by(port, x_xray_user=who) for who in people[:60]} == {"champion"}
+    finally:
+        proxy.stop(1)
+    assert {w for w in people if drawn(first, w, 0.25)} != {w for w in people if drawn(second, w, 0.25)}
