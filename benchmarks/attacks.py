@@ -11,7 +11,13 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.machine import table
-from tests.unit.lineage.attacks import ON_DISK, on_disk, poisonings, sent, two_segments
+from tests.unit.lineage.attacks import (  # type: ignore[import-not-found]
+    ON_DISK,
+    on_disk,
+    poisonings,
+    sent,
+    two_segments,
+)
 
 
 def main() -> None:

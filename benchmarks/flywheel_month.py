@@ -220,7 +220,11 @@ def one_night(output: Path, arm: str, number: int) -> Row:
     asked = answered(model.directory, questions(number, attacked), number)
     record(output, model.sha256, number, asked, gold_questions(number, attacked))
     began = time.monotonic()
-    killed_after = killed_once(output, arm, number) if arm == "killed" else train_and_promote(output, arm)
+    killed_after = None
+    if arm == "killed":
+        killed_after = killed_once(output, arm, number)
+    else:
+        train_and_promote(output, arm)
     findings = [f for f in audit(open_lineage_store(output, None)).findings if f.is_broken]
     row = _row(output, arm, asked)
     state = f"{len(findings)} findings, such as {findings[0]}" if findings else "sound"

@@ -195,8 +195,9 @@ def main() -> None:
     for size in options.size:
         for lengths in options.lengths:
             output = root / f"{size}-{lengths}"
-            runtime = {"threads": THREADS, "generator_replicas": REPLICAS}
-            with xray.workspace(output, project="peers", seed=SEED, runtime=runtime):
+            with xray.workspace(
+                output, project="peers", seed=SEED, runtime={"threads": THREADS, "generator_replicas": REPLICAS}
+            ):
                 work = Work.make(SIZES[size], lengths, options.updates, options.iterations, output)
                 for method in options.only:
                     wrong += compare(work, method, trls, options.turns, (size, lengths))

@@ -26,7 +26,7 @@ from xray_runtime.config.evaluate import EvaluateConfig
 from xray_runtime.config.flywheel import FlywheelConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.feedback.canary import settle
+from xray_runtime.feedback.canary import decide
 from xray_runtime.feedback.collection import collect, sound_chain
 from xray_runtime.feedback.publication import publish
 from xray_runtime.feedback.session import read_sessions
@@ -160,7 +160,7 @@ def _canary_ended(output: Path, store: LineageStore, night: Night) -> bool:
     found = view(output).canaries.get(night.canary or "")
     if found is None:
         raise ConfigError(f"{place_of(output, night) / FILE}: its canary is not in the signed log; see `xray audit`")
-    ended = settle(store, found)
+    ended = decide(store, found)
     if ended is not None:
         night.state = "candidate" if ended.outcome == "passed" else ended.outcome
         night.reasons = [f"canary: {ended.reason}"]

@@ -1,4 +1,4 @@
-"""What withdrawals ask of a night: nothing that it learns from, and not the policy it starts from, descends from them.
+"""Withdrawals and the night: nothing that it learns from, and not the policy it starts from, descends from them.
 
 The signed log's entries are the request: as long as the champion or the candidate descends from withdrawn data, a night
 is due, also where nothing was recorded since the last.

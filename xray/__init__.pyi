@@ -190,7 +190,7 @@ class _RuntimeConfig(TypedDict, total=False):
     weight_transfer: Literal["auto", "plasma", "nccl", "ipc"]
     parallel: Literal["as_written", "auto"]
     storage: str | None
-    mirror: Literal["none", "tensorboard"]
+    mirror: Literal["none", "tensorboard", "wandb"]
     wait_timeout_s: float
     hang_timeout_s: float
     collective_timeout_s: float

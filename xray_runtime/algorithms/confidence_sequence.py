@@ -27,7 +27,7 @@ class ConfidenceSequence:
 
     @property
     def mean(self) -> float | None:
-        """Of all observations; None before the first."""
+        """The interval of all observations; None before the first."""
         return self._sum / self.count if self.count else None
 
     def add(self, x: float) -> None:

@@ -40,14 +40,14 @@ class Arm:
     def __init__(self) -> None:
         self.feedback = ConfidenceSequence(ALPHA / NUM_INTERVALS)
         self.errors = ConfidenceSequence(ALPHA / NUM_INTERVALS)
-        self._people = set[str]()
+        self._judges = set[str]()
         self._judges = set[str]()
         self._latencies = list[float]()
 
     def add_answer(self, user: str, complete: bool, latency_s: float) -> None:
         self._latencies.append(latency_s)
-        if user not in self._people:
-            self._people.add(user)
+        if user not in self._judges:
+            self._judges.add(user)
             self.errors.add(float(not complete))
 
     def add_feedback(self, judge: str, asker: str, value: float) -> None:
@@ -192,7 +192,7 @@ class Monitor:
         return CanaryEnded(canary=self.canary.id, outcome=outcome, reason=reason, through=self.through, arms=arms)
 
 
-def settle(store: LineageStore, canary: Canary) -> CanaryEnded | None:
+def decide(store: LineageStore, canary: Canary) -> CanaryEnded | None:
     """The end of a canary, which is written if it is due; None: it goes on."""
     if canary.ended is not None:
         return canary.ended

@@ -84,7 +84,7 @@ def collect(lineage: LineageStore, project: str, by: str, first: int, last: int)
     """
     require_tracking(lineage)
     chain = sound_chain(lineage)
-    # What a model said that must not be learned from, must not either.
+    # A reply of a model that must not be learned from, must not either.
     nodes = lineage.graph.nodes if view(lineage.output).withdrawals else {}
     is_refused = cache(lambda sha: sha in nodes and refusal(lineage, nodes[sha]) is not None)
     read = _read(lineage.output, chain, first, last, is_refused)

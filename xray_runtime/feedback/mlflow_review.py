@@ -38,7 +38,7 @@ Take = Callable[[Sequence[tuple[RecordedAnswer, str, dict[str, Any]]]], None]
 
 @dataclass
 class Reviewed:
-    """What one synchronization did."""
+    """The counts of one synchronization."""
 
     written: int = 0
     """Traces."""
@@ -53,11 +53,11 @@ class Reviewed:
     queue: dict[str, int] = field(default_factory=dict)
     """Status → number of the queue's items."""
     findings: list[str] = field(default_factory=list)
-    """What was not taken, and why."""
+    """A statement that was not taken, and why."""
 
 
 class _Store:
-    """What is recorded, and may be shown.
+    """The recorded answers that may be shown.
 
     Raises:
         ConfigError: it is not sound, or nothing is.
@@ -88,7 +88,7 @@ class _Store:
     def _add(self, row: dict[str, Any]) -> None:
         if row["kind"] == "answer":
             self.known.add(row["id"])
-            # What one application alone may judge is not shown to others.
+            # An answer that one application alone may judge is not shown to others.
             if row["texts"] is not None and row["complete"] and not row["application"]:
                 self.answers[row["id"]] = row
         elif row["texts"] is None:
@@ -155,10 +155,10 @@ class _Synchronization:
                 self.result.written += 1
 
     def take(self, take: Take) -> None:
-        """Take what is new of what people said, the oldest first."""
-        said = [(trace, each) for trace in self._shown.values() for each in trace.assessments]
+        """Take the new statements of people, the oldest first."""
+        statement = [(trace, each) for trace in self._shown.values() for each in trace.assessments]
         counts, new = Counter[str](), []
-        for trace, each in sorted(said, key=lambda pair: (pair[1].at_ms, pair[1].id)):
+        for trace, each in sorted(statement, key=lambda pair: (pair[1].at_ms, pair[1].id)):
             row = self._recorded.answers[trace.answer]
             signals = self._new_signals(trace, each)
             if signals is not None and counts[each.judge] < self._config.most_of_one:
@@ -171,46 +171,53 @@ class _Synchronization:
             take(new)
         self.result.taken = len(new)
 
-    def _new_signals(self, trace: ShownTrace, said: Assessment) -> dict[str, Any] | None:
+    def _new_signals(self, trace: ShownTrace, statement: Assessment) -> dict[str, Any] | None:
         """The feedback that an assessment is, if it is to be taken."""
-        if not said.is_person or said.name not in SIGNALS:
+        if not statement.is_person or statement.name not in SIGNALS:
             return None
-        name, judge = f"{said.name} by {said.judge} on {TRACE}{trace.answer}", self._recorded.keys.pseudonym(said.judge)
-        if said.feedback in self._recorded.unreadable or said.at_ms <= self._recorded.withdrawn.get(judge, -1):
-            self._remove(trace, said)
-        elif said.feedback is not None:
-            if not self._is_ours(trace, said):
-                self._found(name, f"it is not the feedback {said.feedback!r} that it names")
-        elif said.judge not in self._config.judges:
+        name, judge = (
+            f"{statement.name} by {statement.judge} on {TRACE}{trace.answer}",
+            self._recorded.keys.pseudonym(statement.judge),
+        )
+        if statement.feedback in self._recorded.unreadable or statement.at_ms <= self._recorded.withdrawn.get(
+            judge, -1
+        ):
+            self._remove(trace, statement)
+        elif statement.feedback is not None:
+            if not self._is_ours(trace, statement):
+                self._found(name, f"it is not the feedback {statement.feedback!r} that it names")
+        elif statement.judge not in self._config.judges:
             self._found(name, f"the judge is not one of {', '.join(self._config.judges)}")
         else:
-            signals = {said.name: said.value}
-            if said.comment and said.name != "text":
-                signals["text"] = said.comment
-            problem = self._problem(trace, judge, said, signals)
+            signals = {statement.name: statement.value}
+            if statement.comment and statement.name != "text":
+                signals["text"] = statement.comment
+            problem = self._problem(trace, judge, statement, signals)
             if problem:
                 self._found(name, problem)
             return signals if problem is None else None
         return None
 
-    def _remove(self, trace: ShownTrace, said: Assessment) -> None:
-        self._traces.remove_assessment(trace.answer, said.id)
+    def _remove(self, trace: ShownTrace, statement: Assessment) -> None:
+        self._traces.remove_assessment(trace.answer, statement.id)
         self.result.removed += 1
 
-    def _is_ours(self, trace: ShownTrace, said: Assessment) -> bool:
+    def _is_ours(self, trace: ShownTrace, statement: Assessment) -> bool:
         """Whether a recorded feedback says what its assessment says."""
-        rows = [row for row in self._recorded.feedback[trace.answer] if row["id"] == said.feedback]
-        return any(row["user"] == said.judge and _signals(row).get(said.name) == said.value for row in rows)
+        rows = [row for row in self._recorded.feedback[trace.answer] if row["id"] == statement.feedback]
+        return any(
+            row["user"] == statement.judge and _signals(row).get(statement.name) == statement.value for row in rows
+        )
 
-    def _problem(self, trace: ShownTrace, judge: str, said: Assessment, signals: Mapping[str, Any]) -> str | None:
+    def _problem(self, trace: ShownTrace, judge: str, statement: Assessment, signals: Mapping[str, Any]) -> str | None:
         """Why an assessment is not taken; empty where the store knows it or something newer; None: it is taken."""
         try:
             parse_feedback(json.dumps({"answer": trace.answer, **signals}).encode())
         except (ConfigError, TypeError) as error:
             return str(error)
         rows = self._recorded.feedback[trace.answer]
-        own = [row for row in rows if row["user"] == judge and said.name in _signals(row)]
-        if own and (_signals(own[-1]) == signals or own[-1]["at_ms"] >= said.at_ms):
+        own = [row for row in rows if row["user"] == judge and statement.name in _signals(row)]
+        if own and (_signals(own[-1]) == signals or own[-1]["at_ms"] >= statement.at_ms):
             return ""
         if any(_signals(row) == signals for row in own):
             return "the judge went back to an earlier verdict, which counts once"

@@ -144,7 +144,9 @@ def keep_verdict(output: Path, question: RecordedQuestion, key: str, judge: str,
     Raises:
         ConfigError: the key says nothing here, or `xray serve --record` is writing to the store.
     """
-    keep_feedback(output, APPLICATION, [(a, judge, said) for a, said in signals_of(question, key, correction)])
+    keep_feedback(
+        output, APPLICATION, [(a, judge, statement) for a, statement in signals_of(question, key, correction)]
+    )
 
 
 def keep_feedback(

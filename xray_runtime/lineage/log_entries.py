@@ -132,7 +132,7 @@ class CanaryBegan(SignedEntry):
 
 
 class ArmResult(BaseModel):
-    """What one of the two models was measured by."""
+    """The measurements of one of the two models."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

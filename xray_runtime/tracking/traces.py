@@ -36,7 +36,7 @@ EXPECTED = ("correction", "better")
 
 @dataclass(frozen=True)
 class ShownAnswer:
-    """What the trace of an answer shows."""
+    """The contents of the trace of an answer."""
 
     id: str
     model: str
@@ -54,7 +54,7 @@ class ShownAnswer:
 
 @dataclass(frozen=True)
 class Assessment:
-    """What somebody said of a trace."""
+    """A statement about a trace."""
 
     id: str
     name: str
@@ -240,9 +240,11 @@ def _read(traces: TracingClient, experiment_id: str, query: str) -> Iterator[Sho
         )
         for trace in page:
             info = trace.info
-            said = tuple(_assessment(each) for each in info.assessments if each.valid is not False and not each.issue)
+            statement = tuple(
+                _assessment(each) for each in info.assessments if each.valid is not False and not each.issue
+            )
             yield ShownTrace(
-                info.trace_id.removeprefix(TRACE), info.tags.get(MODEL_TAG, ""), info.request_time or 0, said
+                info.trace_id.removeprefix(TRACE), info.tags.get(MODEL_TAG, ""), info.request_time or 0, statement
             )
         token = page.token
         if not token:
@@ -295,7 +297,7 @@ def _span(answer: ShownAnswer) -> Any:
 
 
 def _questions() -> Iterator[dict[str, Any]]:
-    """What a reviewer is asked: the signals of `feedback.answers`."""
+    """The questions for a reviewer: the signals of `feedback.answers`."""
     from mlflow.genai.label_schemas import InputCategorical, InputNumeric, InputText
 
     thumb, score = InputCategorical(options=["up", "down"]), InputNumeric(min_value=0.0, max_value=1.0)

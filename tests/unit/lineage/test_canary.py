@@ -21,7 +21,7 @@ from xray_runtime.config.canary import CanaryConfig
 from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import RECORDED, segment_name
-from xray_runtime.feedback.canary import ALPHA, Arm, Monitor, settle
+from xray_runtime.feedback.canary import ALPHA, Arm, Monitor, decide
 from xray_runtime.files import write_atomic
 from xray_runtime.lineage.canary import begin, canary_of, end, running
 from xray_runtime.lineage.gates import NotPromoted
@@ -90,7 +90,7 @@ def test_a_worse_candidate_is_rolled_back_and_an_equal_one_passes(live: tuple[Pa
     # One that is made anew decides the same, whatever comes later; so does one that looks again and again.
     record(output, both(200, "up", "down"), begin_at=2000)
     assert ended(output, canary) == outcome
-    found = settle(open_lineage_store(output, None), canary)
+    found = decide(open_lineage_store(output, None), canary)
     assert found is not None
     assert (found.outcome, found.reason) == outcome
     other = found.model_copy(update={"outcome": "passed"})
@@ -112,7 +112,7 @@ def test_an_equal_candidate_passes_and_a_person_sees_the_numbers(live: tuple[Pat
     with pytest.raises(NotPromoted, match=r"canary running since .*: not decided yet"):
         reviewed(output)
     record(output, both(150, "up", "up"))
-    found = settle(open_lineage_store(output, None), canary)
+    found = decide(open_lineage_store(output, None), canary)
     assert found is not None
     assert (found.outcome, found.arms["candidate"].judges, found.arms["candidate"].feedback) == ("passed", 150, 1.0)
     gate = reviewed(output)[-1]
