@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.lineage.attacks import ACCEPTED, HOURLY, ON_DISK, on_disk, poisonings, sent, two_segments
-from tests.unit.lineage.test_collection import ran
+from tests.unit.lineage.nights import ran
 from xray_runtime.config.curate import RecordedPromptsConfig
 from xray_runtime.data.pairs import Example, Pairs
 from xray_runtime.graph.artifacts import Feedback

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import pytest
 
+from tests.unit.lineage.nights import config
 from tests.unit.lineage.promoting import promoted, second_candidate
 from tests.unit.lineage.synthetic import NAME
-from tests.unit.lineage.test_nights import config
 from tests.unit.serving.recording import KEYS, exchange, with_recorder
 from xray.flows.flywheel import CANARY, Night, begin_night, place_of, read_nights
 from xray_runtime.config.canary import CanaryConfig

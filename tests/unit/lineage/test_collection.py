@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.unit.lineage.nights import ran
 from tests.unit.lineage.synthetic import examples
 from tests.unit.serving.recording import KEYS, exchange, with_recorder
 from xray_runtime.config.curate import CurateConfig, RecordedPromptsConfig
 from xray_runtime.config.engines import Section
 from xray_runtime.config.preferences import CuratedPreferences
-from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, prompt_text, write_pairs
 from xray_runtime.data.recorded import RECORDED
@@ -24,7 +24,6 @@ from xray_runtime.data.text_set import TextSet
 from xray_runtime.feedback.collection import collect
 from xray_runtime.graph.artifacts import Curated, Dataset, Feedback
 from xray_runtime.graph.inputs import CurateInputs, DemonstrationsInputs, PreferencesInputs, RecordedPromptsInputs
-from xray_runtime.graph.kind import Stage
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.reference import open_lineage_store, resolve
 from xray_runtime.lineage.withdrawal import plan_user
@@ -35,21 +34,6 @@ from xray_runtime.serving.recorder import Recorder
 from xray_runtime.store.ref import CheckpointRef
 
 PEOPLE = [f"person {n}" for n in range(30)]
-
-
-class Quiet:
-    """A recorder that only keeps tables."""
-
-    def __init__(self) -> None:
-        self.tables: dict[str, list[list[Any]]] = {}
-
-    def progress(self, *_: Any) -> None: ...
-
-    def metrics(self, *_: Any, **__: Any) -> None: ...
-
-    def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
-        assert all(len(row) == len(columns) for row in rows)
-        self.tables[name] = rows
 
 
 def record(output: Path, answers: list[Exchange], said: list[dict[str, Any]]) -> None:
@@ -87,17 +71,6 @@ def recorded(fresh: Callable[[], Path]) -> Path:
 
 def collected(output: Path) -> CheckpointRef:
     return collect(open_lineage_store(output, None), "synthetic", "ann", 1, 1000)
-
-
-def no_models(specs: Any) -> Any:
-    raise AssertionError("no models are opened")
-
-
-def ran(body: Any, config: Any, inputs: Any, out: Path) -> Quiet:
-    out.mkdir()
-    recorder = Quiet()
-    assert body(Stage(out.name, 0, config, inputs, RuntimeConfig(), no_models), out, recorder) == 0
-    return recorder
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -11,22 +11,18 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.unit.lineage.commands import xray
+from tests.unit.lineage.nights import config
 from tests.unit.lineage.promoting import promoted
 from tests.unit.lineage.synthetic import Lifecycle, weights
 from tests.unit.serving.recording import exchange, keep
 from xray.cli.main import app
 from xray.flows.flywheel import Night, begin_night, place_of, read_nights
-from xray_runtime.config.flywheel import FlywheelConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import RECORDED
 from xray_runtime.files import write_atomic
 from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.reference import open_lineage_store, resolve
 from xray_runtime.lineage.withdrawal import refusal
-
-
-def config(**fields: Any) -> FlywheelConfig:
-    return FlywheelConfig.model_validate({"dpo": {}, "start": "ppo-2", "data": "prepare"} | fields)
 
 
 def recorded(output: Path, number: int) -> None:
