@@ -40,14 +40,14 @@ class Arm:
     def __init__(self) -> None:
         self.feedback = ConfidenceSequence(ALPHA / NUM_INTERVALS)
         self.errors = ConfidenceSequence(ALPHA / NUM_INTERVALS)
-        self._judges = set[str]()
+        self._users = set[str]()
         self._judges = set[str]()
         self._latencies = list[float]()
 
     def add_answer(self, user: str, complete: bool, latency_s: float) -> None:
         self._latencies.append(latency_s)
-        if user not in self._judges:
-            self._judges.add(user)
+        if user not in self._users:
+            self._users.add(user)
             self.errors.add(float(not complete))
 
     def add_feedback(self, judge: str, asker: str, value: float) -> None:

@@ -143,7 +143,7 @@ class _Synchronization:
             self._found(name, "no such answer was recorded")
 
     def _found(self, name: str, problem: str) -> None:
-        self.result.findings.append(f"{name}: {problem}; what is said there is not taken")
+        self.result.findings.append(f"{name}: {problem}; it is not taken")
 
     def write(self, model_of: Callable[[str], str | None]) -> None:
         """Write the traces that are missing."""
@@ -156,9 +156,9 @@ class _Synchronization:
 
     def take(self, take: Take) -> None:
         """Take the new statements of people, the oldest first."""
-        statement = [(trace, each) for trace in self._shown.values() for each in trace.assessments]
+        statements = [(trace, each) for trace in self._shown.values() for each in trace.assessments]
         counts, new = Counter[str](), []
-        for trace, each in sorted(statement, key=lambda pair: (pair[1].at_ms, pair[1].id)):
+        for trace, each in sorted(statements, key=lambda pair: (pair[1].at_ms, pair[1].id)):
             row = self._recorded.answers[trace.answer]
             signals = self._new_signals(trace, each)
             if signals is not None and counts[each.judge] < self._config.most_of_one:
@@ -175,13 +175,10 @@ class _Synchronization:
         """The feedback that an assessment is, if it is to be taken."""
         if not statement.is_person or statement.name not in SIGNALS:
             return None
-        name, judge = (
-            f"{statement.name} by {statement.judge} on {TRACE}{trace.answer}",
-            self._recorded.keys.pseudonym(statement.judge),
-        )
-        if statement.feedback in self._recorded.unreadable or statement.at_ms <= self._recorded.withdrawn.get(
-            judge, -1
-        ):
+        name = f"{statement.name} by {statement.judge} on {TRACE}{trace.answer}"
+        judge = self._recorded.keys.pseudonym(statement.judge)
+        withdrawn_at = self._recorded.withdrawn.get(judge, -1)
+        if statement.feedback in self._recorded.unreadable or statement.at_ms <= withdrawn_at:
             self._remove(trace, statement)
         elif statement.feedback is not None:
             if not self._is_ours(trace, statement):

@@ -11,6 +11,8 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,25 @@ class Server:
         Raises:
             NotServedError: it cannot be loaded; the present one continues.
         """
+        with self._loaded(model) as replicas:
+            replicas.backend = self._proxy.move(replicas.addresses())
+            self._served, self._drained = replicas, self._served
+            self._drained_until = time.monotonic() + DRAIN_SECONDS
+
+    def begin_canary(self, model: ServedModel, share: float) -> None:
+        """Let `model` answer this share of the users, beside the present one. The first replica of it that dies ends
+        that, and `candidate_failure` says so.
+
+        Raises:
+            NotServedError: it cannot be loaded.
+        """
+        with self._loaded(model) as replicas:
+            self._proxy.begin_canary(model.sha256, replicas.addresses(), share)
+            replicas.backend, self.candidate_failure, self._candidate = CANARY, None, replicas
+
+    @contextmanager
+    def _loaded(self, model: ServedModel) -> Iterator[_Replicas]:
+        """Replicas of `model` that can answer, for the proxy to use, under the lock; they end if that fails."""
         # There is memory for two models, not for three.
         while self._drained is not None:
             time.sleep(WATCH_SECONDS)
@@ -78,30 +99,7 @@ class Server:
                 time.sleep(WATCH_SECONDS)
             with self._lock:
                 self._proxy.restart_if_dead()
-                replicas.backend = self._proxy.move(replicas.addresses())
-                self._served, self._drained = replicas, self._served
-                self._drained_until = time.monotonic() + DRAIN_SECONDS
-        except BaseException:
-            replicas.end()
-            raise
-
-    def begin_canary(self, model: ServedModel, share: float) -> None:
-        """Let `model` answer this share of the users, beside the present one. The first replica of it that dies ends
-        that, and `candidate_failure` says so.
-
-        Raises:
-            NotServedError: it cannot be loaded.
-        """
-        while self._drained is not None:
-            time.sleep(WATCH_SECONDS)
-        replicas = _Replicas(model, self._num_replicas, self._proxy, self._recorder)
-        try:
-            while not replicas.all_up():
-                time.sleep(WATCH_SECONDS)
-            with self._lock:
-                self._proxy.restart_if_dead()
-                self._proxy.begin_canary(model.sha256, replicas.addresses(), share)
-                replicas.backend, self.candidate_failure, self._candidate = CANARY, None, replicas
+                yield replicas
         except BaseException:
             replicas.end()
             raise

@@ -240,11 +240,11 @@ def _read(traces: TracingClient, experiment_id: str, query: str) -> Iterator[Sho
         )
         for trace in page:
             info = trace.info
-            statement = tuple(
+            assessments = tuple(
                 _assessment(each) for each in info.assessments if each.valid is not False and not each.issue
             )
             yield ShownTrace(
-                info.trace_id.removeprefix(TRACE), info.tags.get(MODEL_TAG, ""), info.request_time or 0, statement
+                info.trace_id.removeprefix(TRACE), info.tags.get(MODEL_TAG, ""), info.request_time or 0, assessments
             )
         token = page.token
         if not token:

@@ -22,7 +22,7 @@ from xray_runtime.lineage.recorded import CHAIN, SegmentWriter
 from xray_runtime.lineage.reference import open_lineage_store
 from xray_runtime.lineage.signing import Verifier, signing_key
 from xray_runtime.serving.middleware import key_digest
-from xray_runtime.serving.recorder import FEEDBACK_PER_ANSWER, Recorder
+from xray_runtime.serving.recorder import Recorder
 
 PEOPLE, ROWS = 40, 6
 """Honest people, and what each corrects in a night."""
@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
     came_of_it: str
 
 
-# What is on disk. Each takes the output directory and another one, with a key of its own.
+# Attacks on files. Each takes the output directory under attack, and another one, which has a key of its own.
 
 
 def edited_row(output: Path, other: Path) -> None:
@@ -129,7 +129,7 @@ def two_segments(output: Path) -> Path:
 
 def on_disk(attack: Callable[[Path, Path], None], output: Path, other: Path) -> Outcome:
     """The attack on a store of `two_segments`."""
-    # The models of these stores are unknown, which is a finding of its own.
+    # That the models of these stores are unknown is a finding too.
     before = _findings(output)
     attack(output, other)
     name, found = attack.__name__.replace("_", " "), sorted(_findings(output) - before)
@@ -137,13 +137,13 @@ def on_disk(attack: Callable[[Path, Path], None], output: Path, other: Path) -> 
 
 
 def _findings(output: Path) -> set[Finding]:
-    """What an audit, and the collection of a night, say of the store and of the signed log."""
+    """The findings of an audit, and of the collection of a night, about the store and the signed log."""
     verifier = Verifier(trusted_keys(output))
     log, broken = read_log(output, verifier)
     return {*broken, *check_recorded(open_lineage_store(output, None), log, verifier, hashing=True)}
 
 
-# What an application sends.
+# Attacks by requests of an application.
 
 
 def sent(output: Path) -> Iterator[Outcome]:
@@ -184,9 +184,7 @@ def sent(output: Path) -> Iterator[Outcome]:
     yield from with_recorder(output, work, feedback_per_hour=HOURLY)
 
 
-MOST_ON_ONE_ANSWER = FEEDBACK_PER_ANSWER
-
-# What is learned from.
+# Attacks by poisoned feedback.
 
 
 def correction(judge: str, number: int, text: str, night: int = 0, application: str = "") -> Signal:
@@ -200,7 +198,7 @@ def correction(judge: str, number: int, text: str, night: int = 0, application: 
 
 
 def crowd(night: int = 0) -> list[Signal]:
-    """What honest people say in a night."""
+    """The corrections by honest people in a night."""
     return [correction(f"person {p}", n, "right", night, f"shop {p % 12}") for p in range(PEOPLE) for n in range(ROWS)]
 
 
@@ -220,11 +218,11 @@ class Poisoning(NamedTuple):
 
     attack: str
     share: float
-    """Of what is trained on, the part that the attackers wrote."""
+    """The attackers' part of the training rows, 0 to 1."""
     without: float
     """The same without the rule that bounds it."""
     most: float
-    """That the rules allow."""
+    """The largest share that the rules allow."""
 
 
 def poisonings() -> Iterator[Poisoning]:
