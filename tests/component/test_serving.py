@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import threading
 import time
@@ -225,5 +226,61 @@ def test_what_a_model_calls_is_given_as_calls_whole_and_in_pieces(cluster: None,
         refused = respond(address, input="1 and 2", tools=[*flat, {"type": "web_search"}])
         assert refused["status"] == 400
         assert "tools: the type 'web_search' is not allowed: must be function, custom, namespace" in refused["message"]
+    finally:
+        server.stop()
+
+
+def answered_by(address: str, user: str) -> str:
+    """sha256 of the model that answers this user."""
+    body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    headers = {"content-type": "application/json", "x-xray-user": user}
+    with urllib.request.urlopen(urllib.request.Request(address, json.dumps(body).encode(), headers), timeout=60) as a:
+        a.read()
+        return str(a.headers[SHA256_HEADER])
+
+
+@pytest.mark.long
+def test_users_are_answered_while_a_candidate_begins_dies_and_is_taken_away(
+    cluster: None, model: ServedModel, calling: ServedModel
+) -> None:
+    # Clients do not know of the candidate: it answers to the champion's names.
+    champion, candidate = dataclasses.replace(model, tensor_parallel=1), dataclasses.replace(calling, names=model.names)
+    port = free_port()
+    server, address = Server("127.0.0.1", port, 1, champion.logs), f"http://127.0.0.1:{port}/v1/completions"
+    answers: dict[str, list[str]] = {f"user {n}": [] for n in range(24)}
+    people, ended = list(answers), threading.Event()
+
+    def client(own: list[str]) -> None:
+        while not ended.is_set():
+            for user in own:
+                answers[user].append(answered_by(address, user))
+
+    def until(condition: Any) -> None:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    try:
+        server.deploy(champion)
+        before = {process.pid for process in processes("ray::Replica")}
+        with ThreadPoolExecutor() as threads:
+            clients = [threads.submit(client, people[n::4]) for n in range(4)]
+            try:
+                server.begin_canary(candidate, 0.5)
+                until(lambda: sum(candidate.sha256 in of for of in answers.values()) >= 6)
+                [replica] = [process for process in processes("ray::Replica") if process.pid not in before]
+                replica.kill()
+                until(lambda: server.candidate_failure is not None)
+                counts = {user: len(of) for user, of in answers.items()}
+                until(lambda: all(len(of) > counts[user] + 2 for user, of in answers.items()))
+            finally:
+                ended.set()
+            for done in clients:
+                done.result()
+        for of in answers.values():
+            # The champion, then the candidate for those of its share, then the champion: nobody goes to and fro.
+            changes = sum(a != b for a, b in itertools.pairwise(of))
+            assert (of[0], of[-1], changes in (0, 2)) == (champion.sha256, champion.sha256, True)
     finally:
         server.stop()
