@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import ROOT, XRAY, Outcome, environment
+from xray_runtime.data.ledger import read_shard, shard_path
 from xray_runtime.graph.artifacts import EPISODES
 
 FLOW = "their.largest_digit:largest_digit"
@@ -50,9 +51,9 @@ def answered(output: Path) -> int:
     return sum(path.read_bytes().count(b'"episode": "sample-') for path in output.glob("snapshots/ppo-*/answers.jsonl"))
 
 
-def kill_in_mid_episode(project: Path, output: Path) -> int:
+def kill_in_mid_episode(project: Path, output: Path, options: list[str]) -> int:
     """Run until some episodes are open, then kill every process; returns the number of journaled calls."""
-    command = [XRAY, "run", FLOW, "--output", str(output), *SMALL]
+    command = [XRAY, "run", FLOW, "--output", str(output), *options]
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, cwd=project, env=environment(), **quiet)
     deadline = time.monotonic() + 1500
@@ -71,7 +72,7 @@ def kill_in_mid_episode(project: Path, output: Path) -> int:
 def test_an_agent_killed_in_mid_episode_goes_on_to_the_bytes_of_a_replay_without_it(project: Path) -> None:
     """The replay computes the stage undisturbed, from its inputs and the seeds of the recorded calls."""
     output = project / "run"
-    known = kill_in_mid_episode(project, output)
+    known = kill_in_mid_episode(project, output, SMALL)
     again = xray(project, "run", FLOW, "--output", str(output), "--json", *SMALL)
     assert again.code == 0, again.err
     stages = {stage["name"]: stage for stage in again.lifecycle["stages"]}
@@ -88,3 +89,36 @@ def test_an_agent_killed_in_mid_episode_goes_on_to_the_bytes_of_a_replay_without
     replayed = xray(project, "replay", "ppo", "--output", str(output), "--json")
     assert replayed.code == 0, replayed.out + replayed.err
     assert json.loads(replayed.out)["taken"] == ["environment"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_episodes_across_updates_go_on_after_a_kill_and_a_replay_follows_their_schedule(project: Path) -> None:
+    """One prompt in five has a slow agent; calls that were journaled before the kill are in the ledger as they were."""
+    for name, old, new in (
+        ("largest_digit.py", "iterations=iterations,", "iterations=iterations, lag=2, in_flight_updates=True,"),
+        ("guesser.py", "    client =", "    time.sleep(3.0 if task['seed'] % 5 == 0 else 0.2)\n    client ="),
+        ("guesser.py", "import openai", "import time\n\nimport openai"),
+    ):
+        file = project / "their" / name
+        assert file.read_text().count(old) == 1
+        file.write_text(file.read_text().replace(old, new))
+    output, options = project / "run", ["--set", "iterations=4", *SMALL[2:]]
+    kill_in_mid_episode(project, output, options)
+    [journal] = output.glob("snapshots/ppo-*/answers.jsonl")
+    entries = [json.loads(line) for line in journal.read_text().splitlines() if line.endswith("}")]
+    known = {e["call"]["key"]: e["call"] for e in entries if e.get("episode", "").startswith("sample-")}
+    again = xray(project, "run", FLOW, "--output", str(output), "--json", *options)
+    assert again.code == 0, again.err
+    [checkpoint] = output.glob("checkpoints/ppo-*")
+    rows = [row for n in range(4) for row in read_shard(shard_path(checkpoint / "ledger", n)).table.to_pylist()]
+    calls = {call["key"]: call for row in rows for call in json.loads(row["answers"])["calls"]}
+    assert 0 < len(known) < len(calls)
+    assert all((calls[key]["ids"], calls[key]["version"]) == (of["ids"], of["version"]) for key, of in known.items())
+    assert {call["version"] for call in calls.values()} > {0}
+    assert all(row["iteration"] - row["version"] <= 2 for row in rows)
+
+    (project / "their" / "guesser.py").unlink()
+    replayed = xray(project, "replay", "ppo", "--output", str(output), "--json")
+    assert replayed.code == 0, replayed.out + replayed.err
+    assert json.loads(replayed.out)["compared"] == [0, 1, 2, 3]
