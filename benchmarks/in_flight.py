@@ -50,8 +50,6 @@ def main() -> None:
     options = parser.parse_args()
     os.environ[SLOW] = str(options.slow)
     output, about = options.output.absolute(), machine()
-    # Agents run in processes that import them, which they cannot from a script.
-    environment: dict[str, Any] = {"agent": in_flight.play, "max_tokens": 48}
     found = {}
     with xray.workspace(output, project="in-flight", seed=0):
         questions, sft = half_right(output, 100)
@@ -68,7 +66,8 @@ def main() -> None:
                 epochs=1,
                 lr=1e-3,
                 max_new_tokens=4,
-                environment=environment,
+                # Agents run in processes that import them, which they cannot from a script.
+                environment={"agent": in_flight.play, "max_tokens": 48},
                 name=f"ppo-{number}",
                 **fields,
             )
