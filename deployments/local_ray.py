@@ -12,6 +12,7 @@ import functools
 import os
 import secrets
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,10 +22,12 @@ from typing import Any
 
 import psutil
 
+from xray.deployments.fork_server import ForkServer, fork_server
 from xray.deployments.patience import NotUpError, Patience, end_of
 from xray.deployments.service import free_port
 from xray_runtime.cores import usable_cores
 from xray_runtime.processes import GRACE_SECONDS, kill
+from xray_runtime.workers.libraries import FORK_SERVER
 
 SERVERS = ("gcs_server", "raylet")
 """Ray's own processes. Ray is dead when one of them is."""
@@ -32,6 +35,11 @@ SIGNS = (" C ", " E ")
 """Marks of a failed check or an error in their logs."""
 NEEDLESS = ("start_monitor", "start_api_server", "start_log_monitor")
 """Methods of `ray._private.node.Node` that start the autoscaler, the dashboard and the log collector."""
+AGENT, WORKERS = "--dashboard_agent_command=", "--python_worker_command="
+PRESTART = "--num_prestart_python_workers="
+"""Arguments of a raylet: the dashboard's agent, which one machine needs as little, and how and when workers start."""
+IDLE = ["sh", "-c", "exec tail --pid=$PPID -f /dev/null"]
+"""In place of that agent, which a raylet insists on: it ends with the raylet, and does nothing until then."""
 LONG_SECONDS = 3600
 PATIENT = {
     "RAY_agent_register_timeout_ms": str(LONG_SECONDS * 1000),
@@ -147,9 +155,11 @@ def _connect() -> None:
         ray.init(address=address, **options)
         return
     directory = Path(os.environ["RAY_TMPDIR"])
+    forks = fork_server()
     patience = Patience("Ray", lambda: ray_servers(directory), _logs(directory))
     try:
-        with _patiently(directory, patience.check, NEEDLESS):
+        variables = {FORK_SERVER: forks.address} if forks is not None else {}
+        with temporary_environment(variables), _patiently(directory, patience.check, NEEDLESS, forks):
             ray.init(include_dashboard=False, num_cpus=usable_cores(), **options)
     except BaseException as error:
         # An incomplete node does not stop the processes it started.
@@ -162,12 +172,15 @@ def _connect() -> None:
 
 
 @contextlib.contextmanager
-def _patiently(directory: Path, check: Callable[[], None], left_out: Sequence[str] = ()) -> Iterator[None]:
+def _patiently(
+    directory: Path, check: Callable[[], None], left_out: Sequence[str] = (), forks: ForkServer | None = None
+) -> Iterator[None]:
     """While the context lasts, Ray waits for its servers until one dies or `check` raises.
 
     Args:
         directory: where Ray keeps its sessions.
-        left_out: methods of NEEDLESS to skip.
+        left_out: methods of NEEDLESS to skip; without any, the dashboard's agent starts too.
+        forks: what workers start from, instead of Python.
     """
     from ray import _raylet
     from ray._private import node, ray_constants, services
@@ -197,7 +210,13 @@ def _patiently(directory: Path, check: Callable[[], None], left_out: Sequence[st
             raylet.persist_port(self._session_dir, self._node_id, name, getattr(self._ray_params, name))
         start_raylet(self, *arguments, **options)
 
+    start_process = services.start_ray_process
+
+    def start_with_command(command: list[str], *arguments: Any, **options: Any) -> Any:
+        return start_process(_raylet_command(command, bool(left_out), forks), *arguments, **options)
+
     changed: dict[tuple[Any, str], Any] = {
+        (services, "start_ray_process"): start_with_command,
         (node.Node, "start_raylet"): start_with_ports,
         (node, "wait_for_persisted_port"): until_it_works(node.wait_for_persisted_port, timeout_ms=1000),
         (services, "get_node"): until_it_works(services.get_node),
@@ -212,6 +231,18 @@ def _patiently(directory: Path, check: Callable[[], None], left_out: Sequence[st
     finally:
         for (owner, name), value in kept.items():
             setattr(owner, name, value)
+
+
+def _raylet_command(command: list[str], alone: bool, forks: ForkServer | None) -> list[str]:
+    """The command of a raylet that starts no dashboard's agent, if it is `alone`, and its workers from `forks`."""
+    if alone:
+        command = [AGENT + subprocess.list2cmdline(IDLE) if a.startswith(AGENT) else a for a in command]
+    if forks is not None:
+        python = WORKERS + subprocess.list2cmdline([sys.executable])
+        command = [argument.replace(python, WORKERS + forks.command, 1) for argument in command]
+        # They start in no time when they are wanted; those that start ahead belong to no job, and so to no server.
+        command = [PRESTART + "0" if argument.startswith(PRESTART) else argument for argument in command]
+    return command
 
 
 def _check_alive(servers: Sequence[psutil.Process], directory: Path) -> None:

@@ -26,6 +26,7 @@ from xray_runtime.errors import StageInterruptedError
 from xray_runtime.planning.demand import Demand, check, total
 from xray_runtime.workers.groups import are_ready, holders_text, plan_groups, request_group
 from xray_runtime.workers.heartbeat import request_heartbeat
+from xray_runtime.workers.libraries import TRAINING
 from xray_runtime.workers.nodes import await_answers, nodes, num_lost
 from xray_runtime.workers.pool import evict_idle_workers, find_worker_pool, start
 from xray_runtime.workers.progress import find_progress
@@ -62,6 +63,7 @@ class Request:
     kind: type[Workhorse]
     holder: Pingable
     """The WholeModel of the Workhorses: the pool kills them when it is dead."""
+    libraries: str = TRAINING
 
 
 class Acquisition:
@@ -193,13 +195,13 @@ class Acquisition:
         for request in self._requests:
             demand = request.demand
             if self._pool is not None and not demand.grouped():
-                leased = self._pool.acquire.remote(request.kind, self._runtime, demand.num_ranks, request.holder)
+                leased = self._pool.acquire.remote(request.kind, self._runtime, demand.num_ranks, request.holder, request.libraries)
                 found[demand.role] = get(leased)
                 continue
             found[demand.role] = []
             for rank in range(demand.num_ranks):
                 group, bundle = seats.get((demand.role, rank), (None, 0))
-                workhorse = start(request.kind, self._runtime, demand.gpus, group, bundle)
+                workhorse = start(request.kind, self._runtime, request.libraries, demand.gpus, group, bundle)
                 self._started.append(workhorse)
                 found[demand.role].append(workhorse)
         # A placement group reserves the devices of its Workhorses; others have theirs once their process is up.

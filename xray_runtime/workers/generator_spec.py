@@ -8,10 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xray_runtime.config.engines import GeneratorConfig
+from xray_runtime.workers.libraries import VLLM
 
 if TYPE_CHECKING:
     from xray_runtime.workers.whole_model import WholeModel
     from xray_runtime.workers.workhorse import Workhorse
+
+
+def libraries_of(config: GeneratorConfig) -> str:
+    """The libraries of a Generator's engine, as `import_libraries` names them."""
+    return VLLM if config.engine == "vllm" else TRAINING
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,10 @@ class GeneratorSpec:
     @property
     def layout(self) -> GeneratorConfig:
         return self.config
+
+    @property
+    def libraries(self) -> str:
+        return libraries_of(self.config)
 
     @property
     def workhorse(self) -> type[Workhorse]:

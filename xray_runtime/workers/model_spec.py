@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.engines import FrozenConfig, LayoutConfig, TrainingConfig
+from xray_runtime.workers.libraries import TRAINING
 
 if TYPE_CHECKING:
     from xray_runtime.models.heads import Branch
@@ -60,6 +61,10 @@ class ModelSpec:
     """Role → frozen model whose top layers become a branch above the shared trunk."""
     adapter_seed: int = 0
     """Seed of LoRA adapters' first values."""
+
+    @property
+    def libraries(self) -> str:
+        return TRAINING
 
     @property
     def workhorse(self) -> type[Workhorse]:

@@ -17,8 +17,9 @@ from xray_runtime.planning.demand import demand
 from xray_runtime.store.identity import environment_digest
 from xray_runtime.workers.acquisition import Acquisition, Request
 from xray_runtime.workers.generator import Generator
-from xray_runtime.workers.generator_spec import GeneratorSpec
+from xray_runtime.workers.generator_spec import GeneratorSpec, libraries_of
 from xray_runtime.workers.learner import Learner
+from xray_runtime.workers.libraries import TRAINING
 from xray_runtime.workers.liveness import answered
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.nodes import WorkerInfo, note_placement, same_node
@@ -77,9 +78,9 @@ def prestart_models(roles: Mapping[str, ModelRole], runtime: RuntimeConfig, run_
             wanted[layout if isinstance(layout, GeneratorConfig) else None] += needed.num_ranks
     for config, count in wanted.items():
         if config is None:
-            pool.prestart.remote(Learner, runtime, count)
+            pool.prestart.remote(Learner, runtime, count, TRAINING)
         else:
-            pool.prestart.remote(Generator, runtime, count, config)
+            pool.prestart.remote(Generator, runtime, count, libraries_of(config), config)
 
 
 @contextlib.contextmanager
@@ -94,7 +95,7 @@ def _open(
         return
     models = {role: _proxy(spec) for role, spec in specs.items()}
     requests = {
-        role: Request(demand(role, spec.layout, runtime, where), spec.workhorse, models[role])
+        role: Request(demand(role, spec.layout, runtime, where), spec.workhorse, models[role], spec.libraries)
         for role, spec in specs.items()
     }
     acquisition = Acquisition(list(requests.values()), runtime, log_dir, run_id)

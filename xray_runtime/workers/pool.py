@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.cores import load
 from xray_runtime.workers.heartbeat import CONCURRENCY_GROUP, request_heartbeat
+from xray_runtime.workers.libraries import worker_options
 from xray_runtime.workers.liveness import Liveness, answered
 from xray_runtime.workers.named import NamedActor
 from xray_runtime.workers.protocols import Method, Pingable, WorkhorseHandle
@@ -58,18 +59,20 @@ class WorkerPool:
     def ping(self) -> None:
         """Answers as long as the pool lives."""
 
-    def prestart(self, kind: type[Workhorse], runtime: RuntimeConfig, count: int, *libraries: Any) -> None:
+    def prestart(
+        self, kind: type[Workhorse], runtime: RuntimeConfig, count: int, libraries: str, *arguments: Any
+    ) -> None:
         """Start Workhorses of class `kind` until there are `count`, leased ones included, as far as CPUs are free.
 
-        They load their `libraries`.
+        They load their libraries, with these `arguments`.
         """
         want = _kind(kind, runtime)
         missing = count - self._num_idle(want) - sum(lease.kind == want for lease in self._leases)
         for _ in range(missing):
             if ray.available_resources().get("CPU", 0.0) < runtime.cpus_per_workhorse:
                 break
-            workhorse = start(kind, runtime)
-            workhorse.load_libraries.remote(*libraries)
+            workhorse = start(kind, runtime, libraries)
+            workhorse.load_libraries.remote(*arguments)
             self._idle.append((want, workhorse))
 
     def num_missing(self, wanted: Mapping[type[Workhorse], int], runtime: RuntimeConfig) -> int:
@@ -78,7 +81,7 @@ class WorkerPool:
         return sum(max(count - self._num_idle(_kind(kind, runtime)), 0) for kind, count in wanted.items())
 
     def acquire(
-        self, kind: type[Workhorse], runtime: RuntimeConfig, count: int, holder: Pingable
+        self, kind: type[Workhorse], runtime: RuntimeConfig, count: int, holder: Pingable, libraries: str
     ) -> list[WorkhorseHandle]:
         """Lease `count` Workhorses of class `kind` to `holder`: idle ones first, then new ones."""
         self._kill_abandoned()
@@ -92,7 +95,7 @@ class WorkerPool:
                 found.append(entry[1])
             else:
                 ray.kill(entry[1])
-        found += [start(kind, runtime) for _ in range(count - len(found))]
+        found += [start(kind, runtime, libraries) for _ in range(count - len(found))]
         self._leases += [_Lease(holder, workhorse, want) for workhorse in found]
         return found
 
@@ -130,7 +133,7 @@ class PoolHandle(Protocol):
     ping: Method[[], None]
     prestart: Method[..., None]
     num_missing: Method[[Mapping[type[Workhorse], int], RuntimeConfig], int]
-    acquire: Method[[type[Workhorse], RuntimeConfig, int, Pingable], list[WorkhorseHandle]]
+    acquire: Method[[type[Workhorse], RuntimeConfig, int, Pingable, str], list[WorkhorseHandle]]
     release: Method[[Pingable], None]
     kill_leased: Method[[Sequence[Pingable]], None]
     evict_idle: Method[[], int]
@@ -159,12 +162,14 @@ def evict_idle_workers() -> int:
 def start(
     kind: type[Workhorse],
     runtime: RuntimeConfig,
+    libraries: str,
     gpus: float = 0.0,
     group: PlacementGroup | None = None,
     bundle: int = 0,
 ) -> WorkhorseHandle:
     """A new Workhorse process, in bundle `bundle` of placement group `group` if given."""
     options: dict[str, Any] = {"num_cpus": runtime.cpus_per_workhorse, "num_gpus": gpus, "max_restarts": 0}
+    options |= worker_options(libraries)
     if group is not None:
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
     # A separate thread answers heartbeats, which tells a busy Workhorse from one that hangs.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from xray_runtime.processes import redirect_output
 from xray_runtime.workers.determinism import configure_torch, cuda_environment
 from xray_runtime.workers.file_receiver import FileReceiver
 from xray_runtime.workers.heartbeat import Heartbeat, HeartbeatSource
+from xray_runtime.workers.libraries import prepare_imports
 
 if TYPE_CHECKING:
     from xray_runtime.weights.device_transfer import Device
@@ -44,19 +44,6 @@ class RankInfo:
     """None: Ray's own log, on a node that does not see the stage's directory."""
 
 
-SPIN_COUNT = 500
-"""How often a waiting OpenMP thread looks for work before it sleeps (measured: 22 ns a look, 11 μs in all). Sleeping at
-once costs a wake-up for every operation of a small model; looking longer takes cores from other processes (10,000 made
-a step three times slower beside a busy one). Measured by `benchmarks/threads.py`."""
-
-REPRODUCIBLE = "AUTO"
-"""MKL's mode with reductions in a fixed order, without which MKL does not promise the same bits in every run. It is as
-fast (`benchmarks/threads.py --mkl OFF AUTO`)."""
-
-UNUSED = ("mlflow", "sklearn")
-"""Libraries that DeepSpeed and transformers import but no Workhorse uses: 3 CPU seconds a start."""
-
-
 class Workhorse(FileReceiver):
     """Device, threads, log file, rendezvous and heartbeat of every Workhorse."""
 
@@ -65,17 +52,8 @@ class Workhorse(FileReceiver):
 
     def __init__(self, runtime: RuntimeConfig) -> None:
         give_way(runtime.niceness)
-        # OpenMP reads these when torch is imported. Waiting threads must sleep, since several models share cores.
-        os.environ |= {
-            "OMP_NUM_THREADS": str(runtime.threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "GOMP_SPINCOUNT": str(SPIN_COUNT),
-            "MKL_CBWR": REPRODUCIBLE,
-            **cuda_environment(runtime),
-        }
-        for library in UNUSED:
-            # Importing a module that is None here fails as if it were not installed.
-            sys.modules.setdefault(library, None)  # type: ignore[arg-type]
+        prepare_imports(runtime.threads)
+        os.environ |= cuda_environment(runtime)
         self.runtime = runtime
         self._heartbeat = HeartbeatSource()
         self._meeting: socket.socket | None = None

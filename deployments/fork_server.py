@@ -1,0 +1,222 @@
+"""Ray's workers on this machine, forked from processes that have imported their libraries.
+
+Ray starts Python for each worker, which imports Ray (1 CPU second), and a Workhorse torch, transformers and DeepSpeed
+(6 more) or vLLM (7). Here a worker is the fork of a process that did so once, and shares its memory. The servers are a
+tree, whose branches begin when the first worker wants them:
+
+    first server → one for each kind of libraries → one for each Ray and job, which imports Ray → workers
+
+Ray is imported last, since it keeps for good what the environment says of the Ray and the job at that moment.
+`fork_client.py` stands where Ray starts Python. The idea is Android's zygote and `multiprocessing`'s forkserver; Ray
+has none.
+
+A server imports and forks and does nothing else: it must not use Ray, CUDA or OpenMP, none of which survives a fork.
+It ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from xray.deployments import fork_client
+from xray_runtime.workers.libraries import VARIABLE, import_libraries
+
+OF_A_RAY = ("RAY_RAYLET_PID", "RAY_JOB_ID")
+"""Variables that Ray reads once, at its import."""
+WITH_RAY = ("ray", "ray._private.node", "xray_runtime.workers.whole_model")
+"""What is imported with Ray: most workers that are no Workhorse are proxies of models."""
+NVIDIA = Path("/proc/driver/nvidia/version")
+POLL_SECONDS = 5.0
+OOM_SCORE = "1000"
+"""As Ray gives it to its workers, so that the kernel ends them first where memory ends."""
+
+
+class ForkServer:
+    """The first server, and the command that starts a worker through it."""
+
+    def __init__(self) -> None:
+        directory = tempfile.mkdtemp(prefix="xray-fork-")
+        self.address = f"{directory}/socket"
+        self.command = f"{directory}/python"
+        client = [sys.executable, "-I", "-S", fork_client.__file__, self.address, VARIABLE, sys.executable]
+        with open(os.open(self.command, os.O_WRONLY | os.O_CREAT, 0o700), "w", encoding="utf-8") as script:
+            script.write(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n')
+        # The servers end when their input does. Only this process holds its other end, so they end however it does.
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "xray.deployments.fork_server", self.address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+
+@functools.cache
+def _servers() -> list[ForkServer]:
+    return []
+
+
+def fork_server() -> ForkServer | None:
+    """This process's server, which serves each Ray that the process starts. None on other systems than Linux, and on a
+    machine with a GPU, where imports are short beside the start of a model."""
+    if sys.platform != "linux" or NVIDIA.exists():
+        return None
+    servers = _servers()
+    if not servers or not servers[-1].is_alive():
+        servers.append(ForkServer())
+    return servers[-1]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A worker that Ray wants."""
+
+    libraries: str
+    arguments: list[str]
+    environment: dict[str, str]
+    cwd: str
+    output: list[int]
+    """Its standard streams."""
+
+    def path(self) -> tuple[str, str]:
+        """What tells the servers apart that it passes: libraries, Ray and job."""
+        return self.libraries, "-".join(self.environment[name] for name in OF_A_RAY)
+
+    def close(self) -> None:
+        for stream in self.output:
+            os.close(stream)
+
+
+def receive(connection: socket.socket) -> Request:
+    """Raises OSError, KeyError, TypeError or ValueError if it is not a whole request."""
+    _, output, _, _ = socket.recv_fds(connection, 1, 3)
+    with connection.makefile("rb") as content:
+        return Request(**json.loads(content.read()), output=output)
+
+
+def listen(address: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(address)
+    listener.listen(socket.SOMAXCONN)
+    return listener
+
+
+def accept(listener: socket.socket, raylet: int | None) -> socket.socket:
+    """The next client. Raises SystemExit when nobody will come: the owner of this server, or its raylet, is gone."""
+    with selectors.DefaultSelector() as ready:
+        ready.register(listener, selectors.EVENT_READ)
+        ready.register(sys.stdin, selectors.EVENT_READ)
+        while True:
+            found = [key.fileobj for key, _ in ready.select(POLL_SECONDS)]
+            if sys.stdin in found or (raylet is not None and not Path(f"/proc/{raylet}").exists()):
+                sys.exit()
+            if found:
+                return listener.accept()[0]
+
+
+def serve(listener: socket.socket, address: str, path: tuple[str, ...] = ()) -> Request:
+    """Fork on request; returns in each worker, with what it is to be.
+
+    Args:
+        path: the first of `Request.path`, which this server has imported.
+    """
+    # Collections would write to the memory that forks share. Nobody waits for ended workers.
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    raylet = int(os.environ[OF_A_RAY[0]]) if len(path) == 2 else None
+    started: set[str] = set()
+    while True:
+        with accept(listener, raylet) as connection, contextlib.suppress(OSError, KeyError, TypeError, ValueError):
+            request = receive(connection)
+            if request.path() == path:
+                if os.fork() == 0:
+                    listener.close()
+                    return request
+                request.close()
+                connection.sendall(fork_client.STARTED)
+                continue
+            request.close()
+            longer = request.path()[: len(path) + 1]
+            elsewhere = "-".join([address, *longer])
+            if elsewhere not in started:
+                # It listens before it imports: who wants these libraries waits for them.
+                other = listen(elsewhere)
+                started.add(elsewhere)
+                if os.fork() == 0:
+                    listener.close()
+                    connection.close()
+                    _import(request, len(path))
+                    return serve(other, address, longer)
+                other.close()
+            connection.sendall(elsewhere.encode())
+
+
+def _import(request: Request, step: int) -> None:
+    """Import what comes at this step of the request's path."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if step == 0:
+        if request.libraries:
+            import_libraries(request.libraries)
+        return
+    os.environ.clear()
+    os.environ |= request.environment
+    for module in WITH_RAY:
+        importlib.import_module(module)
+
+
+def become_worker(request: Request) -> None:
+    """Run Ray's worker in this process, as if Ray had started it."""
+    for name in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(name, signal.SIG_DFL)
+    os.setsid()
+    for number, stream in enumerate(request.output):
+        os.dup2(stream, number)
+    request.close()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE, encoding="ascii")
+    os.chdir(request.cwd)
+    os.environ.clear()
+    os.environ |= request.environment
+    sys.argv = request.arguments
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    gc.enable()
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def main(address: str) -> None:
+    directory, owner = Path(address).parent, os.getpid()
+    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+    gc.disable()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    try:
+        request = serve(listen(address), address)
+    finally:
+        if os.getpid() == owner:
+            shutil.rmtree(directory, ignore_errors=True)
+    become_worker(request)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

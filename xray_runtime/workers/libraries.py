@@ -1,0 +1,70 @@
+"""The libraries that Workhorses import, and the processes that have them already.
+
+On a machine without a GPU a private Ray forks its workers from processes that have imported them
+(`xray.deployments.fork_server`). A Workhorse says with its runtime environment which it wants.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from xray_runtime.processes import without_collection
+
+VARIABLE = "XRAY_WORKER_LIBRARIES"
+"""Environment variable of a Workhorse: what `import_libraries` imported before the fork."""
+FORK_SERVER = "XRAY_FORK_SERVER"
+"""Environment variable of a Ray that has a fork server: its address."""
+TRAINING, VLLM = "training", "vllm"
+
+SPIN_COUNT = 500
+"""How often a waiting OpenMP thread looks for work before it sleeps (measured: 22 ns a look, 11 μs in all). Sleeping at
+once costs a wake-up for every operation of a small model; looking longer takes cores from other processes (10,000 made
+a step three times slower beside a busy one). Measured by `benchmarks/threads.py`."""
+
+REPRODUCIBLE = "AUTO"
+"""MKL's mode with reductions in a fixed order, without which MKL does not promise the same bits in every run. It is as
+fast (`benchmarks/threads.py --mkl OFF AUTO`)."""
+
+UNUSED = ("mlflow", "sklearn")
+"""Libraries that DeepSpeed and transformers import but no Workhorse uses: 3 CPU seconds a start."""
+
+
+def prepare_imports(threads: int) -> None:
+    """What has to be set before torch is imported, which reads it. Waiting threads must sleep, since several models
+    share cores."""
+    os.environ |= {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": str(SPIN_COUNT),
+        "MKL_CBWR": REPRODUCIBLE,
+    }
+    for library in UNUSED:
+        # Importing a module that is None here fails as if it were not installed.
+        sys.modules.setdefault(library, None)  # type: ignore[arg-type]
+
+
+@without_collection()
+def import_libraries(name: str) -> None:
+    """Import everything that a Workhorse of this kind needs, on CPU."""
+    prepare_imports(threads=1)
+    from xray_runtime.workers import generator, learner  # noqa: F401
+
+    if name == VLLM:
+        from xray_runtime.engines.generation.vllm import load_vllm
+
+        # vLLM imports Ray for an executor that nothing here uses, and Ray must not be imported before a fork.
+        sys.modules["ray"] = None  # type: ignore[assignment]
+        load_vllm("cpu")
+        del sys.modules["ray"]
+    else:
+        from xray_runtime.engines.training.deepspeed_setup import load_deepspeed
+        from xray_runtime.models import causal_lm, heads  # noqa: F401
+
+        load_deepspeed("cpu")
+
+
+def worker_options(name: str) -> dict[str, Any]:
+    """Ray's options for a worker that wants these libraries: none where it would import them itself."""
+    return {"runtime_env": {"env_vars": {VARIABLE: name}}} if os.environ.get(FORK_SERVER) else {}
