@@ -49,7 +49,7 @@ from xray_runtime.rl.episodes import Episodes
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.opening import model_opener
 from xray_runtime.workers.protocols import Ready
-from xray_runtime.workers.workhorse import REPRODUCIBLE, SPIN_COUNT
+from xray_runtime.workers.libraries import REPRODUCIBLE, SPIN_COUNT
 
 NEW_TOKENS, MAX_PROMPT, MAX_TOKENS = 32, 32, 256
 STOP_EVERY = 8

@@ -19,7 +19,7 @@ import xray
 from benchmarks.machine import MIB
 from xray_runtime.report.figures import read_metrics
 from xray_runtime.tracking.recorder import METRICS, read_points, records_directory
-from xray_runtime.workers.workhorse import SPIN_COUNT
+from xray_runtime.workers.libraries import SPIN_COUNT
 
 ROOT = Path(__file__).parents[1]
 MEMORY_S = 2.0

@@ -111,8 +111,11 @@ def _ray_token() -> str:
 
 
 @contextlib.contextmanager
-def running_ray() -> Iterator[None]:
+def running_ray(num_cpus: int | None = None) -> Iterator[None]:
     """Connect this process to the Ray of RAY_ADDRESS, or to a private one.
+
+    Args:
+        num_cpus: of the private one; all that this process may use if not given.
 
     Raises:
         NotUpError: the private one did not start.
@@ -121,7 +124,7 @@ def running_ray() -> Iterator[None]:
 
     with private_ray():
         try:
-            _connect()
+            _connect(num_cpus or usable_cores())
             yield
         finally:
             ray.shutdown()
@@ -147,7 +150,7 @@ def is_dead(process: psutil.Process) -> bool:
         return True
 
 
-def _connect() -> None:
+def _connect(num_cpus: int) -> None:
     import ray
 
     options: dict[str, Any] = {"namespace": "xray", "log_to_driver": False, "logging_level": "ERROR"}
@@ -160,7 +163,7 @@ def _connect() -> None:
     try:
         variables = {FORK_SERVER: forks.address} if forks is not None else {}
         with temporary_environment(variables), _patiently(directory, patience.check, NEEDLESS, forks):
-            ray.init(include_dashboard=False, num_cpus=usable_cores(), **options)
+            ray.init(include_dashboard=False, num_cpus=num_cpus, **options)
     except BaseException as error:
         # An incomplete node does not stop the processes it started.
         kill(lambda: [p for p in ray_servers(directory) if not is_dead(p)], GRACE_SECONDS)

@@ -17,7 +17,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.processes import QUIET, kill_tagged, start_reaper
 from xray_runtime.store.checkpoints import Store
 from xray_runtime.template_database import copy_template
-from xray_runtime.workers.workhorse import REPRODUCIBLE
+from xray_runtime.workers.libraries import REPRODUCIBLE
 
 if TYPE_CHECKING:
     from xray_runtime.serving.replica import ServedModel
@@ -37,29 +37,17 @@ TINY = FreshBase(
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     mark = start_reaper()
-    import ray
-    from ray._private.node import Node
-
     from tests.component.models import RUN_ID
-    from xray.deployments.local_ray import NEEDLESS
+    from xray.deployments.local_ray import running_ray
     from xray_runtime.workers.pool import open_worker_pool
 
+    # Without RAY_ADDRESS: a Ray that somebody left running here must not be taken.
     with pytest.MonkeyPatch.context() as patch:
-        for start in NEEDLESS:
-            patch.setattr(Node, start, lambda *_, **__: None)
-        # `local`: without it a Ray that somebody left running here would be taken.
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            namespace="xray",
-        )
-    pool = open_worker_pool(RUN_ID)
-    yield
-    del pool  # it lives as long as its handle
-    ray.shutdown()
+        patch.delenv("RAY_ADDRESS", raising=False)
+        with running_ray(num_cpus=2):
+            pool = open_worker_pool(RUN_ID)
+            yield
+            del pool  # it lives as long as its handle
     kill_tagged(mark)
 
 
