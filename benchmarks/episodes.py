@@ -47,9 +47,9 @@ from xray_runtime.processes import kill_tagged, start_reaper
 from xray_runtime.rl.episode import EpisodeBatch
 from xray_runtime.rl.episodes import Episodes
 from xray_runtime.workers.generator_spec import GeneratorSpec
+from xray_runtime.workers.libraries import REPRODUCIBLE, SPIN_COUNT
 from xray_runtime.workers.opening import model_opener
 from xray_runtime.workers.protocols import Ready
-from xray_runtime.workers.libraries import REPRODUCIBLE, SPIN_COUNT
 
 NEW_TOKENS, MAX_PROMPT, MAX_TOKENS = 32, 32, 256
 STOP_EVERY = 8

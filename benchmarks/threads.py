@@ -31,8 +31,8 @@ from xray_runtime.data.rows import Rows, num_response_tokens
 from xray_runtime.models.objectives import Objective
 from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
 from xray_runtime.workers.learner import Learner
-from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.libraries import REPRODUCIBLE, SPIN_COUNT
+from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.workhorse import RankInfo
 
 BASE = FreshBase(

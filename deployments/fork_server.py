@@ -64,7 +64,7 @@ class ForkServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
+            process_group=0,
         )
 
     def is_alive(self) -> bool:
@@ -188,7 +188,7 @@ def become_worker(request: Request) -> None:
     """Run Ray's worker in this process, as if Ray had started it."""
     for name in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(name, signal.SIG_DFL)
-    os.setsid()
+    os.setpgid(0, 0)
     for number, stream in enumerate(request.output):
         os.dup2(stream, number)
     request.close()

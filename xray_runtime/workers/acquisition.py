@@ -195,7 +195,9 @@ class Acquisition:
         for request in self._requests:
             demand = request.demand
             if self._pool is not None and not demand.grouped():
-                leased = self._pool.acquire.remote(request.kind, self._runtime, demand.num_ranks, request.holder, request.libraries)
+                leased = self._pool.acquire.remote(
+                    request.kind, self._runtime, demand.num_ranks, request.holder, request.libraries
+                )
                 found[demand.role] = get(leased)
                 continue
             found[demand.role] = []

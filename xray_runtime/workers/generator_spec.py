@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xray_runtime.config.engines import GeneratorConfig
-from xray_runtime.workers.libraries import VLLM
+from xray_runtime.workers.libraries import TRAINING, VLLM
 
 if TYPE_CHECKING:
     from xray_runtime.workers.whole_model import WholeModel

@@ -1,0 +1,121 @@
+"""Workers that are forked from processes with their libraries."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from tests.e2e.conftest import ROOT
+from xray.deployments.fork_server import fork_server
+from xray_runtime.workers.libraries import FORK_SERVER, TRAINING, VLLM, worker_options
+
+pytestmark = pytest.mark.skipif(fork_server() is None, reason="this machine has a GPU, or is no Linux")
+
+
+class Probe:
+    def modules(self) -> set[str]:
+        return {name for name in ("torch", "deepspeed", "vllm", "mlflow") if sys.modules.get(name)}
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def random(self) -> float:
+        import numpy as np
+
+        return float(np.random.random())
+
+    def server(self) -> str:
+        return os.environ[FORK_SERVER]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def probe(**options: Any) -> Any:
+    return ray.remote(Probe).options(num_cpus=0, **options).remote()
+
+
+@pytest.mark.parametrize(("libraries", "modules"), [(TRAINING, {"torch", "deepspeed"}), (VLLM, {"torch", "vllm"})])
+def test_a_workhorse_begins_with_its_libraries(cluster: None, libraries: str, modules: set[str]) -> None:
+    first, second = (probe(**worker_options(libraries)) for _ in range(2))
+    assert ray.get([first.modules.remote(), second.modules.remote()]) == [modules, modules]
+    # Forks of one process must not draw the same numbers.
+    assert len(set(ray.get([first.random.remote(), second.random.remote()]))) == 2
+    pids = ray.get([first.pid.remote(), second.pid.remote()])
+    for actor in (first, second):
+        ray.kill(actor)
+    wait_until(lambda: not any(map(psutil.pid_exists, pids)))
+
+
+def test_another_worker_has_none_of_them(cluster: None) -> None:
+    assert ray.get(probe().modules.remote()) == set()
+
+
+SCRIPT = """
+import json, os, signal, sys
+from pathlib import Path
+from tests.component.test_fork_server import Probe, probe
+from xray.deployments.fork_server import fork_server
+from xray.deployments.local_ray import running_ray
+from xray_runtime.workers.libraries import TRAINING, worker_options
+import ray
+
+with running_ray(num_cpus=2):
+    actors = [probe(**worker_options(TRAINING)), probe()]
+    print(json.dumps(ray.get([actor.pid.remote() for actor in actors])), flush=True)
+    print(fork_server().address, flush=True)
+    sys.stdin.readline()
+    print(json.dumps(sorted(ray.get(probe(**worker_options(TRAINING)).modules.remote()))), flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def script() -> Any:
+    command = [sys.executable, "-c", SCRIPT]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        yield process
+        with contextlib.suppress(BrokenPipeError):
+            process.kill()
+
+
+def test_workers_start_without_a_server_that_was_killed(script: Any) -> None:
+    json.loads(script.stdout.readline())
+    address = script.stdout.readline().strip()
+    for process in psutil.Process(script.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if address in process.cmdline():
+                process.kill()
+    script.stdin.write("go\n")
+    script.stdin.flush()
+    # It has imported nothing yet.
+    assert json.loads(script.stdout.readline()) == []
+
+
+def test_everything_ends_with_a_driver_that_is_killed(script: Any) -> None:
+    pids = json.loads(script.stdout.readline())
+    address = script.stdout.readline().strip()
+    servers = [p for p in psutil.Process(script.pid).children(recursive=True) if address in p.cmdline()]
+    assert len(servers) >= 4
+    os.kill(script.pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(psutil.pid_exists, [*pids, *(server.pid for server in servers)])))
+    assert not Path(address).parent.exists()
