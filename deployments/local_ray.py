@@ -122,9 +122,11 @@ def running_ray(num_cpus: int | None = None) -> Iterator[None]:
     """
     import ray
 
-    with private_ray():
+    forks = fork_server() if not os.environ.get("RAY_ADDRESS") else None
+    address = forks.address if forks is not None else ""
+    with private_ray(), temporary_environment({FORK_SERVER: address}):
         try:
-            _connect(num_cpus or usable_cores())
+            _connect(num_cpus or usable_cores(), forks)
             yield
         finally:
             ray.shutdown()
@@ -150,7 +152,7 @@ def is_dead(process: psutil.Process) -> bool:
         return True
 
 
-def _connect(num_cpus: int) -> None:
+def _connect(num_cpus: int, forks: ForkServer | None) -> None:
     import ray
 
     options: dict[str, Any] = {"namespace": "xray", "log_to_driver": False, "logging_level": "ERROR"}
@@ -158,11 +160,9 @@ def _connect(num_cpus: int) -> None:
         ray.init(address=address, **options)
         return
     directory = Path(os.environ["RAY_TMPDIR"])
-    forks = fork_server()
     patience = Patience("Ray", lambda: ray_servers(directory), _logs(directory))
     try:
-        variables = {FORK_SERVER: forks.address} if forks is not None else {}
-        with temporary_environment(variables), _patiently(directory, patience.check, NEEDLESS, forks):
+        with _patiently(directory, patience.check, NEEDLESS, forks):
             ray.init(include_dashboard=False, num_cpus=num_cpus, **options)
     except BaseException as error:
         # An incomplete node does not stop the processes it started.
