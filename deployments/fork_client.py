@@ -37,7 +37,7 @@ def worker_command(variable: str, python: str, arguments: list[str]) -> tuple[st
 
 
 def ask(address: str, request: bytes) -> bytes:
-    """What a fork server answers; empty if it has failed."""
+    """The answer of a fork server; empty if it has failed."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(address)
         socket.send_fds(connection, [b"."], [0, 1, 2])

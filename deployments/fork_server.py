@@ -40,8 +40,9 @@ from xray_runtime.workers.libraries import VARIABLE, import_libraries
 
 OF_A_RAY = ("RAY_RAYLET_PID", "RAY_JOB_ID")
 """Variables that Ray reads once, at its import."""
-WITH_RAY = ("ray", "ray._private.node", "xray_runtime.workers.whole_model")
-"""What is imported with Ray: most workers that are no Workhorse are proxies of models."""
+WORKERS = "xray_runtime.workers"
+WITH_RAY = ("ray", "ray._private.node", f"{WORKERS}.whole_model", f"{WORKERS}.learner", f"{WORKERS}.generator")
+"""Imported together with Ray: the actors of models."""
 NVIDIA = Path("/proc/driver/nvidia/version")
 POLL_SECONDS = 5.0
 OOM_SCORE = "1000"
@@ -99,7 +100,7 @@ class Request:
     """Its standard streams."""
 
     def path(self) -> tuple[str, str]:
-        """What tells the servers apart that it passes: libraries, Ray and job."""
+        """The servers that it passes after the first: libraries, Ray and job."""
         return self.libraries, "-".join(self.environment[name] for name in OF_A_RAY)
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ UNUSED = ("mlflow", "sklearn")
 
 
 def prepare_imports(threads: int) -> None:
-    """What has to be set before torch is imported, which reads it. Waiting threads must sleep, since several models
+    """Set variables that torch reads when it is imported. Waiting threads must sleep, since several models
     share cores."""
     os.environ |= {
         "OMP_NUM_THREADS": str(threads),
@@ -49,8 +49,6 @@ def prepare_imports(threads: int) -> None:
 def import_libraries(name: str) -> None:
     """Import everything that a Workhorse of this kind needs, on CPU."""
     prepare_imports(threads=1)
-    from xray_runtime.workers import generator, learner  # noqa: F401
-
     if name == VLLM:
         from xray_runtime.engines.generation.vllm import load_vllm
 
