@@ -72,13 +72,7 @@ def plan_call(call: StageCall, machine: Machine, nodes: Sequence[Resources] | No
     workload = stage_workload(call, machine.device)
 
     def accept(found: Plan) -> None:
-        chosen = with_layouts(call, found)
-        try:
-            chosen.config.check_runtime(chosen.runtime)
-        except ValueError as error:
-            raise ConfigError(f"{call.name}.{error}") from None
-        if nodes is not None:
-            check_call(chosen, machine.device, nodes)
+        check_call(with_layouts(call, found), machine.device, nodes)
 
     return search(workload, machine, accept) if workload is not None else None
 

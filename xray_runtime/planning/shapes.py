@@ -49,8 +49,8 @@ class ModelShape:
         """One layer's share of one of `tp` tensor-parallel ranks: q, k, v, o, gate, up and down projections are split
         (by whole heads; key-value heads are repeated where there are fewer of them than ranks), norms are not.
         """
-        heads = _ceil(self.num_heads, tp) + _ceil(self.num_kv_heads, tp)
-        mlp = 3 * self.hidden_size * _ceil(self.intermediate_size, tp)
+        heads = ceil_div(self.num_heads, tp) + ceil_div(self.num_kv_heads, tp)
+        mlp = 3 * self.hidden_size * ceil_div(self.intermediate_size, tp)
         return 2 * self.hidden_size * self.head_size * heads + mlp + 2 * self.hidden_size + self.extra_layer_parameters
 
     @property
@@ -215,5 +215,6 @@ def from_parameter_count(count: float) -> ModelShape:
     return replace(one, extra_layer_parameters=(total - one.num_parameters) // one.num_layers)
 
 
-def _ceil(a: int, b: int) -> int:
+def ceil_div(a: int, b: int) -> int:
+    """⌈a / b⌉."""
     return -(-a // b)
