@@ -27,16 +27,26 @@ NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 def create(path: Path, shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> None:
     """A file with room for float32 tensors of these shapes, still zeros; laid out as safetensors itself does."""
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name, shape in sorted(shapes.items()):
-        start, end = end, end + 4 * torch.Size(shape).numel()
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+    head, places = float32_header(dict(sorted(shapes.items())), metadata)
+    with path.open("wb") as file:
+        file.write(head)
+        file.truncate(max((span.stop for span in places.values()), default=len(head)))
+
+
+def float32_header(
+    shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, range]]:
+    """(beginning of a file of float32 tensors of these shapes, in this order; the bytes of each in the file)."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata is not None else {}
+    spans, end = dict[str, tuple[int, int]](), 0
+    for name, shape in shapes.items():
+        spans[name] = end, end + 4 * torch.Size(shape).numel()
+        end = spans[name][1]
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": spans[name]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+    first = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {n: range(first + a, first + b) for n, (a, b) in spans.items()}
 
 
 def check_file(path: Path, where: str) -> None:

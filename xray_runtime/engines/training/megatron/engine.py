@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from xray_runtime.config.engines import TrainingConfig
 from xray_runtime.engines import states
 from xray_runtime.engines.engine import MicroBatch
-from xray_runtime.engines.shard_loading import read
 from xray_runtime.engines.topology import Topology
 from xray_runtime.engines.training.deepspeed_setup import MOMENTS
 from xray_runtime.engines.training.megatron.model import MegatronLM
@@ -32,7 +31,7 @@ from xray_runtime.engines.training.megatron.weights import check_llama, llama
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import sequences
 from xray_runtime.models.padding import pad
-from xray_runtime.models.weight_files import weight_files
+from xray_runtime.models.weight_files import read_tensor, weight_files
 from xray_runtime.store.shards import Piece
 
 
@@ -80,7 +79,7 @@ class MegatronEngine:
         self._updates: Updates = (Sharded if training.engine.zero else Replicated)(self.module, training)
         for name, parameter in self._parameters.items():
             slices = [
-                read(files, plain, piece.dim, piece.low, piece.high)
+                read_tensor(files, plain, piece.dim, piece.low, piece.high)
                 if given[plain].is_meta
                 else given[plain].narrow(piece.dim, piece.low, piece.high - piece.low)
                 for plain, piece in self._slices(name)
