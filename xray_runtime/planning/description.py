@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from xray_runtime.planning.auto import GraphPlan
-from xray_runtime.planning.disk import disk_bytes
+from xray_runtime.planning.cost import disk_bytes
 from xray_runtime.planning.memory import Layout, Memory
 from xray_runtime.planning.plan import Plan, RolePlan
 from xray_runtime.planning.suggestions import Suggestion
