@@ -11,8 +11,9 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +87,7 @@ def write(
     write_atomic(index_path(file), shard.model_dump_json())
 
 
-class Reader:
+class Reader(AbstractContextManager["Reader"]):
     """The tensors of a snapshot."""
 
     def __init__(self, directory: Path) -> None:
@@ -101,9 +102,6 @@ class Reader:
         for shard in shards:
             for key, piece in shard.pieces.items():
                 self._pieces.setdefault(key, []).append((shard.file, piece))
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()

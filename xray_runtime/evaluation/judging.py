@@ -5,7 +5,6 @@ Each judge decides wins independently; rewards, which the policy was trained aga
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from xray_runtime.algorithms.statistics import bootstrap_interval, wins
 from xray_runtime.config.evaluate import GOLD
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.verdicts import outcomes
+from xray_runtime.evaluation.results import plain_numbers, write_results
 from xray_runtime.rl.reward_sources import RewardSources
 from xray_runtime.seeding import derive_seed
 from xray_runtime.workers.protocols import ModelHandle
@@ -202,9 +202,5 @@ def record_replies(
         | {f"{kind}_{side}": score(scores, side, i) for kind, scores in shown.items() for side in texts}
         for i in range(min(config.num_samples_shown, len(prompt_texts)))
     ]
-    (out / f"{name}.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n")
-    (out / "prompts.json").write_text(json.dumps(prompt_texts, indent=1, ensure_ascii=False) + "\n")
-    (out / "samples.json").write_text(json.dumps(samples, indent=2, ensure_ascii=False) + "\n")
-    numbers = {key: value for key, value in summary.items() if isinstance(value, int | float)}
-    recorder.metrics({f"{prefix}/{key}": float(value) for key, value in numbers.items()}, step=0)
-    recorder.table("samples", list(samples[0]), [list(sample.values()) for sample in samples])
+    write_results(out, recorder, f"{name}.json", summary, prompt_texts, samples)
+    recorder.metrics(plain_numbers(summary, prefix), step=0)

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 from safetensors import safe_open
@@ -62,7 +61,7 @@ def check_file(path: Path, where: str) -> None:
             part_done()
 
 
-class TensorFile:
+class TensorFile(AbstractContextManager["TensorFile"]):
     """A whole safetensors file whose tensors are overwritten in place."""
 
     def __init__(self, path: Path) -> None:
@@ -71,10 +70,7 @@ class TensorFile:
         self._header = json.loads(os.pread(self._file, size, 8))
         self._start = 8 + size
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         os.close(self._file)
 
     def write(self, name: str, tensor: Tensor) -> None:
