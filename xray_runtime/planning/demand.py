@@ -73,7 +73,7 @@ def first_gpus(models: Sequence[Demand]) -> tuple[Mapping[str, int], int]:
     A model's ranks are on GPUs with consecutive numbers.
     """
     most = math.floor(1.0 / max(model.gpus for model in models) + ROUNDING)
-    widest = max(_aligned(model.num_ranks, model) for model in models)
+    widest = max(math.ceil(model.num_ranks / model.together) * model.together for model in models)
     used = [0] * max(widest, -(-sum(model.num_ranks for model in models) // most))
     first: dict[str, int] = {}
     for model in sorted(models, key=lambda m: m.num_ranks, reverse=True):
@@ -87,10 +87,6 @@ def first_gpus(models: Sequence[Demand]) -> tuple[Mapping[str, int], int]:
         for gpu in range(start, start + size):
             used[gpu] += 1
     return first, len(used)
-
-
-def _aligned(number: int, model: Demand) -> int:
-    return -(-number // model.together) * model.together
 
 
 def total(demands: Sequence[Demand]) -> dict[str, float]:
