@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from xray_runtime.algorithms.statistics import bootstrap_interval, wins
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from xray_runtime.data.rows import Rows
     from xray_runtime.graph.kind import Recorder, Stage
     from xray_runtime.rewards.source import Score
+    from xray_runtime.rl.policy_replies import PolicyReplies
     from xray_runtime.workers.model_spec import ModelSpec
 
 Scores = Mapping[str, torch.Tensor]
@@ -186,20 +188,24 @@ def record_replies(
     prefix: str,
     summary: dict[str, Any],
     prompt_texts: list[str],
-    texts: Mapping[str, Sequence[str]],
+    replies: Mapping[str, PolicyReplies],
     panel: Panel,
     config: EvaluationConfig,
 ) -> None:
-    """Write `summary` as NAME.json and metrics `prefix`/…, the prompts, and replies of each side next to each other."""
+    """Write `summary` with each side's lengths and means as NAME.json and metrics `prefix`/…, the prompts, and replies
+    of each side next to each other."""
 
     def score(scores: Scores | None, side: str, row: int) -> float | None:
         return None if not scores or scores[side][row].isnan() else float(scores[side][row])
 
+    for side, of_side in replies.items():
+        summary[f"length_{side}"] = float(np.mean([len(ids) for ids in of_side.own]))
+        summary |= {f"{measure}_{side}": mean for measure, mean in of_side.means.items()}
     shown = {"reward": panel.rewards or None, GOLD: panel.gold} | panel.judges
     samples: list[dict[str, Any]] = [
         dict[str, Any]({"prompt": prompt_texts[i]})
-        | {side: texts[side][i] for side in texts}
-        | {f"{kind}_{side}": score(scores, side, i) for kind, scores in shown.items() for side in texts}
+        | {side: of_side.shown[i] for side, of_side in replies.items()}
+        | {f"{kind}_{side}": score(scores, side, i) for kind, scores in shown.items() for side in replies}
         for i in range(min(config.num_samples_shown, len(prompt_texts)))
     ]
     write_results(out, recorder, f"{name}.json", summary, prompt_texts, samples)
