@@ -22,7 +22,7 @@ Function = str | Callable[..., Any]
 
 
 class Code(NamedTuple):
-    """What computes a result."""
+    """The code that computes a result."""
 
     modules: dict[str, str]
     """Module → digest of its code. A function that no module holds has one under `module:name`."""
