@@ -112,7 +112,8 @@ def worker(home: ServerHome, state: State) -> Service:
     def healthy(since: float) -> bool:
         with contextlib.suppress(OSError, ValueError):
             found = ask(f"{api}/work_pools/{POOL}/workers/filter", {})
-            return any(w["name"] == name and _seconds(w["last_heartbeat_time"]) >= since - 1 for w in found)
+            beats = [datetime.fromisoformat(w["last_heartbeat_time"]) for w in found if w["name"] == name]
+            return any(beat.timestamp() >= since - 1 for beat in beats)
         return False
 
     return _service(
@@ -219,7 +220,3 @@ def _prepare_sessions(folder: Path) -> None:
     folder.chmod(0o700)
     for session in sorted(folder.glob(f"{RAY}/session_2*"))[:-1]:
         shutil.rmtree(session, ignore_errors=True)
-
-
-def _seconds(time_text: str) -> float:
-    return datetime.fromisoformat(time_text).timestamp()

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from xray.deployments.local_services import prefect_server
-from xray_runtime.tracking.database import prepare_mlflow_database
 from xray_runtime.tracking.mlflow_tracker import Tracker
+from xray_runtime.tracking.registry import open_client
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def test_a_prefect_server_works_on_a_copy(tmp_path: Path, cache: Path, monkeypat
 
 
 def test_mlflow_works_on_a_copy(tmp_path: Path, cache: Path) -> None:
-    prepare_mlflow_database(tmp_path / "mlflow.db")
+    open_client(f"sqlite:///{tmp_path / 'mlflow.db'}")
     (template,) = cache.glob("mlflow-*.db")
     tables = schema(tmp_path / "mlflow.db")
     assert tables == schema(template)

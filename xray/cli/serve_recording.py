@@ -66,13 +66,13 @@ def _applications(text: str, inference_key: str | None) -> dict[str, str]:
 def _redaction(config: RecordingConfig) -> dict[str, str]:
     """Module → digest of the code of the redaction."""
     from xray_runtime.data.gold import import_function
-    from xray_runtime.store.code_digest import callable_digests
+    from xray_runtime.store.code_digest import function_code
 
     if config.redact is None:
         return {}
     try:
         import_function(config.redact, "redact")
-        return callable_digests(config.redact, [config.redact.partition(":")[0]])
+        return function_code(config.redact, [config.redact.partition(":")[0]]).modules
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -12,7 +12,6 @@ from xray_runtime.config.engines import (
     Positive,
     TrainingConfig,
     ValidationSchedule,
-    check_one_row_each,
 )
 
 
@@ -54,5 +53,4 @@ class DPOConfig(TrainingConfig):
             raise ValueError(f"label_smoothing = {self.label_smoothing} must be 0 with loss = {self.loss!r}")
         if self.gamma and self.loss != "simpo":
             raise ValueError(f"gamma = {self.gamma} must be 0 with loss = {self.loss!r}: only 'simpo' uses it")
-        check_one_row_each(self.engine, "batch_size", self.batch_size)
         return self

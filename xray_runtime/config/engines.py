@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -228,8 +228,13 @@ class TrainingConfig(Section):
     fails the stage. A skipped step changes no weights and no optimizer states."""
     engine: EngineConfig = EngineConfig()
 
+    rows_of_a_step: ClassVar[str] = "batch_size"
+    """The field with the number of rows of an optimizer step."""
+
     @model_validator(mode="after")
-    def _adapters(self) -> Self:
+    def _fits_the_engine(self) -> Self:
+        if rows := getattr(self, self.rows_of_a_step, None):
+            check_one_row_each(self.engine, self.rows_of_a_step, rows)
         check_whole_layers(self.lora, self.engine, "engine")
         if self.lora is not None and self.trainable_layers is not None:
             raise ValueError("lora must be null where trainable_layers is set: train either adapters or whole layers")

@@ -12,7 +12,6 @@ from xray_runtime.config.engines import (
     Positive,
     TrainingConfig,
     ValidationSchedule,
-    check_one_row_each,
 )
 
 
@@ -46,5 +45,4 @@ class KTOConfig(TrainingConfig):
             raise ValueError(
                 "undesirable_weight = 0.0 must be above 0 with desirable_weight = 0.0: the policy would not learn"
             )
-        check_one_row_each(self.engine, "batch_size", self.batch_size)
         return self

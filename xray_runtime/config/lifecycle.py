@@ -228,13 +228,10 @@ class LifecycleConfig(Section):
             raise ValueError(f"preferences must be set where {'a reward model' if trained else 'dpo'} is trained")
         if self.preferences is not None and not (trained or self.dpo is not None):
             raise ValueError("preferences must be null where no reward model is trained")
-        if self.reward is not None and self.reward_ref is not None:
-            raise ValueError("reward must be null where reward_ref names a reward model")
-        if self.reward is not None and self.reward_base is not None:
-            raise ValueError("reward must be null where reward_base names a reward model")
-        if self.reward_ref is not None and self.reward_base is not None:
-            raise ValueError("reward_ref must be null where reward_base names a reward model")
-        if self.dpo is None and not (self.reward or self.reward_ref or self.reward_base or self.rewards):
+        named = [name for name in ("reward", "reward_ref", "reward_base") if getattr(self, name) is not None]
+        if len(named) > 1:
+            raise ValueError(f"{named[0]} must be null where {named[1]} names a reward model")
+        if self.dpo is None and not (named or self.rewards):
             raise ValueError("rewards must name a source where reward, reward_ref and reward_base are null")
         return self
 

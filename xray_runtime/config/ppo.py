@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -198,6 +198,8 @@ class PPOStageConfig(TrainingConfig):
     validation: ValidationConfig | None = None
     """None: publish the last version."""
 
+    rows_of_a_step: ClassVar[str] = "minibatch_size"
+
     @property
     def rollout_size(self) -> int:
         """Replies per iteration."""
@@ -277,7 +279,6 @@ class PPOStageConfig(TrainingConfig):
                 "the policy before an update"
             )
         self._check_environment()
-        check_one_row_each(self.engine, "minibatch_size", self.minibatch_size)
         if self.critic_engine is not None:
             if self.critic_in_use != "separate":
                 raise ValueError("critic_engine must be left out unless critic is 'separate'")

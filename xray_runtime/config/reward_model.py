@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from xray_runtime.config.engines import (
     Count,
@@ -13,7 +13,6 @@ from xray_runtime.config.engines import (
     Positive,
     Section,
     TrainingConfig,
-    check_one_row_each,
 )
 from xray_runtime.config.sources import Source
 
@@ -26,11 +25,6 @@ class RewardConfig(TrainingConfig):
     batch_size: Count = 64
     """Pairs per optimizer step, over all Workhorses."""
     weight_decay: NonNegative = 0.01
-
-    @model_validator(mode="after")
-    def _combinations(self) -> Self:
-        check_one_row_each(self.engine, "batch_size", self.batch_size)
-        return self
 
 
 class RewardBase(Section):

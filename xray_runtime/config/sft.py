@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from xray_runtime.config.engines import (
     Count,
@@ -12,7 +12,6 @@ from xray_runtime.config.engines import (
     Positive,
     TrainingConfig,
     ValidationSchedule,
-    check_one_row_each,
 )
 
 REPLY_TOKENS = 512
@@ -42,8 +41,3 @@ class SFTConfig(TrainingConfig):
     weight_decay: NonNegative = 0.01
     validation: SFTValidation | None = None
     """None: publish the last version."""
-
-    @model_validator(mode="after")
-    def _combinations(self) -> Self:
-        check_one_row_each(self.engine, "batch_size", self.batch_size)
-        return self

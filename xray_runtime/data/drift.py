@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from xray_runtime.config.curate import CurateConfig
-from xray_runtime.data.agreement import krippendorff_alpha
 from xray_runtime.data.signals import RATINGS, Signal
 
 Units = Mapping[tuple[str, ...], Sequence[Signal]]
@@ -23,6 +22,28 @@ def by_unit(signals: Iterable[Signal]) -> dict[tuple[str, ...], list[Signal]]:
 def alpha_of(units: Units, kind: str) -> float | None:
     """Krippendorff's α of the units of a kind, `rating` or `verdict`."""
     return krippendorff_alpha([s.label for s in votes] for unit, votes in units.items() if unit[0] == kind)
+
+
+def krippendorff_alpha(units: Iterable[Sequence[Hashable]]) -> float | None:
+    """Krippendorff's α for nominal values: 1 − observed / expected disagreement (Krippendorff 2011, section C).
+
+    Args:
+        units: the values that the judges of each unit gave; units with fewer than two are not pairable.
+
+    Returns:
+        1: the judges agree; 0: as by chance; None: fewer than two different values were given, so chance is undefined.
+    """
+    totals, total, disagreeing = Counter[Hashable](), 0, 0.0
+    for values in units:
+        size = len(values)
+        if size < 2:
+            continue
+        counts = Counter(values)
+        totals += counts
+        total += size
+        disagreeing += (size * size - sum(n * n for n in counts.values())) / (size - 1)
+    expected = total * total - sum(n * n for n in totals.values())
+    return 1.0 - (total - 1) * disagreeing / expected if expected else None
 
 
 def drift(signals: Sequence[Signal], config: CurateConfig) -> list[str]:

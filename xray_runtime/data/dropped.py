@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 FILE = "dropped.jsonl"
 MOST = 1000
 """Maximum number of rows listed per reason; the file's last lines count the others."""
 
 
-class DroppedRows:
+class DroppedRows(AbstractContextManager["DroppedRows"]):
     """Writes `FILE`: one JSON object per row, with the reason and the row's position. Use it in a `with` block."""
 
     def __init__(self, directory: Path) -> None:
@@ -27,12 +26,7 @@ class DroppedRows:
         if self.counts[reason] <= MOST:
             self._file.write(json.dumps({"reason": reason, **position}) + "\n")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for reason, count in sorted(self.counts.items()):
             if count > MOST:
                 self._file.write(json.dumps({"reason": reason, "more": count - MOST}) + "\n")

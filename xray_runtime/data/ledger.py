@@ -78,7 +78,10 @@ def read_shard(path: Path, *, lists: bool = True) -> Shard:
         lists: whether columns of tokens and of numbers per token are read too.
     """
     try:
-        columns = None if lists else _single_columns(parquet.read_schema(path))
+        columns = None
+        if not lists:
+            schema = parquet.read_schema(path)
+            columns = [field.name for field in schema if not pa.types.is_list(field.type) and field.name != ANSWERS]
         table = parquet.read_table(path, columns=columns, partitioning=None)
         about = table.schema.metadata or {}
         policy = about[b"policy"].decode() if b"policy" in about else None
@@ -86,10 +89,6 @@ def read_shard(path: Path, *, lists: bool = True) -> Shard:
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path}: damaged, or not a shard of a ledger ({reason})") from error
-
-
-def _single_columns(schema: pa.Schema) -> list[str]:
-    return [field.name for field in schema if not pa.types.is_list(field.type) and field.name != ANSWERS]
 
 
 def lists(column: Ragged, type: pa.DataType) -> pa.Array:

@@ -12,9 +12,9 @@ so that row i is found without an index. Equal data give equal bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import orjson
@@ -78,7 +78,7 @@ SCHEMAS = {
 }
 
 
-class PairsWriter(Generic[P]):
+class PairsWriter(AbstractContextManager["PairsWriter[P]"], Generic[P]):
     """Writes a file of pairs with at most one batch in memory. Use it in a `with` block."""
 
     def __init__(self, path: Path, of: type[P]) -> None:
@@ -107,12 +107,7 @@ class PairsWriter(Generic[P]):
         offsets = np.cumsum([0, *map(len, values)], dtype=np.int64)
         return pa.LargeListArray.from_arrays(offsets, pa.StructArray.from_arrays(parts, fields=list(MESSAGE)), PROMPT)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None and self._waiting:
             self._write()
         self._file.close()

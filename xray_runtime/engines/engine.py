@@ -1,4 +1,4 @@
-"""The interface of a training engine, however its model is sharded."""
+"""The interface of a training engine, however its model is sharded, and the plain scorer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
+
+from xray_runtime.engines.training.threads import in_threads
 
 
 @dataclass(frozen=True)
@@ -63,3 +65,24 @@ class Engine(Scorer, Protocol):
 
     def load(self, directory: Path) -> None:
         """Continue from a snapshot of `save`; under the same layout with the same bits."""
+
+
+class PlainScorer:
+    """A model that only scores, whole or as a tensor-parallel slice of every layer.
+
+    Args:
+        threaded: the model is on a CPU, and its passes are no collectives.
+    """
+
+    def __init__(self, module: Any, threaded: bool = False) -> None:
+        self.module, self.threaded = module, threaded
+
+    def forward(self, task: Callable[..., Any], *args: Any) -> Any:
+        return self.module(task, *args)
+
+    def evaluate(self, task: Callable[..., Any], batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
+        if self.threaded:
+            yield from in_threads(lambda batch: self.forward(task, batch.tensors), batches)
+            return
+        for batch in batches:
+            yield batch, self.forward(task, batch.tensors)

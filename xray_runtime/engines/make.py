@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.engines import FrozenConfig, TrainingConfig, with_precision
-from xray_runtime.engines.engine import Engine, Scorer
+from xray_runtime.engines.engine import Engine, PlainScorer, Scorer
 from xray_runtime.engines.topology import Topology
 
 if TYPE_CHECKING:
@@ -52,7 +52,6 @@ def build_scorer(module: HeadedLM, layout: FrozenConfig, checkpoint: Path, devic
 
     from xray_runtime.engines.shard_loading import load_shard
     from xray_runtime.engines.training.pipeline import StageScorer
-    from xray_runtime.engines.training.scorer import PlainScorer
     from xray_runtime.engines.training.zero import ZeroScorer
 
     topology = Topology.of(layout)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from xray_runtime.engines.states import hugging_face_name
 from xray_runtime.models.causal_lm import load_model, skeleton
 from xray_runtime.models.heads import BorrowedHead, HeadedLM
-from xray_runtime.models.weight_files import weight_files
+from xray_runtime.models.weight_files import read_tensor, weight_files
 from xray_runtime.signs import part_done
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ class Weights:
             return self._given[name]
         (files, plain), split = self._source(name), self.splits.get(name)
         if split is None:
-            return read(files, plain)
+            return read_tensor(files, plain)
         low = sum(split.sizes[: self._tensor_rank])
-        return read(files, plain, split.dim, low, low + split.sizes[self._tensor_rank])
+        return read_tensor(files, plain, split.dim, low, low + split.sizes[self._tensor_rank])
 
     def share(self, name: str, start: int, size: int) -> Tensor:
         """`size` elements of the flat parameter from `start` on, padded with zeros; only these are read."""
@@ -99,11 +99,11 @@ class Weights:
 
     def embedding(self) -> Tensor:
         """The whole embedding, for the last pipeline stage of a tied model."""
-        return read(self._files, EMBEDDING)
+        return read_tensor(self._files, EMBEDDING)
 
     def buffer(self, name: str) -> Tensor | None:
         """The buffer `name`; None if it is not in the checkpoint."""
-        return read(self._files, hugging_face_name(name)) if name in self._buffers else None
+        return read_tensor(self._files, hugging_face_name(name)) if name in self._buffers else None
 
 
 def skeleton_of(checkpoint: Path) -> nn.Module:
@@ -157,16 +157,6 @@ def load_shard(
     for name, buffer in module.named_buffers():
         read_one = weights.buffer(name)
         buffer.data = (buffer if read_one is None else read_one.to(buffer.dtype)).to(device)
-
-
-def read(files: Mapping[str, Path], name: str, dim: int = 0, low: int = 0, high: int | None = None) -> Tensor:
-    """A tensor of a checkpoint by its Hugging Face name in float32, or its slice `low` to `high` along `dim`, which is
-    then all that is read. `files`: of `weight_files`."""
-    # Opened for each tensor: pages of a mapped file stay in memory until it is closed.
-    with safe_open(files[name], framework="pt") as file:
-        whole = file.get_slice(name)
-        part: Tensor = whole[:] if high is None else whole[(*[slice(None)] * dim, slice(low, high))]
-        return part.to(torch.float32, copy=True)
 
 
 def _to_read(module: nn.Module) -> tuple[set[str], set[str]]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from xray_runtime.algorithms.finite import all_finite
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.files import write_atomic
+from xray_runtime.models.tensor_file import float32_header
 from xray_runtime.signs import part_done
 from xray_runtime.store.shards import Piece, Shard, index_path, overlaps, read_shards
 
@@ -64,18 +65,10 @@ def write(
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"rank-{rank:05d}.safetensors"
     placed = {f"{kind}/{name}": piece for name, piece in pieces.items() for kind in kinds}
-    header, end, offsets = {}, 0, dict[str, int]()
-    for key, piece in placed.items():
-        offsets[key], end = end, end + BYTES * piece.size
-        if piece.size:
-            header[key] = {"dtype": "F32", "shape": [piece.size], "data_offsets": [offsets[key], end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    digest, first = hashlib.sha256(), 8 + len(text)
+    head, places = float32_header({key: (piece.size,) for key, piece in placed.items() if piece.size})
+    digest = hashlib.sha256(head)
     with file.open("wb") as out:
-        for block in (len(text).to_bytes(8, "little"), text):
-            out.write(block)
-            digest.update(block)
+        out.write(head)
         for key, piece in placed.items():
             kind, _, name = key.partition("/")
             tensor = held(kind, name)
@@ -88,14 +81,13 @@ def write(
             part_done()
         out.flush()
         os.fsync(out.fileno())
-    found = {
-        key: piece.model_copy(update={"offset": first + offsets[key]}) for key, piece in placed.items() if piece.size
-    }
-    shard = Shard(file=file.name, sha256=digest.hexdigest(), size=first + end, step=step, pieces=found)
+        size = out.tell()
+    found = {key: placed[key].model_copy(update={"offset": place.start}) for key, place in places.items()}
+    shard = Shard(file=file.name, sha256=digest.hexdigest(), size=size, step=step, pieces=found)
     write_atomic(index_path(file), shard.model_dump_json())
 
 
-class Reader:
+class Reader(AbstractContextManager["Reader"]):
     """The tensors of a snapshot."""
 
     def __init__(self, directory: Path) -> None:
@@ -110,9 +102,6 @@ class Reader:
         for shard in shards:
             for key, piece in shard.pieces.items():
                 self._pieces.setdefault(key, []).append((shard.file, piece))
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()

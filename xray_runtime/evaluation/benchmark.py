@@ -6,7 +6,6 @@ was trained on) and samples.json.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -31,6 +30,7 @@ from xray_runtime.config.benchmark import (
 from xray_runtime.data.pairs import HELDOUT, VALIDATION, Example, Messages, Pairs, prompt_text
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.data.tokens import Tokens
+from xray_runtime.evaluation.results import plain_numbers, write_results
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.rewards.source import Batch
@@ -75,15 +75,9 @@ def run(stage: Stage[Any, BenchmarkInputs], out: Path, recorder: Recorder) -> in
     """
     found = SUITES[stage.config.suite](stage, recorder, out)
     content = {"suite": stage.config.suite, "samples": len(found.prompts), **found.numbers}
-    (out / "benchmark.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-    (out / "prompts.json").write_text(json.dumps(found.prompts, indent=1, ensure_ascii=False) + "\n")
-    (out / "samples.json").write_text(json.dumps(found.samples, indent=2, ensure_ascii=False) + "\n")
-    numbers = {name: float(value) for name, value in content.items() if isinstance(value, int | float)}
-    recorder.metrics({f"benchmark/{name}": value for name, value in numbers.items()}, step=0)
-    if found.samples:
-        recorder.table("samples", list(found.samples[0]), [list(sample.values()) for sample in found.samples])
-    shown = {name: value for name, value in numbers.items() if name != "samples"}
-    note = ", ".join(f"{name} {value:.3g}" for name, value in shown.items())
+    write_results(out, recorder, "benchmark.json", content, found.prompts, found.samples)
+    recorder.metrics(plain_numbers(content, "benchmark"), step=0)
+    note = ", ".join(f"{name} {value:.3g}" for name, value in found.numbers.items() if isinstance(value, int | float))
     recorder.progress(len(found.prompts), len(found.prompts), "prompts", note)
     return 0
 

@@ -62,11 +62,7 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
     panel = _judged(stage, prompts, prompt_texts, replies, columns)
     comparison: dict[str, Any] = {"samples": len(prompt_texts)}
     comparison |= judge(config, stage.seed, stage.name, "candidate", "champion", panel, human_judges)
-    for side in SIDES:
-        comparison[f"length_{side}"] = float(np.mean([len(ids) for ids in replies[side].own]))
-        comparison |= {f"{name}_{side}": mean for name, mean in replies[side].means.items()}
-    shown = {side: replies[side].shown for side in SIDES}
-    record_replies(out, recorder, "comparison", "compare", comparison, prompt_texts, shown, panel, config)
+    record_replies(out, recorder, "comparison", "compare", comparison, prompt_texts, replies, panel, config)
     rate = comparison["win_rate"]
     recorder.progress(3, 3, "steps", "no judge" if rate is None else f"win rate over the champion {rate:.2f}")
     return 0

@@ -77,12 +77,8 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
 
     evaluation: dict[str, Any] = {"samples": len(prompts), "kl": kl}
     evaluation |= judge(config, stage.seed, stage.name, "after", "before", scoring.panel, human_judges)
-    for side in SIDES:
-        evaluation[f"length_{side}"] = float(np.mean([len(reply) for reply in replies[side].own]))
-        evaluation[f"distinct_2_{side}"] = distinct_n(replies[side].own, 2)
-        evaluation |= {f"{name}_{side}": mean for name, mean in replies[side].means.items()}
-    shown = {side: replies[side].shown for side in SIDES}
-    record_replies(out, recorder, "evaluation", "evaluate", evaluation, prompt_texts, shown, scoring.panel, config)
+    evaluation |= {f"distinct_2_{side}": distinct_n(replies[side].own, 2) for side in SIDES}
+    record_replies(out, recorder, "evaluation", "evaluate", evaluation, prompt_texts, replies, scoring.panel, config)
     rate = evaluation["win_rate"]
     recorder.progress(3, 3, "steps", "no judge" if rate is None else f"win rate {rate:.2f}")
     return 0

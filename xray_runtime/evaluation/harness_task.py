@@ -20,6 +20,7 @@ from xray_runtime.data.rows import Ragged
 from xray_runtime.data.text_rows import text_rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.evaluation.harness_files import HarnessTasks, read_tasks
+from xray_runtime.evaluation.results import plain_numbers, write_results
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.likelihood_objective import LikelihoodObjective
 from xray_runtime.seeding import derive_seed
@@ -71,14 +72,11 @@ def run(stage: Stage[LMEvalConfig, LMEvalInputs], out: Path, recorder: Recorder)
             fewshot_random_seed=seed,
         )
     content, prompts, shown = results_of(found, tasks)
-    (out / "benchmark.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-    (out / "prompts.json").write_text(json.dumps(prompts, indent=1, ensure_ascii=False) + "\n")
-    (out / "samples.json").write_text(json.dumps(shown, indent=2, ensure_ascii=False) + "\n")
-    numbers = _values(content, "lm_eval")
+    write_results(out, recorder, "benchmark.json", content, prompts, shown)
+    numbers = plain_numbers(content, "lm_eval")
     for name, of_part in content.get("parts", {}).items():
-        numbers |= _values(of_part, f"lm_eval/{name}")
+        numbers |= plain_numbers(of_part, f"lm_eval/{name}")
     recorder.metrics(numbers, step=0)
-    recorder.table("samples", ["prompt", "answer", "target"], [list(row.values()) for row in shown])
     recorder.progress(content["samples"], content["samples"], "documents", tasks.name)
     return 0
 
@@ -102,10 +100,6 @@ def results_of(found: Mapping[str, Any], tasks: HarnessTasks) -> tuple[dict[str,
     prompts = list(dict.fromkeys(prompt for task_prompts, _ in each.values() for prompt in task_prompts))
     of_each = max(NUM_SAMPLES_SHOWN // len(each), 1)
     return content, prompts, [row for _, rows in each.values() for row in rows[:of_each]][:NUM_SAMPLES_SHOWN]
-
-
-def _values(content: Mapping[str, Any], under: str) -> dict[str, float]:
-    return {f"{under}/{name}": float(value) for name, value in content.items() if isinstance(value, int | float)}
 
 
 def numbers_of(results: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,18 +5,19 @@ Each judge decides wins independently; rewards, which the policy was trained aga
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from xray_runtime.algorithms.statistics import bootstrap_interval, wins
 from xray_runtime.config.evaluate import GOLD
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.verdicts import outcomes
+from xray_runtime.evaluation.results import plain_numbers, write_results
 from xray_runtime.rl.reward_sources import RewardSources
 from xray_runtime.seeding import derive_seed
 from xray_runtime.workers.protocols import ModelHandle
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from xray_runtime.data.rows import Rows
     from xray_runtime.graph.kind import Recorder, Stage
     from xray_runtime.rewards.source import Score
+    from xray_runtime.rl.policy_replies import PolicyReplies
     from xray_runtime.workers.model_spec import ModelSpec
 
 Scores = Mapping[str, torch.Tensor]
@@ -186,25 +188,25 @@ def record_replies(
     prefix: str,
     summary: dict[str, Any],
     prompt_texts: list[str],
-    texts: Mapping[str, Sequence[str]],
+    replies: Mapping[str, PolicyReplies],
     panel: Panel,
     config: EvaluationConfig,
 ) -> None:
-    """Write `summary` as NAME.json and metrics `prefix`/…, the prompts, and replies of each side next to each other."""
+    """Write `summary` with each side's lengths and means as NAME.json and metrics `prefix`/…, the prompts, and replies
+    of each side next to each other."""
 
     def score(scores: Scores | None, side: str, row: int) -> float | None:
         return None if not scores or scores[side][row].isnan() else float(scores[side][row])
 
+    for side, of_side in replies.items():
+        summary[f"length_{side}"] = float(np.mean([len(ids) for ids in of_side.own]))
+        summary |= {f"{measure}_{side}": mean for measure, mean in of_side.means.items()}
     shown = {"reward": panel.rewards or None, GOLD: panel.gold} | panel.judges
     samples: list[dict[str, Any]] = [
         dict[str, Any]({"prompt": prompt_texts[i]})
-        | {side: texts[side][i] for side in texts}
-        | {f"{kind}_{side}": score(scores, side, i) for kind, scores in shown.items() for side in texts}
+        | {side: of_side.shown[i] for side, of_side in replies.items()}
+        | {f"{kind}_{side}": score(scores, side, i) for kind, scores in shown.items() for side in replies}
         for i in range(min(config.num_samples_shown, len(prompt_texts)))
     ]
-    (out / f"{name}.json").write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n")
-    (out / "prompts.json").write_text(json.dumps(prompt_texts, indent=1, ensure_ascii=False) + "\n")
-    (out / "samples.json").write_text(json.dumps(samples, indent=2, ensure_ascii=False) + "\n")
-    numbers = {key: value for key, value in summary.items() if isinstance(value, int | float)}
-    recorder.metrics({f"{prefix}/{key}": float(value) for key, value in numbers.items()}, step=0)
-    recorder.table("samples", list(samples[0]), [list(sample.values()) for sample in samples])
+    write_results(out, recorder, f"{name}.json", summary, prompt_texts, samples)
+    recorder.metrics(plain_numbers(summary, prefix), step=0)

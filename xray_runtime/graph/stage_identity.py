@@ -9,7 +9,7 @@ from typing import Any
 from xray_runtime.config.engines import with_precision
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.graph.kind import StageKind
-from xray_runtime.store.code_digest import callable_digests, callable_libraries, library_versions_of, module_digests
+from xray_runtime.store.code_digest import Code, code_reached, function_code
 from xray_runtime.store.content_digest import Outside, outside_digest
 from xray_runtime.store.digest_memory import DigestMemory
 from xray_runtime.store.hub import check_on_hub
@@ -58,19 +58,20 @@ def identify(
         place[last] = f"{found.kind}:{found.digest}"
     if kind.computes:
         values["runtime"] = runtime.in_keys()
-    code, versions = _code(kind.module)
-    called = {function: functions.get(function, function) for function in kind.functions(config)}
-    for function in called.values():
-        versions = versions | callable_libraries(function, {OWN_PACKAGE}, DECLARATIONS)
+    code = _code(kind.module)
+    called = {
+        function: function_code(functions.get(function, function), {OWN_PACKAGE}, DECLARATIONS)
+        for function in kind.functions(config)
+    }
     identity = Identity(
         stage=name,
         kind=kind.name,
         config=values,
         seed=seed,
         parents=dict(parents),
-        functions={name: callable_digests(target, {OWN_PACKAGE}, DECLARATIONS) for name, target in called.items()},
-        code=code,
-        versions=versions,
+        functions={name: found.modules for name, found in called.items()},
+        code=code.modules,
+        versions={name: version for found in (code, *called.values()) for name, version in found.libraries.items()},
     )
     return identity, outside
 
@@ -83,11 +84,10 @@ def check_hub_names(kind: StageKind, name: str, config: Any) -> None:
 
 def code_of(kind: StageKind) -> dict[str, str]:
     """Module of the kind's code → digest of its syntax tree."""
-    return _code(kind.module)[0]
+    return _code(kind.module).modules
 
 
 @cache
-def _code(module: str) -> tuple[dict[str, str], dict[str, str]]:
+def _code(module: str) -> Code:
     # Cached for the process: imported code does not change.
-    packages = {OWN_PACKAGE, module.partition(".")[0]}
-    return module_digests([module], packages, DECLARATIONS), library_versions_of([module], packages, DECLARATIONS)
+    return code_reached([module], {OWN_PACKAGE, module.partition(".")[0]}, DECLARATIONS)

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from xray_runtime.config.engines import LoRAConfig
-from xray_runtime.models.weight_files import weight_files
+from xray_runtime.models.weight_files import read_tensor, weight_files
 
 ADAPTER = "default"
 
@@ -74,6 +73,5 @@ class Adapters:
         for name, layer in self._layers.items():
             a, b = (whole(side[ADAPTER].weight) for side in (layer.lora_A, layer.lora_B))
             delta = (b @ a) * layer.scaling[ADAPTER]
-            with safe_open(self._files[f"{name}.weight"], framework="pt") as file:
-                weight = file.get_tensor(f"{name}.weight").to(delta.device)
+            weight = read_tensor(self._files, f"{name}.weight").to(delta.device)
             yield f"{name}.weight", weight + (delta.T if layer.fan_in_fan_out else delta)

@@ -76,11 +76,9 @@ def load_pretrained(model: str, chat_template: str | None = None) -> tuple[Any, 
     """
     name, gguf = locate(model)
     options: dict[str, Any] = NO_CODE | ({"gguf_file": gguf} if gguf else {})
-    # Never a .bin, which is a pickle.
-    weights: dict[str, Any] = {} if gguf else {"use_safetensors": True}
     lm: Any = None
     files: dict[str, Path] = {}
-    missing: list[str] = []
+    missing: str | None = None
     try:
         if not gguf:
             # Before the weights are read, which may be many.
@@ -92,21 +90,11 @@ def load_pretrained(model: str, chat_template: str | None = None) -> tuple[Any, 
             with contextlib.suppress(OSError):  # it has none
                 lm.generation_config = transformers.GenerationConfig.from_pretrained(name, **NO_CODE)
         else:
-            # A config may name an attention that is fetched from a hub, so it is not left to it.
-            lm, report = transformers.AutoModelForCausalLM.from_pretrained(
-                name,
-                dtype=torch.float32,
-                attn_implementation=ATTENTION,
-                output_loading_info=True,
-                **weights,
-                **options,
-            )
-            missing = sorted(report["missing_keys"])
+            lm, missing = load_weights(transformers.AutoModelForCausalLM, name, **options)
     except Exception as error:
         raise unloadable("base.model", model, error) from error
-    if missing:
-        # transformers would go on with random numbers in their place.
-        raise ValueError(f"base.model: {model!r} has no weights for {missing[0]}")
+    if missing is not None:
+        raise ValueError(f"base.model: {model!r} has no weights for {missing}")
     if gguf:
         lm = _without_quantization(lm)
     scaled = [field for field in SCALED_LOGITS if getattr(lm.config, field, None) not in (None, 1, 1.0)]
@@ -280,20 +268,27 @@ def load_model(directory: str | os.PathLike[str]) -> nn.Module:
     Raises:
         ValueError: the checkpoint lacks some of its weights.
     """
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        str(directory),
-        dtype=torch.float32,
-        attn_implementation=ATTENTION,
-        local_files_only=True,
-        use_safetensors=True,
-        output_loading_info=True,
-        **NO_CODE,
-    )
-    if report["missing_keys"]:
-        # transformers would go on with random numbers in their place.
-        raise ValueError(f"{directory}: has no weights for {min(report['missing_keys'])}")
+    model, missing = load_weights(transformers.AutoModelForCausalLM, str(directory), local_files_only=True)
+    if missing is not None:
+        raise ValueError(f"{directory}: has no weights for {missing}")
     whole: nn.Module = model
     return whole
+
+
+def load_weights(family: Any, name: str, **options: Any) -> tuple[Any, str | None]:
+    """(the model of a hub name or a directory in float32, a tensor that its files lack: transformers would go on with
+    random numbers in its place). `family`: one of transformers' Auto classes."""
+    # Never a .bin, which is a pickle.
+    options = NO_CODE | ({} if "gguf_file" in options else {"use_safetensors": True}) | options
+    model, report = family.from_pretrained(
+        name,
+        dtype=torch.float32,
+        # A config may name an attention that is fetched from a hub, so it is not left to it.
+        attn_implementation=ATTENTION,
+        output_loading_info=True,
+        **options,
+    )
+    return model, min(report["missing_keys"], default=None)
 
 
 def stop_tokens(tokenizer: Any, recommended: int | Sequence[int] | None) -> tuple[int, ...]:

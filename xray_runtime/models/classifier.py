@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import nn
 
-from xray_runtime.models.causal_lm import ATTENTION, complete_tokenizer, unloadable, without_weights
+from xray_runtime.models.causal_lm import complete_tokenizer, load_weights, unloadable, without_weights
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.store.location import NO_CODE, locate
@@ -47,21 +47,11 @@ def load_classifier(model: str, field: str) -> tuple[HeadedLM, Any]:
     if config.num_labels != 1:
         _refuse(field, model, f"has {config.num_labels} labels")
     try:
-        classifier, report = transformers.AutoModelForSequenceClassification.from_pretrained(
-            name,
-            dtype=torch.float32,
-            # A config may name an attention that is fetched from a hub, so it is not left to it.
-            attn_implementation=ATTENTION,
-            output_loading_info=True,
-            # Never a .bin, which is a pickle.
-            use_safetensors=True,
-            **NO_CODE,
-        )
+        classifier, missing = load_weights(transformers.AutoModelForSequenceClassification, name)
     except Exception as error:
         raise unloadable(field, model, error) from error
-    if report["missing_keys"]:
-        # transformers would go on with random numbers in their place.
-        _refuse(field, model, f"has no weights for {min(report['missing_keys'])}")
+    if missing is not None:
+        _refuse(field, model, f"has no weights for {missing}")
     complete_tokenizer(tokenizer, field, model)
     try:
         reward = as_reward_model(classifier.eval())

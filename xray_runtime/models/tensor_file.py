@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 from safetensors import safe_open
@@ -27,16 +26,26 @@ NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 def create(path: Path, shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> None:
     """A file with room for float32 tensors of these shapes, still zeros; laid out as safetensors itself does."""
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name, shape in sorted(shapes.items()):
-        start, end = end, end + 4 * torch.Size(shape).numel()
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+    head, places = float32_header(dict(sorted(shapes.items())), metadata)
+    with path.open("wb") as file:
+        file.write(head)
+        file.truncate(max((span.stop for span in places.values()), default=len(head)))
+
+
+def float32_header(
+    shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, range]]:
+    """(beginning of a file of float32 tensors of these shapes, in this order; the bytes of each in the file)."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata is not None else {}
+    spans, end = dict[str, tuple[int, int]](), 0
+    for name, shape in shapes.items():
+        spans[name] = end, end + 4 * torch.Size(shape).numel()
+        end = spans[name][1]
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": spans[name]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+    first = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {n: range(first + a, first + b) for n, (a, b) in spans.items()}
 
 
 def check_file(path: Path, where: str) -> None:
@@ -52,7 +61,7 @@ def check_file(path: Path, where: str) -> None:
             part_done()
 
 
-class TensorFile:
+class TensorFile(AbstractContextManager["TensorFile"]):
     """A whole safetensors file whose tensors are overwritten in place."""
 
     def __init__(self, path: Path) -> None:
@@ -61,10 +70,7 @@ class TensorFile:
         self._header = json.loads(os.pread(self._file, size, 8))
         self._start = 8 + size
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         os.close(self._file)
 
     def write(self, name: str, tensor: Tensor) -> None:

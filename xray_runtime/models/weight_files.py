@@ -46,9 +46,19 @@ def tensors(directory: Path, names: Container[str] | None = None) -> Iterator[tu
     """(name, tensor) of a checkpoint's tensors in order of their names, one at a time: those in `names`, or all."""
     for name, file in sorted(weight_files(directory).items()):
         if names is None or name in names:
-            # Opened for each tensor: pages of a mapped file stay in memory until it is closed.
+            # Opened for each tensor, as in `read_tensor`.
             with safe_open(file, framework="pt") as opened:
                 yield name, opened.get_tensor(name)
+
+
+def read_tensor(files: Mapping[str, Path], name: str, dim: int = 0, low: int = 0, high: int | None = None) -> Tensor:
+    """A tensor of `weight_files` in float32, or its slice `low` to `high` along `dim`, which is then all that is
+    read."""
+    # Opened for each tensor: pages of a mapped file stay in memory until it is closed.
+    with safe_open(files[name], framework="pt") as file:
+        whole = file.get_slice(name)
+        part: Tensor = whole[:] if high is None else whole[(*[slice(None)] * dim, slice(low, high))]
+        return part.to(torch.float32, copy=True)
 
 
 def has_plain(files: Mapping[str, Path], shapes: Mapping[str, torch.Size]) -> bool:
@@ -72,9 +82,7 @@ def write_float32(files: Mapping[str, Path], shapes: Mapping[str, torch.Size], d
         create(directory / file, {name: tuple(shapes[name]) for name in names}, {"format": "pt"})
         with TensorFile(directory / file) as written:
             for name in names:
-                # Opened for each tensor: pages of a mapped file stay in memory until it is closed.
-                with safe_open(files[name], framework="pt") as opened:
-                    written.write(name, opened.get_tensor(name).float())
+                written.write(name, read_tensor(files, name))
                 part_done()
     if split.is_sharded:
         total = sum(shape.numel() for shape in shapes.values())

@@ -16,7 +16,7 @@ from xray_runtime.planning.changes import UNCHANGED, Changes
 from xray_runtime.planning.demand import Resources, check_call
 from xray_runtime.planning.memory import Layout
 from xray_runtime.planning.plan import Plan
-from xray_runtime.planning.roles import CHOSEN, Use
+from xray_runtime.planning.roles import CHOSEN
 from xray_runtime.planning.search import search
 from xray_runtime.planning.stage_workload import stage_workload
 from xray_runtime.planning.workload import Machine, Workload
@@ -72,13 +72,7 @@ def plan_call(call: StageCall, machine: Machine, nodes: Sequence[Resources] | No
     workload = stage_workload(call, machine.device)
 
     def accept(found: Plan) -> None:
-        chosen = with_layouts(call, found)
-        try:
-            chosen.config.check_runtime(chosen.runtime)
-        except ValueError as error:
-            raise ConfigError(f"{call.name}.{error}") from None
-        if nodes is not None:
-            check_call(chosen, machine.device, nodes)
+        check_call(with_layouts(call, found), machine.device, nodes)
 
     return search(workload, machine, accept) if workload is not None else None
 
@@ -177,24 +171,8 @@ def _check_fits(plan: Plan) -> None:
 
 
 def _described(plan: Plan) -> str:
-    uses: dict[Use, str] = {"trained": "trained models", "frozen": "frozen ones", "sampled": "the generator"}
-    present = {p.role.use for p in plan.roles}
-    parts = []
-    for use, name in uses.items():
-        layout = plan.layouts[use]
-        if use == "trained" and use in present:
-            again = ", recomputing" if plan.recomputes else ""
-            spread = f"{layout.num_devices} Workhorses under ZeRO-{layout.zero_stage}{_degrees(layout)}{again}"
-            parts.append(f"{name} on {spread}")
-        elif use in present and layout.num_devices > 1:
-            zero = ", ZeRO-3" if layout.zero_stage else ""
-            parts.append(f"{name} on {layout.num_devices}{zero}{_degrees(layout)}")
-    machine = plan.machine
+    machine, models = plan.machine, "; ".join(f"{p.role.name} {p.layout_text}" for p in plan.roles)
     return (
-        f"{plan.placement}{', ' if parts else ''}{'; '.join(parts)}: {plan.fullest.peak_bytes / 1e9:.3g} GB on the "
-        f"fullest of {machine.num_devices} {machine.device} devices with {machine.usable_bytes / 1e9:.3g} usable GB"
+        f"{plan.placement} ({models}): {plan.fullest.peak_bytes / 1e9:.3g} GB on the fullest of {machine.num_devices} "
+        f"{machine.device} devices with {machine.usable_bytes / 1e9:.3g} usable GB"
     )
-
-
-def _degrees(layout: Layout) -> str:
-    return "".join(f", {name} {degree}" for name, degree in (("TP", layout.tp), ("PP", layout.pp)) if degree > 1)

@@ -1,4 +1,5 @@
-"""Seconds of one iteration on GPUs: a stated model, not a measurement. It ranks plans; it promises no time.
+"""Seconds of one iteration on GPUs, and bytes on disk: a stated model, not a measurement. It ranks plans; it promises
+no time.
 
 An iteration is one rollout with its scoring and updates, or one optimizer step of a stage that only trains. Every
 sequence is taken to be as long as the config allows.
@@ -59,6 +60,12 @@ HOST_ADAM_RATE = 20e9
 """Bytes/s of AdamW in host memory, per GPU."""
 ADAM_BYTES = 28
 """Traffic of an AdamW step per parameter: gradient, master and moments read, master, moments and weight written."""
+
+
+SNAPSHOT_BYTES = 12
+"""Per trained parameter: weight and AdamW's two moments in float32."""
+LEDGER_BYTES = 24
+"""Per token of a kept rollout, compressed: ids, log-probabilities, advantages, weights and the text."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +210,22 @@ def trained_parameters(role: Role, layout: Layout) -> int:
     if role.top_layers is not None:
         return role.top_layers * shape.layer_parameters(tp)
     return device_parameters(shape, tp, pp)
+
+
+def disk_bytes(workload: Workload) -> dict[str, int]:
+    """Kind of file → bytes, without those that are 0.
+
+    `checkpoint` is the published model in float32. `snapshots` are two: a new one is whole before the last is removed.
+    `ledger` has the rollouts that the config keeps.
+    """
+    trained = workload.of_use("trained")
+    kept = sum(role.kept_rollouts for role in workload.of_use("sampled"))
+    found = {
+        "checkpoint": trained[0].shape.num_parameters * FLOAT32_BYTES if trained else 0,
+        "snapshots": 2 * SNAPSHOT_BYTES * sum(trained_parameters(role, Layout()) for role in trained),
+        "ledger": LEDGER_BYTES * workload.rollout_size * workload.sequence_tokens * kept,
+    }
+    return {what: size for what, size in found.items() if size}
 
 
 def _overlapped(compute: float, moved: float) -> float:

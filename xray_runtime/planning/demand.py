@@ -1,10 +1,15 @@
 """The resources that a graph's stages need, and the check that a cluster has them.
 
 Only the cluster's total is checked; a stage waits for devices that are in use (`workers/placement.py`).
+
+Models share GPUs where `runtime.gpus_per_workhorse` is below 1. Ray packs fractions: it would put two ranks of one
+model on one GPU, which NCCL refuses, and policy and generator on different ones, which excludes CUDA IPC. So a stage
+reserves whole GPUs, and each takes at most one rank of a model.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,10 +19,12 @@ from pydantic import BaseModel
 from xray_runtime.config.engines import EngineConfig, GeneratorConfig, LayoutConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.planning.sharing import first_gpus, shares_gpus
 
 if TYPE_CHECKING:
     from xray_runtime.graph.graph import StageCall
+
+ROUNDING = 1e-6
+"""A third of a GPU may be written as 0.333."""
 
 Resources = Mapping[str, float]
 """Ray's resource names ("CPU", "GPU") → amount."""
@@ -56,6 +63,32 @@ def demand(role: str, layout: LayoutConfig | GeneratorConfig, runtime: RuntimeCo
     return Demand(role, layout.num_workhorses, runtime.cpus_per_workhorse, gpus, together)
 
 
+def shares_gpus(models: Sequence[Demand]) -> bool:
+    return any(0.0 < model.gpus < 1.0 for model in models)
+
+
+def first_gpus(models: Sequence[Demand]) -> tuple[Mapping[str, int], int]:
+    """(role → number of its first GPU, number of GPUs), with as few GPUs as possible and their ranks spread evenly.
+
+    A model's ranks are on GPUs with consecutive numbers.
+    """
+    most = math.floor(1.0 / max(model.gpus for model in models) + ROUNDING)
+    widest = max(math.ceil(model.num_ranks / model.together) * model.together for model in models)
+    used = [0] * max(widest, -(-sum(model.num_ranks for model in models) // most))
+    first: dict[str, int] = {}
+    for model in sorted(models, key=lambda m: m.num_ranks, reverse=True):
+        size = model.num_ranks
+        starts = range(0, len(used) + model.together, model.together)
+        free = [start for start in starts if max(used[start : start + size], default=0) < most]
+        # New GPUs last, then the emptiest.
+        start = min(free, key=lambda s: (max(s + size - len(used), 0), max(used[s : s + size], default=0)))
+        used += [0] * (start + size - len(used))
+        first[model.role] = start
+        for gpu in range(start, start + size):
+            used[gpu] += 1
+    return first, len(used)
+
+
 def total(demands: Sequence[Demand]) -> dict[str, float]:
     """Resource → amount that a stage with these models reserves. GPUs that models share are reserved whole."""
     amounts: dict[str, float] = {}
@@ -70,10 +103,11 @@ def call_demands(call: StageCall, device: str) -> list[Demand]:
     return [demand(name, role.layout, call.runtime, device) for name, role in call.kind.models(call.config).items()]
 
 
-def check_call(call: StageCall, device: str, nodes: Sequence[Resources]) -> None:
+def check_call(call: StageCall, device: str, nodes: Sequence[Resources] | None) -> None:
     """Raise ConfigError if a stage needs more than all `nodes` have, or something that `device` cannot do.
 
-    With `parallel: auto`, layouts are not chosen yet, so resources are not checked.
+    Resources are not checked with `parallel: auto`, since layouts are not chosen yet, nor with `nodes` None, where the
+    cluster is not known.
     """
     runtime = call.runtime
     if runtime.generator_sleeps and device == "cpu":
@@ -87,7 +121,7 @@ def check_call(call: StageCall, device: str, nodes: Sequence[Resources]) -> None
     except ValueError as error:
         raise ConfigError(f"{call.name}.{error}") from None
     _check_engines(_engines(call.config, call.name), device)
-    if runtime.parallel != "auto":
+    if runtime.parallel != "auto" and nodes is not None:
         check(call.name, call_demands(call, device), nodes)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 
 from xray_runtime.planning.auto import GraphPlan
-from xray_runtime.planning.disk import disk_bytes
+from xray_runtime.planning.cost import disk_bytes
 from xray_runtime.planning.memory import Layout, Memory
-from xray_runtime.planning.plan import Plan, RolePlan
+from xray_runtime.planning.plan import Plan
 from xray_runtime.planning.suggestions import Suggestion
 from xray_runtime.planning.workload import GIB, Machine, this_machine
 from xray_runtime.terminal import print_table
@@ -122,7 +122,7 @@ def show(console: Console, planned: GraphPlan, content: dict[str, Any]) -> None:
             parts = [sum(getattr(p.memory, part) for part in parts) for parts in COLUMNS.values()]
             cells = (_short(size) for size in (*parts, p.memory.total))
             name = stage if not number else ""
-            rows.append((name, p.role.name, str(p.layout.num_devices), *cells, _layout_text(p)))
+            rows.append((name, p.role.name, str(p.layout.num_devices), *cells, p.layout_text))
     print_table(console, ("stage", "model", "devices", *sizes, "layout"), rows, right=sizes)
     for stage, found in planned.stages.items():
         if found.seconds:
@@ -151,18 +151,6 @@ def _seconds_text(found: Plan) -> str:
     turns = ["generator"] * found.workload.generator_sleeps + ["trainer"] * found.workload.trainer_sleeps
     asleep = f"; asleep in turn: {', '.join(turns)}" if turns else ""
     return f"{found.iteration_s:.3g} an iteration ({phases}), most in {found.bottleneck}{asleep}"
-
-
-def _layout_text(p: RolePlan) -> str:
-    layout = p.layout
-    words = [f"ZeRO-{layout.zero_stage}"] if p.role.use == "trained" or layout.zero_stage else []
-    words += [f"{name}{n}" for name, n in (("TP", layout.tp), ("PP", layout.pp), ("DP", layout.dp)) if n > 1]
-    options = p.role.options
-    words += ["bf16"] if options.float32_sums else []
-    words += [f"LoRA {options.lora_rank}"] if options.lora_rank else []
-    words += ["offload"] if options.offload else []
-    words += ["recompute"] if options.checkpointing else []
-    return " ".join(words) or "whole"
 
 
 def machine_of(device: str, num_devices: float | None, memory_gib: float | None, threads: int = 1) -> Machine:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from xray_runtime.config.engines import LINEAR_LAYERS
-from xray_runtime.planning.shapes import ModelShape
+from xray_runtime.planning.shapes import ModelShape, ceil_div
 
 FLOAT32_BYTES, HALF_BYTES = 4, 2
 ZERO_BUCKET = 500_000_000
@@ -39,8 +39,6 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
-    checkpointing: bool = False
-    """Keep only each layer's input and recompute the rest in the backward pass."""
 
     @property
     def num_devices(self) -> int:
@@ -59,7 +57,7 @@ class Options:
     """Optimizer states, and under ZeRO-3 weights, live in host memory or on disk (Ren et al. 2021, ZeRO-Offload;
     Rajbhandari et al. 2021, ZeRO-Infinity)."""
     checkpointing: bool = False
-    """As in `Layout`, but set by the config and not chosen by the planner."""
+    """Keep only each layer's input and recompute the rest in the backward pass."""
     float32_sums: bool = False
     """Gradients of half-precision passes are summed in float32, as X-ray's engine has DeepSpeed do."""
     least_zero_stage: int = 0
@@ -140,8 +138,8 @@ def device_parameters(shape: ModelShape, tp: int = 1, pp: int = 1, *, split_voca
     split embeddings; vLLM does (`split_vocabulary`).
     """
     matrices = 1 if shape.tied or pp > 1 else 2
-    embeddings = matrices * _ceil(shape.embedding_parameters, tp if split_vocabulary else 1)
-    return _ceil(shape.num_layers, pp) * shape.layer_parameters(tp) + embeddings + shape.hidden_size
+    embeddings = matrices * ceil_div(shape.embedding_parameters, tp if split_vocabulary else 1)
+    return ceil_div(shape.num_layers, pp) * shape.layer_parameters(tp) + embeddings + shape.hidden_size
 
 
 def lora_parameters(
@@ -155,7 +153,7 @@ def lora_parameters(
     sizes = dict(zip(LINEAR_LAYERS, (h + q, h + kv, h + kv, q + h, *(h + shape.intermediate_size,) * 3), strict=True))
     known = targets is not None and all(name in sizes for name in targets)
     chosen = [size for name, size in sizes.items() if not known or name in (targets or ())]
-    return _ceil(shape.num_layers, pp) * sum(_ceil(rank * size, tp) for size in chosen)
+    return ceil_div(shape.num_layers, pp) * sum(ceil_div(rank * size, tp) for size in chosen)
 
 
 def layer_activation_bytes(shape: ModelShape, tokens: int, weight_bytes: int, tp: int = 1) -> int:
@@ -169,15 +167,15 @@ def layer_activation_bytes(shape: ModelShape, tokens: int, weight_bytes: int, tp
     """
     w, d = weight_bytes, shape.head_size
     norms = 2 * ((FLOAT32_BYTES + 2 * w) * shape.hidden_size + FLOAT32_BYTES)
-    heads, kv_heads = _ceil(shape.num_heads, tp), _ceil(shape.num_kv_heads, tp)
+    heads, kv_heads = ceil_div(shape.num_heads, tp), ceil_div(shape.num_kv_heads, tp)
     attention = w * (3 * heads + 2 * kv_heads) * d + FLOAT32_BYTES * heads
-    return tokens * (norms + attention + 4 * w * _ceil(shape.intermediate_size, tp))
+    return tokens * (norms + attention + 4 * w * ceil_div(shape.intermediate_size, tp))
 
 
 def score_bytes(shape: ModelShape, tokens: int, length: int, weight_bytes: int, tp: int = 1) -> int:
     """Attention scores that one layer without fused attention keeps: w·a·s² for each sequence of `length` tokens, the
     softmax's output."""
-    return weight_bytes * _ceil(shape.num_heads, tp) * tokens * length
+    return weight_bytes * ceil_div(shape.num_heads, tp) * tokens * length
 
 
 def activation_bytes(
@@ -187,6 +185,8 @@ def activation_bytes(
     layout: Layout,
     num_layers: int | None = None,
     scored_length: int = 0,
+    *,
+    checkpointing: bool = False,
 ) -> int:
     """Bytes that a training pass over `tokens` tokens keeps for the backward pass on the first pipeline stage.
 
@@ -198,11 +198,11 @@ def activation_bytes(
         num_layers: number of trained layers (None: all).
         scored_length: tokens of a sequence whose attention scores are kept; 0: fused attention keeps none.
     """
-    layers = _ceil(shape.num_layers if num_layers is None else num_layers, layout.pp) * layout.pp
+    layers = ceil_div(shape.num_layers if num_layers is None else num_layers, layout.pp) * layout.pp
     layer = layer_activation_bytes(shape, tokens, weight_bytes, layout.tp)
     layer += score_bytes(shape, tokens, scored_length, weight_bytes, layout.tp)
     final_norm = tokens * ((FLOAT32_BYTES + 2 * weight_bytes) * shape.hidden_size + FLOAT32_BYTES)
-    if layout.checkpointing:
+    if checkpointing:
         return layers * tokens * weight_bytes * shape.hidden_size + layer + final_norm
     return layers * layer + final_norm
 
@@ -245,13 +245,11 @@ def training_memory(
     held = device_parameters(shape, layout.tp, layout.pp)
     trained = held
     if top_layers is not None:
-        trained = _ceil(top_layers, layout.pp) * shape.layer_parameters(layout.tp) + shape.hidden_size
+        trained = ceil_div(top_layers, layout.pp) * shape.layer_parameters(layout.tp) + shape.hidden_size
         held += trained * branches
     if options.lora_rank is not None:
         trained = lora_parameters(shape, options.lora_rank, layout.tp, layout.pp, targets=options.lora_targets)
         held += trained
-    if options.checkpointing:
-        layout = replace(layout, checkpointing=True)
     weights, gradients, optimizer = model_states(
         held, trained, weight_bytes, layout.zero_stage, layout.dp, float32_sums=options.float32_sums
     )
@@ -261,7 +259,9 @@ def training_memory(
         gradients=round(gradients),
         optimizer=0 if options.offload else round(optimizer),
         buffers=min(ZERO_BUCKET, trained) * bucket_width if layout.zero_stage else 0,
-        activations=activation_bytes(shape, tokens, weight_bytes, layout, top_layers, scored_length),
+        activations=activation_bytes(
+            shape, tokens, weight_bytes, layout, top_layers, scored_length, checkpointing=options.checkpointing
+        ),
         logits=logit_bytes(shape, positions),
     )
     return replace(
@@ -291,7 +291,7 @@ def reading_bytes(shape: ModelShape, weight_bytes: int, layout: Layout) -> int:
     under ZeRO-3, sharded.
     """
     wide = max(shape.intermediate_size, shape.num_heads * shape.head_size)
-    largest = max(shape.embedding_parameters, shape.hidden_size * _ceil(wide, layout.tp))
+    largest = max(shape.embedding_parameters, shape.hidden_size * ceil_div(wide, layout.tp))
     rounded = FLOAT32_BYTES if weight_bytes < FLOAT32_BYTES else 0
     return largest * (rounded + (weight_bytes if layout.zero_stage >= 3 else 0))
 
@@ -317,7 +317,3 @@ def _gathered_bytes(held: int, weight_bytes: int, layout: Layout, offload: bool 
     # ZeRO-3 gathers the parameters it computes with, and keeps those it needs again soon.
     elsewhere = layout.zero_stage >= 3 and (layout.dp > 1 or offload)
     return min(held, LIVE_PARAMETERS) * weight_bytes if elsewhere else 0
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)

@@ -13,13 +13,39 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.config.base import FreshBase, PretrainedBase
-from xray_runtime.planning.known_shapes import KNOWN_CONFIGS
 from xray_runtime.store.hub import check_on_hub
 from xray_runtime.store.location import NO_CODE, locate
 
 EXACT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """`model_type`s whose parameters are counted exactly and whose layers can be split; others with the same fields are
 counted as a Llama."""
+
+_FIELDS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+_ROWS: dict[str, tuple[Any, ...]] = {
+    "Qwen/Qwen2.5-0.5B": ("qwen2", 896, 4864, 24, 14, 2, 64, 151_936, True),
+    "Qwen/Qwen3-0.6B": ("qwen3", 1024, 3072, 28, 16, 8, 128, 151_936, True),
+    "meta-llama/Llama-3.2-1B": ("llama", 2048, 8192, 16, 32, 8, 64, 128_256, True),
+    "Qwen/Qwen3-1.7B": ("qwen3", 2048, 6144, 28, 16, 8, 128, 151_936, True),
+    "meta-llama/Llama-3.2-3B": ("llama", 3072, 8192, 28, 24, 8, 128, 128_256, True),
+    "Qwen/Qwen3-4B": ("qwen3", 2560, 9728, 36, 32, 8, 128, 151_936, True),
+    "meta-llama/Llama-3.1-8B": ("llama", 4096, 14_336, 32, 32, 8, 128, 128_256, False),
+    "Qwen/Qwen3-8B": ("qwen3", 4096, 12_288, 36, 32, 8, 128, 151_936, False),
+    "Qwen/Qwen3-14B": ("qwen3", 5120, 17_408, 40, 40, 8, 128, 151_936, False),
+    "Qwen/Qwen3-32B": ("qwen3", 5120, 25_600, 64, 64, 8, 128, 151_936, False),
+    "meta-llama/Llama-3.1-70B": ("llama", 8192, 28_672, 80, 64, 8, 128, 128_256, False),
+}
+KNOWN_CONFIGS: dict[str, dict[str, Any]] = {name: dict(zip(_FIELDS, row, strict=True)) for name, row in _ROWS.items()}
+"""Hub name → the fields of its `config.json` that a plan needs, so that common models are planned without a network."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +75,8 @@ class ModelShape:
         """One layer's share of one of `tp` tensor-parallel ranks: q, k, v, o, gate, up and down projections are split
         (by whole heads; key-value heads are repeated where there are fewer of them than ranks), norms are not.
         """
-        heads = _ceil(self.num_heads, tp) + _ceil(self.num_kv_heads, tp)
-        mlp = 3 * self.hidden_size * _ceil(self.intermediate_size, tp)
+        heads = ceil_div(self.num_heads, tp) + ceil_div(self.num_kv_heads, tp)
+        mlp = 3 * self.hidden_size * ceil_div(self.intermediate_size, tp)
         return 2 * self.hidden_size * self.head_size * heads + mlp + 2 * self.hidden_size + self.extra_layer_parameters
 
     @property
@@ -215,5 +241,6 @@ def from_parameter_count(count: float) -> ModelShape:
     return replace(one, extra_layer_parameters=(total - one.num_parameters) // one.num_layers)
 
 
-def _ceil(a: int, b: int) -> int:
+def ceil_div(a: int, b: int) -> int:
+    """⌈a / b⌉."""
     return -(-a // b)

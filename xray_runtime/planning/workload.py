@@ -24,7 +24,7 @@ from xray_runtime.planning.memory import (
     trunk_bytes,
 )
 from xray_runtime.planning.roles import Use
-from xray_runtime.planning.shapes import ModelShape, from_parameter_count
+from xray_runtime.planning.shapes import ModelShape, ceil_div, from_parameter_count
 
 GIB = 2**30
 USABLE = 0.9
@@ -142,7 +142,7 @@ class Workload:
         shape, width = role.shape, role.weight_bytes
         scored_length = self.sequence_tokens if self._keeps_scores(role) else 0
         if role.use == "sampled":
-            sequences = min(CACHED_SEQUENCES * self.cache_scale, _ceil(self.rollout_size, layout.dp))
+            sequences = min(CACHED_SEQUENCES * self.cache_scale, ceil_div(self.rollout_size, layout.dp))
             most = CACHED_TOKENS * self.cache_scale
             cached = max(min(sequences * self.sequence_tokens, most), self.sequence_tokens)
             return generation_memory(
@@ -174,13 +174,13 @@ class Workload:
         passes = (training.activations, training.logits), (scoring.activations, scoring.logits)
         activations, logits = max(passes, key=sum)
         if role.top_layers is not None:
-            activations += trunk_bytes(shape, self.sequence_tokens * _ceil(self.rollout_size, layout.dp), width)
+            activations += trunk_bytes(shape, self.sequence_tokens * ceil_div(self.rollout_size, layout.dp), width)
         return replace(training, activations=activations, logits=logits)
 
     def running_sequences(self, layout: Layout) -> int:
         """Sequences that one replica of the generator samples at a time."""
         cached = max(CACHED_TOKENS * self.cache_scale // self.sequence_tokens, 1)
-        return min(CACHED_SEQUENCES * self.cache_scale, _ceil(self.rollout_size, layout.dp), cached)
+        return min(CACHED_SEQUENCES * self.cache_scale, ceil_div(self.rollout_size, layout.dp), cached)
 
     def _keeps_scores(self, role: Role) -> bool:
         # On CUDA, torch has no fused attention for float32 with grouped heads.
@@ -190,7 +190,7 @@ class Workload:
     def _pass(self, role: Role, max_tokens: int) -> tuple[int, int]:
         """(tokens, positions that get logits) of one pass; a sequence longer than `max_tokens` is a pass of its own."""
         tokens = max(max_tokens, self.sequence_tokens * role.sequences_per_row)
-        return tokens, _ceil(tokens * self.response_tokens, self.sequence_tokens) if role.scores_tokens else 0
+        return tokens, ceil_div(tokens * self.response_tokens, self.sequence_tokens) if role.scores_tokens else 0
 
 
 def training_options(lora: LoRAConfig | None, engine: EngineConfig, device: str) -> tuple[int, Options]:
@@ -273,7 +273,3 @@ def local_node(machine: Machine) -> dict[str, float]:
 def _may_have_gpus() -> bool:
     # Importing torch takes seconds, so look for a driver first (/dev/dxg is WSL's).
     return Path("/dev/dxg").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)

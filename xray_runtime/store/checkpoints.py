@@ -82,10 +82,9 @@ class Store:
 
         Files in the state in which they were read before are not read again; `digest_memory` says what that promises.
         """
-        directory, reader = self.directory(stage, key), self._memory and FileReader(self._memory)
-        sound = directory.exists() and self._problem(directory, reader.digest if reader else file_sha256) is None
-        if reader:
-            reader.flush()
+        directory = self.directory(stage, key)
+        with FileReader(self._memory) if self._memory else contextlib.nullcontext() as reader:
+            sound = directory.exists() and self._problem(directory, reader.digest if reader else file_sha256) is None
         if sound or self.fetch(directory):
             manifest, sha256 = read_manifest(directory)
             if manifest.key == key:

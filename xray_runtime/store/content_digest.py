@@ -57,10 +57,8 @@ def file_digest(path: Path, memory: DigestMemory) -> str:
         OutsideChangedError: the file changed while it was read.
         OSError: it cannot be read.
     """
-    reader = FileReader(memory)
-    digest = reader.digest(path)
-    reader.flush()
-    return digest
+    with FileReader(memory) as reader:
+        return reader.digest(path)
 
 
 def directory_digest(path: Path, memory: DigestMemory) -> str:
@@ -124,12 +122,10 @@ def check_unchanged(outside: Outside, memory: DigestMemory) -> None:
 
 
 def _digest_of_all(files: list[tuple[str, Path]], memory: DigestMemory) -> str:
-    reader, whole = FileReader(memory), hashlib.sha256()
-    try:
+    whole = hashlib.sha256()
+    with FileReader(memory) as reader:
         for name, path in files:
             whole.update(json.dumps([name, reader.digest(path)]).encode())
-    finally:
-        reader.flush()
     return whole.hexdigest()
 
 

@@ -114,8 +114,8 @@ class DigestMemory:
             return []
 
 
-class FileReader:
-    """Digests files, in any number of threads, and remembers them in few transactions."""
+class FileReader(contextlib.AbstractContextManager["FileReader"]):
+    """Digests files, in any number of threads, and remembers them in few transactions; at its end all that it read."""
 
     def __init__(self, memory: DigestMemory) -> None:
         self._memory, self._new, self._bytes = memory, list[tuple[FileState, str]](), 0
@@ -142,10 +142,13 @@ class FileReader:
                 self._new.append((before, digest))
                 self._bytes += before.size
         if self._bytes >= WRITE_AFTER_BYTES:
-            self.flush()
+            self._flush()
         return digest
 
-    def flush(self) -> None:
+    def __exit__(self, *_: object) -> None:
+        self._flush()
+
+    def _flush(self) -> None:
         """Remember what was read."""
         with self._lock:
             self._memory.remember(self._new)

@@ -6,12 +6,14 @@ import contextlib
 import logging
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from xray_runtime.store.ref import CheckpointRef
-from xray_runtime.tracking.database import prepare_mlflow_database
+from xray_runtime.template_database import copy_template
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -34,13 +36,18 @@ def open_client(uri: str) -> MlflowClient:
     A missing SQLite database is copied from a template, which takes milliseconds instead of seconds.
     """
     if uri.startswith(SQLITE):
-        prepare_mlflow_database(Path(uri.removeprefix(SQLITE)))
+        copy_template(Path(uri.removeprefix(SQLITE)), "mlflow", _make_database)
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
     import mlflow
 
     return mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def _make_database(path: Path) -> None:
+    command = [sys.executable, "-m", "mlflow", "db", "upgrade", f"sqlite:///{path}"]
+    subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True)
 
 
 class Registry:

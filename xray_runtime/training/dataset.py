@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.prepare import PROMPT_TOKENS
 from xray_runtime.config.sft import REPLY_TOKENS
-from xray_runtime.data.pairs import VALIDATION
-from xray_runtime.data.tokens import Report
+from xray_runtime.data.pairs import HELDOUT, TRAIN, VALIDATION, PreferenceExample
+from xray_runtime.data.tokens import Report, Tokens
 from xray_runtime.models.causal_lm import max_positions
 
 if TYPE_CHECKING:
-    from xray_runtime.graph.kind import Recorder
+    from xray_runtime.graph.kind import Recorder, Stage
 
 
 def is_in_order(dataset: Path) -> bool:
@@ -49,6 +49,15 @@ def validation_file(stage: str, dataset: Path) -> Path:
     if not (dataset / VALIDATION).exists():
         raise ValueError(f"{stage}.validation: the dataset has no validation rows: set data.validation_fraction")
     return dataset / VALIDATION
+
+
+def preference_tokens(
+    stage: Stage[Any, Any], dataset: Path, tokenizer: Any, recorder: Recorder
+) -> tuple[Tokens, Tokens]:
+    """The tokens of the pairs to train on, and of the held-out ones."""
+    paths = (dataset / TRAIN, dataset / HELDOUT)
+    train, heldout = (Tokens(path, PreferenceExample, tokenizer, stage.seal, tokenizing(recorder)) for path in paths)
+    return train, heldout
 
 
 def tokenizing(recorder: Recorder) -> Report:

@@ -20,7 +20,7 @@ from xray_runtime.data.tokens import Tokens
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.preference_objectives import DPOObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.dataset import tokenizing
+from xray_runtime.training.dataset import preference_tokens
 from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.policy_versions import BestVersion
 from xray_runtime.training.reference_logprobs import ReferenceLogprobs, open_policy
@@ -45,10 +45,7 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
     """Writes the policy in Hugging Face form; `validation` adds validation.json and may keep an earlier version."""
     config, validation, dataset = stage.config, stage.config.validation, stage.inputs.preferences.path
     tokenizer = load_tokenizer(stage.inputs.policy.path)
-    train, heldout = (
-        Tokens(dataset / side, PreferenceExample, tokenizer, stage.seal, tokenizing(recorder))
-        for side in (TRAIN, HELDOUT)
-    )
+    train, heldout = preference_tokens(stage, dataset, tokenizer, recorder)
     parts = {TRAIN: both_sides(train), HELDOUT: both_sides(heldout, HELDOUT_PAIRS)}
     prompts = Pairs(dataset / TRAIN, PreferenceExample).prompt_texts() if validation is not None else ()
     wanted, where = validation.num_pairs if validation is not None else 0, f"{stage.name}.validation.num_pairs"

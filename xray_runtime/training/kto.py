@@ -27,12 +27,11 @@ from xray_runtime.data.held import refuse_held
 from xray_runtime.data.heldout import draw_left_out, held_out_prompts
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample, prompt_text
 from xray_runtime.data.replies import SIDES, Replies, both_sides, encoded, from_verdicts, joined, mismatched
-from xray_runtime.data.tokens import Tokens
 from xray_runtime.graph.artifacts import VERDICTS
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.preference_objectives import KTOObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.dataset import tokenizing
+from xray_runtime.training.dataset import preference_tokens
 from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.policy_versions import BestVersion
 from xray_runtime.training.reference_logprobs import ReferenceLogprobs, open_policy
@@ -125,10 +124,7 @@ def _data(
     counts: dict[str, float] = {}
     parts: dict[str, Replies] = {}
     if inputs.preferences is not None:
-        train, heldout = (
-            Tokens(inputs.preferences.path / side, PreferenceExample, tokenizer, stage.seal, tokenizing(recorder))
-            for side in (TRAIN, HELDOUT)
-        )
+        train, heldout = preference_tokens(stage, inputs.preferences.path, tokenizer, recorder)
         sources.append(both_sides(train))
         labels.append(np.arange(2 * len(train)) % 2 == 0)
         texts = Pairs(inputs.preferences.path / TRAIN, PreferenceExample).prompt_texts()

@@ -20,7 +20,7 @@ from xray_runtime.graph.artifacts import REWARD_HEAD
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.dataset import tokenizing
+from xray_runtime.training.dataset import preference_tokens
 from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.resumable import Resumable
 from xray_runtime.training.schedule import lr_at
@@ -40,10 +40,7 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
     config = stage.config
     start, dataset = stage.inputs.policy.path, stage.inputs.data.path
     tokenizer = load_tokenizer(start)
-    train, heldout = (
-        Tokens(dataset / side, PreferenceExample, tokenizer, stage.seal, tokenizing(recorder))
-        for side in (TRAIN, HELDOUT)
-    )
+    train, heldout = preference_tokens(stage, dataset, tokenizer, recorder)
     heldout_rows = _both_sides(heldout, range(len(heldout)))
     steps = max(1, config.epochs * len(train) // config.batch_size)
     cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"))

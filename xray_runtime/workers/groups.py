@@ -4,7 +4,7 @@ A bundle is one tensor-parallel group, and thus on one node if any node is large
 are packed on few nodes; those of a generator's replicas are spread. A model of one Workhorse on CPU has no group: its
 process comes from the run's worker pool.
 
-Models that share GPUs have common groups, with a bundle for each GPU; see `planning.sharing`.
+Models that share GPUs have common groups, with a bundle for each GPU; see `planning.demand`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from xray_runtime.planning.demand import Demand, Resources
-from xray_runtime.planning.sharing import first_gpus, shares_gpus
+from xray_runtime.planning.demand import Demand, Resources, first_gpus, shares_gpus
 from xray_runtime.workers.reservations import amount_text
 
 PREFIX = "xray "

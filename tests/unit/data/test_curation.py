@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from xray_runtime.config.curate import CurateConfig
-from xray_runtime.data.agreement import krippendorff_alpha
 from xray_runtime.data.curation import Curated, curate
+from xray_runtime.data.drift import krippendorff_alpha
 from xray_runtime.data.heldout import is_held_out
 from xray_runtime.data.near_duplicates import leaders
 from xray_runtime.data.pairs import prompt_text

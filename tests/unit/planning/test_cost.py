@@ -9,13 +9,13 @@ import pytest
 
 from xray_runtime.config.base import PretrainedBase
 from xray_runtime.planning.cost import (
+    disk_bytes,
     forward_flops,
     generate_seconds,
     score_seconds,
     sync_seconds,
     update_seconds,
 )
-from xray_runtime.planning.disk import disk_bytes
 from xray_runtime.planning.gpus import GPUS, gpu_of
 from xray_runtime.planning.memory import Layout
 from xray_runtime.planning.shapes import from_pretrained

@@ -44,7 +44,6 @@ LAYOUTS = st.builds(
     zero_stage=st.integers(0, 3),
     dp=st.integers(2, 512),
     tp=st.sampled_from([1, 2, 4]),
-    checkpointing=st.booleans(),
 )
 COUNTS = st.sampled_from([3e6, 1e8, 1e9, 7e9, 70e9])
 ROLES = st.integers(0, 4)

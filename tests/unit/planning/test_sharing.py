@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.planning.demand import Demand, check, total
-from xray_runtime.planning.sharing import first_gpus
+from xray_runtime.planning.demand import Demand, check, first_gpus, total
 from xray_runtime.workers.groups import plan_groups
 
 NODES = [{"CPU": 16.0, "GPU": 4.0}, {"CPU": 16.0, "GPU": 4.0}]

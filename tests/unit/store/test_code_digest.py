@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.store.code_digest import CodeDigestError, code_digest, library_versions_of, module_digests
+from xray_runtime.store.code_digest import CodeDigestError, code_digest, code_reached
 
 ROOT = Path(__file__).parents[3]
 
@@ -76,12 +76,12 @@ def package(folder: Path) -> Path:
 
 
 def train() -> dict[str, str]:
-    return module_digests(["kit.kinds.train"], ["kit"])
+    return code_reached(["kit.kinds.train"], ["kit"]).modules
 
 
 def test_what_a_module_reaches(package: Path) -> None:
     assert set(train()) == {"kit"} | {f"kit.{name}" for name in REACHED}
-    assert set(module_digests(["kit.alone"], ["kit"])) == {"kit", "kit.early", "kit.alone"}
+    assert set(code_reached(["kit.alone"], ["kit"]).modules) == {"kit", "kit.early", "kit.alone"}
     assert not any(name.split(".")[0] == "kit" for name in sys.modules)
 
 
@@ -116,9 +116,9 @@ def test_code_changes_its_module_alone(package: Path, old: str, new: str) -> Non
 
 def test_words_count_where_they_are_read(folder: Path) -> None:
     write(folder, {"__init__.py": "'''One.'''\nprint(__doc__)\n"}, "spoken")
-    before = module_digests(["spoken"], ["spoken"])
+    before = code_reached(["spoken"], ["spoken"]).modules
     write(folder, {"__init__.py": "'''Two words.'''\nprint(__doc__)\n"}, "spoken")
-    assert module_digests(["spoken"], ["spoken"]) != before
+    assert code_reached(["spoken"], ["spoken"]).modules != before
 
 
 def test_a_module_that_appears_is_seen(package: Path) -> None:
@@ -148,7 +148,7 @@ def test_an_import_by_a_name_of_run_time_is_refused(package: Path, text: str) ->
     assert "kit.alone" not in train()
     path.write_text(text + "USES = ('kit.alone', 'json', 'numpy')\n")
     assert "kit.alone" in train()
-    assert "numpy" in library_versions_of(["kit.kinds.train"], ["kit"])
+    assert "numpy" in code_reached(["kit.kinds.train"], ["kit"]).libraries
 
 
 @pytest.mark.parametrize(
@@ -191,19 +191,19 @@ def test_other_ways_to_import(folder: Path) -> None:
         "ways",
     )
     reached = ["root", "stars", "stars.one", "stars.two", "near", "bare.far", "plain"]
-    assert set(module_digests(["ways.root"], ["ways"])) == {"ways"} | {f"ways.{name}" for name in reached}
+    assert set(code_reached(["ways.root"], ["ways"]).modules) == {"ways"} | {f"ways.{name}" for name in reached}
 
 
 def test_a_compiled_module_is_known_by_its_version_or_bytes(folder: Path) -> None:
     write(folder, {"__init__.py": "from . import fast\n"}, "compiled")
     library = folder / "compiled" / f"fast{importlib.machinery.EXTENSION_SUFFIXES[0]}"
     library.write_bytes(b"one")
-    before = module_digests(["compiled"], ["compiled"])
+    before = code_reached(["compiled"], ["compiled"]).modules
     library.write_bytes(b"two")
-    after = module_digests(["compiled"], ["compiled"])
+    after = code_reached(["compiled"], ["compiled"]).modules
     assert {name for name in after if after[name] != before[name]} == {"compiled.fast"}
     version = f"xxhash {importlib.metadata.version('xxhash')}"
-    digests = module_digests(["xxhash"], ["xxhash"])
+    digests = code_reached(["xxhash"], ["xxhash"]).modules
     assert digests["xxhash._xxhash"] == hashlib.sha256(version.encode()).hexdigest()
 
 
@@ -229,7 +229,7 @@ def test_an_edit_changes_a_stage_if_and_only_if_it_is_reached(copied: Path, monk
     roots = [f"xray_copied.{name}" for name in ("preparation.prepare", "training.sft", "rl.ppo")]
 
     def digests() -> dict[str, dict[str, str]]:
-        return {root: module_digests([root], ["xray_copied"]) for root in roots}
+        return {root: code_reached([root], ["xray_copied"]).modules for root in roots}
 
     before = digests()
     assert len(before[roots[0]]) < len(before[roots[1]]) < len(before[roots[2]]) < len(modules(copied))
@@ -253,13 +253,13 @@ def test_nothing_python_itself_imports_is_missed() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     imported = set(done.stdout.split())
     assert len(imported) > 20
-    assert imported <= set(module_digests(roots, ["xray_runtime"]))
+    assert imported <= set(code_reached(roots, ["xray_runtime"]).modules)
 
 
 def test_the_digest_imports_nothing_heavy() -> None:
     code = (
         "import sys; from xray_runtime.store import code_digest as c, content_digest;"
-        "c.module_digests(['xray_runtime.rl.ppo'], ['xray_runtime']);"
+        "c.code_reached(['xray_runtime.rl.ppo'], ['xray_runtime']).modules;"
         "print(*({'mlflow', 'prefect', 'ray', 'torch', 'vllm', 'huggingface_hub'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -281,11 +281,11 @@ def test_what_xray_passes_on_is_followed_to_its_code(
     (tmp_path / "mine.py").write_text(text)
     (tmp_path / "other.py").write_text("import xray\ndef f(): return xray.Step\n")
     monkeypatch.syspath_prepend(tmp_path)
-    reached = module_digests(["mine"], ["mine", "xray_runtime"])
+    reached = code_reached(["mine"], ["mine", "xray_runtime"]).modules
     assert "xray_runtime.data.pairs" in reached
     assert not {"xray", "xray.data", "xray_runtime.environments.http"} & set(reached)
-    assert set(module_digests(["other"], ["other", "xray_runtime"])) == {"other"}
+    assert set(code_reached(["other"], ["other", "xray_runtime"]).modules) == {"other"}
     (tmp_path / "method.py").write_text("from xray.algorithms import group_advantages\n")
-    reached = module_digests(["method"], ["method", "xray_runtime"])
+    reached = code_reached(["method"], ["method", "xray_runtime"]).modules
     assert "xray_runtime.algorithms.groups" in reached
     assert "xray_runtime.data.pairs" not in reached

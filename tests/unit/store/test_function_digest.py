@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xray_runtime.store.code_digest import CodeDigestError, callable_digests, callable_libraries
+from xray_runtime.store.code_digest import CodeDigestError, function_code
 from xray_runtime.store.function_digest import function_sources, remember_sources
 
 ROOT = Path(__file__).parents[3]
@@ -33,7 +33,7 @@ def cell(source: str, **names: Any) -> dict[str, Any]:
 
 
 def digest(source: str, **names: Any) -> str:
-    digests = callable_digests(cell(source, **names)["reward"], ["xray_runtime"])
+    digests = function_code(cell(source, **names)["reward"], ["xray_runtime"]).modules
     assert list(digests) == ["__main__:reward"]
     return digests["__main__:reward"]
 
@@ -100,9 +100,9 @@ DECORATED = """
 
 
 def test_variables_around_it_and_decorators() -> None:
-    one, two = (callable_digests(cell(CLOSED, WEIGHT=w)["reward"], []) for w in (1, 2))
+    one, two = (function_code(cell(CLOSED, WEIGHT=w)["reward"], []).modules for w in (1, 2))
     assert one != two
-    assert one == callable_digests(cell(CLOSED, WEIGHT=1)["reward"], [])
+    assert one == function_code(cell(CLOSED, WEIGHT=1)["reward"], []).modules
     assert (
         len({digest(DECORATED), digest(DECORATED.replace("2 *", "3 *")), digest(DECORATED.replace("len", "max"))}) == 3
     )
@@ -110,7 +110,7 @@ def test_variables_around_it_and_decorators() -> None:
 
 def test_lambdas() -> None:
     def of(source: str) -> dict[str, str]:
-        return callable_digests(cell(source)["reward"], [])
+        return function_code(cell(source)["reward"], []).modules
 
     assert of("reward = lambda p, r: [1.0] * len(r)") == of("reward = (lambda p, r: [1.0] * len(r))  # more")
     assert of("reward = lambda p, r: [1.0] * len(r)") != of("reward = lambda p, r: [2.0] * len(r)")
@@ -132,7 +132,7 @@ def test_lambdas() -> None:
 )
 def test_what_has_no_digest_is_named(source: str, message: str) -> None:
     with pytest.raises(CodeDigestError, match=message) as caught:
-        callable_digests(cell(source)["reward"], [])
+        function_code(cell(source)["reward"], [])
     assert "\n" not in str(caught.value)
 
 
@@ -140,9 +140,9 @@ def test_no_source() -> None:
     space: dict[str, Any] = {"__name__": "__main__"}
     exec("def reward(p, r): return 1", space)
     with pytest.raises(CodeDigestError, match="reward: its source is not available; put the function into a module"):
-        callable_digests(space["reward"], [])
+        function_code(space["reward"], [])
     with pytest.raises(CodeDigestError, match="must be 'module:function'"):
-        callable_digests("vader", [])
+        function_code("vader", [])
 
 
 def test_modules_and_libraries_of_a_cell() -> None:
@@ -154,10 +154,10 @@ def test_modules_and_libraries_of_a_cell() -> None:
             return np.array([derive_seed(1, r) for r in replies])
     """
     reward = cell(source, np=np)["reward"]
-    digests = callable_digests(reward, ["xray_runtime"])
+    digests = function_code(reward, ["xray_runtime"]).modules
     assert {"__main__:reward", "xray_runtime.seeding", "xray_runtime.data.gold", "xray_runtime"} <= set(digests)
-    assert set(callable_digests(reward, [])) == {"__main__:reward"}
-    assert {"numpy", "PyYAML", "vaderSentiment"} <= set(callable_libraries(reward, ["xray_runtime"]))
+    assert set(function_code(reward, []).modules) == {"__main__:reward"}
+    assert {"numpy", "PyYAML", "vaderSentiment"} <= set(function_code(reward, ["xray_runtime"]).libraries)
 
 
 MODULE = {
@@ -176,7 +176,7 @@ def test_what_a_cell_takes_from_xray_is_followed_to_its_code() -> None:
         def reward(prompts, replies):
             return [float(rewards.last_block(reply) == xray.data.TRAIN) for reply in replies]
     """
-    digests = callable_digests(cell(source)["reward"], ["xray_runtime"])
+    digests = function_code(cell(source)["reward"], ["xray_runtime"]).modules
     assert {"xray_runtime.rewards.checks", "xray_runtime.data.pairs"} <= set(digests)
     assert "xray" not in digests
 
@@ -187,20 +187,20 @@ def test_a_function_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for name, text in MODULE.items():
         (tmp_path / "mine" / name).write_text(text)
     importlib.invalidate_caches()
-    named = callable_digests("mine.rewards:reward", ["xray_runtime"])
+    named = function_code("mine.rewards:reward", ["xray_runtime"]).modules
     assert set(named) == {"mine", "mine.rewards", "mine.helpers"}
-    assert callable_libraries("mine.rewards:reward", []).keys() == {"PyYAML"}
+    assert function_code("mine.rewards:reward", []).libraries.keys() == {"PyYAML"}
     rewards: Any = importlib.import_module("mine.rewards")
     try:
-        assert callable_digests(rewards.reward, ["xray_runtime"]) == named
-        one, two = (callable_digests(rewards.make(w), []) for w in (1, 2))
+        assert function_code(rewards.reward, ["xray_runtime"]).modules == named
+        one, two = (function_code(rewards.make(w), []).modules for w in (1, 2))
         assert one.keys() == two.keys() == {*named, "mine.rewards:make.<locals>.inner"}
         assert one != two
     finally:
         for name in [name for name in sys.modules if name.split(".")[0] == "mine"]:
             del sys.modules[name]
     (tmp_path / "mine/helpers.py").write_text("def score(r): return 22\n")
-    after = callable_digests("mine.rewards:reward", ["xray_runtime"])
+    after = function_code("mine.rewards:reward", ["xray_runtime"]).modules
     assert {name for name in after if after[name] != named[name]} == {"mine.helpers"}
 
 
@@ -211,10 +211,10 @@ def test_a_function_of_a_script(tmp_path: Path) -> None:
         return subprocess.run(command, env=path, capture_output=True, text=True, check=True).stdout
 
     script = (
-        "from xray_runtime.store.code_digest import callable_digests\n"
+        "from xray_runtime.store.code_digest import function_code\n"
         "W = 1\n"
         "def reward(p, r):\n    return W\n"
-        "print(callable_digests(reward, []))\n"
+        "print(function_code(reward, []).modules)\n"
     )
     first = run(script)
     assert run(script.replace("    return", "    # why\n    return")) == first
@@ -223,7 +223,7 @@ def test_a_function_of_a_script(tmp_path: Path) -> None:
 
 def test_a_function_of_the_interpreter() -> None:
     functions: list[Callable[..., Any]] = [math.tanh, max]
-    assert [callable_digests(function, []) for function in functions] == [{}, {}]
+    assert [function_code(function, []).modules for function in functions] == [{}, {}]
 
 
 def test_a_cells_source_goes_with_it_to_a_process_that_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ def test_a_cells_source_goes_with_it_to_a_process_that_lacks_it(monkeypatch: pyt
     helper = cell("def helper(x):\n    return x + 1\n")["helper"]
     source = "def reward(prompts, replies):\n    return [helper(len(r)) for r in replies]\n"
     reward = cell(source, helper=helper)["reward"]
-    before = callable_digests(reward, ["xray_runtime"])
+    before = function_code(reward, ["xray_runtime"]).modules
     sources = function_sources(reward)
     assert sorted(sources.values()) == [
         "def helper(x):\n    return x + 1\n",
@@ -239,6 +239,6 @@ def test_a_cells_source_goes_with_it_to_a_process_that_lacks_it(monkeypatch: pyt
     ]
     monkeypatch.setattr(linecache, "cache", {})
     with pytest.raises(CodeDigestError, match="its source is not available"):
-        callable_digests(reward, ["xray_runtime"])
+        function_code(reward, ["xray_runtime"])
     remember_sources(sources)
-    assert callable_digests(reward, ["xray_runtime"]) == before
+    assert function_code(reward, ["xray_runtime"]).modules == before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +15,6 @@ from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.engines.generation.sampling import EngineRank, Reply, Sampler, Sampling
 from xray_runtime.models.weight_files import weight_files
 from xray_runtime.weights.versioned import VersionedWeights
-
-if TYPE_CHECKING:
-    pass
 
 
 class Generation:

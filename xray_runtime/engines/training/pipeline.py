@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xray_runtime.engines.engine import MicroBatch
+from xray_runtime.engines.engine import MicroBatch, PlainScorer
 from xray_runtime.engines.training.mesh import Mesh
-from xray_runtime.engines.training.scorer import PlainScorer
 from xray_runtime.engines.training.zero import ZeroEngine
 from xray_runtime.models.heads import BorrowedHead, HeadedLM, built_like_llama
 from xray_runtime.models.objectives import prompts_of, sequences

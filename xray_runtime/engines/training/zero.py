@@ -19,11 +19,10 @@ from torch import Tensor, nn
 
 from xray_runtime.config.engines import TrainingConfig
 from xray_runtime.engines import states
-from xray_runtime.engines.engine import MicroBatch
+from xray_runtime.engines.engine import MicroBatch, PlainScorer
 from xray_runtime.engines.shard_loading import Weights, load_shard
 from xray_runtime.engines.training.deepspeed_setup import MOMENTS, communication, decay_groups, mixed_precision, offload
 from xray_runtime.engines.training.mesh import Mesh
-from xray_runtime.engines.training.scorer import PlainScorer
 from xray_runtime.engines.training.tensor import join, sum_gradients
 from xray_runtime.engines.training.threads import add_gradients
 from xray_runtime.models.heads import HEAD_PREFIX, HeadedLM

@@ -23,16 +23,15 @@ from torch import Tensor, nn
 from xray_runtime.config.engines import TrainingConfig
 from xray_runtime.engines import states
 from xray_runtime.engines.engine import MicroBatch
-from xray_runtime.engines.shard_loading import read
 from xray_runtime.engines.topology import Topology
 from xray_runtime.engines.training.deepspeed_setup import MOMENTS
 from xray_runtime.engines.training.megatron.model import MegatronLM
-from xray_runtime.engines.training.megatron.optimizers import Replicated, Sharded, Updates
+from xray_runtime.engines.training.megatron.optimizers import Replicated, Sharded
 from xray_runtime.engines.training.megatron.weights import check_llama, llama
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import sequences
 from xray_runtime.models.padding import pad
-from xray_runtime.models.weight_files import weight_files
+from xray_runtime.models.weight_files import read_tensor, weight_files
 from xray_runtime.store.shards import Piece
 
 
@@ -77,10 +76,10 @@ class MegatronEngine:
             # Megatron's norms use these.
             is_split, dim = fused.dim is not None, fused.dim or 0
             tensor_parallel.set_tensor_model_parallel_attributes(self._parameters[name], is_split, dim, 1)
-        self._updates: Updates = (Sharded if training.engine.zero else Replicated)(self.module, training)
+        self._updates: Replicated | Sharded = (Sharded if training.engine.zero else Replicated)(self.module, training)
         for name, parameter in self._parameters.items():
             slices = [
-                read(files, plain, piece.dim, piece.low, piece.high)
+                read_tensor(files, plain, piece.dim, piece.low, piece.high)
                 if given[plain].is_meta
                 else given[plain].narrow(piece.dim, piece.low, piece.high - piece.low)
                 for plain, piece in self._slices(name)

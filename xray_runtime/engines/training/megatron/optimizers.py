@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,36 +21,6 @@ from torch import Tensor, nn
 from xray_runtime.config.engines import TrainingConfig
 from xray_runtime.engines.training.deepspeed_setup import MOMENTS, decay_groups
 from xray_runtime.engines.training.megatron.model import MegatronLM
-
-
-class Updates(Protocol):
-    """An optimizer, and access to its weights and Adam's moments."""
-
-    optimizer: Any
-
-    def begin(self) -> None:
-        """Prepare for the gradients of a step."""
-
-    def apply(self, lr: float) -> float:
-        """Sum gradients over data-parallel ranks, clip, step; returns the global norm before clipping.
-
-        If the norm is not finite, nothing changes.
-        """
-
-    def value(self, parameter: nn.Parameter) -> Tensor:
-        """The float32 weights of a parameter."""
-
-    def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Set the weights, in the optimizer and in the module."""
-
-    def moment(self, parameter: nn.Parameter, key: str) -> Tensor:
-        """One of Adam's moments, in the parameter's shape."""
-
-    def set_moment(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
-        """Set a moment, in the parameter's shape."""
-
-    def set_step(self, step: int) -> None:
-        """Set Adam's number of steps."""
 
 
 class Replicated:
@@ -88,11 +58,16 @@ class Replicated:
         parameter.grad = None
 
     def begin(self) -> None:
+        """Prepare for the gradients of a step."""
         # Zeros, not None: parameters without a gradient still decay, as under DeepSpeed.
         for master in self._masters.values():
             master.grad = torch.zeros_like(master)
 
     def apply(self, lr: float) -> float:
+        """Sum gradients over data-parallel ranks, clip, step; returns the global norm before clipping.
+
+        If the norm is not finite, nothing changes.
+        """
         masters = self._masters.values()
         if self._tied is not None:
             dist.all_reduce(self._masters[self._tied].grad, group=parallel_state.get_embedding_group())
@@ -118,26 +93,34 @@ class Replicated:
         return square.sqrt()
 
     def value(self, parameter: nn.Parameter) -> Tensor:
+        """The float32 weights of a parameter."""
         return self._masters[parameter].data
 
     def set_value(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Set the weights, in the optimizer and in the module."""
         self._masters[parameter].data.copy_(value)
         parameter.data.copy_(value)
 
     def moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        """One of Adam's moments, in the parameter's shape."""
         state: Tensor = self.optimizer.state[self._masters[parameter]][key]
         return state
 
     def set_moment(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        """Set a moment, in the parameter's shape."""
         self.optimizer.state[self._masters[parameter]][key].copy_(value)
 
     def set_step(self, step: int) -> None:
+        """Set Adam's number of steps."""
         for state in self.optimizer.state.values():
             state["step"].fill_(step)
 
 
 class Sharded:
-    """Megatron's distributed optimizer: each data-parallel rank steps its share of a flat buffer. CUDA only."""
+    """Megatron's distributed optimizer: each data-parallel rank steps its share of a flat buffer. CUDA only.
+
+    Its methods do what those of `Replicated` do.
+    """
 
     def __init__(self, module: MegatronLM, training: TrainingConfig) -> None:
         self._weight_decay = training.weight_decay
