@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from xray.flows.nights import DONE, FILE, place_of, read_nights
 from xray.studio.pages import Studio, studio_of
 from xray.studio.runs import RUNNING, runs, working
 from xray_runtime.feedback.canary import Monitor
@@ -103,9 +104,6 @@ def _of_runs(output: Path) -> Iterator[GaugeMetricFamily]:
 
 
 def _of_nights(output: Path) -> Iterator[GaugeMetricFamily]:
-    # It imports Prefect, which takes seconds.
-    from xray.flows.flywheel import DONE, FILE, place_of, read_nights
-
     nights = read_nights(output)
     if not nights:
         return

@@ -16,7 +16,8 @@ from tests.unit.lineage.nights import config
 from tests.unit.lineage.promoting import promoted, second_candidate
 from tests.unit.lineage.synthetic import NAME
 from tests.unit.serving.recording import KEYS, exchange, with_recorder
-from xray.flows.flywheel import CANARY, Night, begin_night, place_of, read_nights
+from xray.flows.flywheel import begin_night
+from xray.flows.nights import CANARY, Night, place_of, read_nights
 from xray_runtime.config.canary import CanaryConfig
 from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.config.validation import ConfigError

@@ -16,7 +16,8 @@ from tests.unit.lineage.promoting import promoted
 from tests.unit.lineage.synthetic import Lifecycle, weights
 from tests.unit.serving.recording import exchange, keep
 from xray.cli.main import app
-from xray.flows.flywheel import Night, begin_night, place_of, read_nights
+from xray.flows.flywheel import begin_night
+from xray.flows.nights import Night, place_of, read_nights
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import RECORDED
 from xray_runtime.files import write_atomic
@@ -147,8 +148,11 @@ def test_bad_input_is_one_line(fresh: Callable[[], Path]) -> None:
         return done.exit_code, done.output
 
     for arguments, said in (
-        ((), "dpo: neither of dpo and kto is not allowed: set one, such as dpo.epochs=1"),
-        (("--set", "dpo.epochs=1", "--set", "kto.epochs=1"), "dpo: both of dpo and kto is not allowed"),
+        ((), "dpo: exactly one of dpo, kto and ppo must be set, such as dpo.epochs=1; none is"),
+        (("--set", "dpo.epochs=1", "--set", "kto.epochs=1"), "dpo.epochs=1; dpo and kto are"),
+        (("--set", "ppo.iterations=1", "--set", "kto.epochs=1"), "dpo.epochs=1; kto and ppo are"),
+        (("--set", "ppo.reward.epochs=0"), "ppo.reward.epochs: 0 is not allowed"),
+        (("--set", "ppo.minibatch_size=7"), "minibatch_size = 7 must divide"),
         (("--set", "dpo.epochs=0"), "dpo.epochs: 0 is not allowed"),
         (("--set", "dpo.epochs=1"), "start: is required: synthetic-policy has no champion"),
         (("--set", "dpo.epochs=1", "--set", "rules.max_share=2"), "rules.max_share: 2"),

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.unit.lineage.synthetic import Lifecycle
 from tests.unit.studio.world import post, studio
-from xray.flows.flywheel import FILE, FOLDER, Night
+from xray.flows.nights import FILE, FOLDER, Night
 from xray_runtime.lineage.log import RunBegan, append, run_lock
 from xray_runtime.lineage.reference import find, open_lineage_store
 from xray_runtime.lineage.signing import signing_key
