@@ -26,6 +26,7 @@ from xray.flows.nights import (
     night_markdown,
     place_of,
     read_nights,
+    restore_files,
     write_night,
 )
 from xray.flows.retraining import is_due, is_touched, sound_start, without_withdrawn
@@ -69,7 +70,7 @@ def begin_night(output: Path, config: FlywheelConfig, release: bool, tracking_ur
     Raises:
         ConfigError: what was recorded is not sound, or there is no policy to start from, or nothing to release.
     """
-    nights, store = read_nights(output), open_lineage_store(output, tracking_uri)
+    nights, store = _sound_nights(output), open_lineage_store(output, tracking_uri)
     last = nights[-1] if nights else None
     if release:
         if last is None or last.state not in RELEASABLE:
@@ -110,6 +111,16 @@ def begin_night(output: Path, config: FlywheelConfig, release: bool, tracking_ur
     )
     write_night(output, night)
     return night
+
+
+def _sound_nights(output: Path) -> list[Night]:
+    try:
+        canary.sound_log(output)
+    except ValueError as error:
+        raise ConfigError(f"--output: {error}; see `xray audit`") from None
+    nights = read_nights(output)
+    restore_files(output, nights)
+    return nights
 
 
 def _of(night: Night | None) -> list[str]:

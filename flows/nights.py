@@ -1,15 +1,22 @@
-"""The records of nights: what each works with, and how it ended (`flywheel/NIGHT/night.json`)."""
+"""The records of nights: what each works with, and how it ended.
+
+The signed log has them; `flywheel/NIGHT/night.json` is a copy for people.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import write_atomic
 from xray_runtime.lineage.gates import Gate
+from xray_runtime.lineage.log import append, view
+from xray_runtime.lineage.log_entries import NightWritten
+from xray_runtime.lineage.signing import signing_key
 
 CANARY = "canary"
 """State of a night whose candidate answers a share of the requests."""
@@ -49,26 +56,45 @@ class Night(BaseModel):
 
 
 def read_nights(output: Path) -> list[Night]:
-    """All nights, the first first. Raises ConfigError where the record of one is damaged."""
-    nights = []
+    """All nights, the first first, as the signed log has them. Raises ConfigError where a file says something else."""
+    nights = [Night.model_validate(entry.night) for _, entry in sorted(view(output).nights.items())]
+    known = {place_of(output, night) / FILE: night for night in nights}
     for path in sorted((output / FOLDER).glob(f"*/{FILE}")):
-        try:
-            nights.append(Night.model_validate_json(path.read_bytes()))
-        except (OSError, ValidationError) as error:
-            raise ConfigError(f"{path}: damaged ({str(error).splitlines()[0]}); restore it from a copy") from None
+        if path not in known or path.read_text(encoding="utf-8", errors="replace") != _text(known[path]):
+            raise ConfigError(
+                f"{path}: is not what the signed log has; move it away, and the next night writes it again"
+            )
     return nights
 
 
 def write_night(output: Path, night: Night) -> None:
-    """Keep the record of a night."""
-    place = place_of(output, night)
-    place.mkdir(parents=True, exist_ok=True)
-    write_atomic(place / FILE, night.model_dump_json(indent=2) + "\n")
+    """Keep the record of a night: in the signed log, and as a file for people."""
+    path = place_of(output, night) / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # After a crash a file is missing, and is written again; one that is not the log's is somebody else's.
+    path.unlink(missing_ok=True)
+    entry = NightWritten(number=night.number, night=night.model_dump(mode="json"))
+    sha = hashlib.sha256(_text(night).encode()).hexdigest()
+    append(output, signing_key(output), entry, {path.relative_to(output).as_posix(): sha})
+    write_atomic(path, _text(night))
+
+
+def restore_files(output: Path, nights: list[Night]) -> None:
+    """Write the files again that are missing."""
+    for night in nights:
+        path = place_of(output, night) / FILE
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, _text(night))
 
 
 def place_of(output: Path, night: Night) -> Path:
     """The directory of a night's records."""
     return output / FOLDER / f"{night.number:04d}"
+
+
+def _text(night: Night) -> str:
+    return night.model_dump_json(indent=2) + "\n"
 
 
 def night_markdown(night: Night) -> str:

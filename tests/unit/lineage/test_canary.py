@@ -17,13 +17,12 @@ from tests.unit.lineage.promoting import promoted, second_candidate
 from tests.unit.lineage.synthetic import NAME
 from tests.unit.serving.recording import KEYS, exchange, with_recorder
 from xray.flows.flywheel import begin_night
-from xray.flows.nights import CANARY, Night, place_of, read_nights
+from xray.flows.nights import CANARY, Night, read_nights, write_night
 from xray_runtime.config.canary import CanaryConfig
 from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import RECORDED, segment_name
 from xray_runtime.feedback.canary import ALPHA, Arm, Monitor, decide
-from xray_runtime.files import write_atomic
 from xray_runtime.lineage.canary import begin, canary_of, end, running
 from xray_runtime.lineage.gates import NotPromoted
 from xray_runtime.lineage.log import LOG, Canary, view
@@ -192,9 +191,7 @@ def test_a_night_waits_for_its_canary_and_two_never_run(live: tuple[Path, Canary
     champion = canary.began.champion
     night = Night(number=1, first=1, last=0, feedback=[champion], verdicts=None, start=champion, data=champion)
     night = night.model_copy(update={"state": CANARY, "canary": canary.id, "policy": canary.began.candidate})
-    place = place_of(output, night)
-    place.mkdir(parents=True)
-    write_atomic(place / "night.json", night.model_dump_json())
+    write_night(output, night)
     record(output, both(5, "up", "up"))
     assert begin_night(output, config(), False) == night
     record(output, both(60, "down", "up"), begin_at=1000)

@@ -17,10 +17,9 @@ from tests.unit.lineage.synthetic import Lifecycle, weights
 from tests.unit.serving.recording import exchange, keep
 from xray.cli.main import app
 from xray.flows.flywheel import begin_night
-from xray.flows.nights import Night, place_of, read_nights
+from xray.flows.nights import Night, place_of, read_nights, write_night
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import RECORDED
-from xray_runtime.files import write_atomic
 from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.reference import open_lineage_store, resolve
 from xray_runtime.lineage.withdrawal import refusal
@@ -38,7 +37,7 @@ def begun(output: Path, release: bool = False, **fields: Any) -> Night:
 
 def ended(output: Path, night: Night, state: str) -> None:
     done = night.model_copy(update={"state": state})
-    write_atomic(place_of(output, night) / "night.json", done.model_dump_json())
+    write_night(output, done)
 
 
 def test_a_night_is_what_was_recorded_since_the_last(fresh: Callable[[], Path]) -> None:
@@ -172,4 +171,23 @@ def test_bad_input_is_one_line(fresh: Callable[[], Path]) -> None:
     place.mkdir(parents=True)
     (place / "night.json").write_text("{")
     code, text = ran("--set", "dpo.epochs=1")
-    assert (code, "night.json: damaged" in text.replace("\n", "")) == (2, True)
+    assert (code, "night.json: is not what the signed log has" in text.replace("\n", " ")) == (2, True)
+
+
+def test_a_night_that_somebody_else_changed_is_refused(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    recorded(output, 1)
+    first = begun(output)
+    path = place_of(output, first) / "night.json"
+    content = path.read_text()
+    path.write_text(content.replace('"begun"', '"candidate"'))
+    with pytest.raises(ConfigError, match=r"night\.json: is not what the signed log has"):
+        begin_night(output, config(), False)
+    # A crash, or whoever moves it away, leaves none: the signed log has it.
+    path.unlink()
+    assert begun(output) == first
+    assert path.read_text() == content
+    log = output / "log.jsonl"
+    log.write_bytes(log.read_bytes().replace(b'"payload": "', b'"payload": "A', 1))
+    with pytest.raises(ConfigError, match=r"^--output: log\.jsonl"):
+        begin_night(output, config(), False)
