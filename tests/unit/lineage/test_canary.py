@@ -30,6 +30,7 @@ from xray_runtime.lineage.promotion import review
 from xray_runtime.lineage.reference import open_lineage_store, resolve
 from xray_runtime.serving import NotServedError
 from xray_runtime.serving.canary import CanaryFollower
+from xray_runtime.serving.canary_metrics import CanaryCollector, CanaryState
 from xray_runtime.serving.choice import Choice
 from xray_runtime.serving.middleware import key_digest
 from xray_runtime.serving.recorder import Recorder
@@ -227,7 +228,14 @@ class Replicas:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.candidate_failure: str | None = None
+        self.canary: CanaryState | None = None
         self.fails = False
+
+    def shown(self) -> dict[tuple[str, str], float]:
+        """(metric, arm) → value, as replicas show it."""
+        collector = CanaryCollector()
+        collector.state = self.canary
+        return {(s.name, s.labels.get("arm", "")): s.value for family in collector.collect() for s in family.samples}
 
     def begin_canary(self, model: str, share: float) -> None:
         if self.fails:
@@ -254,11 +262,20 @@ def test_a_server_follows_a_canary_from_its_beginning_to_its_end(live: tuple[Pat
     assert "needs --record" in str(without.step(champion))
     assert without.step(champion) is None
     following = follower(output, server)
+    assert server.shown() == {}
     assert "answers 10% of users" in str(following.step(champion))
     assert following.step(champion) is None
-    record(output, both(60, "down", "up"))
+    found = server.shown()
+    assert (found["xray_canary_running", ""], found["xray_canary_answers", "candidate"]) == (1, 0)
+    record(output, both(5, "down", "up"))
+    assert following.step(champion) is None
+    found = server.shown()
+    assert [found["xray_canary_answers", arm] for arm in ("candidate", "champion")] == [5, 5]
+    assert [found["xray_canary_feedback", arm] for arm in ("candidate", "champion")] == [0, 1]
+    record(output, both(60, "down", "up"), begin_at=1000)
     assert "rolled back: its feedback" in str(following.step(champion))
     assert server.said == ["begin ppo-3 0.1", "end"]
+    assert server.shown()["xray_canary_running", ""] == 0
     assert following.step(champion) is None
     assert view(output).canaries[canary.id].ended is not None
     # A decision is not made twice.
