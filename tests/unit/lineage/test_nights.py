@@ -16,13 +16,19 @@ from tests.unit.lineage.promoting import promoted
 from tests.unit.lineage.synthetic import Lifecycle, weights
 from tests.unit.serving.recording import exchange, keep
 from xray.cli.main import app
+from xray.flows import flywheel
 from xray.flows.flywheel import begin_night
 from xray.flows.nights import Night, place_of, read_nights, write_night
+from xray_runtime.config.flywheel import FlywheelConfig
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.rewards import ExternalReward
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import RECORDED
+from xray_runtime.graph.graph import recording
 from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.reference import open_lineage_store, resolve
 from xray_runtime.lineage.withdrawal import refusal
+from xray_runtime.stages.kinds import CURATE
 
 
 def recorded(output: Path, number: int) -> None:
@@ -62,6 +68,34 @@ def test_a_night_is_what_was_recorded_since_the_last(fresh: Callable[[], Path]) 
     recorded(output, 3)
     third = begun(output, nights=2)
     assert third.feedback[:-1] == second.feedback[-1:]
+
+
+@pytest.mark.parametrize(
+    ("way", "roles"),
+    [
+        ("dpo", {"policy": "start", "preferences": "preferences"}),
+        ("kto", {"policy": "start", "verdicts": "curate", "data": "data"}),
+        ("ppo", {"policy": "start", "prompts": "data", "reference": "start", "rewards.0": "reward"}),
+    ],
+)
+def test_each_way_learns_from_what_was_curated(way: str, roles: dict[str, str]) -> None:
+    lifecycle = LifecycleConfig(rewards=[ExternalReward(service={"url": "http://127.0.0.1:1/score"})])
+    with recording(lifecycle.seed, lifecycle.runtime) as graph:
+        start, data, feedback = (graph.checkpoint(name) for name in ("start", "data", "feedback"))
+        curated = CURATE(feedback=[feedback], name="curate")
+        chosen = FlywheelConfig.model_validate({way: {}})
+        policy = flywheel._trained(lifecycle, chosen, curated, start, data)
+    known = {start: "start", data: "data"}
+    assert policy.call is not None
+    assert {role: known.get(each, each.name) for role, each in policy.call.parents.items()} == roles
+    made = {call.name: call for call in graph.calls.values()}
+    if way == "ppo":
+        reward = made["reward"].parents
+        assert {role: known.get(each, each.name) for role, each in reward.items()} == {
+            "policy": "start",
+            "data": "preferences",
+        }
+        assert [term.model for term in policy.call.config.rewards] == ["rewards.0", None]
 
 
 def test_nothing_learns_from_a_night_that_is_held(fresh: Callable[[], Path]) -> None:
