@@ -12,9 +12,12 @@ from pathlib import Path
 
 from benchmarks.machine import table
 from tests.unit.lineage.attacks import (  # type: ignore[import-not-found]
+    BEFORE_A_NIGHT,
     ON_DISK,
+    before_a_night,
     on_disk,
     poisonings,
+    read_by_a_night,
     sent,
     two_segments,
 )
@@ -26,6 +29,10 @@ def main() -> None:
         found = [
             on_disk(attack, two_segments(root / f"run-{number}"), two_segments(root / f"other-{number}"))
             for number, attack in enumerate(ON_DISK)
+        ]
+        found += [
+            read_by_a_night(attack, before_a_night(root / f"night-{number}" / "run"))
+            for number, attack in enumerate(BEFORE_A_NIGHT)
         ]
         found += sent(root / "api")
     table(("attack", "what came of it"), [(one.attack, one.came_of_it.replace(str(root), "")) for one in found])

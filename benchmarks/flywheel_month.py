@@ -184,12 +184,13 @@ def served(output: Path) -> Node:
 def train_and_promote(output: Path, arm: str) -> None:
     """The nightly flow, released if it is held, and the promotion of what passes the gates. Safe to repeat."""
     from xray.flows import flywheel as flows, promote
+    from xray.flows.nights import read_nights
 
     config = rules(arm, output / "gold.jsonl")
     flows.flywheel(str(output), config)
-    if flows.read_nights(output)[-1].state == "held":
+    if read_nights(output)[-1].state == "held":
         flows.flywheel(str(output), config, release="the simulated operator: looked at it")
-    night = flows.read_nights(output)[-1]
+    night = read_nights(output)[-1]
     if night.state == "candidate" and served(output).sha256 != night.policy:
         approve = promote.promote_flow(
             lambda text: promote.Approval(approve=True, name="the simulated operator", note="the gates pass")
@@ -232,7 +233,7 @@ def one_night(output: Path, arm: str, number: int) -> Row:
 
 
 def _row(output: Path, arm: str, asked: list[Asked]) -> Row:
-    from xray.flows.flywheel import read_nights
+    from xray.flows.nights import read_nights
 
     honest = [one for one in asked if one.user != "eve" and int(one.user.partition(" ")[2]) < PEOPLE - LAZY]
     right = sum(one.reply.strip() == one.wanted for one in honest)

@@ -13,10 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel
 
 from xray.flows.lifecycle import prepare_deployment
 from xray.flows.lifecycle_graph import record_options
+from xray.flows.nights import (
+    CANARY,
+    DONE,
+    FILE,
+    RELEASABLE,
+    Night,
+    night_markdown,
+    place_of,
+    read_nights,
+    restore_files,
+    write_night,
+)
 from xray.flows.retraining import is_due, is_touched, sound_start, without_withdrawn
 from xray.tasks.output_directory import saved_config
 from xray.tasks.page import show
@@ -30,74 +42,25 @@ from xray_runtime.feedback.canary import decide
 from xray_runtime.feedback.collection import collect, sound_chain
 from xray_runtime.feedback.publication import publish
 from xray_runtime.feedback.session import read_sessions
-from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import Dataset
 from xray_runtime.graph.handles import Handle
 from xray_runtime.lineage import canary, promotion
 from xray_runtime.lineage.gates import Gate, check_gates
 from xray_runtime.lineage.log import view
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, require_language_model, resolve
-from xray_runtime.stages.kinds import CURATE, DPO, EVALUATE, KTO, PREFERENCES, RECORDED_PROMPTS
+from xray_runtime.stages.kinds import (
+    CURATE,
+    DPO,
+    EVALUATE,
+    KTO,
+    PPO,
+    PREFERENCES,
+    RECORDED_PROMPTS,
+    REWARD_MODEL,
+)
 
-CANARY = "canary"
-"""State of a night whose candidate answers a share of the requests."""
-FOLDER, FILE = "flywheel", "night.json"
 BY = "flywheel"
 """Publishes a night's feedback, on record."""
-RELEASABLE = ("held",)
-DONE = ("held", "too little", "refused", "candidate", "rolled back", "undecided")
-
-
-class Night(BaseModel):
-    """One night: what it works with, and how it ended."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    number: int
-    first: int
-    """First and last of its segments."""
-    last: int
-    feedback: list[str]
-    """sha256 of the feedback of the nights that it trains on; its own is the last."""
-    verdicts: str | None
-    """sha256 of the verdicts of `xray compare`, where there are any."""
-    start: str
-    """sha256 of the policy it starts from."""
-    data: str
-    """sha256 of the dataset whose held-out prompts are the fixed set."""
-    state: str = "begun"
-    reasons: list[str] = []
-    """Why it is held, or what was too little, or which gates failed."""
-    numbers: dict[str, Any] = {}
-    """`curate`'s counts."""
-    gates: dict[str, list[Gate]] = {}
-    """`fixed` and `recorded` → results of the gates."""
-    policy: str | None = None
-    """sha256 of the candidate."""
-    canary: str | None = None
-    """Id of its canary; the signed log has the rest."""
-
-
-def read_nights(output: Path) -> list[Night]:
-    """All nights, the first first. Raises ConfigError where the record of one is damaged."""
-    nights = []
-    for path in sorted((output / FOLDER).glob(f"*/{FILE}")):
-        try:
-            nights.append(Night.model_validate_json(path.read_bytes()))
-        except (OSError, ValidationError) as error:
-            raise ConfigError(f"{path}: damaged ({str(error).splitlines()[0]}); restore it from a copy") from None
-    return nights
-
-
-def place_of(output: Path, night: Night) -> Path:
-    """The directory of a night's records."""
-    return output / FOLDER / f"{night.number:04d}"
-
-
-def _write(output: Path, night: Night) -> None:
-    place = place_of(output, night)
-    place.mkdir(parents=True, exist_ok=True)
-    write_atomic(place / FILE, night.model_dump_json(indent=2) + "\n")
 
 
 def begin_night(output: Path, config: FlywheelConfig, release: bool, tracking_uri: str | None = None) -> Night | None:
@@ -107,7 +70,7 @@ def begin_night(output: Path, config: FlywheelConfig, release: bool, tracking_ur
     Raises:
         ConfigError: what was recorded is not sound, or there is no policy to start from, or nothing to release.
     """
-    nights, store = read_nights(output), open_lineage_store(output, tracking_uri)
+    nights, store = _sound_nights(output), open_lineage_store(output, tracking_uri)
     last = nights[-1] if nights else None
     if release:
         if last is None or last.state not in RELEASABLE:
@@ -146,8 +109,18 @@ def begin_night(output: Path, config: FlywheelConfig, release: bool, tracking_ur
         start=start,
         data=data,
     )
-    _write(output, night)
+    write_night(output, night)
     return night
+
+
+def _sound_nights(output: Path) -> list[Night]:
+    try:
+        canary.sound_log(output)
+    except ValueError as error:
+        raise ConfigError(f"--output: {error}; see `xray audit`") from None
+    nights = read_nights(output)
+    restore_files(output, nights)
+    return nights
 
 
 def _of(night: Night | None) -> list[str]:
@@ -164,7 +137,7 @@ def _canary_ended(output: Path, store: LineageStore, night: Night) -> bool:
     if ended is not None:
         night.state = "candidate" if ended.outcome == "passed" else ended.outcome
         night.reasons = [f"canary: {ended.reason}"]
-        _write(output, night)
+        write_night(output, night)
     return ended is not None
 
 
@@ -228,7 +201,7 @@ def flywheel(
         _work(workspace, lifecycle, config, night)
     if night.state == "candidate":
         _begin_canary(root, open_lineage_store(root, tracking_uri), lifecycle.project, config, night)
-    _write(root, night)
+    write_night(root, night)
     show("flywheel", f"night {night.number}: {night.state}", night_markdown(night))
     return night.model_dump(mode="json")
 
@@ -242,8 +215,7 @@ def _work(workspace: Workspace, lifecycle: LifecycleConfig, config: FlywheelConf
     feedback = [workspace.checkpoint(sha) for sha in night.feedback]
     verdicts = [workspace.checkpoint(night.verdicts)] if night.verdicts is not None else []
     start, data = workspace.checkpoint(night.start), workspace.checkpoint(night.data)
-    rules = {name: getattr(config.rules, name) for name in type(config.rules).model_fields}
-    curated = CURATE(feedback=feedback, verdicts=verdicts, name="curate", **rules)
+    curated = CURATE(feedback=feedback, verdicts=verdicts, name="curate", **_fields(config.rules))
     share = {"heldout_fraction": config.rules.heldout_fraction, "max_share": config.rules.max_share}
     seen = [workspace.checkpoint(sha) for sha in _trained_on(workspace, night)]
     prompts = RECORDED_PROMPTS(feedback=feedback, seen=seen, name="recorded-prompts", **share)
@@ -255,7 +227,7 @@ def _work(workspace: Workspace, lifecycle: LifecycleConfig, config: FlywheelConf
     if night.reasons:
         night.state = "too little"
         return
-    policy = _trained(config, curated, start, data)
+    policy = _trained(lifecycle, config, curated, start, data)
     against: dict[str, Any] = {"against": start, "name": "evaluate-recorded"}
     fields = _evaluation(lifecycle)
     recorded = EVALUATE(policy, prompts=prompts, **against | fields)
@@ -273,20 +245,39 @@ def _work(workspace: Workspace, lifecycle: LifecycleConfig, config: FlywheelConf
         workspace.register(policy, fixed)
 
 
-def _trained(config: FlywheelConfig, curated: Handle, start: Handle, data: Handle) -> Handle:
-    method = config.dpo or config.kto
-    assert method is not None
-    fields = {name: getattr(method, name) for name in type(method).model_fields}
+def _trained(
+    lifecycle: LifecycleConfig, config: FlywheelConfig, curated: Handle, start: Handle, data: Handle
+) -> Handle:
     if config.kto is not None:
-        return KTO(start, verdicts=curated, data=data, name="kto", **fields)
+        return KTO(start, verdicts=curated, data=data, name="kto", **_fields(config.kto))
     pairs = PREFERENCES(judgements=curated, data=data, name="preferences", source="curated")
-    return DPO(start, pairs, name="dpo", **fields)
+    if config.dpo is not None:
+        return DPO(start, pairs, name="dpo", **_fields(config.dpo))
+    assert config.ppo is not None
+    fields = _fields(config.ppo) | _scoring(lifecycle)
+    reward = REWARD_MODEL(start, pairs, name="reward", **_fields(fields.pop("reward")))
+    rewards = [reward, *(term.model_dump() for term in lifecycle.rewards)]
+    if config.ppo.validation is not None:
+        fields["judges"] = _judges(lifecycle)
+    return PPO(start, data, reference=start, rewards=rewards, name="ppo", **fields)
+
+
+def _fields(section: BaseModel) -> dict[str, Any]:
+    return {name: getattr(section, name) for name in type(section).model_fields}
 
 
 def _evaluation(lifecycle: LifecycleConfig) -> dict[str, Any]:
+    """Without the rewards that a policy was trained on: the gates are then the same whatever it learned from."""
     fields: dict[str, Any] = {name: getattr(lifecycle.evaluate, name) for name in EvaluateConfig.model_fields}
-    fields |= {name: getattr(lifecycle, name) for name in ("gold", "max_failed", "generator", "frozen")}
-    return fields | {"judges": [term.model_dump() for term in lifecycle.evaluate.judges]}
+    return fields | _scoring(lifecycle) | {"judges": _judges(lifecycle)}
+
+
+def _scoring(lifecycle: LifecycleConfig) -> dict[str, Any]:
+    return {name: getattr(lifecycle, name) for name in ("gold", "max_failed", "generator", "frozen")}
+
+
+def _judges(lifecycle: LifecycleConfig) -> list[dict[str, Any]]:
+    return [term.model_dump() for term in lifecycle.evaluate.judges]
 
 
 def _trained_on(workspace: Workspace, night: Night) -> list[str]:
@@ -302,11 +293,11 @@ def _stats(handle: Handle) -> dict[str, Any]:
 
 
 def _too_little(config: FlywheelConfig, counts: dict[str, Any], prompts: dict[str, Any]) -> list[str]:
-    kind = "pairs" if config.dpo is not None else "labels"
+    kind = "pairs" if config.kto is None else "labels"
     found = []
     if counts[f"{kind}_train"] < config.min_rows:
         found.append(f"{counts[f'{kind}_train']} {kind} to train on; at least {config.min_rows} (min_rows)")
-    if config.dpo is not None and not counts["pairs_heldout"]:
+    if config.kto is None and not counts["pairs_heldout"]:
         found.append("no pair of a held-out user (rules.heldout_fraction)")
     if prompts["heldout_pairs"] < config.min_prompts:
         found.append(f"{prompts['heldout_pairs']} recorded prompts; at least {config.min_prompts} (min_prompts)")
@@ -322,13 +313,3 @@ def _gates(
         name: check_gates(graph, candidate, graph.nodes[sha], None, None, lifecycle.promotion)
         for name, sha in evaluations.items()
     }
-
-
-def night_markdown(night: Night) -> str:
-    """A night for people."""
-    lines = [f"**Night {night.number}: {night.state}**", "", *(f"- {reason}" for reason in night.reasons)]
-    lines += ["", "| | |", "|---|---:|", *(f"| {name} | {value} |" for name, value in night.numbers.items())]
-    for name, gates in night.gates.items():
-        lines += ["", f"Gates, {name} prompts:", ""]
-        lines += [f"- {'passes' if gate.passed else 'FAILS'} {gate.name}: {gate.reason}" for gate in gates]
-    return "\n".join(lines)

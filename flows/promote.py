@@ -51,8 +51,8 @@ class Approval(RunInput):
     note: str = Field(min_length=1, description="Your reason; it is recorded with the decision.")
 
 
-Ask = Callable[[str], Approval]
-"""Asks a person, given the review as text."""
+Ask = Callable[[Review, LineageStore], Approval]
+"""Asks a person about a review."""
 
 
 @flow(name="promote", flow_run_name="promote {name}", persist_result=False)
@@ -80,13 +80,13 @@ def promote(
     return _promote(_ask_on_page, output, name, candidate, gates, tracking_uri, public_key, verdicts)
 
 
-def promote_flow(ask: Ask) -> Flow[..., dict[str, Any]]:
-    """The flow `promote`, for a process in which `ask` asks the person."""
+def promote_flow(ask: Callable[[str], Approval]) -> Flow[..., dict[str, Any]]:
+    """The flow `promote`, for a process in which `ask` asks the person, given the review as text."""
 
     @flow(name=promote.name, flow_run_name=promote.flow_run_name, persist_result=False)
     @functools.wraps(promote.fn)
     def asking(*parameters: Any) -> dict[str, Any]:
-        return _promote(ask, *parameters)
+        return _promote(lambda seen, place: ask(review_markdown(seen, place)), *parameters)
 
     return asking
 
@@ -108,8 +108,7 @@ def _promote(
     try:
         place, comparison = _comparison(root, place, node, name, gates, public, judged)
         seen = promotion.review(place, node, name=name, gates=gates, comparison=comparison, public=public)
-        text = review_markdown(seen, place)
-        answer = ask(text)
+        answer = ask(seen, place)
         if not answer.approve:
             promotion.decline(place, seen, by=answer.name, note=answer.note)
             raise NotPromoted([f"{answer.name} declined: {answer.note}"])
@@ -118,7 +117,8 @@ def _promote(
         reasons = "\n".join(f"- {_escape(reason)}" for reason in error.reasons)
         _publish(f"**{_escape(node.name)} is not promoted**\n\n{reasons}", root)
         raise
-    _publish(f"**{_escape(answer.name)} promoted it:** {_escape(answer.note)}\n\n{text}", root)
+    review = review_markdown(seen, place, samples=False)
+    _publish(f"**{_escape(answer.name)} promoted it:** {_escape(answer.note)}\n\n{review}", root)
     return {
         "name": name,
         "version": seen.version,
@@ -219,8 +219,12 @@ def _source(term: dict[str, Any], roles: dict[str, Handle]) -> RewardSource | di
     return reward(models, **fields) if models else term
 
 
-def review_markdown(seen: Review, place: LineageStore) -> str:
-    """The review for the person who decides, as Markdown."""
+def review_markdown(seen: Review, place: LineageStore, *, samples: bool = True) -> str:
+    """The review for the person who decides, as Markdown.
+
+    Args:
+        samples: whether to show texts. Prefect keeps what it shows, where no withdrawal reaches: it gets their path.
+    """
     champion = f"version {seen.champion.version} `{seen.champion.checkpoint[:12]}`" if seen.champion else "none yet"
     lines = [
         f"Promote version {seen.version} of `{seen.name}` (`{seen.candidate.sha256[:12]}`) to champion? "
@@ -231,22 +235,23 @@ def review_markdown(seen: Review, place: LineageStore) -> str:
         f"The gates are {_escape(seen.gates_from)}.",
     ]
     shown = place.graph.nodes[seen.evidence.get("comparison", seen.evidence["evaluation"])]
-    samples = json.loads((shown.directory / "samples.json").read_text(encoding="utf-8"))[:MAX_SAMPLES]
-    # A list: in a table, Prefect's narrow dialog would only show the prompts.
-    for sample in samples:
+    path = shown.directory / "samples.json"
+    if not samples:
+        return "\n".join([*lines, "", f"Samples: `{path}`, and `xray studio`."])
+    for sample in json.loads(path.read_text(encoding="utf-8"))[:MAX_SAMPLES]:
         lines += ["", f"**{_escape(str(sample['prompt']))}**", ""]
         sides = [key for key, value in sample.items() if key != "prompt" and isinstance(value, str)]
         lines += [f"- {side}: {_escape(str(sample[side]))}" for side in sides]
     return "\n".join(lines)
 
 
-def _ask_on_page(text: str) -> Approval:
+def _ask_on_page(seen: Review, place: LineageStore) -> Approval:
     if deployment.id is None:
         raise ConfigError("promote: needs a person to approve: run it as a deployment, or with `xray promote`")
-    # The key binds the answer to this review: after a change, the person is asked again.
-    answer: Approval = suspend_flow_run(
-        wait_for_input=Approval.with_initial_data(description=text), key=digest({"asked": text})[:16]
-    )
+    # The key binds the answer to this review, samples included: after a change, the person is asked again.
+    key = digest({"asked": review_markdown(seen, place)})[:16]
+    text = review_markdown(seen, place, samples=False)
+    answer: Approval = suspend_flow_run(wait_for_input=Approval.with_initial_data(description=text), key=key)
     return answer
 
 

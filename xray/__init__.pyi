@@ -720,7 +720,10 @@ def curate(
           None: no limit.
       max_application_share: number, > 0.0, ≤ 1.0 or null; default `null`
           Likewise for one application. An application names its users itself, so whoever has its key
-          can invent people: set this where several applications send feedback. None: no limit.
+          can invent people. There is no limit by default, since any would be wrong where nobody thought
+          of it: with one application, or with n and a limit below 1/n, it leaves nothing, and beside a
+          small application it cuts a large one down to its size. Set it where several applications of
+          like size send feedback. None: no limit.
       heldout_fraction: number, > 0.0, < 1.0; default `0.1`
           Share of the users, and of the conversations, that is never trained on, the same ones each
           night.

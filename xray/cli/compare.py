@@ -56,7 +56,7 @@ def compare(
     Exit codes: 0 done, 1 a model's audit found something, 2 bad input.
     """
     from xray_runtime.feedback.comparison import checked_source, plan_comparison, require_two
-    from xray_runtime.feedback.session import open_session, session_directory
+    from xray_runtime.feedback.session import Session, session_directory
     from xray_runtime.lineage.reference import resolve
 
     console = Console(stderr=as_json, highlight=False)
@@ -71,7 +71,7 @@ def compare(
     )
     directory = session_directory(store.output, comparison.setup)
     with file_lock(directory):
-        session = open_session(directory)
+        session = Session.read(directory)
         _ask(comparison, session, comparison.prompts[:count], judge or getpass.getuser(), console)
     result = comparison.result(session)
     if as_json:

@@ -44,7 +44,8 @@ def flywheel(
     Run the same command again to continue a night that was interrupted. `xray promote` makes the candidate champion.
     Exit codes: 0 done, 1 a stage failed, 2 bad input, 130 interrupted.
     """
-    from xray.flows.flywheel import CANARY, begin_night, night_markdown, place_of, read_nights
+    from xray.flows.flywheel import begin_night
+    from xray.flows.nights import CANARY, night_markdown, place_of, read_nights
 
     wanted = _config(config, overrides or [])
     check_ray_address()

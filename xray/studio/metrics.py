@@ -1,6 +1,6 @@
 """Prometheus metrics of an output directory: its runs, their engines, nights and audits, read anew for each scrape.
 
-Served models have metrics of their own: `/metrics` of `xray serve`, from vLLM and from the recorder.
+Served models have metrics of their own: `/metrics` of `xray serve`, from vLLM, the recorder and a canary.
 """
 
 from __future__ import annotations
@@ -15,28 +15,18 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from xray.flows.nights import DONE, FILE, place_of, read_nights
 from xray.studio.pages import Studio, studio_of
 from xray.studio.runs import RUNNING, runs, working
 from xray_runtime.feedback.canary import Monitor
 from xray_runtime.lineage.log import view
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.report.figures import read_metrics
+from xray_runtime.serving.canary_metrics import CanaryState, canary_gauges
 from xray_runtime.tracking.recorder import METRICS
 
 router = APIRouter()
 
-CANARY_METRICS = {
-    "answers": "Answers",
-    "judges": "People whose feedback counts",
-    "feedback": "Mean feedback",
-    "feedback_low": "Lower end of the interval of the feedback",
-    "feedback_high": "Upper end of the interval of the feedback",
-    "errors": "Share of users whose first answer failed",
-    "errors_low": "Lower end of the interval of the errors",
-    "errors_high": "Upper end of the interval of the errors",
-    "latency_s": "Median seconds to the end of an answer",
-}
-"""Field of an `ArmResult` → its text; one gauge each, for each arm."""
 STATUSES = ("completed", "failed", "interrupted", RUNNING)
 
 
@@ -103,9 +93,6 @@ def _of_runs(output: Path) -> Iterator[GaugeMetricFamily]:
 
 
 def _of_nights(output: Path) -> Iterator[GaugeMetricFamily]:
-    # It imports Prefect, which takes seconds.
-    from xray.flows.flywheel import DONE, FILE, place_of, read_nights
-
     nights = read_nights(output)
     if not nights:
         return
@@ -129,12 +116,4 @@ def _of_canary(store: LineageStore) -> Iterator[GaugeMetricFamily]:
     if ended is None:
         monitor = Monitor(store, canary, None)
         ended = monitor.look() or monitor.decision("undecided", "")
-    runs = GaugeMetricFamily("xray_canary_running", "Whether the last canary still runs")
-    runs.add_metric([], float(canary.ended is None))
-    yield runs
-    for name, text in CANARY_METRICS.items():
-        family = GaugeMetricFamily(f"xray_canary_{name}", f"{text} of the last canary", labels=["arm"])
-        for side, arm in ended.arms.items():
-            value = getattr(arm, name)
-            family.add_metric([side], float("nan") if value is None else float(value))
-        yield family
+    yield from canary_gauges(CanaryState(canary.ended is None, ended.arms))

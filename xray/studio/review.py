@@ -18,7 +18,7 @@ from xray_runtime.data.recorded import RECORDED
 from xray_runtime.feedback.judgements import KEYS, left_model
 from xray_runtime.feedback.publication import publish
 from xray_runtime.feedback.recorded_review import keep_verdict, recorded_questions
-from xray_runtime.feedback.session import FOLDER, SESSION, Session, open_session, read_sessions
+from xray_runtime.feedback.session import FOLDER, SESSION, Session, read_sessions
 
 router = APIRouter()
 
@@ -116,7 +116,7 @@ def judge_session(request: Request, name: str, fields: Fields) -> Response:
     directory, judge = _session(studio_of(request), name), _judge(request)
     key, number = fields.get("key", ""), fields.get("question", "")
     with file_lock(directory):
-        session = open_session(directory)
+        session = Session.read(directory)
         if key not in KEYS:
             raise ConfigError(f"key: {key!r} is not allowed: must be one of {', '.join(KEYS)}")
         if number not in {str(question.number) for question in session.questions}:

@@ -41,8 +41,10 @@ class CurateConfig(Section):
     max_share: Share | None = 0.1
     """Largest share of a night's pairs, labels or demonstrations that may come from one person; None: no limit."""
     max_application_share: Share | None = None
-    """Likewise for one application. An application names its users itself, so whoever has its key can invent people:
-    set this where several applications send feedback. None: no limit."""
+    """Likewise for one application. An application names its users itself, so whoever has its key can invent people.
+    There is no limit by default, since any would be wrong where nobody thought of it: with one application, or with n
+    and a limit below 1/n, it leaves nothing, and beside a small application it cuts a large one down to its size. Set
+    it where several applications of like size send feedback. None: no limit."""
     heldout_fraction: Fraction = 0.1
     """Share of the users, and of the conversations, that is never trained on, the same ones each night."""
     min_alpha: Annotated[float, Field(ge=-1.0, le=1.0)] | None = None

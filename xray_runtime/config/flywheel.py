@@ -11,6 +11,17 @@ from xray_runtime.config.curate import CurateConfig
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.engines import Count, Section
 from xray_runtime.config.kto import KTOConfig
+from xray_runtime.config.ppo import PPOStageConfig
+from xray_runtime.config.reward_model import RewardConfig
+
+WAYS = ("dpo", "kto", "ppo")
+
+
+class RewardAndPPO(PPOStageConfig):
+    """A reward model of a night's pairs, and a PPO stage that it scores, on the training prompts of `data`. The
+    lifecycle's `rewards` are added to its score."""
+
+    reward: RewardConfig = RewardConfig()
 
 
 class FlywheelConfig(Section):
@@ -22,9 +33,11 @@ class FlywheelConfig(Section):
     nights: Count = 7
     """Train on the feedback of this many nights, and evaluate on their recorded prompts."""
     dpo: DPOConfig | None = None
-    """Learn from pairs; exactly one of `dpo` and `kto` is set."""
+    """Learn from pairs; exactly one of `dpo`, `kto` and `ppo` is set."""
     kto: KTOConfig | None = None
     """Learn from single labels."""
+    ppo: RewardAndPPO | None = None
+    """Learn a reward model from pairs, and the policy from its scores."""
     min_rows: Count = 32
     """With fewer pairs or labels to train on, a night ends without training, and the next one has them too."""
     min_prompts: Annotated[int, Field(ge=8)] = 8
@@ -40,7 +53,8 @@ class FlywheelConfig(Section):
 
     @model_validator(mode="after")
     def _method(self) -> Self:
-        if (self.dpo is None) == (self.kto is None):
-            both = "neither" if self.dpo is None else "both"
-            raise ValueError(f"dpo: {both} of dpo and kto is not allowed: set one, such as dpo.epochs=1")
+        given = [name for name in WAYS if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = f"{' and '.join(given)} are" if given else "none is"
+            raise ValueError(f"dpo: exactly one of dpo, kto and ppo must be set, such as dpo.epochs=1; {found}")
         return self

@@ -3,15 +3,15 @@
     feedback/DIGEST/session.json        the two models, the source of prompts, sampling; DIGEST is its digest
     feedback/DIGEST/replies.jsonl       one question in each line
     feedback/DIGEST/judgements.jsonl    one verdict in each line; a judge's last verdict on a question counts
+    feedback/DIGEST/signed.jsonl        signs these two after each change: a line that is forged is refused
 
-The same comparison continues in the same directory. A line that a crash cut off does not count.
+The same comparison continues in the same directory.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.feedback.judgements import Judgement, Question, left_model, verdict_of
 from xray_runtime.files import sync, write_atomic
+from xray_runtime.lineage.signed_files import read_signed, write_signed
 from xray_runtime.store.identity import digest
 from xray_runtime.store.manifest import Sha256
 
@@ -48,25 +49,35 @@ class Setup(BaseModel):
 
 
 class Session:
-    """A comparison in `directory`; see `open_session` (to write) and `read_sessions`."""
+    """A comparison in `directory`; only one process may write to it at a time."""
 
     def __init__(self, directory: Path, setup: Setup) -> None:
         self.directory, self.setup = directory, setup
-        self.questions = read_rows(directory / REPLIES, Question)
-        self.judgements = read_rows(directory / JUDGEMENTS, Judgement)
+        self._content = read_signed(self._output, directory, (REPLIES, JUDGEMENTS))
+        self.questions = _rows(directory / REPLIES, self._content[REPLIES], Question)
+        self.judgements = _rows(directory / JUDGEMENTS, self._content[JUDGEMENTS], Judgement)
 
     @property
     def name(self) -> str:
         return self.directory.name
 
+    @property
+    def _output(self) -> Path:
+        return self.directory.parent.parent
+
+    def _append(self, name: str, rows: Sequence[BaseModel]) -> None:
+        content = self._content[name] + b"".join(row.model_dump_json().encode() + b"\n" for row in rows)
+        write_signed(self._output, self.directory, {name: content})
+        self._content[name] = content
+
     def add_questions(self, questions: list[Question]) -> None:
         """Keep more questions; they are on disk when this returns."""
-        _append(self.directory / REPLIES, questions)
+        self._append(REPLIES, questions)
         self.questions += questions
 
     def add_judgement(self, judgement: Judgement) -> None:
         """Keep a verdict; it is on disk when this returns."""
-        _append(self.directory / JUDGEMENTS, [judgement])
+        self._append(JUDGEMENTS, [judgement])
         self.judgements.append(judgement)
 
     def judge(self, number: int, judge: str, key: str, correction: str | None = None) -> None:
@@ -84,16 +95,19 @@ class Session:
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """The session in `directory`. Raises ConfigError where its files are damaged."""
+        """The session in `directory`. Raises ConfigError where its files are damaged, or somebody else changed them."""
         try:
-            return cls(directory, Setup.model_validate_json((directory / SESSION).read_bytes()))
+            setup = Setup.model_validate_json((directory / SESSION).read_bytes())
         except (OSError, ValidationError) as error:
             raise ConfigError(f"{directory / SESSION}: cannot be read ({str(error).splitlines()[0]})") from None
+        if directory.name != _name(setup):
+            raise ConfigError(f"{directory / SESSION}: is not that of {directory.name}; restore it from a copy")
+        return cls(directory, setup)
 
 
 def session_directory(output: Path, setup: Setup) -> Path:
     """The directory of the session of `setup`, made if need be."""
-    directory = output / FOLDER / digest(setup.model_dump(mode="json"))[:12]
+    directory = output / FOLDER / _name(setup)
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / SESSION).exists():
         write_atomic(directory / SESSION, json.dumps(setup.model_dump(mode="json"), indent=2) + "\n")
@@ -102,45 +116,22 @@ def session_directory(output: Path, setup: Setup) -> Path:
     return directory
 
 
-def open_session(directory: Path) -> Session:
-    """The session in `directory`, to write to; only one process may at a time."""
-    for name in (REPLIES, JUDGEMENTS):
-        _cut_torn_line(directory / name)
-    return Session.read(directory)
-
-
 def read_sessions(output: Path) -> list[Session]:
     """Every session in the output directory, by name. Raises ConfigError where the files of one are damaged."""
     return [Session.read(path.parent) for path in sorted((output / FOLDER).glob(f"*/{SESSION}"))]
 
 
-def read_rows(path: Path, kind: type[Row]) -> list[Row]:
-    """The whole lines of a file; a last line that a crash cut off is skipped.
+def _name(setup: Setup) -> str:
+    return digest(setup.model_dump(mode="json"))[:12]
 
-    Raises:
-        ConfigError: another line is damaged.
-    """
-    content = path.read_bytes() if path.exists() else b""
+
+def _rows(path: Path, content: bytes, kind: type[Row]) -> list[Row]:
+    """The rows of a file. Raises ConfigError where one is damaged."""
     rows = []
-    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+    for number, line in enumerate(content.splitlines(), start=1):
         try:
             rows.append(kind.model_validate_json(line))
         except ValidationError as error:
             reason = error.errors()[0]["msg"]
             raise ConfigError(f"{path} line {number}: damaged ({reason}); restore the file from a copy") from None
     return rows
-
-
-def _append(path: Path, rows: Iterable[BaseModel]) -> None:
-    with path.open("ab") as file:
-        file.write(b"".join(row.model_dump_json().encode() + b"\n" for row in rows))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _cut_torn_line(path: Path) -> None:
-    """Remove a last line that a crash cut off, so that the next one starts a line of its own."""
-    with path.open("ab") as file:
-        whole = path.read_bytes().rfind(b"\n") + 1
-        file.truncate(whole)
-        os.fsync(file.fileno())

@@ -16,10 +16,12 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import RECORDED
 from xray_runtime.data.withdrawn import FOLDER as WITHDRAWN, MIN_CHARS
 from xray_runtime.files import sync, write_atomic
 from xray_runtime.lineage.log import LOCKS, LOG
+from xray_runtime.lineage.signed_files import NEXT, read_signed, write_signed
 
 LEFT_ALONE = {RECORDED, WITHDRAWN, LOCKS, "keys", LOG}
 WEIGHTS = (".safetensors", ".pt", ".bin", ".distcp")
@@ -129,18 +131,26 @@ def _quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
-def erase_lines(path: Path, pattern: TextPattern) -> None:
-    """Write a file of rows without those that have a text; of a comparison, without the verdicts on them either."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if not pattern.is_in(line)]
-    if path.name == REPLIES:
-        # The verdicts first: after a crash between the two there is none on a question that is gone.
-        numbers = {json.loads(line)["number"] for line in kept}
-        verdicts = path.with_name(VERDICTS)
-        if verdicts.exists():
-            given = verdicts.read_bytes().splitlines(keepends=True)
-            write_atomic(verdicts, b"".join(line for line in given if _number(line) in numbers))
-    write_atomic(path, b"".join(kept))
+def erase_verdicts(output: Path, comparison: Path, pattern: TextPattern) -> None:
+    """Have a comparison lose the questions and verdicts that have a text, and the verdicts on these questions."""
+    try:
+        contents, is_sound = read_signed(output, comparison, (REPLIES, VERDICTS)), True
+    except ConfigError:
+        # A file that somebody else changed loses the texts too, and stays unsigned.
+        paths = {name: comparison / name for name in (REPLIES, VERDICTS)}
+        contents = {name: path.read_bytes() for name, path in paths.items() if path.exists()}
+        is_sound = False
+    lines = {name: content.splitlines(keepends=True) for name, content in contents.items()}
+    kept = {name: [line for line in found if not pattern.is_in(line)] for name, found in lines.items()}
+    numbers = {_number(line) for line in kept.get(REPLIES, [])}
+    kept[VERDICTS] = [line for line in kept.get(VERDICTS, []) if _number(line) in numbers]
+    there = {path.name.removesuffix(NEXT) for path in comparison.iterdir()}
+    whole = {name: b"".join(found) for name, found in kept.items() if name in there}
+    if is_sound:
+        write_signed(output, comparison, whole)
+        return
+    for name, content in whole.items():
+        write_atomic(comparison / name, content)
 
 
 def _number(line: bytes) -> int | None:
@@ -150,10 +160,13 @@ def _number(line: bytes) -> int | None:
     return None
 
 
-def rewrite(paths: Iterable[Path], pattern: TextPattern) -> None:
-    """Have databases and files of rows lose the texts."""
+def rewrite(output: Path, paths: Iterable[Path], pattern: TextPattern) -> None:
+    """Have databases and comparisons lose the texts."""
+    comparisons = set()
     for path in paths:
         if is_database(path):
             erase_from_database(path, pattern)
-        elif path.exists():
-            erase_lines(path, pattern)
+        else:
+            comparisons.add(path.parent)
+    for directory in sorted(comparisons):
+        erase_verdicts(output, directory, pattern)

@@ -29,6 +29,7 @@ from xray_runtime.lineage.log_entries import (
     Head,
     Left,
     Line,
+    NightWritten,
     Published,
     Record,
     Recorded,
@@ -76,6 +77,8 @@ class LogView:
     recorded: Head = EMPTY
     """The chain of recorded answers must still have this line."""
     withdrawals: list[Withdrawn] = field(default_factory=list)
+    nights: dict[int, NightWritten] = field(default_factory=dict)
+    """Number → the record of a night."""
     canaries: dict[str, Canary] = field(default_factory=dict)
     """By id, in order."""
     erased: set[str] = field(default_factory=set)
@@ -144,6 +147,8 @@ class LogView:
             self.ended[entry.run_id] = entry
         elif isinstance(entry, Recorded):
             self.recorded = Head(entry.entries, entry.head)
+        elif isinstance(entry, NightWritten):
+            self.nights[entry.number] = entry
         elif isinstance(entry, CanaryBegan):
             self.canaries[line.sha256] = Canary(line.sha256, entry)
         elif isinstance(entry, CanaryEnded) and entry.canary in self.canaries:

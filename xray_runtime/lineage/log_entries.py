@@ -117,6 +117,14 @@ class Withdrawn(SignedEntry):
     """Paths below the output directory of the files that are gone since."""
 
 
+class NightWritten(SignedEntry):
+    """The record of a night of the nightly flow, as it is from here on; the line's subject is its file."""
+
+    action: Literal["night"] = "night"
+    number: int
+    night: dict[str, Any]
+
+
 class CanaryBegan(SignedEntry):
     """From here on a candidate answers a share of the requests, beside the champion."""
 
@@ -169,7 +177,9 @@ class CanaryEnded(SignedEntry):
     arms: dict[Literal["candidate", "champion"], ArmResult]
 
 
-Entry = Decision | Published | RunBegan | RunEnded | Left | Recorded | Withdrawn | CanaryBegan | CanaryEnded
+Entry = (
+    Decision | Published | RunBegan | RunEnded | Left | Recorded | Withdrawn | NightWritten | CanaryBegan | CanaryEnded
+)
 
 
 class Record(InTotoRecord[Annotated[Entry, Field(discriminator="action")]]):

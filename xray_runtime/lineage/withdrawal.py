@@ -37,6 +37,7 @@ from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.log import REPORT, Withdrawn, append, digests, view
 from xray_runtime.lineage.recorded import RecordedReader
 from xray_runtime.lineage.reference import LineageStore
+from xray_runtime.lineage.signed_files import NEXT
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.statement import OutsideSource
 from xray_runtime.lineage.terms import own_sources
@@ -219,10 +220,9 @@ def _texts(value: Any, key: str = "") -> Iterator[str]:
 def withdraw(store: LineageStore, plan: Withdrawal, by: str) -> list[str]:
     """Carry out a plan; returns the paths that still hold a text. Safe to repeat."""
     output = store.output
-    texts = output / FOLDER / TEXTS
-    known = WithdrawnTexts.read(texts)
+    known = WithdrawnTexts.read(output / FOLDER / TEXTS)
     known.add(plan.pattern.texts)
-    known.write(texts)
+    known.write(output / FOLDER / TEXTS)
     write_atomic(output / FOLDER / f"{_name(plan.subject)}.json", json.dumps(_summary(plan), indent=2) + "\n")
     log = view(output)
     stays = [path for path in plan.files if _stays(path, plan)]
@@ -237,7 +237,7 @@ def withdraw(store: LineageStore, plan: Withdrawal, by: str) -> list[str]:
     same = [e for e in log.withdrawals if e.subject == plan.subject and set(erased) <= set(e.erased)]
     if not any(set(entry.holders + entry.descendants) <= set(e.holders + e.descendants) for e in same):
         append(output, signing_key(output), entry, digests(output, [output / FOLDER]))
-    rewrite(stays, plan.pattern)
+    rewrite(output, stays, plan.pattern)
     for name in sorted(view(output).erased):
         erase_file(output / name)
     left = [path.relative_to(output).as_posix() for path in files_with(output, plan.pattern)]
@@ -263,7 +263,7 @@ def _forgotten_by_mlflow(store: LineageStore, plan: Withdrawal) -> list[str]:
 
 def _stays(path: Path, plan: Withdrawal) -> bool:
     """Whether a file loses some of its content only: a database, or the rows of a comparison that have a text."""
-    is_session = path.name in (REPLIES, VERDICTS) and path.parent.parent.name == SESSIONS
+    is_session = path.name.removesuffix(NEXT) in (REPLIES, VERDICTS) and path.parent.parent.name == SESSIONS
     return is_database(path) or (is_session and bool(plan.pattern.texts))
 
 

@@ -13,6 +13,7 @@ from xray_runtime.lineage.log import Canary, view
 from xray_runtime.lineage.log_entries import CanaryEnded
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, require_language_model
 from xray_runtime.serving import NotServedError
+from xray_runtime.serving.canary_metrics import CanaryState
 from xray_runtime.serving.choice import Choice, require_sound
 from xray_runtime.serving.replica import ServedModel
 from xray_runtime.serving.server import Server
@@ -77,6 +78,7 @@ class CanaryFollower:
         if decision is not None:
             return self._end(monitor, decision)
         self._monitor, self._next_look = monitor, self._clock() + LOOK_SECONDS
+        self._server.canary = CanaryState(True, monitor.decision("undecided", "").arms)
         return f"canary: {began.candidate[:12]} answers {began.rules.share:.0%} of users"
 
     def _choice(self, canary: Canary) -> Choice:
@@ -101,11 +103,15 @@ class CanaryFollower:
             return None
         self._next_look = self._clock() + LOOK_SECONDS
         decision = monitor.look()
-        return self._end(monitor, decision) if decision is not None else None
+        if decision is not None:
+            return self._end(monitor, decision)
+        self._server.canary = CanaryState(True, monitor.decision("undecided", "").arms)
+        return None
 
     def _end(self, monitor: Monitor, decision: CanaryEnded) -> str:
         # The requests come first: they must not wait for the disk.
         self._server.end_canary()
+        self._server.canary = CanaryState(False, decision.arms)
         self._monitor, self._passed_over = None, monitor.canary.id
         line = f"canary of {monitor.canary.began.candidate[:12]}: {{}}; the champion answers everyone"
         try:

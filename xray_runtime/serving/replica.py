@@ -9,11 +9,13 @@ from pathlib import Path
 
 import ray
 import uvicorn
+from prometheus_client import REGISTRY
 
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.generation.vllm_server import VLLMServer, arguments
 from xray_runtime.processes import redirect_output
 from xray_runtime.serving import NotServedError
+from xray_runtime.serving.canary_metrics import CanaryCollector, CanaryState
 from xray_runtime.serving.middleware import App, Tagged
 from xray_runtime.serving.recorder import RecorderHandle
 from xray_runtime.serving.recording import FEEDBACK_PATH, Outbox, Recording, prometheus_count
@@ -49,6 +51,7 @@ class Replica:
         self._recorder = recorder
         self._outbox: Outbox | None = None
         self._engine: VLLMServer | None = None
+        self._canary = CanaryCollector()
 
     async def start(self) -> tuple[str, int]:
         """Load the model; returns (host, port). Raises NotServedError if its files have changed since the audit."""
@@ -63,6 +66,8 @@ class Replica:
         )
         self._engine = engine = VLLMServer(options, model.runtime, model.device)
         app = self._tagged(await engine.start())
+        # vLLM shows all that is registered on /metrics.
+        REGISTRY.register(self._canary)
         host = LOOPBACK if context.get_node_id() == self._front_node else ray.util.get_node_ip_address()
         listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         config = uvicorn.Config(app, timeout_keep_alive=KEEP_ALIVE_SECONDS, log_level="warning", access_log=False)
@@ -80,12 +85,13 @@ class Replica:
         recording = Recording(app, model.sha256, recorder.config, self._outbox, recorder.actor.feedback.remote)
         return Tagged(recording, model.sha256, model.key, self._secret, own_keys=(FEEDBACK_PATH,))
 
-    async def check(self) -> None:
-        """Raise an error if the engine or its HTTP server has stopped."""
+    async def check(self, canary: CanaryState | None) -> None:
+        """Raise an error if the engine or its HTTP server has stopped; otherwise show `canary` on /metrics."""
         assert self._engine is not None, "check() was called before start()"
         await self._engine.check()
         if self._serving.done():
             raise RuntimeError("its HTTP server stopped")
+        self._canary.state = canary
 
     async def stop(self) -> None:
         """Hand over what is to be recorded, and stop the engine's process; a rejected model has neither."""

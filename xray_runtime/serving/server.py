@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import ray
 
 from xray_runtime.errors import error_summary
 from xray_runtime.serving import NotServedError
+from xray_runtime.serving.canary_metrics import CanaryState
 from xray_runtime.serving.recorder import RecorderHandle
 from xray_runtime.serving.replica import Replica, ServedModel
 from xray_runtime.serving.reverse_proxy import CANARY, Address, ReverseProxy
@@ -61,6 +62,8 @@ class Server:
         self._candidate: _Replicas | None = None
         self.candidate_failure: str | None = None
         """Why the candidate of a canary was taken away; None while it answers."""
+        self.canary: CanaryState | None = None
+        """The last canary, which replicas show on /metrics."""
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._watching = threading.Thread(target=self._watch, daemon=True)
         self._watching.start()
@@ -93,7 +96,7 @@ class Server:
         # There is memory for two models, not for three.
         while self._drained is not None:
             time.sleep(WATCH_SECONDS)
-        replicas = _Replicas(model, self._num_replicas, self._proxy, self._recorder)
+        replicas = _Replicas(model, self._num_replicas, self._proxy, self._recorder, lambda: self.canary)
         try:
             while not replicas.all_up():
                 time.sleep(WATCH_SECONDS)
@@ -156,12 +159,17 @@ class _Replicas:
     """The replicas of one model."""
 
     def __init__(
-        self, model: ServedModel, num_replicas: int, proxy: ReverseProxy, recorder: RecorderHandle | None
+        self,
+        model: ServedModel,
+        num_replicas: int,
+        proxy: ReverseProxy,
+        recorder: RecorderHandle | None,
+        canary: Callable[[], CanaryState | None],
     ) -> None:
         self.backend: str | None = None
         """Their back end, once they get requests."""
         self._proxy = proxy
-        self._replicas = [_Lifetime(model, proxy.secret, recorder) for _ in range(num_replicas)]
+        self._replicas = [_Lifetime(model, proxy.secret, recorder, canary) for _ in range(num_replicas)]
 
     def all_up(self) -> bool:
         """Whether all can answer. Raises NotServedError if one cannot be loaded."""
@@ -193,12 +201,22 @@ class _Replicas:
 class _Lifetime:
     """One replica, or its replacement.
 
+    Args:
+        canary: what it shows of the last canary.
+
     Attributes:
         address: where it listens; None while it loads.
     """
 
-    def __init__(self, model: ServedModel, secret: str, recorder: RecorderHandle | None) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        secret: str,
+        recorder: RecorderHandle | None,
+        canary: Callable[[], CanaryState | None],
+    ) -> None:
         self._model, self._secret, self._recorder, self._wait_s = model, secret, recorder, FIRST_WAIT_S
+        self._canary = canary
         self._start()
 
     def _start(self) -> None:
@@ -246,7 +264,7 @@ class _Lifetime:
             self.address = answer
         else:
             self._wait_s = FIRST_WAIT_S
-        self._ask(self._actor.check.remote(), HEALTH_SECONDS)
+        self._ask(self._actor.check.remote(self._canary()), HEALTH_SECONDS)
 
     def end(self) -> None:
         """End it; `poll` replaces it after a while."""

@@ -26,12 +26,11 @@ from xray_runtime.feedback.chat_model import ChatModel, PromptLimits, fitting, l
 from xray_runtime.feedback.judgements import Judgement, Question, Verdict, left_model, pairs, tally, verdict_of
 from xray_runtime.feedback.session import (
     JUDGEMENTS,
-    REPLIES,
     Session,
-    open_session,
     read_sessions,
     session_directory,
 )
+from xray_runtime.lineage import signed_files
 from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
 
 SMALL = FreshBase(hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=16, max_positions=64)
@@ -88,35 +87,47 @@ def test_pairs_are_what_was_preferred() -> None:
     ]
 
 
-def test_a_session_goes_on_behind_a_torn_line(tmp_path: Path) -> None:
-    session = open_session(session_directory(tmp_path, SETUP))
+def test_a_session_goes_on_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session.read(session_directory(tmp_path, SETUP))
     session.add_questions([question(0), question(1)])
     session.add_judgement(said(0, "a"))
-    for name in (REPLIES, JUDGEMENTS):
-        with (session.directory / name).open("ab") as file:
-            file.write(b'{"number": 1, "left": "a", "verd')
-    # Whoever only reads passes over it, and leaves the file alone.
-    size = (session.directory / JUDGEMENTS).stat().st_size
-    [seen] = read_sessions(tmp_path)
-    assert (seen.questions, seen.judgements) == ([question(0), question(1)], [said(0, "a")])
-    assert (session.directory / JUDGEMENTS).stat().st_size == size
-    again = open_session(session_directory(tmp_path, SETUP))
+
+    def crash(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    # Before the signature: the verdict was never given. After it: it counts.
+    for name, counted in (("append_signed_line", [said(0, "a")]), ("sync", [said(0, "a"), said(1, "a")])):
+        with monkeypatch.context() as patch:
+            patch.setattr(signed_files, name, crash)
+            with pytest.raises(KeyboardInterrupt):
+                session.add_judgement(said(1, "a"))
+        [seen] = read_sessions(tmp_path)
+        assert (seen.questions, seen.judgements) == ([question(0), question(1)], counted)
+    going_on = Session.read(session.directory)
+    with monkeypatch.context() as patch:
+        # The change is beside its file.
+        patch.setattr(signed_files.os, "replace", crash)
+        with pytest.raises(KeyboardInterrupt):
+            going_on.add_judgement(said(1, "b"))
+    again = Session.read(session_directory(tmp_path, SETUP))
     assert again.directory == session.directory
-    again.add_judgement(said(1, "b"))
     again.add_questions([question(2)])
     [whole] = read_sessions(tmp_path)
-    assert whole.judgements == [said(0, "a"), said(1, "b")]
+    assert whole.judgements[:2] == [said(0, "a"), said(1, "a")]
     assert [q.number for q in whole.questions] == [0, 1, 2]
     assert session_directory(tmp_path, SETUP.model_copy(update={"seed": 1})) != session.directory
 
 
-def test_a_damaged_line_is_named(tmp_path: Path) -> None:
-    session = open_session(session_directory(tmp_path, SETUP))
+def test_a_line_that_nobody_signed_is_refused(tmp_path: Path) -> None:
+    session = Session.read(session_directory(tmp_path, SETUP))
     session.add_judgement(said(0, "a"))
     path = session.directory / JUDGEMENTS
-    path.write_bytes(path.read_bytes().replace(b'"verdict":"a"', b'"verdict":"x"') * 2)
-    with pytest.raises(ConfigError, match=r"judgements\.jsonl line 1: damaged"):
+    path.write_bytes(path.read_bytes() * 2)
+    with pytest.raises(ConfigError, match=r"judgements\.jsonl: somebody else changed it"):
         Session.read(session.directory)
+    # What another process signed meanwhile is not written over.
+    with pytest.raises(ConfigError, match=r"judgements\.jsonl: somebody else changed it"):
+        session.add_judgement(said(1, "a"))
 
 
 @pytest.fixture

@@ -7,13 +7,17 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from tests.unit.serving.recording import KEYS, exchange, keep, with_recorder
+from xray.flows.nights import Night, place_of, read_nights, write_night
 from xray_runtime.config.curate import CurateConfig
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.curation import Curated, curate
 from xray_runtime.data.recorded import RECORDED, Row, read_segment, segment_bytes, segment_name
 from xray_runtime.data.signals import Label, Signal
+from xray_runtime.feedback.judgements import Judgement, Question
+from xray_runtime.feedback.session import Session, Setup, read_sessions, session_directory
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.audit.log import read_log
 from xray_runtime.lineage.audit.recorded import check_recorded
@@ -141,6 +145,119 @@ def _findings(output: Path) -> set[Finding]:
     verifier = Verifier(trusted_keys(output))
     log, broken = read_log(output, verifier)
     return {*broken, *check_recorded(open_lineage_store(output, None), log, verifier, hashing=True)}
+
+
+# Attacks on what is read before anything of it is published: verdicts on two models, and the records of nights.
+
+
+def forged_verdict(output: Path) -> None:
+    with _verdicts(output).open("ab") as file:
+        file.write(_verdict(1, "b").model_dump_json().encode() + b"\n")
+
+
+def edited_verdict(output: Path) -> None:
+    _edit(_verdicts(output), '"verdict":"a"', '"verdict":"b"')
+
+
+def removed_verdict(output: Path) -> None:
+    path = _verdicts(output)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+
+
+def verdict_repeated(output: Path) -> None:
+    path = _verdicts(output)
+    path.write_bytes(path.read_bytes() + path.read_bytes().splitlines(keepends=True)[0])
+
+
+def swapped_replies(output: Path) -> None:
+    _edit(_verdicts(output).with_name("replies.jsonl"), '"a":"one","b":"two"', '"a":"two","b":"one"')
+
+
+def swapped_models(output: Path) -> None:
+    a, b = "a" * 64, "b" * 64
+    path = _verdicts(output).with_name("session.json")
+    path.write_text(path.read_text().replace(a, "c" * 64).replace(b, a).replace("c" * 64, b))
+
+
+def invented_comparison(output: Path) -> None:
+    made = output / "feedback" / "0123456789ab"
+    shutil.copytree(_verdicts(output).parent, made)
+
+
+def comparison_of_another_store(output: Path) -> None:
+    other = output.with_name("another")
+    before_a_night(other)
+    shutil.rmtree(output / "feedback")
+    shutil.copytree(other / "feedback", output / "feedback")
+
+
+def edited_night(output: Path) -> None:
+    _edit(place_of(output, _night(1)) / "night.json", '"refused"', '"candidate"')
+
+
+def invented_night(output: Path) -> None:
+    path = place_of(output, _night(2)) / "night.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(_night(2).model_dump_json(indent=2) + "\n")
+
+
+BEFORE_A_NIGHT: list[Callable[[Path], None]] = [
+    forged_verdict, edited_verdict, removed_verdict, verdict_repeated, swapped_replies, swapped_models,
+    invented_comparison, comparison_of_another_store, edited_night, invented_night,
+]  # fmt: skip
+
+
+def before_a_night(output: Path) -> Path:
+    """A directory with two verdicts of one person, and the record of a night that was refused."""
+    setup = Setup(
+        a="a" * 64,
+        b="b" * 64,
+        prompts="typed",
+        source=None,
+        max_prompt_tokens=None,
+        max_new_tokens=8,
+        temperature=1.0,
+        seed=0,
+    )
+    signing_key(output)
+    session = Session.read(session_directory(output, setup))
+    prompts = [[{"role": "user", "content": f"question {number}"}] for number in range(2)]
+    session.add_questions([Question(number=n, prompt=prompt, a="one", b="two") for n, prompt in enumerate(prompts)])
+    for number in range(2):
+        session.add_judgement(_verdict(number, "a"))
+    write_night(output, _night(1))
+    return output
+
+
+def read_by_a_night(attack: Callable[[Path], None], output: Path) -> Outcome:
+    """The attack on a directory of `before_a_night`."""
+    attack(output)
+    try:
+        read_sessions(output)
+        read_nights(output)
+    except ConfigError as error:
+        return Outcome(attack.__name__.replace("_", " "), f"refused: {error}")
+    return Outcome(attack.__name__.replace("_", " "), ACCEPTED)
+
+
+def _verdicts(output: Path) -> Path:
+    [path] = output.glob("feedback/*/judgements.jsonl")
+    return path
+
+
+def _verdict(number: int, verdict: Literal["a", "b"]) -> Judgement:
+    return Judgement(number=number, left="a", verdict=verdict, judge="ada", at="2026-01-01T00:00:00+00:00")
+
+
+def _night(number: int) -> Night:
+    fields = {"number": number, "first": number, "last": number, "feedback": ["1" * 64], "verdicts": None}
+    return Night.model_validate(fields | {"start": "2" * 64, "data": "3" * 64, "state": "refused"})
+
+
+def _edit(path: Path, old: str, new: str) -> None:
+    content = path.read_text()
+    assert old in content
+    path.write_text(content.replace(old, new))
 
 
 # Attacks by requests of an application.

@@ -8,10 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.lineage.attacks import ACCEPTED, HOURLY, ON_DISK, on_disk, poisonings, sent, two_segments
+from tests.unit.lineage.attacks import (
+    ACCEPTED,
+    BEFORE_A_NIGHT,
+    HOURLY,
+    ON_DISK,
+    before_a_night,
+    on_disk,
+    poisonings,
+    read_by_a_night,
+    sent,
+    two_segments,
+)
 from tests.unit.lineage.nights import ran
+from xray.flows.nights import read_nights
 from xray_runtime.config.curate import RecordedPromptsConfig
 from xray_runtime.data.pairs import Example, Pairs
+from xray_runtime.feedback.session import read_sessions
 from xray_runtime.graph.artifacts import Feedback
 from xray_runtime.graph.inputs import RecordedPromptsInputs
 from xray_runtime.preparation import recorded_data
@@ -22,6 +35,16 @@ def test_an_attack_on_the_store_is_named(attack: Callable[[Path, Path], None], t
     found = on_disk(attack, two_segments(tmp_path / "run"), two_segments(tmp_path / "other"))
     assert found.came_of_it != ACCEPTED
     assert found.came_of_it.startswith("refused: ")
+
+
+@pytest.mark.parametrize("attack", BEFORE_A_NIGHT, ids=lambda attack: attack.__name__)
+def test_an_attack_before_a_night_is_named(attack: Callable[[Path], None], tmp_path: Path) -> None:
+    output = before_a_night(tmp_path / "run")
+    read_sessions(output)
+    read_nights(output)
+    found = read_by_a_night(attack, output)
+    assert found.came_of_it.startswith("refused: ")
+    assert "\n" not in found.came_of_it
 
 
 def test_what_applications_send_is_refused_or_bounded(tmp_path: Path) -> None:

@@ -16,13 +16,13 @@ from tests.unit.lineage.nights import config
 from tests.unit.lineage.promoting import promoted, second_candidate
 from tests.unit.lineage.synthetic import NAME
 from tests.unit.serving.recording import KEYS, exchange, with_recorder
-from xray.flows.flywheel import CANARY, Night, begin_night, place_of, read_nights
+from xray.flows.flywheel import begin_night
+from xray.flows.nights import CANARY, Night, read_nights, write_night
 from xray_runtime.config.canary import CanaryConfig
 from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import RECORDED, segment_name
 from xray_runtime.feedback.canary import ALPHA, Arm, Monitor, decide
-from xray_runtime.files import write_atomic
 from xray_runtime.lineage.canary import begin, canary_of, end, running
 from xray_runtime.lineage.gates import NotPromoted
 from xray_runtime.lineage.log import LOG, Canary, view
@@ -30,6 +30,7 @@ from xray_runtime.lineage.promotion import review
 from xray_runtime.lineage.reference import open_lineage_store, resolve
 from xray_runtime.serving import NotServedError
 from xray_runtime.serving.canary import CanaryFollower
+from xray_runtime.serving.canary_metrics import CanaryCollector, CanaryState
 from xray_runtime.serving.choice import Choice
 from xray_runtime.serving.middleware import key_digest
 from xray_runtime.serving.recorder import Recorder
@@ -191,9 +192,7 @@ def test_a_night_waits_for_its_canary_and_two_never_run(live: tuple[Path, Canary
     champion = canary.began.champion
     night = Night(number=1, first=1, last=0, feedback=[champion], verdicts=None, start=champion, data=champion)
     night = night.model_copy(update={"state": CANARY, "canary": canary.id, "policy": canary.began.candidate})
-    place = place_of(output, night)
-    place.mkdir(parents=True)
-    write_atomic(place / "night.json", night.model_dump_json())
+    write_night(output, night)
     record(output, both(5, "up", "up"))
     assert begin_night(output, config(), False) == night
     record(output, both(60, "down", "up"), begin_at=1000)
@@ -229,7 +228,14 @@ class Replicas:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.candidate_failure: str | None = None
+        self.canary: CanaryState | None = None
         self.fails = False
+
+    def shown(self) -> dict[tuple[str, str], float]:
+        """(metric, arm) → value, as replicas show it."""
+        collector = CanaryCollector()
+        collector.state = self.canary
+        return {(s.name, s.labels.get("arm", "")): s.value for family in collector.collect() for s in family.samples}
 
     def begin_canary(self, model: str, share: float) -> None:
         if self.fails:
@@ -256,11 +262,20 @@ def test_a_server_follows_a_canary_from_its_beginning_to_its_end(live: tuple[Pat
     assert "needs --record" in str(without.step(champion))
     assert without.step(champion) is None
     following = follower(output, server)
+    assert server.shown() == {}
     assert "answers 10% of users" in str(following.step(champion))
     assert following.step(champion) is None
-    record(output, both(60, "down", "up"))
+    found = server.shown()
+    assert (found["xray_canary_running", ""], found["xray_canary_answers", "candidate"]) == (1, 0)
+    record(output, both(5, "down", "up"))
+    assert following.step(champion) is None
+    found = server.shown()
+    assert [found["xray_canary_answers", arm] for arm in ("candidate", "champion")] == [5, 5]
+    assert [found["xray_canary_feedback", arm] for arm in ("candidate", "champion")] == [0, 1]
+    record(output, both(60, "down", "up"), begin_at=1000)
     assert "rolled back: its feedback" in str(following.step(champion))
     assert server.said == ["begin ppo-3 0.1", "end"]
+    assert server.shown()["xray_canary_running", ""] == 0
     assert following.step(champion) is None
     assert view(output).canaries[canary.id].ended is not None
     # A decision is not made twice.

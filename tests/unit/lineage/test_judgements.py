@@ -20,7 +20,7 @@ from xray_runtime.evaluation.human_verdicts import human_judge
 from xray_runtime.feedback.comparison import of_dataset
 from xray_runtime.feedback.judgements import Judgement, Question, Verdict
 from xray_runtime.feedback.publication import publish
-from xray_runtime.feedback.session import Session, Setup, open_session, session_directory
+from xray_runtime.feedback.session import Session, Setup, session_directory
 from xray_runtime.graph.artifacts import Dataset, Judgements
 from xray_runtime.graph.inputs import PreferencesInputs
 from xray_runtime.graph.kind import Stage
@@ -46,7 +46,7 @@ def judge(output: Path, prompts: str = "train", numbers: range = range(6)) -> Se
         temperature=1.0,
         seed=0,
     )
-    session = open_session(session_directory(output, setup))
+    session = Session.read(session_directory(output, setup))
     for number, (asked, verdict) in enumerate(zip(numbers, VERDICTS, strict=True)):
         session.add_questions([Question(number=number, prompt=prompt(asked), a=f"a{number}", b=f"b{number}")])
         session.add_judgement(

@@ -16,13 +16,19 @@ from tests.unit.lineage.promoting import promoted
 from tests.unit.lineage.synthetic import Lifecycle, weights
 from tests.unit.serving.recording import exchange, keep
 from xray.cli.main import app
-from xray.flows.flywheel import Night, begin_night, place_of, read_nights
+from xray.flows import flywheel
+from xray.flows.flywheel import begin_night
+from xray.flows.nights import Night, place_of, read_nights, write_night
+from xray_runtime.config.flywheel import FlywheelConfig
+from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.rewards import ExternalReward
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import RECORDED
-from xray_runtime.files import write_atomic
+from xray_runtime.graph.graph import recording
 from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.reference import open_lineage_store, resolve
 from xray_runtime.lineage.withdrawal import refusal
+from xray_runtime.stages.kinds import CURATE
 
 
 def recorded(output: Path, number: int) -> None:
@@ -37,7 +43,7 @@ def begun(output: Path, release: bool = False, **fields: Any) -> Night:
 
 def ended(output: Path, night: Night, state: str) -> None:
     done = night.model_copy(update={"state": state})
-    write_atomic(place_of(output, night) / "night.json", done.model_dump_json())
+    write_night(output, done)
 
 
 def test_a_night_is_what_was_recorded_since_the_last(fresh: Callable[[], Path]) -> None:
@@ -62,6 +68,34 @@ def test_a_night_is_what_was_recorded_since_the_last(fresh: Callable[[], Path]) 
     recorded(output, 3)
     third = begun(output, nights=2)
     assert third.feedback[:-1] == second.feedback[-1:]
+
+
+@pytest.mark.parametrize(
+    ("way", "roles"),
+    [
+        ("dpo", {"policy": "start", "preferences": "preferences"}),
+        ("kto", {"policy": "start", "verdicts": "curate", "data": "data"}),
+        ("ppo", {"policy": "start", "prompts": "data", "reference": "start", "rewards.0": "reward"}),
+    ],
+)
+def test_each_way_learns_from_what_was_curated(way: str, roles: dict[str, str]) -> None:
+    lifecycle = LifecycleConfig(rewards=[ExternalReward(service={"url": "http://127.0.0.1:1/score"})])
+    with recording(lifecycle.seed, lifecycle.runtime) as graph:
+        start, data, feedback = (graph.checkpoint(name) for name in ("start", "data", "feedback"))
+        curated = CURATE(feedback=[feedback], name="curate")
+        chosen = FlywheelConfig.model_validate({way: {}})
+        policy = flywheel._trained(lifecycle, chosen, curated, start, data)
+    known = {start: "start", data: "data"}
+    assert policy.call is not None
+    assert {role: known.get(each, each.name) for role, each in policy.call.parents.items()} == roles
+    made = {call.name: call for call in graph.calls.values()}
+    if way == "ppo":
+        reward = made["reward"].parents
+        assert {role: known.get(each, each.name) for role, each in reward.items()} == {
+            "policy": "start",
+            "data": "preferences",
+        }
+        assert [term.model for term in policy.call.config.rewards] == ["rewards.0", None]
 
 
 def test_nothing_learns_from_a_night_that_is_held(fresh: Callable[[], Path]) -> None:
@@ -147,8 +181,11 @@ def test_bad_input_is_one_line(fresh: Callable[[], Path]) -> None:
         return done.exit_code, done.output
 
     for arguments, said in (
-        ((), "dpo: neither of dpo and kto is not allowed: set one, such as dpo.epochs=1"),
-        (("--set", "dpo.epochs=1", "--set", "kto.epochs=1"), "dpo: both of dpo and kto is not allowed"),
+        ((), "dpo: exactly one of dpo, kto and ppo must be set, such as dpo.epochs=1; none is"),
+        (("--set", "dpo.epochs=1", "--set", "kto.epochs=1"), "dpo.epochs=1; dpo and kto are"),
+        (("--set", "ppo.iterations=1", "--set", "kto.epochs=1"), "dpo.epochs=1; kto and ppo are"),
+        (("--set", "ppo.reward.epochs=0"), "ppo.reward.epochs: 0 is not allowed"),
+        (("--set", "ppo.minibatch_size=7"), "minibatch_size = 7 must divide"),
         (("--set", "dpo.epochs=0"), "dpo.epochs: 0 is not allowed"),
         (("--set", "dpo.epochs=1"), "start: is required: synthetic-policy has no champion"),
         (("--set", "dpo.epochs=1", "--set", "rules.max_share=2"), "rules.max_share: 2"),
@@ -168,4 +205,23 @@ def test_bad_input_is_one_line(fresh: Callable[[], Path]) -> None:
     place.mkdir(parents=True)
     (place / "night.json").write_text("{")
     code, text = ran("--set", "dpo.epochs=1")
-    assert (code, "night.json: damaged" in text.replace("\n", "")) == (2, True)
+    assert (code, "night.json: is not what the signed log has" in text.replace("\n", " ")) == (2, True)
+
+
+def test_a_night_that_somebody_else_changed_is_refused(fresh: Callable[[], Path]) -> None:
+    output = fresh()
+    recorded(output, 1)
+    first = begun(output)
+    path = place_of(output, first) / "night.json"
+    content = path.read_text()
+    path.write_text(content.replace('"begun"', '"candidate"'))
+    with pytest.raises(ConfigError, match=r"night\.json: is not what the signed log has"):
+        begin_night(output, config(), False)
+    # A crash, or whoever moves it away, leaves none: the signed log has it.
+    path.unlink()
+    assert begun(output) == first
+    assert path.read_text() == content
+    log = output / "log.jsonl"
+    log.write_bytes(log.read_bytes().replace(b'"payload": "', b'"payload": "A', 1))
+    with pytest.raises(ConfigError, match=r"^--output: log\.jsonl"):
+        begin_night(output, config(), False)

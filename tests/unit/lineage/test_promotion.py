@@ -14,6 +14,7 @@ import pytest
 
 from tests.unit.lineage.promoting import aliases, broken, promoted, second_candidate
 from tests.unit.lineage.synthetic import NAME, Lifecycle, decided, evaluation_files, examples, judged, judged_by
+from xray.flows.promote import review_markdown
 from xray_runtime.config.evaluate import EvaluationConfig, PromotionConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.gates import check_gates, gates_for
@@ -57,6 +58,16 @@ def test_a_sound_candidate_is_promoted_and_rolled_back(fresh: Callable[[], Path]
     ]
     # Nothing is checked of who was champion before.
     assert (chain[6]["gates"], chain[6]["gates_from"], chain[6]["evidence"]) == ([], "", {})
+
+
+def test_prefect_gets_no_texts(fresh: Callable[[], Path]) -> None:
+    place, node = resolve("ppo-2", fresh(), None)
+    seen = review(place, node, name=NAME, gates=PromotionConfig(min_win_rate=None))
+    # At the terminal the person sees some.
+    assert "question 5" in review_markdown(seen, place)
+    kept = review_markdown(seen, place, samples=False)
+    assert "question" not in kept
+    assert "samples.json" in kept
 
 
 def test_a_promotion_cut_short_is_finished_by_the_same_command(fresh: Callable[[], Path]) -> None:

@@ -82,7 +82,7 @@ def learned(output: Path) -> None:
     (output / "logs").mkdir(exist_ok=True)
     (output / "logs" / "run.log").write_text(f"prompt: {SECRET}\n")
     (output / "report.html").write_text(f"<p>{html.escape(SECRET)}</p>")
-    made = sessions.open_session(sessions.session_directory(output, _setup(output)))
+    made = sessions.Session.read(sessions.session_directory(output, _setup(output)))
     made.add_questions([Question(number=n, prompt=prompt(n), a=t, b="b") for n, t in enumerate((SECRET, OTHER))])
     for number in (0, 1):
         made.add_judgement(Judgement(number=number, left="a", verdict="a", judge="ada", at="2026-01-01T00:00:00+00:00"))

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.unit.lineage.synthetic import Lifecycle
 from tests.unit.studio.world import post, studio
-from xray.flows.flywheel import FILE, FOLDER, Night
+from xray.flows.nights import FILE, Night, place_of, write_night
 from xray_runtime.lineage.log import RunBegan, append, run_lock
 from xray_runtime.lineage.reference import find, open_lineage_store
 from xray_runtime.lineage.signing import signing_key
@@ -35,11 +35,10 @@ def scraped(text: str) -> dict[Sample, float]:
 
 
 def night(output: Path, state: str) -> None:
-    place = output / FOLDER / "0001"
-    place.mkdir(parents=True, exist_ok=True)
     shas = {"start": "a" * 64, "data": "b" * 64, "feedback": ["c" * 64], "verdicts": None}
-    (place / FILE).write_text(Night(number=1, first=1, last=2, state=state, **shas).model_dump_json())
-    os.utime(place / FILE, (1_800_000_000, 1_800_000_000))
+    made = Night(number=1, first=1, last=2, state=state, **shas)
+    write_night(output, made)
+    os.utime(place_of(output, made) / FILE, (1_800_000_000, 1_800_000_000))
 
 
 def at_work(output: Path) -> None:

@@ -17,7 +17,7 @@ from xray.studio.pages import Studio
 from xray_runtime.data.ledger import Shard
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.feedback.judgements import Question
-from xray_runtime.feedback.session import Session, open_session, session_directory
+from xray_runtime.feedback.session import Session, session_directory
 from xray_runtime.lineage.reference import find, open_lineage_store
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" {{ 7 * 7 }} <img src=x onerror=alert(1)>"
@@ -62,7 +62,7 @@ def compared(output: Path, count: int = 3) -> Session:
     """A comparison of sft and ppo-2 that nobody has judged; the replies of one are hostile."""
     store = open_lineage_store(output, None)
     setup = comparison(find("sft", store).sha256, find("ppo-2", store).sha256)
-    session = open_session(session_directory(output, setup))
+    session = Session.read(session_directory(output, setup))
     prompts = [[{"role": "user", "content": f"asked {n} {HOSTILE if n == 0 else ''}"}] for n in range(count)]
     session.add_questions(
         [Question(number=n, prompt=p, a=f"from a {n} {HOSTILE}", b=f"from b {n}") for n, p in enumerate(prompts)]
