@@ -25,8 +25,10 @@ from tests.unit.store.published import IDENTITY
 from xray.deployments.service import free_port
 from xray_runtime.data.tokenizing import encode_prompts
 from xray_runtime.engines.generation.vllm_server import NO_CALLS, call_parser
+from xray_runtime.lineage.log_entries import ArmResult
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.serving import NotServedError
+from xray_runtime.serving.canary_metrics import CanaryState
 from xray_runtime.serving.middleware import SHA256_HEADER
 from xray_runtime.serving.replica import ServedModel
 from xray_runtime.serving.server import Server
@@ -230,6 +232,25 @@ def test_what_a_model_calls_is_given_as_calls_whole_and_in_pieces(cluster: None,
         server.stop()
 
 
+ARM = ArmResult(
+    answers=7,
+    judges=0,
+    feedback=None,
+    feedback_low=0.0,
+    feedback_high=1.0,
+    users=7,
+    errors=0.0,
+    errors_low=0.0,
+    errors_high=1.0,
+    latency_s=0.5,
+)
+
+
+def metrics(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        return str(answer.read().decode())
+
+
 def answered_by(address: str, user: str) -> str:
     """sha256 of the model that answers this user."""
     body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -269,6 +290,8 @@ def test_users_are_answered_while_a_candidate_begins_dies_and_is_taken_away(
             try:
                 server.begin_canary(candidate, 0.5)
                 until(lambda: sum(candidate.sha256 in of for of in answers.values()) >= 6)
+                server.canary = CanaryState(True, {"candidate": ARM})
+                until(lambda: 'xray_canary_answers{arm="candidate"} 7.0' in metrics(port))
                 [replica] = [process for process in processes("ray::Replica") if process.pid not in before]
                 replica.kill()
                 until(lambda: server.candidate_failure is not None)
