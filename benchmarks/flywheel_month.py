@@ -337,18 +337,18 @@ def _lines(root: Path, arm: str) -> list[str]:
 def run(root: Path, arms: list[str], nights: int) -> None:
     """The nights of these arms in turn that did not end before."""
     done = {(row.arm, row.night) for row in ended(root)}
+    missing = [(number, arm) for number in range(1, nights + 1) for arm in arms if (arm, number) not in done]
+    if not missing:
+        return
     # Ray reads its settings when it is imported: after `quiet_environment`.
     from xray_runtime.workers.pool import shared_worker_pool
 
     with local_services(root), shared_worker_pool():
-        for number in range(1, nights + 1):
-            for arm in arms:
-                if (arm, number) in done:
-                    continue
-                row = one_night(prepared(root, arm), arm, number)
-                lines = [*_lines(root, arm), json.dumps(asdict(row))]
-                write_atomic(root / f"{arm}.jsonl", "\n".join(lines) + "\n")
-                print(row, flush=True)
+        for number, arm in missing:
+            row = one_night(prepared(root, arm), arm, number)
+            lines = [*_lines(root, arm), json.dumps(asdict(row))]
+            write_atomic(root / f"{arm}.jsonl", "\n".join(lines) + "\n")
+            print(row, flush=True)
 
 
 def main() -> None:
