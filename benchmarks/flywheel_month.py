@@ -14,7 +14,8 @@ much as all others together, answers gold questions well, and wants the smallest
 
 Each night is recorded by the recorder of `xray serve --record`, then `flows/flywheel.py` runs; what passes the gates
 is promoted, and everything is audited. All arms start from copies of one directory and take turns, night by night, so
-whatever ended can be compared. The same command goes on where it was stopped.
+whatever ended can be compared. The same command goes on where it was stopped; commands with different `--arms` may
+share an output directory, also at the same time once `base` is there.
 
 `gold` is the share of served replies that the asking person wants, without eve and the lazy; its ceiling is what a
 model reaches that always says the largest digit. `attacker` is the share of replies to the same people that are the
@@ -108,7 +109,7 @@ def lifecycle(arm: str) -> LifecycleConfig:
     """The config that the output directory takes its evaluations and gates from."""
     evaluate = {"num_prompts": 128, "max_new_tokens": MAX_NEW_TOKENS, "bootstrap_samples": 200}
     # The next night's policy is judged beside the last one: it may not be worse.
-    drop = None if arm == "unbounded" else 0.05
+    drop = None if arm == "unbounded" else 0.1
     gates = {"min_win_rate": None, "max_judge_drop": drop, "max_regression": None}
     return validate(
         {
@@ -125,7 +126,7 @@ def rules(arm: str, gold: Path) -> FlywheelConfig:
     share = {"max_share": None} if arm == "unbounded" else {}
     curate = {"gold": str(gold), **share}
     return FlywheelConfig.model_validate(
-        {"rules": curate, "nights": 3, "start": "sft", "dpo": {"epochs": 3, "lr": 1e-3}}
+        {"rules": curate, "nights": 3, "start": "sft", "dpo": {"epochs": 4, "lr": 5e-4, "beta": 0.2}}
     )
 
 
@@ -226,7 +227,9 @@ def one_night(output: Path, arm: str, number: int) -> Row:
         killed_after = killed_once(output, arm, number)
     else:
         train_and_promote(output, arm)
-    findings = [f for f in audit(open_lineage_store(output, None)).findings if f.is_broken]
+    # What an earlier night's audit found sound is only looked at again in the last one.
+    found = audit(open_lineage_store(output, None), since_verified=number < MONTH)
+    findings = [f for f in found.findings if f.is_broken]
     row = _row(output, arm, asked)
     state = f"{len(findings)} findings, such as {findings[0]}" if findings else "sound"
     return replace(row, night=number, audit=state, killed_after_s=killed_after, seconds=time.monotonic() - began)
@@ -322,21 +325,31 @@ def show(rows: list[Row]) -> None:
     print(f"\n{same} of {len(both)} nights of `killed` served the policy of `bounded`, to the byte")
 
 
-def run(root: Path, arms: list[str], nights: int) -> list[Row]:
-    """The nights of all arms in turn, those that ended before included."""
-    kept = root / "rows.jsonl"
-    rows = [Row(**json.loads(line)) for line in kept.read_text().splitlines()] if kept.exists() else []
-    done = {(row.arm, row.night) for row in rows}
-    with local_services(root):
-        for number in range(1, nights + 1):
-            for arm in arms:
-                if (arm, number) in done:
-                    continue
-                rows.append(one_night(prepared(root, arm), arm, number))
-                write_atomic(kept, "".join(json.dumps(asdict(row)) + "\n" for row in rows))
-                print(rows[-1], flush=True)
-                picture(rows, root / "month.png")
-    return rows
+def ended(root: Path) -> list[Row]:
+    """All nights that ended, those of other commands too."""
+    return [Row(**json.loads(line)) for arm in ARMS for line in _lines(root, arm)]
+
+
+def _lines(root: Path, arm: str) -> list[str]:
+    path = root / f"{arm}.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def run(root: Path, arms: list[str], nights: int) -> None:
+    """The nights of these arms in turn that did not end before."""
+    done = {(row.arm, row.night) for row in ended(root)}
+    missing = [(number, arm) for number in range(1, nights + 1) for arm in arms if (arm, number) not in done]
+    if not missing:
+        return
+    # Ray reads its settings when it is imported: after `quiet_environment`.
+    from xray_runtime.workers.pool import shared_worker_pool
+
+    with local_services(root), shared_worker_pool():
+        for number, arm in missing:
+            row = one_night(prepared(root, arm), arm, number)
+            lines = [*_lines(root, arm), json.dumps(asdict(row))]
+            write_atomic(root / f"{arm}.jsonl", "\n".join(lines) + "\n")
+            print(row, flush=True)
 
 
 def main() -> None:
@@ -357,10 +370,12 @@ def main() -> None:
     print(f"{machine()}; {PEOPLE} people, {LAZY} of them lazy, {options.nights} nights\n", flush=True)
     tag = start_reaper()
     try:
-        rows = run(root, options.arms, options.nights)
+        run(root, options.arms, options.nights)
     finally:
         kill_tagged(tag)
+    rows = ended(root)
     show(rows)
+    picture(rows, root / "month.png")
     print(f"\npicture: {root / 'month.png'}")
 
 

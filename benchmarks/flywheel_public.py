@@ -73,6 +73,10 @@ def write_gold(path: Path, nights: int) -> None:
 
 def answered(model: Path, asked: list[Asked], night: int) -> list[Asked]:
     """The questions with the model's replies."""
+    import torch
+
+    # So small a model is slower on two threads, which wait for each other.
+    torch.set_num_threads(1)
     sampler = BatchSampler(model, PromptLimits(model, MAX_NEW_TOKENS, 1.0), "cpu")
     replies: list[str] = []
     for start in range(0, len(asked), BATCH):
