@@ -21,6 +21,7 @@ from xray_runtime.models.objectives import ReferenceObjective, SFTObjective
 from xray_runtime.planning.memory import Layout, Memory, scoring_memory, training_memory
 from xray_runtime.planning.shapes import from_pretrained
 from xray_runtime.planning.workload import training_options
+from xray_runtime.workers.libraries import TRAINING
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.pool import start
 from xray_runtime.workers.workhorse import RankInfo
@@ -77,7 +78,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(cluster: None) -> Iterator[list[Any]]:
     """Two Workhorses for all stages: starting them costs more than what they do here."""
-    workhorses = [start(MeasuredLearner, RUNTIME, 0.0) for _ in range(RANKS)]
+    workhorses = [start(MeasuredLearner, RUNTIME, TRAINING) for _ in range(RANKS)]
     yield workhorses
     for workhorse in workhorses:
         ray.kill(workhorse)
