@@ -25,6 +25,7 @@ from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.planning.roles import ModelRole, frozen, sampled
 from xray_runtime.workers.learner import Learner
+from xray_runtime.workers.libraries import TRAINING
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.opening import prestart_models
 from xray_runtime.workers.pool import (
@@ -65,7 +66,7 @@ def holders(cluster: None) -> Iterator[Any]:
 
 def lease(pool: Any, holder: Any, runtime: RuntimeConfig, kind: type = Empty) -> int:
     """Process id of one Workhorse that is leased to `holder`."""
-    [workhorse] = ray.get(pool.acquire.remote(kind, runtime, 1, holder), timeout=SECONDS)
+    [workhorse] = ray.get(pool.acquire.remote(kind, runtime, 1, holder, TRAINING), timeout=SECONDS)
     return pid_of(workhorse)
 
 
@@ -108,7 +109,7 @@ def test_the_next_stage_finds_its_processes_ready(pool: Any, holders: Any) -> No
         prestart_models(roles, runtime, RUN_ID)
         ray.get(pool.ping.remote(), timeout=SECONDS)
     assert num_idle(pool) == before + 1
-    [workhorse] = ray.get(pool.acquire.remote(Learner, runtime, 1, next_stage), timeout=SECONDS)
+    [workhorse] = ray.get(pool.acquire.remote(Learner, runtime, 1, next_stage, TRAINING), timeout=SECONDS)
     assert pid_of(workhorse) != leased
     assert num_idle(pool) == before
     loaded = ray.get(workhorse.__ray_call__.remote(lambda _: set(sys.modules)), timeout=SECONDS)
