@@ -161,7 +161,7 @@ def test_busy_holders_do_not_keep_the_next_one_waiting(pool: Any, holders: Any) 
         lease(pool, holder, runtime)
         holder.work.remote(6.0)
     start = time.monotonic()
-    ray.get(pool.acquire.remote(Empty, runtime, 1, busy[0]), timeout=SECONDS)
+    ray.get(pool.acquire.remote(Empty, runtime, 1, busy[0], TRAINING), timeout=SECONDS)
     assert time.monotonic() - start < len(busy) * PING_SECONDS
 
 
