@@ -3,7 +3,7 @@
 `python -m tests.chaos.agents --cases 40 --seed 0` kills them with `tests.chaos.harness` while an episode is open: a
 call of it is journaled, and its result is not. Every checkpoint and every metric must be those of an undisturbed
 lifecycle, but for the metric that counts agents that ran again. Then each stage of the last one is replayed, without
-its agent.
+its agent. `kills.jsonl` in the output has what ended, so a command that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+from benchmarks.machine import table
 from tests.chaos import games
 from tests.chaos.episodes import PATIENCE, write_letters
 from tests.chaos.harness import (
@@ -39,7 +43,7 @@ TARGETS_IN_PLAY = {
     "driver": TARGETS["driver"],
 }
 """The gateway is in the process of its stage, agents in that of their worker."""
-STAGES = ("ppo-1", "ppo-2", "ppo-3")
+STAGES, LAGS = ("ppo-1", "ppo-2", "ppo-3"), (0, 1, 4)
 RAN_AGAIN = "rollout/agent/failed_infrastructure"
 
 
@@ -92,6 +96,33 @@ def replayed(output: Path, stage: str) -> str:
     return f"{done.returncode}: {(done.stdout or done.stderr).strip().splitlines()[-1]}"
 
 
+def disturbed(directory: Path, baseline: Path, cases: list[Case], about: Lifecycle) -> dict[str, Any]:
+    """A lifecycle with kills as a line of the results; it begins again if it was not finished."""
+    shutil.rmtree(directory, ignore_errors=True)
+    begin = time.monotonic()
+    faults = run(directory, cases, about)
+    return {
+        "directory": directory.name,
+        "minutes": (time.monotonic() - begin) / 60,
+        "lost": lost(baseline, directory),
+        "kills": [[fault.case.target, fault.case.stage, fault.hit, str(fault)] for fault in faults],
+    }
+
+
+def hits(lines: list[dict[str, Any]]) -> Counter[tuple[str, str]]:
+    """(target, stage) → kills that hit."""
+    return Counter((target, stage) for line in lines for target, stage, hit, _ in line["kills"] if hit)
+
+
+def show(lines: list[dict[str, Any]]) -> None:
+    """Print the table."""
+    counts, minutes = hits(lines), sum(line["minutes"] for line in lines)
+    rows = [(target, *(counts[target, stage] for stage in STAGES)) for target in TARGETS_IN_PLAY]
+    table(("killed", *(f"lag {lag}" for lag in LAGS)), rows)
+    bad = sum(bool(line["lost"]) for line in lines)
+    print(f"\n{counts.total()} kills hit in {len(lines)} lifecycles and {minutes:.0f} minutes; {bad} lost something")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=40)
@@ -102,24 +133,27 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     about, baseline = lifecycle(options.output), options.output / BASELINE
     if not (baseline / "lifecycle.json").exists():
+        shutil.rmtree(baseline, ignore_errors=True)
         run(baseline, [], about)
-    hits, tried, bad = Counter[str](), 0, 0
-    directory = baseline
-    while sum(hits.values()) < options.cases and tried < 2 * options.cases:
-        count = min(options.at_once, options.cases - sum(hits.values()))
+    results = options.output / "kills.jsonl"
+    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    while (num_hit := hits(lines).total()) < options.cases:
+        tried = sum(len(line["kills"]) for line in lines)
+        if tried >= 2 * options.cases:
+            break
+        count = min(options.at_once, options.cases - num_hit)
         cases = [draw(options.seed + tried + i, STAGES[i * len(STAGES) // count]) for i in range(count)]
-        directory = options.output / f"faults-{tried}"
-        faults = run(directory, cases, about)
-        found = lost(baseline, directory)
-        tried, bad = tried + count, bad + bool(found)
-        hits.update(f"{fault.case.target}, {fault.case.stage}" for fault in faults if fault.hit)
-        print("\n".join(f"    {fault}" for fault in faults))
-        print(f"{sum(hits.values())} of {tried} kills hit: {found or 'the same bytes'}", flush=True)
-    print(dict(sorted(hits.items())))
-    answers = {stage: replayed(directory, stage) for stage in STAGES}
+        lines.append(disturbed(options.output / f"faults-{tried}", baseline, cases, about))
+        with results.open("a") as file:
+            file.write(json.dumps(lines[-1]) + "\n")
+        print("\n".join(f"    {what}" for *_, what in lines[-1]["kills"]))
+        print(f"{hits(lines).total()} kills hit: {lines[-1]['lost'] or 'the same bytes'}", flush=True)
+    show(lines)
+    last = options.output / lines[-1]["directory"]
+    answers = {stage: replayed(last, stage) for stage in STAGES}
     print("\n".join(f"replay of {stage}: {answer}" for stage, answer in answers.items()))
     failed = any(not answer.startswith("0:") for answer in answers.values())
-    sys.exit(1 if bad or failed or sum(hits.values()) < options.cases else 0)
+    sys.exit(1 if failed or any(line["lost"] for line in lines) or num_hit < options.cases else 0)
 
 
 if __name__ == "__main__":
