@@ -1,9 +1,9 @@
 """Kill agents, the gateway, the generator, the trainer and the driver in mid-episode, with lag 0, 1 and 4.
 
 `python -m tests.chaos.agents --cases 40 --seed 0` kills them with `tests.chaos.harness` while an episode is open: a
-call of it is journaled, and its result is not. Every checkpoint and every metric must be those of an undisturbed
-lifecycle, but for the metric that counts agents that ran again. Then each stage of the last one is replayed, without
-its agent. `kills.jsonl` in the output has what ended, so a command that was stopped goes on.
+call of it was journaled just now, and its result is not. Every checkpoint and every metric must be those of an
+undisturbed lifecycle, but for the metric that counts agents that ran again. Then each stage of the last one is
+replayed, without its agent. `kills.jsonl` in the output has what ended, so a command that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.machine import table
 from tests.chaos import games
-from tests.chaos.episodes import PATIENCE, write_letters
+from tests.chaos.episodes import FRESH_S, PATIENCE, write_letters
 from tests.chaos.harness import (
     BASELINE,
     MAX_DELAY_SECONDS,
@@ -48,16 +48,18 @@ RAN_AGAIN = "rollout/agent/failed_infrastructure"
 
 
 def moment(output: Path, stage: str) -> str | None:
-    """The open episodes in the stage's journal; None if there are none."""
+    """The open episodes in the stage's journal; None if there are none, or if nothing was journaled just now: the stage
+    is then training, or loading its models after the last kill."""
     for path in output.glob(f"snapshots/{stage}-*/answers.jsonl"):
         try:
+            is_fresh = time.time() - path.stat().st_mtime < FRESH_S
             *whole, _ = path.read_text().split("\n")
         except FileNotFoundError:
             continue
         entries = [json.loads(line) for line in whole]
         begun = {entry["episode"] for entry in entries if "call" in entry}
         num_open = len(begun) - sum("record" in entry for entry in entries)
-        if num_open > 0:
+        if is_fresh and num_open > 0:
             return f", {num_open} episodes open"
     return None
 
