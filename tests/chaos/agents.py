@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -33,6 +34,7 @@ from tests.chaos.harness import (
     outcome,
     run,
 )
+from tests.chaos.servers import Servers, servers
 from xray_runtime.agents import worker
 
 TARGETS_IN_PLAY = {
@@ -70,16 +72,17 @@ def draw(number: int, stage: str) -> Case:
     return Case(number, target, "kill", stage, random.Random(number).uniform(0.0, MAX_DELAY_SECONDS))
 
 
-def lifecycle(directory: Path) -> Lifecycle:
-    """That of `agents.yaml`; its data is written into `directory`."""
+def lifecycle(directory: Path, kept: Servers) -> Lifecycle:
+    """That of `agents.yaml` on servers that are up; its data is written into `directory`."""
     return Lifecycle(
         config=str(Path(__file__).with_name("agents.yaml")),
         overrides=(f"data.source={write_letters(directory)}", *PATIENCE),
-        variables={"XRAY_ALLOWED_IMPORTS": games.__name__},
+        variables={"XRAY_ALLOWED_IMPORTS": games.__name__} | kept.variables,
         stages=STAGES,
         targets=TARGETS_IN_PLAY,
         draw=draw,
         moment=moment,
+        elsewhere=kept.processes,
     )
 
 
@@ -91,10 +94,11 @@ def lost(expected: Path, got: Path) -> list[str]:
     return differences(*sides)
 
 
-def replayed(output: Path, stage: str) -> str:
+def replayed(output: Path, stage: str, kept: Servers) -> str:
     """What a replay of a stage says in the end."""
     command = [sys.executable, "-m", "xray.cli.main", "replay", stage, "--output", str(output)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    variables = os.environ | kept.variables
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     return f"{done.returncode}: {(done.stdout or done.stderr).strip().splitlines()[-1]}"
 
 
@@ -125,6 +129,27 @@ def show(lines: list[dict[str, Any]]) -> None:
     print(f"\n{counts.total()} kills hit in {len(lines)} lifecycles and {minutes:.0f} minutes; {bad} lost something")
 
 
+def killed(output: Path, about: Lifecycle, num_cases: int, at_once: int, seed: int) -> list[dict[str, Any]]:
+    """Run lifecycles until so many kills have hit; the lines of the results, earlier ones too."""
+    baseline, results = output / BASELINE, output / "kills.jsonl"
+    if not (baseline / "lifecycle.json").exists():
+        shutil.rmtree(baseline, ignore_errors=True)
+        run(baseline, [], about)
+    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    while (num_hit := hits(lines).total()) < num_cases:
+        tried = sum(len(line["kills"]) for line in lines)
+        if tried >= 2 * num_cases:
+            break
+        count = min(at_once, num_cases - num_hit)
+        cases = [draw(seed + tried + i, STAGES[i * len(STAGES) // count]) for i in range(count)]
+        lines.append(disturbed(output / f"faults-{tried}", baseline, cases, about))
+        with results.open("a") as file:
+            file.write(json.dumps(lines[-1]) + "\n")
+        print("\n".join(f"    {what}" for *_, what in lines[-1]["kills"]))
+        print(f"{hits(lines).total()} kills hit: {lines[-1]['lost'] or 'the same bytes'}", flush=True)
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=40)
@@ -133,29 +158,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "chaos-agents")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
-    about, baseline = lifecycle(options.output), options.output / BASELINE
-    if not (baseline / "lifecycle.json").exists():
-        shutil.rmtree(baseline, ignore_errors=True)
-        run(baseline, [], about)
-    results = options.output / "kills.jsonl"
-    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    while (num_hit := hits(lines).total()) < options.cases:
-        tried = sum(len(line["kills"]) for line in lines)
-        if tried >= 2 * options.cases:
-            break
-        count = min(options.at_once, options.cases - num_hit)
-        cases = [draw(options.seed + tried + i, STAGES[i * len(STAGES) // count]) for i in range(count)]
-        lines.append(disturbed(options.output / f"faults-{tried}", baseline, cases, about))
-        with results.open("a") as file:
-            file.write(json.dumps(lines[-1]) + "\n")
-        print("\n".join(f"    {what}" for *_, what in lines[-1]["kills"]))
-        print(f"{hits(lines).total()} kills hit: {lines[-1]['lost'] or 'the same bytes'}", flush=True)
-    show(lines)
-    last = options.output / lines[-1]["directory"]
-    answers = {stage: replayed(last, stage) for stage in STAGES}
+    with servers() as kept:
+        lines = killed(options.output, lifecycle(options.output, kept), options.cases, options.at_once, options.seed)
+        show(lines)
+        last = options.output / lines[-1]["directory"]
+        answers = {stage: replayed(last, stage, kept) for stage in STAGES}
     print("\n".join(f"replay of {stage}: {answer}" for stage, answer in answers.items()))
     failed = any(not answer.startswith("0:") for answer in answers.values())
-    sys.exit(1 if failed or any(line["lost"] for line in lines) or num_hit < options.cases else 0)
+    sys.exit(1 if failed or any(line["lost"] for line in lines) or hits(lines).total() < options.cases else 0)
 
 
 if __name__ == "__main__":
