@@ -70,6 +70,7 @@ ALLOWED = {
     ("xray_runtime/environments/worker.py", "importlib.import_module"): "as in data/gold.py: a graph asks for every "
     "function that a kind names (see test_episodes.py)",
     ("xray_runtime/agents/worker.py", "importlib.import_module"): "as for environments",
+    ("xray_runtime/sandboxes/call.py", "importlib.import_module"): "an agent's function, in its sandbox",
     ("xray/__init__.py", "importlib.import_module"): "a table of its own",
     ("deployments/local_services.py", "importlib.import_module"): "two names that stand beside it",
     ("flows/subject.py", "importlib.import_module"): "the flow that a person names on the command line",

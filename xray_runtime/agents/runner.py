@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -18,6 +19,7 @@ from xray_runtime.agents.outcomes import Outcome, outcome_of, outcome_of_command
 from xray_runtime.agents.supervisor import AgentWorker
 from xray_runtime.config.environment import AgentConfig
 from xray_runtime.rewards.source import described
+from xray_runtime.sandboxes import call
 from xray_runtime.sandboxes.base import Box, Limits, Program, Sandbox
 from xray_runtime.sandboxes.remote import RemoteSandbox
 
@@ -68,7 +70,7 @@ def open_runner(config: AgentConfig, log_path: Path) -> Runner:
     limits = Limits(
         config.timeout_s, config.memory_mb, int(config.output_mb * 2**20), config.max_processes, config.disk_mb
     )
-    if config.command is None:
+    if not config.is_sandboxed:
         return _FunctionRunner(config.agent, limits, log_path)
     remote = None if config.sandbox is None else RemoteSandbox(config.sandbox)
     return _CommandRunner(config, limits, remote or LocalSandbox(log_path))
@@ -90,11 +92,11 @@ class _FunctionRunner:
 
 
 class _CommandRunner:
-    """A command in a sandbox, which gets the task as JSON on its standard input."""
+    """A command in a sandbox, which gets the task as JSON on its standard input, or a function there."""
 
     def __init__(self, config: AgentConfig, limits: Limits, sandbox: Sandbox) -> None:
         self._limits, self._sandbox = limits, sandbox
-        self._command = config.command or []
+        self._command = config.command or _calling(config)
         self._files, self._venv = (None if path is None else Path(path) for path in (config.directory, config.venv))
 
     def start(self, task: Mapping[str, Any], address: Address) -> Run:
@@ -116,6 +118,13 @@ class _CommandRunner:
 
     def close(self) -> None:
         self._sandbox.close()
+
+
+def _calling(config: AgentConfig) -> list[str]:
+    """The command that calls the function of a config."""
+    is_ours = config.venv is None and config.sandbox is None
+    python = sys.executable if is_ours else "python"
+    return [python, "-c", Path(call.__file__).read_text(), str(config.agent)]
 
 
 class _ServiceRunner:

@@ -53,15 +53,17 @@ class AgentConfig(Section):
 
     agent: Annotated[str, Field(pattern=r"^[^:]+:[^:]+$"), AfterValidator(_importable)] | None = None
     """`module:function`, called with a task in a process of its own; it returns the reward. Its module must be in
-    XRAY_ALLOWED_IMPORTS."""
+    XRAY_ALLOWED_IMPORTS, unless `directory`, `venv` or `sandbox` is set: the function then runs as a command does, and
+    is imported there alone."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
     """A program with its arguments. The task is JSON on its standard input; it posts its reward, or prints it last."""
     directory: Source | None = None
-    """Files of the command, which runs in a copy of this directory for each episode; None: in an empty one."""
+    """Files of the command or the function, which runs in a copy of this directory for each episode; None: in an empty
+    one."""
     sandbox: Annotated[str, Field(pattern=r"^https?://[^\s@]+$")] | None = None
-    """A service that runs the command (`docs/agents.md`); None: a sandbox of this machine."""
+    """A service that runs the command or the function (`docs/agents.md`); None: a sandbox of this machine."""
     venv: Source | None = None
-    """A Python virtual environment for the command."""
+    """A Python virtual environment for the command or the function."""
     url: Annotated[str, Field(pattern=r"^https?://[^\s@]+$")] | None = None
     """A service that receives each task with an address, and answers with the reward."""
     host: str = "127.0.0.1"
@@ -84,7 +86,7 @@ class AgentConfig(Section):
     max_processes: Count = 32
     """Maximum number of its processes."""
     disk_mb: Count = 256
-    """Maximum size of a command's files, in memory."""
+    """Maximum size of the files in a sandbox, in memory."""
     retries: Annotated[int, Field(ge=0, le=10)] = 2
     """How often an agent runs again when there is no result without a fault of its own."""
     untrainable: Literal["refuse", "leave_out"] = "refuse"
@@ -100,11 +102,16 @@ class AgentConfig(Section):
         if len(given) != 1:
             raise ValueError(f"exactly one of agent, command and url must be set, not {' and '.join(given) or 'none'}")
         for name in ("directory", "venv", "sandbox"):
-            if getattr(self, name) is not None and self.command is None:
-                raise ValueError(f"{name} = {getattr(self, name)!r} must be left out without a command")
+            if getattr(self, name) is not None and self.url is not None:
+                raise ValueError(f"{name} = {getattr(self, name)!r} must be left out with url: X-ray does not start it")
         if self.sandbox is not None and self.venv is not None:
             raise ValueError(f"venv = {self.venv!r} must be left out with sandbox: the service has its own programs")
         return self
+
+    @property
+    def is_sandboxed(self) -> bool:
+        """Whether it runs in a sandbox, apart from our packages."""
+        return self.command is not None or any((self.directory, self.venv, self.sandbox))
 
     def check_turns(self, max_new_tokens: int, stop: Sequence[str]) -> None:
         """Raises ValueError as `EnvironmentConfig.check_turns`."""

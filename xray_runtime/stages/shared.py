@@ -31,14 +31,15 @@ def gold_functions(config: Any) -> list[str]:
 def called_functions(config: Any) -> list[str]:
     terms = [*getattr(config, "rewards", []), *getattr(config, "judges", [])]
     environment = getattr(config, "environment", None)
-    # An environment's class, or an agent's function.
-    names = [getattr(environment, name, None) for name in ("path", "agent")]
+    # An environment's class, or an agent's function, unless only a sandbox imports it.
+    is_ours = not getattr(environment, "is_sandboxed", False)
+    names = [getattr(environment, name, None) for name in ("path", "agent") if is_ours]
     names += [term.function for term in terms]
     return gold_functions(config) + [name for name in names if name is not None]
 
 
 def agent_reads(config: Any) -> dict[str, str]:
-    """The directory of an agent's command."""
+    """The directory of an agent in a sandbox."""
     directory = getattr(getattr(config, "environment", None), "directory", None)
     return {} if directory is None else {"environment.directory": directory}
 

@@ -18,6 +18,9 @@ from xray_runtime.agents.posted import Posted
 from xray_runtime.agents.request import shown
 from xray_runtime.agents.runner import Address, Runner, open_runner
 from xray_runtime.config.environment import AgentConfig
+from xray_runtime.config.ppo import PPOConfig
+from xray_runtime.sandboxes.confine import confinement
+from xray_runtime.stages.shared import called_functions
 
 HERE = sample_agents.__name__
 LIMITS: dict[str, Any] = {"timeout_s": 20.0, "memory_mb": 1024, "output_mb": 1.0, "max_processes": 6}
@@ -153,6 +156,43 @@ def test_a_command_finds_its_virtual_environment_and_its_directory(world: World,
     runner = open_runner(config(**fields), log)
     assert outcome(runner, world) == Outcome(broken="its command ended with 4")
     runner.close()
+
+
+FUNCTION = """
+import asyncio, json, os, pathlib, urllib.request
+
+from beside import question
+
+async def play(task):
+    print(json.dumps(100.0))  # not the result
+    body = json.dumps({"model": "x", "messages": [{"role": "user", "content": question(task)}]}).encode()
+    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    await asyncio.to_thread(urllib.request.urlopen, urllib.request.Request(url, body, headers))
+    if task["reads"] is not None:
+        return len(pathlib.Path(task["reads"]).read_text())
+    return {"value": 0.5, "info": {"files": len([*pathlib.Path().glob("*.py")])}}
+"""
+
+
+def test_a_function_with_a_directory_runs_in_a_sandbox(world: World, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "agent.py").write_text(FUNCTION)
+    (tmp_path / "mine" / "beside.py").write_text("def question(task):\n    return task['prompt']\n")
+    (tmp_path / "secret").write_text("not for agents")
+    given = config(agent="agent:play", directory=str(tmp_path / "mine"))
+    runner = open_runner(given, tmp_path / "agents.log")
+    episode = world.open()
+    run = runner.start({"prompt": "question", "reads": None}, Address(world.gateway.url(episode), episode.secret))
+    assert run.outcome.result(100) == Outcome(Posted(0.5, info={"files": 2.0}))
+    assert len(episode.calls()) == 1
+    assert outcome(runner, world, reads="beside.py") == Outcome(Posted(46.0))
+    if confinement() != "limits":
+        assert outcome(runner, world, reads=str(tmp_path / "secret")) == Outcome(broken="its command ended with 1")
+        assert "Error: " in (tmp_path / "agents.log").read_text()
+    runner.close()
+    assert called_functions(PPOConfig(environment=given, max_new_tokens=4)) == []
+    assert called_functions(PPOConfig(environment=config(agent="agent:play"), max_new_tokens=4)) == ["agent:play"]
 
 
 def test_a_sandbox_that_does_not_start_is_infrastructure(world: World, tmp_path: Path) -> None:

@@ -372,8 +372,8 @@ def test_a_worker_that_dies_is_infrastructure_and_no_reward(
     ("environment", "reason"),
     [
         ({"agent": "a:b", "url": "http://h"}, "exactly one of agent, command and url must be set, not agent and url"),
-        ({"url": "http://h", "venv": "v"}, "venv = 'v' must be left out without a command"),
-        ({"agent": "a:b", "sandbox": "http://h"}, "sandbox = 'http://h' must be left out without a command"),
+        ({"url": "http://h", "venv": "v"}, "venv = 'v' must be left out with url: X-ray does not start it"),
+        ({"agent": "a:b", "sandbox": "http://h", "venv": "v"}, "venv = 'v' must be left out with sandbox"),
         ({"command": ["a"], "sandbox": "http://h", "venv": "v"}, "venv = 'v' must be left out with sandbox"),
         ({"agent": "a:b", "max_turns": 3}, "max_turns"),
         ({"agent": "a:b", "max_tokens": 2}, "max_tokens = 2 must be at least max_new_tokens = 16"),
