@@ -15,6 +15,9 @@ import os
 import sys
 from typing import Any
 
+USES: tuple[str, ...] = ()
+"""It imports an agent's function alone, in a sandbox, where this package is not."""
+
 
 def main() -> None:
     results = os.dup(1)
