@@ -52,10 +52,11 @@ def import_libraries(name: str) -> None:
     if name == VLLM:
         from xray_runtime.engines.generation.vllm import load_vllm
 
-        # vLLM imports Ray for an executor that nothing here uses, and Ray must not be imported before a fork.
-        sys.modules["ray"] = None  # type: ignore[assignment]
+        # vLLM imports Ray, for an executor that nothing here uses, and a server must fork before that.
+        hidden = sys.modules.setdefault("ray", None) is None  # type: ignore[arg-type]
         load_vllm("cpu")
-        del sys.modules["ray"]
+        if hidden:
+            del sys.modules["ray"]
     else:
         from xray_runtime.engines.training.deepspeed_setup import load_deepspeed
         from xray_runtime.models import causal_lm, heads  # noqa: F401
