@@ -17,7 +17,6 @@ It ends with the process that started it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import importlib
 import json
@@ -72,9 +71,7 @@ class ForkServer:
         return self._process.poll() is None
 
 
-@functools.cache
-def _servers() -> list[ForkServer]:
-    return []
+_servers: list[ForkServer] = []
 
 
 def fork_server() -> ForkServer | None:
@@ -82,10 +79,9 @@ def fork_server() -> ForkServer | None:
     machine with a GPU, where imports are short beside the start of a model."""
     if sys.platform != "linux" or NVIDIA.exists():
         return None
-    servers = _servers()
-    if not servers or not servers[-1].is_alive():
-        servers.append(ForkServer())
-    return servers[-1]
+    if not _servers or not _servers[-1].is_alive():
+        _servers.append(ForkServer())
+    return _servers[-1]
 
 
 @dataclass(frozen=True)

@@ -122,9 +122,11 @@ def running_ray(num_cpus: int | None = None) -> Iterator[None]:
     """
     import ray
 
-    forks = fork_server() if not os.environ.get("RAY_ADDRESS") else None
-    address = forks.address if forks is not None else ""
-    with private_ray(), temporary_environment({FORK_SERVER: address}):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(private_ray())
+        # After the environment of a private Ray is set, which its processes show as theirs.
+        forks = fork_server() if not os.environ.get("RAY_ADDRESS") else None
+        stack.enter_context(temporary_environment({FORK_SERVER: forks.address if forks is not None else ""}))
         try:
             _connect(num_cpus or usable_cores(), forks)
             yield
