@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xray.deployments import fork_client
-from xray_runtime.workers.libraries import VARIABLE, import_libraries
+from xray_runtime.workers.libraries import VARIABLE, VLLM, prepare_imports
 
 OF_A_RAY = ("RAY_RAYLET_PID", "RAY_JOB_ID")
 """Variables that Ray reads once, at its import."""
@@ -166,6 +166,23 @@ def serve(listener: socket.socket, address: str, path: tuple[str, ...] = ()) -> 
                     return serve(other, address, longer)
                 other.close()
             connection.sendall(elsewhere.encode())
+
+
+def import_libraries(name: str) -> None:
+    """Import everything that a Workhorse of this kind needs, on CPU."""
+    prepare_imports(threads=1)
+    if name == VLLM:
+        from xray_runtime.engines.generation.vllm import load_vllm
+
+        # vLLM imports Ray, for an executor that nothing here uses, and a server must fork before that.
+        sys.modules["ray"] = None  # type: ignore[assignment]
+        load_vllm("cpu")
+        del sys.modules["ray"]
+    else:
+        from xray_runtime.engines.training.deepspeed_setup import load_deepspeed
+        from xray_runtime.models import causal_lm, heads  # noqa: F401
+
+        load_deepspeed("cpu")
 
 
 def _import(request: Request, step: int) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def libraries_of(config: GeneratorConfig) -> str:
-    """The libraries of a Generator's engine, as `import_libraries` names them."""
+    """The libraries of a Generator's engine: `TRAINING` or `VLLM`."""
     return VLLM if config.engine == "vllm" else TRAINING
 
 

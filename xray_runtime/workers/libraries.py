@@ -10,10 +10,8 @@ import os
 import sys
 from typing import Any
 
-from xray_runtime.processes import without_collection
-
 VARIABLE = "XRAY_WORKER_LIBRARIES"
-"""Environment variable of a Workhorse: what `import_libraries` imported before the fork."""
+"""Environment variable of a Workhorse: what was imported before the fork, `TRAINING` or `VLLM`."""
 FORK_SERVER = "XRAY_FORK_SERVER"
 """Environment variable of a Ray that has a fork server: its address."""
 TRAINING, VLLM = "training", "vllm"
@@ -43,25 +41,6 @@ def prepare_imports(threads: int) -> None:
     for library in UNUSED:
         # Importing a module that is None here fails as if it were not installed.
         sys.modules.setdefault(library, None)  # type: ignore[arg-type]
-
-
-@without_collection()
-def import_libraries(name: str) -> None:
-    """Import everything that a Workhorse of this kind needs, on CPU."""
-    prepare_imports(threads=1)
-    if name == VLLM:
-        from xray_runtime.engines.generation.vllm import load_vllm
-
-        # vLLM imports Ray, for an executor that nothing here uses, and a server must fork before that.
-        hidden = sys.modules.setdefault("ray", None) is None  # type: ignore[arg-type]
-        load_vllm("cpu")
-        if hidden:
-            del sys.modules["ray"]
-    else:
-        from xray_runtime.engines.training.deepspeed_setup import load_deepspeed
-        from xray_runtime.models import causal_lm, heads  # noqa: F401
-
-        load_deepspeed("cpu")
 
 
 def worker_options(name: str) -> dict[str, Any]:
