@@ -3,7 +3,7 @@
     feedback/DIGEST/session.json        the two models, the source of prompts, sampling; DIGEST is its digest
     feedback/DIGEST/replies.jsonl       one question in each line
     feedback/DIGEST/judgements.jsonl    one verdict in each line; a judge's last verdict on a question counts
-    feedback/DIGEST/signed.jsonl        signs these two after each change: a line that is forged is refused
+    feedback/DIGEST/signed.json         signs these two after each change: a line that is forged is refused
 
 The same comparison continues in the same directory.
 """

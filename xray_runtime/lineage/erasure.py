@@ -27,7 +27,7 @@ LEFT_ALONE = {RECORDED, WITHDRAWN, LOCKS, "keys", LOG}
 WEIGHTS = (".safetensors", ".pt", ".bin", ".distcp")
 SQLITE = b"SQLite format 3\0"
 GONE = "(withdrawn)"
-REPLIES, VERDICTS = "replies.jsonl", "judgements.jsonl"
+SESSIONS, REPLIES, VERDICTS = "feedback", "replies.jsonl", "judgements.jsonl"
 """Files of a comparison; see `feedback.session`."""
 
 
@@ -129,6 +129,12 @@ def erase_from_database(path: Path, pattern: TextPattern) -> None:
 
 def _quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
+
+
+def loses_rows(path: Path, pattern: TextPattern) -> bool:
+    """Whether a file is not erased but loses rows: a database's, or those of a comparison that have a text."""
+    is_session = path.name.removesuffix(NEXT) in (REPLIES, VERDICTS) and path.parent.parent.name == SESSIONS
+    return is_database(path) or (is_session and bool(pattern.texts))
 
 
 def erase_verdicts(output: Path, comparison: Path, pattern: TextPattern) -> None:

@@ -1,6 +1,6 @@
 """Files of one directory that are signed whenever they change.
 
-    CHAIN   one signed line for each change: the sha256 of every file from then on
+    SIGNED   a signed statement with the sha256 of every file, replaced at each change
 
 A change is written beside its file, then signed, then put in place: after a crash it is there whole, or not at all.
 """
@@ -24,13 +24,13 @@ from xray_runtime.lineage.signed_lines import append_signed_line, read_signed_li
 from xray_runtime.lineage.signing import Verifier, signing_key
 from xray_runtime.lineage.statement import InTotoRecord
 
-CHAIN = "signed.jsonl"
+SIGNED = "signed.json"
 NEXT = ".next"
 """Ends the name of a change until it is in place."""
 
 
 class Changed(SignedEntry):
-    """Files were changed; the line's subjects are all that there are."""
+    """Files were changed; the statement's subjects are all that there are."""
 
     action: Literal["change"] = "change"
 
@@ -43,7 +43,7 @@ def read_signed(output: Path, directory: Path, names: Sequence[str]) -> dict[str
     """Name → content of the files `names` in a directory below `output`; empty where there is none.
 
     Raises:
-        ConfigError: somebody else changed one, or the chain.
+        ConfigError: somebody else changed one, or the statement.
     """
     signed = _signed(output, directory)
     return {name: _content(output, directory / name, signed.get(name)) for name in names}
@@ -61,28 +61,25 @@ def write_signed(output: Path, directory: Path, contents: Mapping[str, bytes]) -
     files = signed | {name: sha256(content).hexdigest() for name, content in contents.items()}
     for name, content in contents.items():
         write_atomic(directory / f"{name}{NEXT}", content)
-    append_signed_line(directory / CHAIN, ChangedRecord, Changed(), files, signing_key(output))
-    for name in contents:
+    statement = directory / f"{SIGNED}{NEXT}"
+    statement.unlink(missing_ok=True)
+    append_signed_line(statement, ChangedRecord, Changed(), files, signing_key(output))
+    for name in (SIGNED, *contents):
         os.replace(directory / f"{name}{NEXT}", directory / name)
     sync(directory)
 
 
 def _signed(output: Path, directory: Path) -> dict[str, str]:
-    """Name → sha256 by the last line of the chain."""
-    path = directory / CHAIN
+    """Name → sha256 by the signed statement; empty where there is none."""
+    path = directory / SIGNED
     if not os.path.lexists(path):
         return {}
-    files: dict[str, str] = {}
     try:
-        for line in sound_lines(read_signed_lines(path, ChangedRecord), Verifier(trusted_keys(output))):
-            files = line.files
+        [line] = sound_lines(read_signed_lines(path, ChangedRecord), Verifier(trusted_keys(output)))
     except (OSError, ValueError) as error:
-        # A crash cut the last line short, before its change was in place.
-        if not str(error).endswith("is cut short"):
-            raise ConfigError(
-                f"{path}: it is not sound ({str(error).splitlines()[0]}); restore it from a copy"
-            ) from None
-    return files
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{path}: it is not sound ({reason}); restore it from a copy") from None
+    return line.files
 
 
 def _content(output: Path, path: Path, expected: str | None) -> bytes:
@@ -93,7 +90,7 @@ def _content(output: Path, path: Path, expected: str | None) -> bytes:
             return found
     if not os.path.lexists(path) and (expected is None or _is_erased(output, path)):
         return b""
-    raise ConfigError(f"{path}: somebody else changed it: {CHAIN} does not have its bytes; restore it from a copy")
+    raise ConfigError(f"{path}: somebody else changed it: {SIGNED} does not have its bytes; restore it from a copy")
 
 
 def _is_erased(output: Path, path: Path) -> bool:

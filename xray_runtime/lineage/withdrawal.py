@@ -25,19 +25,19 @@ from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import PEOPLE
 from xray_runtime.lineage.erasure import (
     REPLIES,
+    SESSIONS,
     VERDICTS,
     TextPattern,
     erase_file,
     erase_from_database,
     files_with,
-    is_database,
+    loses_rows,
     rewrite,
 )
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.log import REPORT, Withdrawn, append, digests, view
 from xray_runtime.lineage.recorded import RecordedReader
 from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.lineage.signed_files import NEXT
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.statement import OutsideSource
 from xray_runtime.lineage.terms import own_sources
@@ -51,7 +51,7 @@ ROWS = (".arrow", ".jsonl", ".parquet")
 SHOWN = ("samples.json", "prompts.json", "comparison_samples.json")
 """Files of checkpoints that hold texts, or tokens of texts."""
 LIVE = ("champion", "candidate")
-PAGES, SESSIONS = "lineage", "feedback"
+PAGES = "lineage"
 
 
 @dataclass
@@ -220,12 +220,13 @@ def _texts(value: Any, key: str = "") -> Iterator[str]:
 def withdraw(store: LineageStore, plan: Withdrawal, by: str) -> list[str]:
     """Carry out a plan; returns the paths that still hold a text. Safe to repeat."""
     output = store.output
-    known = WithdrawnTexts.read(output / FOLDER / TEXTS)
+    texts = output / FOLDER / TEXTS
+    known = WithdrawnTexts.read(texts)
     known.add(plan.pattern.texts)
-    known.write(output / FOLDER / TEXTS)
+    known.write(texts)
     write_atomic(output / FOLDER / f"{_name(plan.subject)}.json", json.dumps(_summary(plan), indent=2) + "\n")
     log = view(output)
-    stays = [path for path in plan.files if _stays(path, plan)]
+    stays = [path for path in plan.files if loses_rows(path, plan.pattern)]
     erased = sorted(path.relative_to(output).as_posix() for path in plan.files if path not in stays)
     entry = Withdrawn(
         subject=plan.subject,
@@ -259,12 +260,6 @@ def _forgotten_by_mlflow(store: LineageStore, plan: Withdrawal) -> list[str]:
     except Exception as error:
         return [f"traces in {strip_credentials(store.tracking_uri)} ({error_summary(error)})"]
     return []
-
-
-def _stays(path: Path, plan: Withdrawal) -> bool:
-    """Whether a file loses some of its content only: a database, or the rows of a comparison that have a text."""
-    is_session = path.name.removesuffix(NEXT) in (REPLIES, VERDICTS) and path.parent.parent.name == SESSIONS
-    return is_database(path) or (is_session and bool(plan.pattern.texts))
 
 
 def _name(subject: str) -> str:

@@ -125,7 +125,7 @@ def test_a_line_that_nobody_signed_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes() * 2)
     with pytest.raises(ConfigError, match=r"judgements\.jsonl: somebody else changed it"):
         Session.read(session.directory)
-    # What another process signed meanwhile is not written over.
+    # A verdict that another process signed meanwhile is not overwritten.
     with pytest.raises(ConfigError, match=r"judgements\.jsonl: somebody else changed it"):
         session.add_judgement(said(1, "a"))
 
