@@ -227,7 +227,7 @@ def one_night(output: Path, arm: str, number: int) -> Row:
         killed_after = killed_once(output, arm, number)
     else:
         train_and_promote(output, arm)
-    # What an earlier night's audit found sound is only looked at again in the last one.
+    # Only the last night's audit checks again what earlier ones found sound.
     found = audit(open_lineage_store(output, None), since_verified=number < MONTH)
     findings = [f for f in found.findings if f.is_broken]
     row = _row(output, arm, asked)
@@ -342,9 +342,7 @@ def run(root: Path, arms: list[str], nights: int) -> None:
     if not missing:
         return
     # Ray reads its settings when it is imported: after `quiet_environment`.
-    from xray_runtime.workers.pool import shared_worker_pool
-
-    with local_services(root), shared_worker_pool():
+    with local_services(root):
         for number, arm in missing:
             row = one_night(prepared(root, arm), arm, number)
             lines = [*_lines(root, arm), json.dumps(asdict(row))]

@@ -46,7 +46,7 @@ from xray_runtime.store.syntax import CodeDigestError
 from xray_runtime.workers.nodes import node_addresses, nodes, only_node
 from xray_runtime.workers.opening import prestart_models
 from xray_runtime.workers.placement import cluster_machine, with_device
-from xray_runtime.workers.pool import worker_pool
+from xray_runtime.workers.pool import open_worker_pool
 from xray_runtime.workers.progress import open_progress
 
 log = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class Workspace(Graph):
         self.context = self.run_record.context(node)
         # Stages learn from its answers that they must stop. It lives as long as its handle.
         self.progress = open_progress(self.context.run_id)
-        stack.enter_context(worker_pool(self.context.run_id))
+        stack.callback(ray.kill, open_worker_pool(self.context.run_id))
         stack.enter_context(self._tasks.following())
         if self._on_open is not None:
             self._on_open(self)

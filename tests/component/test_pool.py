@@ -33,8 +33,6 @@ from xray_runtime.workers.pool import (
     evict_idle_workers,
     find_worker_pool,
     open_worker_pool,
-    shared_worker_pool,
-    worker_pool,
 )
 from xray_runtime.workers.progress import find_progress, open_progress
 
@@ -202,22 +200,6 @@ def test_runs_do_not_touch_each_other(pool: Any, holders: Any) -> None:
     assert ray.get(yours.report.remote("sft", 0, 9, "steps", "")) is True
     assert ray.get(mine.read.remote()) == {"sft": (2, 2, "steps", "", 0)}
     assert find_progress("nobody's") is None
-
-
-def test_runs_of_one_process_can_share_a_pool(holders: Any) -> None:
-    runtime, first, second = a_runtime(), holders(), holders()
-    with shared_worker_pool():
-        with worker_pool("first"):
-            before = lease(find_worker_pool("first"), first, runtime)
-            ray.get(find_worker_pool("first").release.remote(first))
-        with worker_pool("second"):
-            assert lease(find_worker_pool("second"), second, runtime) == before
-    assert gone(before)
-    # Without it each run has its own, which ends with it.
-    with worker_pool("third"):
-        left = lease(find_worker_pool("third"), second, runtime)
-        assert find_worker_pool("second") is None
-    assert gone(left)
 
 
 @pytest.mark.parametrize("run_id", [RUN_ID, "another"], ids=["of this run", "of another run"])

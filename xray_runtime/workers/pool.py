@@ -5,14 +5,13 @@ short stage. On CPU a process is therefore kept for the next model, and processe
 CUDA, and for models of several ranks, every model gets new processes, since ending a process is the most reliable way
 to free device memory and process groups.
 
-Each run has its own pool, unless its process keeps one for all of its runs (`shared_worker_pool`). Idle processes hold
-CPUs: a stage that lacks CPUs has every pool of the cluster evict its idle ones (`evict_idle_workers`).
+Each run has its own pool. Idle processes hold CPUs: a stage that lacks CPUs has every pool of the cluster evict its
+idle ones (`evict_idle_workers`).
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -143,45 +142,14 @@ class PoolHandle(Protocol):
 _POOLS: NamedActor[PoolHandle] = NamedActor(WorkerPool, PREFIX)
 
 
-@contextlib.contextmanager
-def worker_pool(run_id: str) -> Iterator[None]:
-    """A worker pool for a run, unless the runs of this process share one."""
-    if _POOLS.find(_job()) is not None:
-        yield
-        return
-    pool = open_worker_pool(run_id)
-    try:
-        yield
-    finally:
-        ray.kill(pool)
-
-
-@contextlib.contextmanager
-def shared_worker_pool() -> Iterator[None]:
-    """One worker pool for all runs of this process while the context lasts: its Workhorses outlive their runs.
-
-    It pays where many short runs follow each other. To be entered when Ray is up.
-    """
-    pool = open_worker_pool(_job())
-    try:
-        yield
-    finally:
-        ray.kill(pool)
-
-
 def open_worker_pool(run_id: str) -> PoolHandle:
     """The worker pool of a run, started if there is none. It ends with the process that started it."""
     return _POOLS.open(run_id)
 
 
 def find_worker_pool(run_id: str) -> PoolHandle | None:
-    """The worker pool of a run, or the one that all runs of its process share; None if there is none or it died."""
-    return _POOLS.find(run_id) or _POOLS.find(_job())
-
-
-def _job() -> str:
-    """Ray's name for this process and the processes of its stages."""
-    return f"job-{ray.get_runtime_context().get_job_id()}"
+    """The worker pool of a run; None if there is none or it died."""
+    return _POOLS.find(run_id)
 
 
 def evict_idle_workers() -> int:
