@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+from typing import Any
 from unittest import mock
 
 import psutil
@@ -34,24 +35,18 @@ KINDS = {"WholeModel": None, "Learner": TRAINING, "Generator (vLLM)": VLLM}
 def measured(kind: str) -> tuple[float, float]:
     """(CPU seconds, MiB) of a new worker."""
     libraries = KINDS[kind]
+    worker: Any
     if libraries is None:
         worker = ray.remote(num_cpus=0)(WholeModel).remote()
         ray.get(worker.ping.remote())
     else:
-        workhorse = start(Learner if libraries == TRAINING else Generator, RUNTIME, libraries)
-        ray.get(workhorse.load_libraries.remote(*([GeneratorConfig()] if libraries == VLLM else [])))
-        worker = workhorse
-    process = next(p for p in psutil.Process().children(recursive=True) if p.pid == _pid(worker))
+        worker = start(Learner if libraries == TRAINING else Generator, RUNTIME, libraries)
+        ray.get(worker.load_libraries.remote(*([GeneratorConfig()] if libraries == VLLM else [])))
+    process = psutil.Process(ray.get(worker.__ray_call__.remote(lambda _: os.getpid())))
     times = process.cpu_times()
     found = times.user + times.system, process.memory_full_info().uss / 2**20
     ray.kill(worker)
     return found
-
-
-def _pid(worker: object) -> int:
-    from ray._private.state import actors
-
-    return int(actors(worker._actor_id.hex())["Pid"])  # type: ignore[attr-defined]
 
 
 def one_ray(forked: bool, workers: int) -> dict[str, list[tuple[float, float]]]:

@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 import psutil
 from packaging.requirements import Requirement
 
+from xray.deployments.fork_server import NVIDIA
 from xray.deployments.server_home import PORTS, ServerHome, check_free
 from xray.deployments.servers import servers
 from xray.tasks.output_directory import saved_config
@@ -49,7 +50,6 @@ MIN_DISK_GB, MIN_MEMORY_GB, MIN_SHARED_GB = 2.0, 2.0, 0.5
 ANSWER_SECONDS = 5.0
 MAX_SKEW_S = 120.0
 MODULES = ("deepspeed", "mlflow", "prefect", "ray", "vllm")
-NVIDIA = Path("/proc/driver/nvidia/version")
 
 Environment = Mapping[str, str]
 

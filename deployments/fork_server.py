@@ -43,6 +43,7 @@ WORKERS = "xray_runtime.workers"
 WITH_RAY = ("ray", "ray._private.node", f"{WORKERS}.whole_model", f"{WORKERS}.learner", f"{WORKERS}.generator")
 """Imported together with Ray: the actors of models."""
 NVIDIA = Path("/proc/driver/nvidia/version")
+"""Exists where NVIDIA's driver is loaded."""
 POLL_SECONDS = 5.0
 OOM_SCORE = "1000"
 """As Ray gives it to its workers, so that the kernel ends them first where memory ends."""

@@ -25,7 +25,7 @@ class Servers:
     variables: dict[str, str]
     """Their addresses and passwords, as variables of a run."""
     processes: Callable[[], list[psutil.Process]]
-    """What runs on Ray."""
+    """The processes of Ray's workers."""
 
 
 @contextlib.contextmanager
