@@ -72,6 +72,7 @@ ALLOWED = {
     ("xray_runtime/agents/worker.py", "importlib.import_module"): "as for environments",
     ("xray_runtime/sandboxes/call.py", "importlib.import_module"): "an agent's function, in its sandbox",
     ("xray/__init__.py", "importlib.import_module"): "a table of its own",
+    ("deployments/fork_server.py", "importlib.import_module"): "a list that stands beside it",
     ("deployments/local_services.py", "importlib.import_module"): "two names that stand beside it",
     ("flows/subject.py", "importlib.import_module"): "the flow that a person names on the command line",
     ("benchmarks/flywheel_month.py", "importlib.import_module"): "a lesson, whose file name begins with a digit",
