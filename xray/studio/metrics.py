@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from xray.flows.nights import DONE, FILE, place_of, read_nights
 from xray.studio.pages import Studio, studio_of
 from xray.studio.runs import RUNNING, runs, working
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.feedback.canary import Monitor
 from xray_runtime.lineage.log import view
 from xray_runtime.lineage.reference import LineageStore
@@ -93,9 +94,16 @@ def _of_runs(output: Path) -> Iterator[GaugeMetricFamily]:
 
 
 def _of_nights(output: Path) -> Iterator[GaugeMetricFamily]:
-    nights = read_nights(output)
+    sound = GaugeMetricFamily("xray_nights_sound", "Whether the nights' files are as the signed log has them")
+    try:
+        nights = read_nights(output)
+    except ConfigError:
+        sound.add_metric([], 0.0)
+        yield sound
+        return
     if not nights:
         return
+    sound.add_metric([], 1.0)
     night = nights[-1]
     state = GaugeMetricFamily("xray_night_state", "State of the last night: 1 for one of them", labels=["state"])
     for name in ("begun", *DONE):
@@ -104,7 +112,7 @@ def _of_nights(output: Path) -> Iterator[GaugeMetricFamily]:
     number.add_metric([], night.number)
     changed = GaugeMetricFamily("xray_night_timestamp_seconds", "Last change of the last night's record")
     changed.add_metric([], (place_of(output, night) / FILE).stat().st_mtime)
-    yield from (state, number, changed)
+    yield from (sound, state, number, changed)
 
 
 def _of_canary(store: LineageStore) -> Iterator[GaugeMetricFamily]:

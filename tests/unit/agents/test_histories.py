@@ -28,6 +28,7 @@ from xray_runtime.seeding import derive_seed
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"b": 1, "a": [2]}}\n</tool_call>'
 THOUGHT = "<think>a</think>"
+AT_ONCE = 50
 TEXTS = (None, None, CALL, f"{CALL}{CALL}", f"{THOUGHT} hi")
 
 
@@ -178,13 +179,15 @@ def problems(
 @pytest.mark.parametrize("histories", [10, pytest.param(1000, marks=pytest.mark.long)])
 def test_every_sampled_token_is_in_the_loss_once_and_none_is_encoded_again(tokenizer: Any, histories: int) -> None:
     num_rows, num_calls = 0, 0
-    generator, episodes = played(tokenizer, range(histories))
-    for number, (episode, agent) in enumerate(episodes):
-        found = rows(episode.calls(), episode.trained())
-        assert problems(generator, episode.calls(), found, agent.expected_parents) == [], number
-        shuffled = random.Random(number).sample(episode.calls(), len(episode.calls()))
-        assert rows(shuffled, episode.trained()) == found
-        num_rows, num_calls = num_rows + len(found), num_calls + len(episode.calls())
+    for first in range(0, histories, AT_ONCE):
+        generator, episodes = played(tokenizer, range(first, min(first + AT_ONCE, histories)))
+        for number, (episode, agent) in enumerate(episodes, first):
+            found = rows(episode.calls(), episode.trained())
+            assert problems(generator, episode.calls(), found, agent.expected_parents) == [], number
+            shuffled = random.Random(number).sample(episode.calls(), len(episode.calls()))
+            assert rows(shuffled, episode.trained()) == found
+            num_rows, num_calls = num_rows + len(found), num_calls + len(episode.calls())
+        print(f"{first + len(episodes)} histories, {num_calls} calls, {num_rows} rows")
     assert histories < num_rows < num_calls
 
 

@@ -81,6 +81,18 @@ def test_runs_stages_nights_and_audits_are_counted(output: Path) -> None:
     assert found[("xray_runs", (("status", "interrupted"),))] == 1
 
 
+def test_a_night_that_somebody_changed_is_a_metric_beside_all_others(output: Path) -> None:
+    night(output, "candidate")
+    client = studio(output)
+    assert scraped(client.get("/metrics").text)[("xray_nights_sound", ())] == 1
+    [path] = (output / "flywheel").glob(f"*/{FILE}")
+    path.write_text(path.read_text().replace("candidate", "held"))
+    found = scraped(client.get("/metrics").text)
+    assert found[("xray_nights_sound", ())] == 0
+    assert ("xray_withdrawals", ()) in found
+    assert "xray_night_state" not in {name for name, _ in found}
+
+
 def test_a_scrape_of_an_open_studio_bears_its_token(output: Path) -> None:
     client = studio(output, token="a long token")
     assert client.get("/metrics").status_code == 303
