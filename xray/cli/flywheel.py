@@ -69,6 +69,7 @@ def flywheel(
         console=console,
         flow=FLOW,
         parameters=parameters,
+        to_stderr=as_json,
     )
     if code == 0:
         done = next(each for each in read_nights(output.absolute()) if each.number == night.number)

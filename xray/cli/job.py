@@ -39,6 +39,9 @@ class Job(BaseModel):
     shorten: bool = False
     search: str | None = None
     as_json: bool = False
+    """Whether the result goes to stdout as JSON, and all else to stderr."""
+    to_stderr: bool = False
+    """Whether all goes to stderr: whoever started the job has something of its own for stdout."""
 
     def subject(self) -> Subject:
         """The config or flow to run. Raises ConfigError if the config is not allowed."""

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 def main(job: Job) -> int:
     """Run `job`; returns the exit code."""
-    console, errors = Console(stderr=job.as_json), Console(stderr=True)
+    to_stderr = job.as_json or job.to_stderr
+    console, errors = Console(stderr=to_stderr), Console(stderr=True)
     stdout = os.dup(1)
-    if job.as_json:
+    if to_stderr:
         # Only the JSON goes to stdout, not what a flow or a library prints.
         os.dup2(2, 1)
     for number in SIGNALS:
