@@ -58,10 +58,9 @@ from xray_runtime.config.allowed_imports import VARIABLE
 from xray_runtime.config.flywheel import FlywheelConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import resolved_yaml, validate
-from xray_runtime.data.pairs import Pairs, PreferenceExample
 from xray_runtime.data.recorded import KEYS, PSEUDONYMS, RECORDED, UserKeys
 from xray_runtime.files import write_atomic
-from xray_runtime.graph.artifacts import FEEDBACK, JUDGED_PAIRS
+from xray_runtime.graph.artifacts import VERDICTS
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.promotion import champion_of
@@ -92,9 +91,9 @@ class Row:
     attacker: float
     asked: int
     """Number of replies that the three shares are of."""
-    pairs: int
+    labels: int
     share: float
-    """Eve's share of what is trained on."""
+    """Eve's share of the labels."""
     judges_left_out: int
     state: str
     policy: str
@@ -126,7 +125,7 @@ def rules(arm: str, gold: Path) -> FlywheelConfig:
     share = {"max_share": None} if arm == "unbounded" else {}
     curate = {"gold": str(gold), **share}
     return FlywheelConfig.model_validate(
-        {"rules": curate, "nights": 3, "start": "sft", "dpo": {"epochs": 4, "lr": 5e-4, "beta": 0.2}}
+        {"rules": curate, "nights": 3, "start": "sft", "kto": {"epochs": 4, "lr": 3e-4, "beta": 0.2}}
     )
 
 
@@ -251,7 +250,7 @@ def _row(output: Path, arm: str, asked: list[Asked]) -> Row:
         ceiling=largest / len(honest),
         attacker=attacker / len(honest),
         asked=len(honest),
-        pairs=rows["pairs_train"],
+        labels=rows["labels_train"],
         share=_share(output, done.feedback),
         judges_left_out=rows["judges_left_out"],
         state=done.state + (", after release" if rows.get("released") else ""),
@@ -263,23 +262,14 @@ def _row(output: Path, arm: str, asked: list[Asked]) -> Row:
 
 
 def _share(output: Path, feedback: list[str]) -> float:
-    """Eve's share of the pairs that the last night trained on."""
+    """Eve's share of the labels that the last night trained on."""
     eve = UserKeys(output / RECORDED / KEYS, writable=False).pseudonym("eve")
-    nodes = open_lineage_store(output, None).graph.nodes
-    judges = {}
-    for sha in feedback:
-        for line in (nodes[sha].directory / FEEDBACK).read_text().splitlines():
-            row = json.loads(line)
-            judges[row["id"]] = row["judge"]
-    curated = [node for node in nodes.values() if node.manifest.kind == "curate"]
+    curated = [n for n in open_lineage_store(output, None).graph.nodes.values() if n.manifest.kind == "curate"]
     # Its parents are the feedback of just these nights.
     [made] = [node for node in curated if set(node.manifest.parents.values()) == set(feedback)]
-    # A pair's id is the feedback's with its signal, or those of a good and a bad rating.
-    people = [
-        [judges[id] for id in pair.id.split("-") if id in judges]
-        for pair in Pairs(made.directory / JUDGED_PAIRS, PreferenceExample)
-    ]
-    return sum(each.count(eve) / len(each) for each in people) / len(people) if people else 0.0
+    lines = (made.directory / VERDICTS).read_text(encoding="utf-8").splitlines()
+    judges = [json.loads(line)["judge"].split("+") for line in lines]
+    return sum(each.count(eve) / len(each) for each in judges) / len(judges) if judges else 0.0
 
 
 def picture(rows: list[Row], path: Path) -> None:
@@ -306,7 +296,7 @@ def picture(rows: list[Row], path: Path) -> None:
 
 def show(rows: list[Row]) -> None:
     """The table, and whether the nights that were killed gave the same policies."""
-    columns = ("arm", "night", "gold (95%)", "ceiling", "attacker", "pairs", "eve's share of pairs", "judges left out")
+    columns = ("arm", "night", "gold (95%)", "ceiling", "attacker", "labels", "eve's share", "judges left out")
     cells = []
     for row in sorted(rows, key=lambda row: (ARMS.index(row.arm), row.night)):
         low, high = wilson_interval(row.gold, row.asked)
@@ -314,7 +304,7 @@ def show(rows: list[Row]) -> None:
         killed = "" if row.killed_after_s is None else f"{row.killed_after_s:.0f}"
         cells.append(
             (
-                *(row.arm, row.night, gold, f"{row.ceiling:.3f}", f"{row.attacker:.3f}", row.pairs),
+                *(row.arm, row.night, gold, f"{row.ceiling:.3f}", f"{row.attacker:.3f}", row.labels),
                 *(f"{row.share:.3f}", row.judges_left_out, row.state, row.audit, killed, f"{row.seconds:.0f}"),
             )
         )
