@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
-from xray.deployments.local_ray import ray_servers, running_ray
+from xray.deployments.local_ray import running_ray
 from xray.deployments.local_services import prefect_server, quiet_environment
-from xray_runtime.processes import start_reaper
+from xray_runtime.processes import start_reaper, tagged
 
 LOGIN = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "PREFECT_API_URL", "PREFECT_API_AUTH_STRING")
 
@@ -25,7 +25,7 @@ class Servers:
     variables: dict[str, str]
     """Their addresses and passwords, as variables of a run."""
     processes: Callable[[], list[psutil.Process]]
-    """The processes of Ray's workers."""
+    """All processes of the servers, Ray's workers among them."""
 
 
 @contextlib.contextmanager
@@ -33,10 +33,10 @@ def servers() -> Iterator[Servers]:
     """Start them, and stop them at the end, also by SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     quiet_environment()
-    start_reaper()
+    tag = start_reaper()
     with tempfile.TemporaryDirectory() as directory, prefect_server(Path(directory)), running_ray():
         import ray
 
         variables = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address} | {name: os.environ[name] for name in LOGIN}
-        [raylet] = [process for process in ray_servers() if process.name() == "raylet"]
-        yield Servers(variables, lambda: raylet.children(recursive=True))
+        # Workers are forks, and so no children of the raylet.
+        yield Servers(variables, lambda: tagged(tag))
