@@ -1,6 +1,6 @@
 """A simulated month of the nightly flow: does the served model get better, and what can one attacker do?
 
-    python -m benchmarks.flywheel_month [--nights 30] [--arms calm bounded unbounded killed] [--output DIR]
+    python -m benchmarks.flywheel_month [--nights 30] [--arms calm bounded unbounded killed] [--way kto] [--output DIR]
 
 The task is that of lesson 5 of `examples/`, from a model that is right half of the time. Forty people ask for the
 largest of four digits; over thirty nights a third of them come to want the first digit instead. They thumb what they
@@ -73,6 +73,8 @@ ARMS = ("calm", "bounded", "unbounded", "killed")
 PSEUDONYMS_KEY = b"month".ljust(32, b".")
 """Makes the pseudonyms, and so decides who is held out: the same people each time. Eve is not."""
 EARLIEST_KILL_S = 3.0
+WAY = "way"
+"""Names the file that says what an arm learns by."""
 
 
 def largest(prompts: list[str], replies: list[str]) -> list[float]:
@@ -121,12 +123,12 @@ def lifecycle(arm: str) -> LifecycleConfig:
     )
 
 
-def rules(arm: str, gold: Path) -> FlywheelConfig:
+def rules(arm: str, output: Path) -> FlywheelConfig:
     share = {"max_share": None} if arm == "unbounded" else {}
-    curate = {"gold": str(gold), **share}
-    return FlywheelConfig.model_validate(
-        {"rules": curate, "nights": 3, "start": "sft", "kto": {"epochs": 4, "lr": 3e-4, "beta": 0.2}}
-    )
+    curate = {"gold": str(output / "gold.jsonl"), **share}
+    way = (output / WAY).read_text(encoding="utf-8")
+    learn = {"epochs": 4, "lr": 3e-4, "beta": 0.2}
+    return FlywheelConfig.model_validate({"rules": curate, "nights": 3, "start": "sft", way: learn})
 
 
 def before_the_month(output: Path) -> None:
@@ -148,7 +150,7 @@ def before_the_month(output: Path) -> None:
     build()
 
 
-def prepared(root: Path, arm: str) -> Path:
+def prepared(root: Path, arm: str, way: str) -> Path:
     """The arm's directory: a copy of the one with the first model."""
     base, output = root / "base", root / arm
     if not (base / "ready").exists():
@@ -170,6 +172,7 @@ def prepared(root: Path, arm: str) -> Path:
             move = "update experiments set artifact_location = replace(artifact_location, ?, ?)"
             connection.execute(move, (str(base), str(output)))
         write_atomic(copy / "config.yaml", resolved_yaml(lifecycle(arm)))
+        write_atomic(copy / WAY, way)
         write_gold(copy / "gold.jsonl", MONTH)
         copy.rename(output)
     return output
@@ -186,7 +189,7 @@ def train_and_promote(output: Path, arm: str) -> None:
     from xray.flows import flywheel as flows, promote
     from xray.flows.nights import read_nights
 
-    config = rules(arm, output / "gold.jsonl")
+    config = rules(arm, output)
     flows.flywheel(str(output), config)
     if read_nights(output)[-1].state == "held":
         flows.flywheel(str(output), config, release="the simulated operator: looked at it")
@@ -325,7 +328,7 @@ def _lines(root: Path, arm: str) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def run(root: Path, arms: list[str], nights: int) -> None:
+def run(root: Path, arms: list[str], nights: int, way: str) -> None:
     """The nights of these arms in turn that did not end before."""
     done = {(row.arm, row.night) for row in ended(root)}
     missing = [(number, arm) for number in range(1, nights + 1) for arm in arms if (arm, number) not in done]
@@ -334,7 +337,7 @@ def run(root: Path, arms: list[str], nights: int) -> None:
     # Ray reads its settings when it is imported: after `quiet_environment`.
     with local_services(root):
         for number, arm in missing:
-            row = one_night(prepared(root, arm), arm, number)
+            row = one_night(prepared(root, arm, way), arm, number)
             lines = [*_lines(root, arm), json.dumps(asdict(row))]
             write_atomic(root / f"{arm}.jsonl", "\n".join(lines) + "\n")
             print(row, flush=True)
@@ -344,6 +347,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nights", type=int, default=MONTH)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--way", choices=("kto", "dpo"), default="kto", help="what the policy learns by")
     parser.add_argument("--output", type=Path, default=Path("runs/flywheel-month"))
     parser.add_argument("--only", type=Path, help="run the last night of this arm's directory, and nothing else")
     options = parser.parse_args()
@@ -353,12 +357,12 @@ def main() -> None:
         with local_services(options.only):
             train_and_promote(options.only, options.arms[0])
         return
-    root: Path = options.output.absolute()
+    root: Path = options.output.absolute() / options.way
     root.mkdir(parents=True, exist_ok=True)
     print(f"{machine()}; {PEOPLE} people, {LAZY} of them lazy, {options.nights} nights\n", flush=True)
     tag = start_reaper()
     try:
-        run(root, options.arms, options.nights)
+        run(root, options.arms, options.nights, options.way)
     finally:
         kill_tagged(tag)
     rows = ended(root)
