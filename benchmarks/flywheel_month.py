@@ -74,7 +74,7 @@ PSEUDONYMS_KEY = b"month".ljust(32, b".")
 """Makes the pseudonyms, and so decides who is held out: the same people each time. Eve is not."""
 EARLIEST_KILL_S = 3.0
 WAY = "way"
-"""Names the file that says what an arm learns by."""
+"""Name of the file in an arm's directory that says how it learns: `kto` or `dpo`."""
 
 
 def largest(prompts: list[str], replies: list[str]) -> list[float]:
@@ -265,7 +265,7 @@ def _row(output: Path, arm: str, asked: list[Asked]) -> Row:
 
 
 def _share(output: Path, feedback: list[str]) -> float:
-    """Eve's share of the labels that the last night trained on."""
+    """Eve's share of the labels that the last night curated."""
     eve = UserKeys(output / RECORDED / KEYS, writable=False).pseudonym("eve")
     curated = [n for n in open_lineage_store(output, None).graph.nodes.values() if n.manifest.kind == "curate"]
     # Its parents are the feedback of just these nights.
@@ -347,7 +347,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nights", type=int, default=MONTH)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--way", choices=("kto", "dpo"), default="kto", help="what the policy learns by")
+    parser.add_argument("--way", choices=("kto", "dpo"), default="kto", help="how the policy learns")
     parser.add_argument("--output", type=Path, default=Path("runs/flywheel-month"))
     parser.add_argument("--only", type=Path, help="run the last night of this arm's directory, and nothing else")
     options = parser.parse_args()

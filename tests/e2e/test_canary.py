@@ -1,7 +1,8 @@
-"""Candidates of two nights answer a share of real people's requests: one is rolled back by itself, one is promoted."""
+"""Candidates of two nights answer a share of the requests: one is rolled back by itself, one is promoted."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -49,15 +50,17 @@ def log(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(place: Path, log: Path) -> Iterator[str]:
-    """Of the served champion."""
+    """The address of the served champion."""
     port = free_port()
     command = [XRAY, "serve", f"{NAME}@champion", "--output", place, "--port", str(port), "--record"]
     keys = {"XRAY_FEEDBACK_KEYS": f"shop={KEY}"}
     with log.open("wb") as out, subprocess.Popen(command, env=environment() | keys, stdout=out, stderr=out) as process:
-        until(lambda: "serving" in log.read_text() or process.poll() is not None)
-        assert process.poll() is None, log.read_text()
-        yield f"http://127.0.0.1:{port}/v1"
-        process.terminate()
+        try:
+            until(lambda: "serving" in log.read_text() or process.poll() is not None)
+            assert process.poll() is None, log.read_text()
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            process.terminate()
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -120,16 +123,18 @@ def killed(place: Path, command: list[str]) -> None:
     """Run the command until it has curated the feedback, and kill it there."""
     before = set(place.glob("checkpoints/curate-*"))
     with subprocess.Popen([XRAY, *command], cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL) as process:
-        until(lambda: set(place.glob("checkpoints/curate-*")) != before or process.poll() is not None)
-        assert process.poll() is None
-        process.kill()
+        try:
+            until(lambda: set(place.glob("checkpoints/curate-*")) != before or process.poll() is not None)
+            assert process.poll() is None
+        finally:
+            process.kill()
 
 
 def test_candidates_are_tried_on_people(place: Path, address: str, log: Path) -> None:
     champion = resolve(f"{NAME}@champion", place, None)[1].sha256
-    thumbs = iter(range(10**6))
+    thumbs = itertools.cycle(("up", "down"))
     # Without a canary all are answered by the champion.
-    answered = day(place, address, 2, lambda sha: {"thumb": "up" if next(thumbs) % 2 else "down"})
+    answered = day(place, address, 2, lambda sha: {"thumb": next(thumbs)})
     assert set(answered.values()) == {champion}
 
     # The second night is killed and goes on; its candidate displeases those whom it answers.
