@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import mlflow
 import pytest
 from matplotlib.figure import Figure
 
+from xray_runtime.credentials import TRACKING, tracking_address
 from xray_runtime.store.checkpoints import Store, load_manifest
 from xray_runtime.store.identity import Identity, digest
 from xray_runtime.store.ref import CheckpointRef
@@ -29,11 +31,23 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tracker(root: Path) -> Iterator[Tracker]:
-    import mlflow
-
     before = mlflow.get_tracking_uri()
     yield Tracker(f"sqlite:///{root / 'mlflow.db'}", "xray-test", root / "artifacts")
     mlflow.set_tracking_uri(before)
+
+
+@pytest.mark.parametrize("named", [None, "http://mlflow.lan:5000"])
+def test_the_next_run_of_a_process_does_not_inherit_the_store(
+    named: str | None, tracker: Tracker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # MLflow itself writes the address of the last store into the variable.
+    if named is not None:
+        monkeypatch.setenv(TRACKING, named)
+    before = mlflow.get_tracking_uri()
+    Tracker(f"sqlite:///{tmp_path / 'mlflow.db'}", "another", tmp_path)
+    assert mlflow.get_tracking_uri().endswith(f"{tmp_path.name}/mlflow.db")
+    assert tracking_address() == named
+    Tracker(before, "xray-test", None)
 
 
 @pytest.fixture

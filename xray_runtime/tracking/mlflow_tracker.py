@@ -8,11 +8,12 @@ that used it, so MLflow's own pages show the lineage.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.credentials import strip_credentials
+from xray_runtime.credentials import TRACKING, strip_credentials
 from xray_runtime.store.checkpoints import statement_sha256
 from xray_runtime.store.manifest import MANIFEST, Manifest
 from xray_runtime.store.ref import CheckpointRef
@@ -31,6 +32,20 @@ TABLES_TAG = "mlflow.loggedArtifacts"
 """Lists the artifacts of a run that MLflow's pages show as tables."""
 
 
+def _set_process_store(uri: str) -> None:
+    """Set MLflow's store of this process: registering a model resolves its source there, whatever the client's is."""
+    import mlflow
+
+    named = os.environ.get(TRACKING)
+    mlflow.set_tracking_uri(uri)
+    # MLflow sets the variable too: the next run of this process, with another output directory, would take it for the
+    # user's choice.
+    if named is None:
+        os.environ.pop(TRACKING, None)
+    else:
+        os.environ[TRACKING] = named
+
+
 class Tracker:
     """One experiment of one MLflow store.
 
@@ -42,11 +57,9 @@ class Tracker:
 
     def __init__(self, uri: str, experiment: str, artifact_root: Path | None) -> None:
         self.client = open_client(uri)
-        import mlflow
         from mlflow.exceptions import MlflowException
 
-        # Registering a model resolves its source through the process-wide store, whatever the client's is.
-        mlflow.set_tracking_uri(uri)
+        _set_process_store(uri)
         found = self.client.get_experiment_by_name(experiment)
         if found is None:
             location = artifact_root.absolute().as_uri() if artifact_root is not None else None
