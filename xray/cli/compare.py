@@ -73,6 +73,7 @@ def compare(
     with file_lock(directory):
         session = Session.read(directory)
         _ask(comparison, session, comparison.prompts[:count], judge or getpass.getuser(), console)
+        session.log()
     result = comparison.result(session)
     if as_json:
         print(json.dumps(result, indent=2))

@@ -60,6 +60,8 @@ def publish(lineage: LineageStore, project: str, by: str) -> Published:
             f"--output: there are no verdicts in {str(lineage.output / FOLDER)!r}: make some with `xray compare`"
         )
     require_tracking(lineage)
+    for session in sessions:
+        session.log()
     parents = _parents(lineage, sessions)
     verdicts = [row for session in sessions for row in _verdicts(session)]
     found = [pair for s in sessions for pair in pairs(s.questions, s.judgements, s.name)]

@@ -3,9 +3,9 @@
     feedback/DIGEST/session.json        the two models, the source of prompts, sampling; DIGEST is its digest
     feedback/DIGEST/replies.jsonl       one question in each line
     feedback/DIGEST/judgements.jsonl    one verdict in each line; a judge's last verdict on a question counts
-    feedback/DIGEST/signed.json         signs these two after each change: a line that is forged is refused
+    feedback/DIGEST/signed.json         signs these two after each change; see `lineage.signed_files`
 
-The same comparison continues in the same directory.
+Forged lines and older copies are refused. The same comparison continues in the same directory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.feedback.judgements import Judgement, Question, left_model, verdict_of
 from xray_runtime.files import sync, write_atomic
-from xray_runtime.lineage.signed_files import read_signed, write_signed
+from xray_runtime.lineage.signed_files import log_signed, read_signed, write_signed
 from xray_runtime.store.identity import digest
 from xray_runtime.store.manifest import Sha256
 
@@ -79,6 +79,10 @@ class Session:
         """Keep a verdict; it is on disk when this returns."""
         self._append(JUDGEMENTS, [judgement])
         self.judgements.append(judgement)
+
+    def log(self) -> None:
+        """Have the signed log name the session as it is: an older copy is refused from here on."""
+        log_signed(self._output, self.directory)
 
     def judge(self, number: int, judge: str, key: str, correction: str | None = None) -> None:
         """Keep the verdict of `key` (of `judgements.KEYS`) on a question, as `judge` sees its sides."""

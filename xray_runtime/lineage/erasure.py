@@ -21,7 +21,7 @@ from xray_runtime.data.recorded import RECORDED
 from xray_runtime.data.withdrawn import FOLDER as WITHDRAWN, MIN_CHARS
 from xray_runtime.files import sync, write_atomic
 from xray_runtime.lineage.log import LOCKS, LOG
-from xray_runtime.lineage.signed_files import NEXT, read_signed, write_signed
+from xray_runtime.lineage.signed_files import NEXT, log_signed, read_signed, write_signed
 
 LEFT_ALONE = {RECORDED, WITHDRAWN, LOCKS, "keys", LOG}
 WEIGHTS = (".safetensors", ".pt", ".bin", ".distcp")
@@ -154,6 +154,8 @@ def erase_verdicts(output: Path, comparison: Path, pattern: TextPattern) -> None
     whole = {name: b"".join(found) for name, found in kept.items() if name in there}
     if is_sound:
         write_signed(output, comparison, whole)
+        # A copy from before the withdrawal is refused.
+        log_signed(output, comparison)
         return
     for name, content in whole.items():
         write_atomic(comparison / name, content)

@@ -26,6 +26,7 @@ from xray_runtime.lineage.log_entries import (
     CanaryEnded,
     Decision,
     Entry,
+    FilesSigned,
     Head,
     Left,
     Line,
@@ -79,6 +80,8 @@ class LogView:
     withdrawals: list[Withdrawn] = field(default_factory=list)
     nights: dict[int, NightWritten] = field(default_factory=dict)
     """Number → the record of a night."""
+    signed: dict[str, FilesSigned] = field(default_factory=dict)
+    """Directory below the output directory → the last state of its signed files that the log knows."""
     canaries: dict[str, Canary] = field(default_factory=dict)
     """By id, in order."""
     erased: set[str] = field(default_factory=set)
@@ -149,12 +152,17 @@ class LogView:
             self.recorded = Head(entry.entries, entry.head)
         elif isinstance(entry, NightWritten):
             self.nights[entry.number] = entry
+        elif isinstance(entry, FilesSigned):
+            # Two processes may log two changes in the other order.
+            known = self.signed.get(entry.directory)
+            if known is None or known.changes < entry.changes:
+                self.signed[entry.directory] = entry
         elif isinstance(entry, CanaryBegan):
             self.canaries[line.sha256] = Canary(line.sha256, entry)
         elif isinstance(entry, CanaryEnded) and entry.canary in self.canaries:
             # The first decision counts.
-            known = self.canaries[entry.canary]
-            self.canaries[entry.canary] = Canary(known.id, known.began, known.ended or entry)
+            canary = self.canaries[entry.canary]
+            self.canaries[entry.canary] = Canary(canary.id, canary.began, canary.ended or entry)
         elif isinstance(entry, Withdrawn):
             self.withdrawals.append(entry)
             self.erased |= set(entry.erased)

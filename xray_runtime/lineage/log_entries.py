@@ -125,6 +125,16 @@ class NightWritten(SignedEntry):
     night: dict[str, Any]
 
 
+class FilesSigned(SignedEntry):
+    """The signed files of a directory were changed this often; see `signed_files`."""
+
+    action: Literal["sign"] = "sign"
+    directory: str
+    """Below the output directory."""
+    changes: int
+    statement: Sha256
+
+
 class CanaryBegan(SignedEntry):
     """From here on a candidate answers a share of the requests, beside the champion."""
 
@@ -178,7 +188,17 @@ class CanaryEnded(SignedEntry):
 
 
 Entry = (
-    Decision | Published | RunBegan | RunEnded | Left | Recorded | Withdrawn | NightWritten | CanaryBegan | CanaryEnded
+    Decision
+    | Published
+    | RunBegan
+    | RunEnded
+    | Left
+    | Recorded
+    | Withdrawn
+    | NightWritten
+    | FilesSigned
+    | CanaryBegan
+    | CanaryEnded
 )
 
 

@@ -1,14 +1,17 @@
 """Files of one directory that are signed whenever they change.
 
-    SIGNED   a signed statement with the sha256 of every file, replaced at each change
+    SIGNED   a signed statement with the sha256 of every file and the number of changes so far, replaced at each change
 
-A change is written beside its file, then signed, then put in place: after a crash it is there whole, or not at all.
+A change is written beside its file, then signed, then put in place: after a crash it is there whole, or not at all. The
+signed log names the statement every LOG_EVERY changes, and when `log_signed` is called: an older copy of the whole
+directory lacks changes that the log knows of.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal
@@ -18,8 +21,8 @@ from pydantic import Field
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import sync, write_atomic
 from xray_runtime.lineage.keys import trusted_keys
-from xray_runtime.lineage.log import view
-from xray_runtime.lineage.log_entries import SignedEntry
+from xray_runtime.lineage.log import LogView, append, view
+from xray_runtime.lineage.log_entries import START, FilesSigned, SignedEntry
 from xray_runtime.lineage.signed_lines import append_signed_line, read_signed_lines, sound_lines
 from xray_runtime.lineage.signing import Verifier, signing_key
 from xray_runtime.lineage.statement import InTotoRecord
@@ -27,26 +30,45 @@ from xray_runtime.lineage.statement import InTotoRecord
 SIGNED = "signed.json"
 NEXT = ".next"
 """Ends the name of a change until it is in place."""
+LOG_EVERY = 25
 
 
 class Changed(SignedEntry):
     """Files were changed; the statement's subjects are all that there are."""
 
     action: Literal["change"] = "change"
+    changes: int
 
 
 class ChangedRecord(InTotoRecord[Changed]):
     predicate_type: Literal["urn:xray:files:v1"] = Field("urn:xray:files:v1", alias="predicateType")
 
 
-def read_signed(output: Path, directory: Path, names: Sequence[str]) -> dict[str, bytes]:
+@dataclass(frozen=True)
+class _Signed:
+    """What the statement of a directory says."""
+
+    changes: int = 0
+    statement: str = START
+    """Its sha256."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Name → sha256."""
+
+
+def read_signed(
+    output: Path, directory: Path, names: Sequence[str], verifier: Verifier | None = None
+) -> dict[str, bytes]:
     """Name → content of the files `names` in a directory below `output`; empty where there is none.
 
+    Args:
+        verifier: by default, with the keys that the output directory trusts.
+
     Raises:
-        ConfigError: somebody else changed one, or the statement.
+        ConfigError: somebody else changed one, or the statement, or put an older copy in their place.
     """
-    signed = _signed(output, directory)
-    return {name: _content(output, directory / name, signed.get(name)) for name in names}
+    log = view(output)
+    signed = _signed(output, directory, log, verifier)
+    return {name: _content(output, directory / name, signed.files.get(name), log) for name in names}
 
 
 def write_signed(output: Path, directory: Path, contents: Mapping[str, bytes]) -> None:
@@ -55,44 +77,67 @@ def write_signed(output: Path, directory: Path, contents: Mapping[str, bytes]) -
     Raises:
         ConfigError: as `read_signed`.
     """
-    signed = _signed(output, directory)
+    log = view(output)
+    signed = _signed(output, directory, log)
     for name in contents:
-        _content(output, directory / name, signed.get(name))
-    files = signed | {name: sha256(content).hexdigest() for name, content in contents.items()}
+        _content(output, directory / name, signed.files.get(name), log)
+    files = {**signed.files, **{name: sha256(content).hexdigest() for name, content in contents.items()}}
     for name, content in contents.items():
         write_atomic(directory / f"{name}{NEXT}", content)
-    statement = directory / f"{SIGNED}{NEXT}"
+    statement, changes = directory / f"{SIGNED}{NEXT}", signed.changes + 1
     statement.unlink(missing_ok=True)
-    append_signed_line(statement, ChangedRecord, Changed(), files, signing_key(output))
+    append_signed_line(statement, ChangedRecord, Changed(changes=changes), files, signing_key(output))
     for name in (SIGNED, *contents):
         os.replace(directory / f"{name}{NEXT}", directory / name)
     sync(directory)
+    known = log.signed.get(_name(output, directory))
+    if changes - (known.changes if known is not None else 0) >= LOG_EVERY:
+        log_signed(output, directory)
 
 
-def _signed(output: Path, directory: Path) -> dict[str, str]:
-    """Name → sha256 by the signed statement; empty where there is none."""
-    path = directory / SIGNED
-    if not os.path.lexists(path):
-        return {}
-    try:
-        [line] = sound_lines(read_signed_lines(path, ChangedRecord), Verifier(trusted_keys(output)))
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"{path}: it is not sound ({reason}); restore it from a copy") from None
-    return line.files
+def log_signed(output: Path, directory: Path) -> None:
+    """Have the signed log name the files of a directory as they are, unless it does.
+
+    Raises:
+        ConfigError: as `read_signed`.
+    """
+    log = view(output)
+    signed, name = _signed(output, directory, log), _name(output, directory)
+    known = log.signed.get(name)
+    if signed.changes > (known.changes if known is not None else 0):
+        entry = FilesSigned(directory=name, changes=signed.changes, statement=signed.statement)
+        append(output, signing_key(output), entry)
 
 
-def _content(output: Path, path: Path, expected: str | None) -> bytes:
+def _name(output: Path, directory: Path) -> str:
+    return directory.relative_to(output).as_posix()
+
+
+def _signed(output: Path, directory: Path, log: LogView, verifier: Verifier | None = None) -> _Signed:
+    path, found = directory / SIGNED, _Signed()
+    if os.path.lexists(path):
+        try:
+            verifier = verifier or Verifier(trusted_keys(output))
+            [line] = sound_lines(read_signed_lines(path, ChangedRecord), verifier)
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"{path}: it is not sound ({reason}); restore it from a copy") from None
+        found = _Signed(line.entry.changes, line.sha256, line.files)
+    known = log.signed.get(_name(output, directory))
+    if known is not None and known.changes >= found.changes and known.statement != found.statement:
+        raise ConfigError(
+            f"{path}: it counts {found.changes} changes, the signed log {known.changes}: restore the newest copy"
+        )
+    return found
+
+
+def _content(output: Path, path: Path, expected: str | None, log: LogView) -> bytes:
     change = path.with_name(f"{path.name}{NEXT}")
     for place in (path, change):
         found = place.read_bytes() if place.is_file() and not place.is_symlink() else None
         if found is not None and expected == sha256(found).hexdigest():
             return found
-    if not os.path.lexists(path) and (expected is None or _is_erased(output, path)):
+    is_erased = path.relative_to(output).as_posix() in log.erased
+    if not os.path.lexists(path) and (expected is None or is_erased):
         return b""
     raise ConfigError(f"{path}: somebody else changed it: {SIGNED} does not have its bytes; restore it from a copy")
-
-
-def _is_erased(output: Path, path: Path) -> bool:
-    """Whether a withdrawal erased a file."""
-    return path.relative_to(output).as_posix() in view(output).erased

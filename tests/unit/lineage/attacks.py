@@ -191,6 +191,27 @@ def comparison_of_another_store(output: Path) -> None:
     shutil.copytree(other / "feedback", output / "feedback")
 
 
+def older_verdicts(output: Path) -> None:
+    """The whole comparison as it was once, with the signature of that time."""
+    [directory] = (path.parent for path in output.glob("feedback/*/session.json"))
+    older = output / "older"
+    shutil.copytree(directory, older)
+    session = Session.read(directory)
+    session.add_judgement(_verdict(0, "b"))
+    session.log()
+    shutil.rmtree(directory)
+    older.rename(directory)
+
+
+def verdicts_unsigned(output: Path) -> None:
+    """No verdict, and no signature: as if nobody had judged."""
+    [directory] = (path.parent for path in output.glob("feedback/*/session.json"))
+    Session.read(directory).log()
+    for path in directory.glob("*"):
+        if path.name != "session.json":
+            path.unlink()
+
+
 def edited_night(output: Path) -> None:
     _edit(place_of(output, _night(1)) / "night.json", '"refused"', '"candidate"')
 
@@ -203,7 +224,7 @@ def invented_night(output: Path) -> None:
 
 BEFORE_A_NIGHT: list[Callable[[Path], None]] = [
     forged_verdict, edited_verdict, removed_verdict, verdict_repeated, swapped_replies, swapped_models,
-    invented_comparison, comparison_of_another_store, edited_night, invented_night,
+    invented_comparison, comparison_of_another_store, older_verdicts, verdicts_unsigned, edited_night, invented_night,
 ]  # fmt: skip
 
 

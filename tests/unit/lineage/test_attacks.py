@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,11 @@ from xray_runtime.data.pairs import Example, Pairs
 from xray_runtime.feedback.session import read_sessions
 from xray_runtime.graph.artifacts import Feedback
 from xray_runtime.graph.inputs import RecordedPromptsInputs
+from xray_runtime.lineage import log
+from xray_runtime.lineage.audit.comparisons import check_comparisons
+from xray_runtime.lineage.keys import trusted_keys
+from xray_runtime.lineage.signed_files import LOG_EVERY
+from xray_runtime.lineage.signing import Verifier
 from xray_runtime.preparation import recorded_data
 
 
@@ -45,6 +51,42 @@ def test_an_attack_before_a_night_is_named(attack: Callable[[Path], None], tmp_p
     found = read_by_a_night(attack, output)
     assert found.came_of_it.startswith("refused: ")
     assert "\n" not in found.came_of_it
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [each for each in BEFORE_A_NIGHT if "night" not in each.__name__] + [shutil.rmtree],
+    ids=lambda attack: attack.__name__,
+)
+def test_an_audit_finds_verdicts_that_somebody_changed(attack: Callable[[Path], None], tmp_path: Path) -> None:
+    output = before_a_night(tmp_path / "run")
+    [session] = read_sessions(output)
+    session.log()
+
+    def found() -> list[str]:
+        verifier = Verifier(trusted_keys(output))
+        return [each.code for each in check_comparisons(output, log.view(output), verifier)]
+
+    assert found() == []
+    attack(session.directory if attack is shutil.rmtree else output)
+    assert found() == ["comparison-broken"]
+
+
+def test_the_log_names_every_25th_change(tmp_path: Path) -> None:
+    output = before_a_night(tmp_path / "run")
+    [session] = read_sessions(output)
+    changes = 3
+    for number in range(LOG_EVERY):
+        session.judge(0, f"judge {number}", "1")
+        changes += 1
+        [logged] = log.view(output).signed.values() if changes >= LOG_EVERY else [None]
+        assert (logged and logged.changes) == (LOG_EVERY if changes >= LOG_EVERY else None)
+    # Nothing is written where the log names it already.
+    session.log()
+    before = (output / "log.jsonl").read_bytes()
+    session.log()
+    assert (output / "log.jsonl").read_bytes() == before
+    assert log.view(output).signed[f"feedback/{session.name}"].changes == changes
 
 
 def test_what_applications_send_is_refused_or_bounded(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from xray_runtime.graph.artifacts import Benchmark, Evaluation
 from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD
+from xray_runtime.lineage.audit.comparisons import check_comparisons
 from xray_runtime.lineage.audit.contamination import Prompts, Spans, check_dataset, check_evaluation
 from xray_runtime.lineage.audit.files import check_files, check_kept, check_record
 from xray_runtime.lineage.audit.findings import Finding
@@ -157,6 +158,7 @@ def _whole_output(
     yield from check_files(store, view)
     yield from check_kept(store.output, trusted, reads_kept)
     yield from check_recorded(store, view, verifier, hashing)
+    yield from check_comparisons(store.output, view, verifier)
 
 
 def _contamination(store: LineageStore, nodes: list[Node]) -> Iterator[Finding]:

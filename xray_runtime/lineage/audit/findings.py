@@ -148,6 +148,10 @@ CODES: dict[str, tuple[str, str]] = {
         "Other users can, or could, read the keys of recorded texts.",
         "Set the mode of `recorded/keys` to 0700, and of the files in it to 0600.",
     ),
+    "comparison-broken": (
+        "Verdicts of `xray compare` are not those that were signed, or an older copy was put in their place.",
+        f"{_ASK} Nothing learns from them: move the session away, or restore its newest copy.",
+    ),
     "recorded-foreign": ("Recorded answers name a model that was never in this store.", _ASK),
     "tracking-missing": (
         "MLflow's store, where the runs were recorded, is gone: nothing of it was checked.",

@@ -1,0 +1,41 @@
+"""Verdicts that are not published, in an audit: each comparison against what was signed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.lineage.audit.findings import Finding
+from xray_runtime.lineage.erasure import REPLIES, SESSIONS, VERDICTS
+from xray_runtime.lineage.log import LogView
+from xray_runtime.lineage.signed_files import read_signed
+from xray_runtime.lineage.signing import Verifier
+from xray_runtime.store.checkpoints import read_bounded
+from xray_runtime.store.identity import digest
+
+SESSION = "session.json"
+
+
+def check_comparisons(output: Path, log: LogView, verifier: Verifier | None) -> Iterator[Finding]:
+    """Every comparison that is there, and every one that the log knows of."""
+    there = {path for path in (output / SESSIONS).glob("*") if path.is_dir()}
+    logged = {output / name for name in log.signed if name.startswith(f"{SESSIONS}/")}
+    for directory in sorted(there | logged):
+        reason = _problem(output, directory, verifier)
+        if reason is not None:
+            yield Finding(directory.relative_to(output).as_posix(), "comparison-broken", reason)
+
+
+def _problem(output: Path, directory: Path, verifier: Verifier | None) -> str | None:
+    try:
+        # The models and prompts are in its name.
+        if digest(json.loads(read_bounded(directory / SESSION)))[:12] != directory.name:
+            return f"{SESSION} is not that of {directory.name}"
+        read_signed(output, directory, (REPLIES, VERDICTS), verifier)
+    except ConfigError as error:
+        return str(error).removeprefix(f"{directory}/")
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{SESSION} cannot be read ({type(error).__name__})"
+    return None
