@@ -46,7 +46,7 @@ class ChangedRecord(InTotoRecord[Changed]):
 
 @dataclass(frozen=True)
 class _Signed:
-    """What the statement of a directory says."""
+    """The content of a directory's statement."""
 
     changes: int = 0
     statement: str = START

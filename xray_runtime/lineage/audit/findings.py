@@ -150,7 +150,7 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "comparison-broken": (
         "Verdicts of `xray compare` are not those that were signed, or an older copy was put in their place.",
-        f"{_ASK} Nothing learns from them: move the session away, or restore its newest copy.",
+        f"{_ASK} They are refused everywhere: move the session away, or restore its newest copy.",
     ),
     "recorded-foreign": ("Recorded answers name a model that was never in this store.", _ASK),
     "tracking-missing": (
