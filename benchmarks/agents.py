@@ -134,7 +134,7 @@ def _learned(
         prompts_per_iteration=16,
         samples_per_prompt=8,
         epochs=1,
-        lr=1e-3,
+        lr=5e-4,
         name=name,
         **shared,
     )
