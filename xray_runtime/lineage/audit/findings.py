@@ -149,8 +149,8 @@ CODES: dict[str, tuple[str, str]] = {
         "Set the mode of `recorded/keys` to 0700, and of the files in it to 0600.",
     ),
     "comparison-broken": (
-        "Verdicts of `xray compare` are not those that were signed, or an older copy was put in their place.",
-        f"{_ASK} They are refused everywhere: move the session away, or restore its newest copy.",
+        "Verdicts of `xray compare` were changed or removed, or an older copy was put in their place.",
+        "Restore the newest copy of the session: nothing learns from it until then.",
     ),
     "recorded-foreign": ("Recorded answers name a model that was never in this store.", _ASK),
     "tracking-missing": (
