@@ -22,7 +22,7 @@ from typing import Any
 
 _WHERE = {
     "xray.session": ("workspace", "checkpoint", "register"),
-    "xray.tasks.task_runner": ("task_runner",),
+    "xray.flow_runner": ("task_runner",),
     "xray.tasks.result": ("Result",),
     "xray.tasks.workspace": ("Workspace",),
     "xray_runtime.algorithms.checking": ("check_advantages", "check_loss"),

@@ -7,7 +7,7 @@ from prefect.context import refresh_global_settings_context
 from prefect.settings import get_current_settings
 
 import xray
-from xray.tasks.task_runner import SERVER_START
+from xray.flow_runner import SERVER_START
 
 
 @pytest.mark.parametrize(("named", "seconds"), [(None, 300), ("45", 45)])
