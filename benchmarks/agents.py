@@ -108,7 +108,7 @@ def agents(
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for seed in range(seeds):
         with xray.workspace(output, project="agents", seed=seed):
-            questions, sft = half_right(output, 200)
+            questions, sft = half_right(output, 400)
             sft.result()
             for name in names:
                 kept = output / "learned" / f"{name}-{seed}-{iterations}-{heldout}{'-alone' * alone}.json"

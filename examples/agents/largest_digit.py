@@ -50,12 +50,12 @@ def half_right(output: Path, steps: int) -> tuple[xray.Handle, xray.Handle]:
     questions = xray.prepare(source=str(files[0]), columns=["answer"], name="questions", **limits)
     data = xray.prepare(source=str(files[1]), context_messages=None, **limits)
     base = xray.fresh_base(data, vocab_size=300, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4)
-    return questions, xray.sft(base, data=data, steps=steps, batch_size=64, lr=4e-3)
+    return questions, xray.sft(base, data=data, steps=steps, batch_size=64, lr=1e-3)
 
 
 @flow(task_runner=xray.task_runner(), persist_result=False)
 def largest_digit(
-    output: str = "runs/largest-digit", seed: int = 0, steps: int = 200, iterations: int = 20, heldout: int = 128
+    output: str = "runs/largest-digit", seed: int = 0, steps: int = 400, iterations: int = 20, heldout: int = 128
 ) -> None:
     """From digits of which half are right to right ones, measured on `heldout` questions."""
     played: dict[str, Any] = {"environment": {"agent": play, "max_tokens": 48}, "max_new_tokens": 4}
@@ -69,7 +69,7 @@ def largest_digit(
             prompts_per_iteration=16,
             samples_per_prompt=8,
             epochs=1,
-            lr=1e-3,
+            lr=5e-4,
             validation={"num_prompts": 16},
             **played,
         )
