@@ -44,4 +44,8 @@ class OfflineRun:
             self._run.log({**line["metrics"], "_timestamp": line["time_ms"] / 1000}, step=line["step"])
 
     def close(self) -> None:
+        import wandb
+
         self._run.finish()
+        # Its service may write the file's end after that, and what a stage leaves is signed next.
+        wandb.teardown()
