@@ -37,8 +37,11 @@ class PrivateRayTaskRunner(RayTaskRunner[Any]):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        with self._ray:
+        try:
             super().__exit__(*error)
+        finally:
+            # It keeps the logs of a flow that failed.
+            self._ray.__exit__(*error)
 
 
 def task_runner() -> RayTaskRunner[Any]:

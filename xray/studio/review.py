@@ -18,7 +18,8 @@ from xray_runtime.data.recorded import RECORDED
 from xray_runtime.feedback.judgements import KEYS, left_model
 from xray_runtime.feedback.publication import publish
 from xray_runtime.feedback.recorded_review import keep_verdict, recorded_questions
-from xray_runtime.feedback.session import FOLDER, SESSION, Session, read_sessions
+from xray_runtime.feedback.session import Session, read_sessions
+from xray_runtime.lineage.comparisons import SESSION, SESSIONS
 
 router = APIRouter()
 
@@ -31,9 +32,9 @@ def _judge(request: Request) -> str:
 
 
 def _session(studio: Studio, name: str) -> Path:
-    directory = studio.output / FOLDER / name
+    directory = studio.output / SESSIONS / name
     if Path(name).name != name or not (directory / SESSION).is_file():
-        raise ConfigError(f"session: {name!r} is not allowed: there is none in {str(studio.output / FOLDER)!r}")
+        raise ConfigError(f"session: {name!r} is not allowed: there is none in {str(studio.output / SESSIONS)!r}")
     return directory
 
 

@@ -20,9 +20,10 @@ from xray_runtime.data.pairs import PreferenceExample, prompt_text, write_pairs
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.feedback.dataset import publish_dataset, require_tracking
 from xray_runtime.feedback.judgements import Question, latest_verdicts, pairs
-from xray_runtime.feedback.session import FOLDER, Session, read_sessions
+from xray_runtime.feedback.session import Session, read_sessions
 from xray_runtime.graph.artifacts import JUDGED_PAIRS, VERDICTS, Judgements
 from xray_runtime.lineage.audit.contamination import Prompts
+from xray_runtime.lineage.comparisons import SESSIONS
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.store.checkpoints import CHECKPOINTS
@@ -57,7 +58,7 @@ def publish(lineage: LineageStore, project: str, by: str) -> Published:
     sessions = [session for session in read_sessions(lineage.output) if session.judgements]
     if not sessions:
         raise ConfigError(
-            f"--output: there are no verdicts in {str(lineage.output / FOLDER)!r}: make some with `xray compare`"
+            f"--output: there are no verdicts in {str(lineage.output / SESSIONS)!r}: make some with `xray compare`"
         )
     require_tracking(lineage)
     for session in sessions:
@@ -99,7 +100,7 @@ def _parents(store: LineageStore, sessions: list[Session]) -> dict[str, Node]:
     if missing:
         raise ConfigError(
             f"--output: {', '.join(missing)} was judged and is not in {str(store.output / CHECKPOINTS)!r}: bring it "
-            f"back, or move the sessions that judged it out of {str(store.output / FOLDER)!r}"
+            f"back, or move the sessions that judged it out of {str(store.output / SESSIONS)!r}"
         )
     return {role: store.graph.nodes[sha] for role, sha in roles.items()}
 

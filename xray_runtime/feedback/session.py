@@ -21,12 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.feedback.judgements import Judgement, Question, left_model, verdict_of
 from xray_runtime.files import sync, write_atomic
+from xray_runtime.lineage.comparisons import JUDGEMENTS, REPLIES, SESSION, SESSIONS, comparison_name
 from xray_runtime.lineage.signed_files import log_signed, read_signed, write_signed
-from xray_runtime.store.identity import digest
 from xray_runtime.store.manifest import Sha256
-
-FOLDER = "feedback"
-SESSION, REPLIES, JUDGEMENTS = "session.json", "replies.jsonl", "judgements.jsonl"
 
 PromptSource = Literal["heldout", "train", "file", "typed"]
 Row = TypeVar("Row", bound=BaseModel)
@@ -111,7 +108,7 @@ class Session:
 
 def session_directory(output: Path, setup: Setup) -> Path:
     """The directory of the session of `setup`, made if need be."""
-    directory = output / FOLDER / _name(setup)
+    directory = output / SESSIONS / _name(setup)
     directory.mkdir(parents=True, exist_ok=True)
     if not (directory / SESSION).exists():
         write_atomic(directory / SESSION, json.dumps(setup.model_dump(mode="json"), indent=2) + "\n")
@@ -122,11 +119,11 @@ def session_directory(output: Path, setup: Setup) -> Path:
 
 def read_sessions(output: Path) -> list[Session]:
     """Every session in the output directory, by name. Raises ConfigError where the files of one are damaged."""
-    return [Session.read(path.parent) for path in sorted((output / FOLDER).glob(f"*/{SESSION}"))]
+    return [Session.read(path.parent) for path in sorted((output / SESSIONS).glob(f"*/{SESSION}"))]
 
 
 def _name(setup: Setup) -> str:
-    return digest(setup.model_dump(mode="json"))[:12]
+    return comparison_name(setup.model_dump(mode="json"))
 
 
 def _rows(path: Path, content: bytes, kind: type[Row]) -> list[Row]:

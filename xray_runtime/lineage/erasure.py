@@ -20,6 +20,7 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import RECORDED
 from xray_runtime.data.withdrawn import FOLDER as WITHDRAWN, MIN_CHARS
 from xray_runtime.files import sync, write_atomic
+from xray_runtime.lineage.comparisons import JUDGEMENTS, REPLIES, SESSIONS
 from xray_runtime.lineage.log import LOCKS, LOG
 from xray_runtime.lineage.signed_files import NEXT, log_signed, read_signed, write_signed
 
@@ -27,8 +28,6 @@ LEFT_ALONE = {RECORDED, WITHDRAWN, LOCKS, "keys", LOG}
 WEIGHTS = (".safetensors", ".pt", ".bin", ".distcp")
 SQLITE = b"SQLite format 3\0"
 GONE = "(withdrawn)"
-SESSIONS, REPLIES, VERDICTS = "feedback", "replies.jsonl", "judgements.jsonl"
-"""Files of a comparison; see `feedback.session`."""
 
 
 class TextPattern:
@@ -133,23 +132,23 @@ def _quoted(name: str) -> str:
 
 def loses_rows(path: Path, pattern: TextPattern) -> bool:
     """Whether a file is not erased but loses rows: a database's, or those of a comparison that have a text."""
-    is_session = path.name.removesuffix(NEXT) in (REPLIES, VERDICTS) and path.parent.parent.name == SESSIONS
+    is_session = path.name.removesuffix(NEXT) in (REPLIES, JUDGEMENTS) and path.parent.parent.name == SESSIONS
     return is_database(path) or (is_session and bool(pattern.texts))
 
 
 def erase_verdicts(output: Path, comparison: Path, pattern: TextPattern) -> None:
     """Have a comparison lose the questions and verdicts that have a text, and the verdicts on these questions."""
     try:
-        contents, is_sound = read_signed(output, comparison, (REPLIES, VERDICTS)), True
+        contents, is_sound = read_signed(output, comparison, (REPLIES, JUDGEMENTS)), True
     except ConfigError:
         # A file that somebody else changed loses the texts too, and stays unsigned.
-        paths = {name: comparison / name for name in (REPLIES, VERDICTS)}
+        paths = {name: comparison / name for name in (REPLIES, JUDGEMENTS)}
         contents = {name: path.read_bytes() for name, path in paths.items() if path.exists()}
         is_sound = False
     lines = {name: content.splitlines(keepends=True) for name, content in contents.items()}
     kept = {name: [line for line in found if not pattern.is_in(line)] for name, found in lines.items()}
     numbers = {_number(line) for line in kept.get(REPLIES, [])}
-    kept[VERDICTS] = [line for line in kept.get(VERDICTS, []) if _number(line) in numbers]
+    kept[JUDGEMENTS] = [line for line in kept.get(JUDGEMENTS, []) if _number(line) in numbers]
     there = {path.name.removesuffix(NEXT) for path in comparison.iterdir()}
     whole = {name: b"".join(found) for name, found in kept.items() if name in there}
     if is_sound:

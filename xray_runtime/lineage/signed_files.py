@@ -9,6 +9,7 @@ directory lacks changes that the log knows of.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from pydantic import Field
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import sync, write_atomic
 from xray_runtime.lineage.keys import trusted_keys
-from xray_runtime.lineage.log import LogView, append, view
+from xray_runtime.lineage.log import LOG, LogView, append, view
 from xray_runtime.lineage.log_entries import START, FilesSigned, SignedEntry
 from xray_runtime.lineage.signed_lines import append_signed_line, read_signed_lines, sound_lines
 from xray_runtime.lineage.signing import Verifier, signing_key
@@ -66,7 +67,7 @@ def read_signed(
     Raises:
         ConfigError: somebody else changed one, or the statement, or put an older copy in their place.
     """
-    log = view(output)
+    log = _read_log(output)
     signed = _signed(output, directory, log, verifier)
     return {name: _content(output, directory / name, signed.files.get(name), log) for name in names}
 
@@ -77,7 +78,7 @@ def write_signed(output: Path, directory: Path, contents: Mapping[str, bytes]) -
     Raises:
         ConfigError: as `read_signed`.
     """
-    log = view(output)
+    log = _read_log(output)
     signed = _signed(output, directory, log)
     for name in contents:
         _content(output, directory / name, signed.files.get(name), log)
@@ -86,13 +87,11 @@ def write_signed(output: Path, directory: Path, contents: Mapping[str, bytes]) -
         write_atomic(directory / f"{name}{NEXT}", content)
     statement, changes = directory / f"{SIGNED}{NEXT}", signed.changes + 1
     statement.unlink(missing_ok=True)
-    append_signed_line(statement, ChangedRecord, Changed(changes=changes), files, signing_key(output))
+    line = append_signed_line(statement, ChangedRecord, Changed(changes=changes), files, signing_key(output))
     for name in (SIGNED, *contents):
         os.replace(directory / f"{name}{NEXT}", directory / name)
     sync(directory)
-    known = log.signed.get(_name(output, directory))
-    if changes - (known.changes if known is not None else 0) >= LOG_EVERY:
-        log_signed(output, directory)
+    _log(output, directory, log, _Signed(changes, sha256(line).hexdigest()), LOG_EVERY)
 
 
 def log_signed(output: Path, directory: Path) -> None:
@@ -101,12 +100,29 @@ def log_signed(output: Path, directory: Path) -> None:
     Raises:
         ConfigError: as `read_signed`.
     """
-    log = view(output)
-    signed, name = _signed(output, directory, log), _name(output, directory)
+    log = _read_log(output)
+    _log(output, directory, log, _signed(output, directory, log), 1)
+
+
+def _log(output: Path, directory: Path, log: LogView, signed: _Signed, at_least: int) -> None:
+    """Have the log name a statement, if it lacks at least so many changes."""
+    name = _name(output, directory)
     known = log.signed.get(name)
-    if signed.changes > (known.changes if known is not None else 0):
+    if signed.changes - (known.changes if known is not None else 0) >= at_least:
         entry = FilesSigned(directory=name, changes=signed.changes, statement=signed.statement)
         append(output, signing_key(output), entry)
+
+
+def _read_log(output: Path) -> LogView:
+    """The log, read again once it has changed: each verdict would wait for 10,000 entries after a year of nights."""
+    status = (output / LOG).stat() if (output / LOG).exists() else None
+    # The time of the last change cannot be set by whoever writes the file.
+    return _log_at(output, (status.st_ino, status.st_size, status.st_ctime_ns) if status is not None else ())
+
+
+@functools.lru_cache(maxsize=1)
+def _log_at(output: Path, state: tuple[int, ...]) -> LogView:
+    return view(output)
 
 
 def _name(output: Path, directory: Path) -> str:

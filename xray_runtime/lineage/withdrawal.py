@@ -23,10 +23,8 @@ from xray_runtime.data.withdrawn import FOLDER, TEXTS, WithdrawnTexts
 from xray_runtime.errors import error_summary
 from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import PEOPLE
+from xray_runtime.lineage.comparisons import JUDGEMENTS, REPLIES, SESSIONS
 from xray_runtime.lineage.erasure import (
-    REPLIES,
-    SESSIONS,
-    VERDICTS,
     TextPattern,
     erase_file,
     erase_from_database,
@@ -148,7 +146,7 @@ def _plan(store: LineageStore, subject: str, holders: list[Node], found: list[Pa
         for directory in (output / SESSIONS).glob("*"):
             setup = directory / "session.json"
             if setup.is_file() and any(sha in setup.read_text(encoding="utf-8") for sha in _data(holders)):
-                files |= {directory / name for name in (REPLIES, VERDICTS) if (directory / name).exists()}
+                files |= {directory / name for name in (REPLIES, JUDGEMENTS) if (directory / name).exists()}
     return Withdrawal(subject, holders, below, sorted(path for path in files if path.is_file()))
 
 

@@ -25,12 +25,12 @@ from xray_runtime.feedback.chat_episode import play
 from xray_runtime.feedback.chat_model import ChatModel, PromptLimits, fitting, last_messages
 from xray_runtime.feedback.judgements import Judgement, Question, Verdict, left_model, pairs, tally, verdict_of
 from xray_runtime.feedback.session import (
-    JUDGEMENTS,
     Session,
     read_sessions,
     session_directory,
 )
 from xray_runtime.lineage import signed_files
+from xray_runtime.lineage.comparisons import JUDGEMENTS
 from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
 
 SMALL = FreshBase(hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=16, max_positions=64)
@@ -116,6 +116,21 @@ def test_a_session_goes_on_after_a_crash(tmp_path: Path, monkeypatch: pytest.Mon
     assert whole.judgements[:2] == [said(0, "a"), said(1, "a")]
     assert [q.number for q in whole.questions] == [0, 1, 2]
     assert session_directory(tmp_path, SETUP.model_copy(update={"seed": 1})) != session.directory
+
+
+def test_verdicts_do_not_wait_for_a_log_that_has_not_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session.read(session_directory(tmp_path, SETUP))
+    session.add_judgement(said(0, "a"))
+    session.log()
+    read, real = [], signed_files.view
+    monkeypatch.setattr(signed_files, "view", lambda output: read.append(output) or real(output))
+    for number in range(1, 5):
+        session.add_judgement(said(number, "a"))
+        read_sessions(tmp_path)
+    assert len(read) == 1
+    session.log()
+    read_sessions(tmp_path)
+    assert len(read) == 2
 
 
 def test_a_line_that_nobody_signed_is_refused(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from xray_runtime.data.recorded import RECORDED
 from xray_runtime.data.withdrawn import WithdrawnTexts
 from xray_runtime.feedback import session as sessions
 from xray_runtime.feedback.judgements import Judgement, Question
-from xray_runtime.lineage import erasure, withdrawal
 from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.gates import NotPromoted
 from xray_runtime.lineage.graph import Node
@@ -308,11 +307,6 @@ def test_withdrawn_rows_are_known_by_salted_hashes(tmp_path: Path) -> None:
     (tmp_path / "w" / "texts.json").write_text("{}")
     with pytest.raises(ValueError, match="is damaged, or no file of withdrawn texts"):
         WithdrawnTexts.read(tmp_path / "w" / "texts.json")
-
-
-def test_the_names_of_a_comparisons_files_agree() -> None:
-    assert (erasure.REPLIES, erasure.VERDICTS) == (sessions.REPLIES, sessions.JUDGEMENTS)
-    assert withdrawal.SESSIONS == sessions.FOLDER
 
 
 @pytest.mark.parametrize(

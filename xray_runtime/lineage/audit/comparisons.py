@@ -8,14 +8,11 @@ from pathlib import Path
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.audit.findings import Finding
-from xray_runtime.lineage.erasure import REPLIES, SESSIONS, VERDICTS
+from xray_runtime.lineage.comparisons import JUDGEMENTS, REPLIES, SESSION, SESSIONS, comparison_name
 from xray_runtime.lineage.log import LogView
 from xray_runtime.lineage.signed_files import read_signed
 from xray_runtime.lineage.signing import Verifier
 from xray_runtime.store.checkpoints import read_bounded
-from xray_runtime.store.identity import digest
-
-SESSION = "session.json"
 
 
 def check_comparisons(output: Path, log: LogView, verifier: Verifier | None) -> Iterator[Finding]:
@@ -31,9 +28,9 @@ def check_comparisons(output: Path, log: LogView, verifier: Verifier | None) -> 
 def _problem(output: Path, directory: Path, verifier: Verifier | None) -> str | None:
     try:
         # The models and prompts are in its name.
-        if digest(json.loads(read_bounded(directory / SESSION)))[:12] != directory.name:
+        if comparison_name(json.loads(read_bounded(directory / SESSION))) != directory.name:
             return f"{SESSION} is not that of {directory.name}"
-        read_signed(output, directory, (REPLIES, VERDICTS), verifier)
+        read_signed(output, directory, (REPLIES, JUDGEMENTS), verifier)
     except ConfigError as error:
         return str(error).removeprefix(f"{directory}/")
     except (OSError, ValueError, RecursionError) as error:
