@@ -24,12 +24,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from xray_runtime.config.recording import RecordingConfig
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.cores import give_way
 from xray_runtime.data.gold import import_function
 from xray_runtime.data.recorded import KEYS, RECORDED, Row, UserKeys, about, feedback_row
 from xray_runtime.errors import error_summary
 from xray_runtime.feedback.answers import HourlyLimit, parse_feedback
 from xray_runtime.lineage.recorded import SegmentWriter
-from xray_runtime.processes import redirect_output
+from xray_runtime.processes import LOW_PRIORITY, redirect_output
 from xray_runtime.serving import NotServedError
 from xray_runtime.serving.exchange import Exchange, texts_of
 from xray_runtime.serving.recorded_index import RecordedIndex
@@ -80,6 +81,8 @@ class Recorder:
             # A process that Ray starts again must not fail here.
             with contextlib.suppress(OSError):
                 redirect_output(settings.logs / "recorder.log")
+            # On a busy machine answers come first.
+            give_way(LOW_PRIORITY)
         sys.path += [directory for directory in settings.path if directory not in sys.path]
         self._settings, config = settings, settings.config
         redaction = settings.redaction
