@@ -206,12 +206,32 @@ def test_a_branch_above_another_trunk_is_refused(tiny_model: Path, tmp_path: Pat
         run_ranks(branched(tiny_model, other, layout), tmp_path, grown, kind=Loader)
 
 
-def test_a_branch_takes_the_memory_of_its_layers(tmp_path: Path) -> None:
-    """38M parameters, 151 MB in float32, of which a branch holds a ninth; each rank of ZeRO-3 its share of that."""
+def save_38_million(directory: Path) -> int:
+    """Save a model of 38M parameters in float32; returns the bytes of its weights."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 9, "num_attention_heads": 8}
     config = transformers.LlamaConfig(vocab_size=320, tie_word_embeddings=True, **sizes)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    size = (tmp_path / "model" / "model.safetensors").stat().st_size
+    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    return (directory / "model.safetensors").stat().st_size
+
+
+def returned(learner: Learner, deal: Callable[[Rows], Rows], batches: list[Rows]) -> int:
+    """Bytes of memory that the process returns to the system when a trained model is unloaded."""
+    updates(learner, deal, batches, 0, 1)
+    before = _memory("RssAnon")
+    learner.unload()
+    return before - _memory("RssAnon")
+
+
+def test_the_memory_of_a_trained_model_is_returned(batches: list[Rows], tmp_path: Path) -> None:
+    """The C library would keep it, and a Workhorse that waits for the next stage with it."""
+    size = save_38_million(tmp_path / "model")
+    [bytes_returned] = run_ranks(spec_of(tmp_path / "model", {}), tmp_path, returned, batches)
+    assert bytes_returned > 0.9 * 3 * size  # weights and AdamW's two moments
+
+
+def test_a_branch_takes_the_memory_of_its_layers(tmp_path: Path) -> None:
+    """38M parameters, 151 MB in float32, of which a branch holds a ninth; each rank of ZeRO-3 its share of that."""
+    size = save_38_million(tmp_path / "model")
     other = with_other_top(tmp_path / "model", tmp_path / "other", 8)
     for layout in ({}, ZERO_3):
         plain = max(run_ranks(spec_of(tmp_path / "model", layout), tmp_path, held, kind=Loader))

@@ -14,7 +14,7 @@ import numpy as np
 
 from xray_runtime.data.rows import Ragged, Rows, num_rows, take
 from xray_runtime.errors import NonFiniteError
-from xray_runtime.processes import at_low_priority, without_collection
+from xray_runtime.processes import at_low_priority, return_freed_memory, without_collection
 from xray_runtime.signs import part_done
 from xray_runtime.store.shards import read_shards, shard_problem
 from xray_runtime.workers.micro_batches import Columns, as_tensors, row_groups
@@ -103,6 +103,7 @@ class Learner(Workhorse):
         self._trunks = TrunkMemory()
         self._shared = self._sender = None
         gc.collect()
+        return_freed_memory()
 
     def sleep(self) -> None:
         """Free this model's GPU memory until `wake_up`; with `runtime.trainer_sleeps`."""
