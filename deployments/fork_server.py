@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xray.deployments import fork_client
-from xray_runtime.workers.libraries import VARIABLE, VLLM, prepare_imports
+from xray_runtime.workers.libraries import KEEP_MEMORY, VARIABLE, VLLM, prepare_imports
 
 OF_A_RAY = ("RAY_RAYLET_PID", "RAY_JOB_ID")
 """Variables that Ray reads once, at its import."""
@@ -62,6 +62,7 @@ class ForkServer:
         # The servers end when their input does. Only this process holds its other end, so they end however it does.
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-m", "xray.deployments.fork_server", self.address],
+            env=KEEP_MEMORY | os.environ,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

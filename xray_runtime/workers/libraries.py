@@ -25,6 +25,11 @@ REPRODUCIBLE = "AUTO"
 """MKL's mode with reductions in a fixed order, without which MKL does not promise the same bits in every run. It is as
 fast (`benchmarks/threads.py --mkl OFF AUTO`)."""
 
+KEEP_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+"""glibc's settings for a process that trains on a CPU: the gradients of a step take the memory of the last step's. New
+pages from the system took a quarter of PPO's time at 135M parameters. `processes.return_freed_memory` returns what is
+kept. glibc reads them when a process starts."""
+
 UNUSED = ("mlflow", "sklearn")
 """Libraries that DeepSpeed and transformers import but no Workhorse uses: 3 CPU seconds a start."""
 
