@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -36,6 +37,17 @@ class Probe:
 
         return float(np.random.random())
 
+    def new_pages(self) -> list[int]:
+        """Pages that the system gives for 256 MiB, and for 256 MiB after those were freed."""
+        import numpy as np
+
+        found = []
+        for _ in range(2):
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            np.ones(2**25)
+            found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        return found
+
     def server(self) -> str:
         return os.environ[FORK_SERVER]
 
@@ -61,6 +73,12 @@ def test_a_workhorse_begins_with_its_libraries(cluster: None, libraries: str, mo
     for actor in (first, second):
         ray.kill(actor)
     wait_until(lambda: not any(map(psutil.pid_exists, pids)))
+
+
+def test_a_workhorse_keeps_the_memory_that_it_frees(cluster: None) -> None:
+    """Each step else takes new pages for its gradients, which the system must clear."""
+    first, second = ray.get(probe(**worker_options(TRAINING)).new_pages.remote())
+    assert second < 0.01 * first
 
 
 def test_another_worker_has_none_of_them(cluster: None) -> None:
