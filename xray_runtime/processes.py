@@ -80,7 +80,8 @@ def without_collection() -> Iterator[None]:
 
 
 def return_freed_memory() -> None:
-    """Return to the system what the C library keeps for later: of a model that was trained, all of it."""
+    """Return to the system what nothing refers to, and what the C library keeps: of a trained model all of it."""
+    gc.collect()
     with contextlib.suppress(AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 

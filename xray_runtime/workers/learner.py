@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import math
 from collections import deque
 from collections.abc import Iterator
@@ -102,7 +101,6 @@ class Learner(Workhorse):
         self.engine = self.scorer = self.module = self._published = None
         self._trunks = TrunkMemory()
         self._shared = self._sender = None
-        gc.collect()
         return_freed_memory()
 
     def sleep(self) -> None:
