@@ -23,7 +23,7 @@ from xray_runtime.data.withdrawn import FOLDER, TEXTS, WithdrawnTexts
 from xray_runtime.errors import error_summary
 from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import PEOPLE
-from xray_runtime.lineage.comparisons import JUDGEMENTS, REPLIES, SESSIONS
+from xray_runtime.lineage.comparisons import JUDGEMENTS, REPLIES, SESSION, SESSIONS
 from xray_runtime.lineage.erasure import (
     TextPattern,
     erase_file,
@@ -144,7 +144,7 @@ def _plan(store: LineageStore, subject: str, holders: list[Node], found: list[Pa
         # Pages and reports show samples; snapshots of stages that have not ended may be of any of these.
         files |= {*output.rglob(REPORT), *(output / PAGES).glob("*"), *_below(output / SNAPSHOTS)}
         for directory in (output / SESSIONS).glob("*"):
-            setup = directory / "session.json"
+            setup = directory / SESSION
             if setup.is_file() and any(sha in setup.read_text(encoding="utf-8") for sha in _data(holders)):
                 files |= {directory / name for name in (REPLIES, JUDGEMENTS) if (directory / name).exists()}
     return Withdrawal(subject, holders, below, sorted(path for path in files if path.is_file()))
