@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +13,8 @@ from xray_runtime.algorithms.statistics import wins
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.length_baseline import length_baseline_accuracy
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample
+from xray_runtime.data.replies import SIDES
 from xray_runtime.data.rows import Rows, join, num_rows
-from xray_runtime.data.tokens import Tokens
 from xray_runtime.graph.artifacts import REWARD_HEAD
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.reward_objective import RewardObjective
@@ -41,7 +40,7 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
     start, dataset = stage.inputs.policy.path, stage.inputs.data.path
     tokenizer = load_tokenizer(start)
     train, heldout = preference_tokens(stage, dataset, tokenizer, recorder)
-    heldout_rows = _both_sides(heldout, range(len(heldout)))
+    heldout_rows = heldout.take(range(len(heldout)))
     steps = max(1, config.epochs * len(train) // config.batch_size)
     cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"))
     model = ModelSpec(
@@ -62,7 +61,7 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
         state = Resumable(recorder, models, cursor=cursor, skipped=skipped)
         for step in range(state.restore(), steps):
             index = cursor.take(config.batch_size)
-            batch = _both_sides(train, index) | states.columns(index)
+            batch = train.take(index) | states.columns(index)
             lr, totals = lr_at(config, step, steps), StepTotals(rows=config.batch_size)
             result = read_step(PairSums, get(reward.train.remote(batch, totals.to_wire(), lr)))
             skipped.check_step(stage, "reward", step, result)
@@ -101,15 +100,9 @@ def _summary(stage: str, chosen: np.ndarray, rejected: np.ndarray) -> dict[str, 
     }
 
 
-def _both_sides(pairs: Tokens, rows: Sequence[int]) -> Rows:
-    """Rows with the chosen side in `input_ids` and the rejected side in `rejected_ids`."""
-    taken = pairs.take(rows)
-    return {name: taken[name] for name in ("input_ids", "rejected_ids")}
-
-
 def _scores(reward: ModelHandle, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-    # Both sides in one call: a model caches only the trunk states of the last call.
-    sides, n = [{"input_ids": ids} for ids in rows.values()], num_rows(rows)
+    # Both sides in one call: they share their prompts, and a model caches only the trunk states of the last call.
+    sides, n = [{"input_ids": rows[side], "prompt_lengths": rows["prompt_lengths"]} for side in SIDES], num_rows(rows)
     scores = get(reward.score.remote(join(sides, [range(n), range(n, 2 * n)])))["scores"]
     return scores[:n], scores[n:]
 

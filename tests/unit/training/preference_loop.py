@@ -1,4 +1,4 @@
-"""The loops of `dpo` and `kto` over a model in this process that answers with arrays worked out by hand.
+"""The loops of `dpo`, `kto` and `reward_model` over a model in this process with answers worked out by hand.
 
 The model gives each reply the log-probability −(its tokens); a step of training makes every reply 0.5 nats likelier.
 """

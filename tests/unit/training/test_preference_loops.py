@@ -1,4 +1,4 @@
-"""The loops of `dpo` and `kto` over a model in this process that answers with arrays worked out by hand.
+"""The loops of `dpo`, `kto` and `reward_model` over a model in this process with answers worked out by hand.
 
 The model gives each reply the log-probability −(its tokens); a step of training makes every reply 0.5 nats likelier.
 """
@@ -16,11 +16,12 @@ import pytest
 from tests.unit.training.preference_loop import PAIRS, STEP, Likelier, World, attempt, plain
 from xray_runtime.config.dpo import DPOConfig, DPOValidation
 from xray_runtime.config.kto import KTOConfig, KTOValidation
-from xray_runtime.data.rows import Rows
+from xray_runtime.config.reward_model import RewardConfig
+from xray_runtime.data.rows import Rows, alike_prompts
 from xray_runtime.graph.artifacts import Dataset, Judgements, Model, Preferences
-from xray_runtime.graph.inputs import DPOInputs, KTOInputs
+from xray_runtime.graph.inputs import DPOInputs, KTOInputs, RewardModelInputs
 from xray_runtime.store.snapshots import Snapshot
-from xray_runtime.training import dpo, kto
+from xray_runtime.training import dpo, kto, reward_model
 
 
 def kept(root: Path, beside: str = "pairs") -> list[Path]:
@@ -315,3 +316,29 @@ def test_too_few_replies_are_said(root: Path) -> None:
     (root / "judged" / "judgements.jsonl").write_text("")
     with pytest.raises(ValueError, match="0 replies are too few, must be at least 2"):
         attempt(kto, replies_of(root, verdicts=True), KTOConfig(), root / "out", World())
+
+
+# Reward model
+
+
+class Longer(Likelier):
+    """A reward model: a reply's score is its number of tokens."""
+
+    def do_score(self, rows: Rows) -> Rows:
+        return {"scores": super().do_score(rows)["logprobs"] * -1 + STEP * self.updates}
+
+
+def test_both_sides_of_a_pair_come_with_the_prompt_that_they_share(root: Path) -> None:
+    """Without `prompt_lengths` a model computes each prompt twice."""
+    world, inputs = World(), RewardModelInputs(Model(root / "model"), Preferences(root / "pairs"))
+    attempt(reward_model, inputs, RewardConfig(batch_size=5, epochs=1), root / "out", world, model=Longer)
+    assert world.calls == ["model learns", "model scores 6"] * 2 + ["model saves"]
+    for rows, totals, _ in world.batches:
+        assert totals == {"rows": 5}
+        assert (rows["prompt_lengths"] > 1).all()
+        chosen, rejected = alike_prompts(rows).reshape(2, -1)
+        assert (chosen == rejected).all()
+        assert len(set(chosen.tolist())) == 5
+    summary = json.loads((root / "out" / "reward.json").read_text())
+    assert summary["accuracy"] == 1.0
+    assert summary["heldout_pairs"] == 3
