@@ -8,7 +8,9 @@ chat template, with the reply as the assistant's last turn.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,7 @@ class RewardReader:
         self._padding, self._limit = config.get("pad_token_id"), config.get("max_position_embeddings")
 
     def rows(self, prompts: Sequence[Messages], replies: Sequence[str], tokens: Rows | None = None) -> Rows:
-        """Rows `input_ids`; the head reads the last token.
+        """Rows `input_ids` and `prompt_lengths`; the head reads the last token.
 
         Args:
             replies: texts.
@@ -64,7 +66,9 @@ class RewardReader:
                 f"{self._where}: a conversation of {longest} tokens is not allowed: the model reads at most "
                 f"{self._limit}; lower max_prompt_tokens or max_new_tokens"
             )
-        return text_rows([[]] * len(ids), ids)
+        shared = _shared_lengths(prompts, ids)
+        whole = list(zip(ids, shared, strict=True))
+        return text_rows([row[:length] for row, length in whole], [row[length:] for row, length in whole])
 
     def _read(self, ids: list[int]) -> list[int]:
         # transformers reads the score at the last token that is not padding; it skips an end token used as padding.
@@ -72,6 +76,16 @@ class RewardReader:
         while length > 1 and ids[length - 1] == self._padding:
             length -= 1
         return ids[:length]
+
+
+def _shared_lengths(prompts: Sequence[Messages], ids: Sequence[list[int]]) -> list[int]:
+    """For each conversation, the number of tokens that begin all conversations of its prompt; 0 if it is alone."""
+    keys = [json.dumps(prompt) for prompt in prompts]
+    groups = defaultdict[str, list[list[int]]](list)
+    for key, row in zip(keys, ids, strict=True):
+        groups[key].append(row)
+    lengths = {key: len(commonprefix(rows)) if len(rows) > 1 else 0 for key, rows in groups.items()}
+    return [lengths[key] for key in keys]
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 from xray_runtime.config.reward_model import RewardBaseConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, Messages, write_pairs
+from xray_runtime.data.rows import alike_prompts
 from xray_runtime.data.text_rows import text_rows
-from xray_runtime.data.tokenizing import encode_conversations, train_tokenizer
+from xray_runtime.data.tokenizing import encode_conversations, encode_prompts, train_tokenizer
 from xray_runtime.graph.artifacts import REWARD_HEAD, Dataset
 from xray_runtime.graph.inputs import RewardBaseInputs
 from xray_runtime.graph.kind import Stage
@@ -176,6 +177,25 @@ def test_it_reads_whole_conversations_under_its_own_template(make: Make, tmp_pat
     assert [row.tolist() for row in rows["input_ids"]] == ids
     assert tokenizer.decode(ids[0]) == "<|user|>how are you today<|end|>\n<|assistant|>fine thanks<|end|>\n"
     torch.testing.assert_close(scores_of(out, rows), transformers_scores(source, ids), rtol=1e-5, atol=1e-5)
+
+
+def test_conversations_of_one_prompt_share_its_computation(make: Make, tmp_path: Path, tokenizer: Any) -> None:
+    """Two of the replies are the same, and one begins as another does; the other prompt has a single reply."""
+    source, out = make("Qwen3", head_dim=16), tmp_path / "out"
+    reward_base(source, out)
+    prompts = [PROMPTS[0], PROMPTS[1], *[PROMPTS[0]] * 3]
+    replies = ["fine thanks", "hello", "fine", "hello there", "fine"]
+    rows = RewardReader(out, "judge").rows(prompts, replies)
+    begun = len(encode_prompts(tokenizer, [PROMPTS[0]])[0])
+    assert rows["prompt_lengths"].tolist() == [begun, 0, begun, begun, begun]
+    assert alike_prompts(rows).tolist() == [0, 1, 0, 0, 0]
+    ids = encode_conversations(tokenizer, prompts, replies)
+    assert [row.tolist() for row in rows["input_ids"]] == ids
+    torch.testing.assert_close(scores_of(out, rows), transformers_scores(source, ids), rtol=1e-5, atol=1e-5)
+
+    same = RewardReader(out, "judge").rows(prompts[2:], ["fine"] * 3)
+    assert same["prompt_lengths"].tolist() == same["input_ids"].lengths.tolist()
+    torch.testing.assert_close(scores_of(out, same), transformers_scores(source, [ids[2]] * 3), rtol=1e-5, atol=1e-5)
 
 
 def test_where_the_end_token_pads_the_score_is_read_before_it(make: Make, tmp_path: Path, tokenizer: Any) -> None:
