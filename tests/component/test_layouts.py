@@ -36,7 +36,8 @@ from xray_runtime.algorithms import logprobs
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.rows import Rows
+from xray_runtime.data.text_rows import text_rows
 from xray_runtime.engines.make import can_shard
 from xray_runtime.engines.shard_loading import Weights, load_shard, skeleton_of
 from xray_runtime.models import heads
@@ -409,8 +410,13 @@ def pairs_learnt(learner: Learner, deal: Callable[[Rows], Rows], rows: Rows) -> 
 
 def test_a_reward_model_learns_pairs_in_any_layout(tiny_model: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
-    names = ("input_ids", "rejected_ids")
-    rows = {n: Ragged.of(rng.integers(5, 280, size=k) for k in rng.integers(5, 15, size=6)) for n in names}
+
+    def sequences(lengths: np.ndarray) -> list[list[int]]:
+        return [rng.integers(5, 280, size=length).tolist() for length in lengths]
+
+    prompts = sequences(rng.integers(2, 6, size=6))
+    rows = text_rows(prompts, sequences(rng.integers(3, 9, size=6)))
+    rows["rejected_ids"] = text_rows(prompts, sequences(rng.integers(3, 9, size=6)))["input_ids"]
 
     def learnt(layout: dict[str, int]) -> dict[str, Any]:
         training = RewardConfig(engine=EngineConfig(micro_batch_tokens=64, **layout))
