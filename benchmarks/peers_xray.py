@@ -62,6 +62,9 @@ def as_classifier(trunk: Path, head: Path | None, into: Path) -> str:
         lm = AutoModelForCausalLM.from_pretrained(trunk, dtype=torch.float32, trust_remote_code=False)
         model.model.load_state_dict(lm.model.state_dict())
         tokenizer = AutoTokenizer.from_pretrained(trunk, trust_remote_code=False)
+        if tokenizer.pad_token_id == tokenizer.eos_token_id:
+            # transformers reads the last token that does not pad; X-ray reads the end of the reply.
+            tokenizer.pad_token = tokenizer.unk_token
         model.config.pad_token_id = tokenizer.pad_token_id
         model.save_pretrained(into)
         tokenizer.save_pretrained(into)
