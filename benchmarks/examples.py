@@ -30,6 +30,8 @@ class Example(NamedTuple):
     column: str | None = None
     """Else a number of the table of evaluations."""
     policies: tuple[str, str] = ("sft", "ppo")
+    folder: str = "."
+    """Where it is run."""
 
 
 def lesson(name: str, **found: Any) -> tuple[str, Example]:
@@ -49,6 +51,8 @@ EXAMPLES = dict(
         ("two_judges", Example("examples.two_judges:two_judges", evaluated="reward")),
         ("online_dpo", Example("examples.online_dpo:online_dpo", evaluated="reward")),
         ("guess_number", Example("examples.guess_number:guess_number", column="success")),
+        ("agents/largest_digit", Example("examples.agents.largest_digit:largest_digit", column="success")),
+        ("own_project", Example("flows.short_replies:short_replies", evaluated="gold", folder="examples/own_project")),
         ("side_by_side", Example("examples.side_by_side:side_by_side", evaluated="reward")),
     ]
 )
@@ -78,8 +82,9 @@ def run(name: str, output: Path) -> tuple[str, str]:
         found = last[1] if last else "?"
     else:
         example = EXAMPLES[name]
-        command = [sys.executable, "-m", "xray.cli.main", "run", example.flow, "--json", "--output", str(output / name)]
-        done = subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-m", "xray.cli.main", "run", example.flow, "--json"]
+        command += ["--output", str(output / name)]
+        done = subprocess.run(command, check=True, cwd=ROOT / example.folder, stdout=subprocess.PIPE, text=True)
         found = score(example, json.loads(done.stdout))
     return f"{(time.monotonic() - began) / 60:.1f}", found
 
