@@ -202,9 +202,9 @@ def test_rows_wait_for_a_full_disk_and_what_was_lost_is_named(tmp_path: Path, mo
     full, real = [True], SegmentWriter.write
 
     def write(self: SegmentWriter, *arguments: Any) -> None:
-        # The file is written, and the disk fills before it is signed.
-        (tmp_path / RECORDED / "00000001.parquet").write_bytes(b"half")
         if full:
+            # The file is written, and the disk fills before it is signed.
+            (tmp_path / RECORDED / "00000001.parquet").write_bytes(b"half")
             raise OSError(28, "No space left on device")
         real(self, *arguments)
 
