@@ -96,4 +96,5 @@ def guess_number(
             lr=1e-3,
             **PLAYED,
         )
-        xray.benchmark(policy, prompts=data, suite="environment", success=0.5, **PLAYED)
+        for name, model in {"before": sft, "after": policy}.items():
+            xray.benchmark(model, prompts=data, suite="environment", success=0.5, name=name, **PLAYED)

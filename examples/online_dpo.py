@@ -45,7 +45,10 @@ def online_dpo(
                 max_new_tokens=24,
                 name=f"pairs-{number}",
             )
-            policy = xray.dpo(policy, pairs, reference=sft, epochs=4, batch_size=16, lr=1e-3, name=f"dpo-{number}")
+            # On so few pairs more epochs, or a smaller beta, move the policy so far that its replies fall apart.
+            policy = xray.dpo(
+                policy, pairs, reference=sft, epochs=2, batch_size=16, lr=1e-3, beta=0.5, name=f"dpo-{number}"
+            )
         result = xray.evaluate(
             policy, against=sft, prompts=chats, rewards=[asks], num_prompts=num_prompts, max_new_tokens=24
         )

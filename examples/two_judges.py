@@ -19,7 +19,7 @@ def brevity(prompts: list[str], replies: list[str]) -> list[float]:
 
 
 @flow(task_runner=xray.task_runner(), persist_result=False)
-def two_judges(output: str = "runs/two-judges", seed: int = 0, steps: int = 30, iterations: int = 4) -> None:
+def two_judges(output: str = "runs/two-judges", seed: int = 0, steps: int = 120, iterations: int = 20) -> None:
     """One policy, judged by people's ratings of how witty and of how upbeat a conversation was, and by length."""
     with xray.workspace(output, project="two-judges", seed=seed):
         chats = xray.prepare(source="chitchat", context_messages=1, max_chars=120, max_conversations=600)
