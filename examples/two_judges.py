@@ -28,19 +28,20 @@ def two_judges(output: str = "runs/two-judges", seed: int = 0, steps: int = 120,
 
         judges = []
         for rating in ("upbeat", "interesting"):
-            pairs = xray.preferences(data=chats, source="ratings", rating=rating, num_pairs=200, name=f"{rating}-pairs")
-            judges.append(xray.reward_model(sft, pairs, epochs=1, name=f"{rating}-judge"))
+            pairs = xray.preferences(data=chats, source="ratings", rating=rating, num_pairs=400, name=f"{rating}-pairs")
+            judges.append(xray.reward_model(sft, pairs, epochs=2, name=f"{rating}-judge"))
         upbeat, interesting = judges
 
+        judged = [upbeat, 0.5 * interesting, 0.1 * xray.reward(brevity)]
         policy = xray.ppo(
             sft,
             prompts=chats,
-            rewards=[upbeat, 0.5 * interesting, 0.1 * xray.reward(brevity)],
+            rewards=judged,
             iterations=iterations,
             prompts_per_iteration=32,
             minibatch_size=16,
         )
-        result = xray.evaluate(policy, against=sft, prompts=chats, rewards=[upbeat], gold="vader", num_prompts=32)
+        result = xray.evaluate(policy, against=sft, prompts=chats, rewards=judged, gold="vader", num_prompts=128)
         xray.register(policy, result)
 
 
