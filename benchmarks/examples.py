@@ -31,7 +31,7 @@ class Example(NamedTuple):
     """Else a number of the table of evaluations."""
     policies: tuple[str, str] = ("sft", "ppo")
     folder: str = "."
-    """Where it is run."""
+    """The directory in which the command runs, below the repository's root."""
 
 
 def lesson(name: str, **found: Any) -> tuple[str, Example]:

@@ -13,8 +13,8 @@ from xray_runtime.algorithms.statistics import wins
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.length_baseline import length_baseline_accuracy
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample
-from xray_runtime.data.replies import SIDES
-from xray_runtime.data.rows import Rows, join, num_rows
+from xray_runtime.data.replies import both_sides
+from xray_runtime.data.rows import Rows
 from xray_runtime.graph.artifacts import REWARD_HEAD
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.reward_objective import RewardObjective
@@ -40,7 +40,9 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
     start, dataset = stage.inputs.policy.path, stage.inputs.data.path
     tokenizer = load_tokenizer(start)
     train, heldout = preference_tokens(stage, dataset, tokenizer, recorder)
-    heldout_rows = heldout.take(range(len(heldout)))
+    # All chosen replies, then all rejected ones.
+    numbers = np.arange(2 * len(heldout)).reshape(-1, 2).T.flatten()
+    heldout_rows = both_sides(heldout).take(numbers)
     steps = max(1, config.epochs * len(train) // config.batch_size)
     cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"))
     model = ModelSpec(
@@ -101,10 +103,9 @@ def _summary(stage: str, chosen: np.ndarray, rejected: np.ndarray) -> dict[str, 
 
 
 def _scores(reward: ModelHandle, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
-    # Both sides in one call: they share their prompts, and a model caches only the trunk states of the last call.
-    sides, n = [{"input_ids": rows[side], "prompt_lengths": rows["prompt_lengths"]} for side in SIDES], num_rows(rows)
-    scores = get(reward.score.remote(join(sides, [range(n), range(n, 2 * n)])))["scores"]
-    return scores[:n], scores[n:]
+    # One call: both sides share their prompts, and a model caches only the trunk states of the last call.
+    chosen, rejected = np.split(get(reward.score.remote(rows))["scores"], 2)
+    return chosen, rejected
 
 
 def _accuracy(chosen: np.ndarray, rejected: np.ndarray) -> float:
