@@ -43,7 +43,7 @@ MODELS: dict[str, dict[str, set[str]]] = {
         "upbeat-judge": {"reward"},
         "interesting-judge": {"reward"},
         "ppo": PPO | {"rewards.0", "rewards.1"},
-        "evaluate": JUDGED | {"rewards.0"},
+        "evaluate": JUDGED | {"rewards.0", "rewards.1"},
     },
     "online DPO": {
         "sft": {"policy"},
