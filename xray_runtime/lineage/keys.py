@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.decisions import decide
+from xray_runtime.lineage.log import decide
 from xray_runtime.lineage.signing import (
     KEY_VARIABLE,
     PRIVATE,

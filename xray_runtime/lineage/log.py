@@ -11,7 +11,9 @@ person (`xray audit --expect`).
 from __future__ import annotations
 
 import contextlib
+import getpass
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,8 +105,17 @@ class LogView:
 
     @property
     def decided(self) -> dict[tuple[str, str], Decision]:
-        """(registered model, alias) → the last decision about it."""
+        """(registered model, alias) → the last decision about it. An alias that points elsewhere was moved by hand:
+        MLflow lets anybody do that without a trace."""
         return {(found.name, found.alias): found for found in self.decisions if found.action in MOVES}
+
+    @property
+    def decisions_by_version(self) -> dict[tuple[str, str], list[Decision]]:
+        """(registered model, version) → the decisions about it, in order."""
+        found = defaultdict[tuple[str, str], list[Decision]](list)
+        for decision in self.decisions:
+            found[decision.name, decision.version].append(decision)
+        return found
 
     def lacks(self, head: Head) -> str | None:
         """Why a log that once ended in `head` cannot have become this one; None where it can."""
@@ -192,17 +203,9 @@ def read_lines(output: Path) -> Iterator[Line]:
 def view(output: Path) -> LogView:
     """The log as far as it can be read; an audit says whether that is all, and whether it is signed."""
     found = LogView()
-    for line in readable_lines(output):
-        found.add(line)
-    return found
-
-
-def readable_lines(output: Path) -> list[Line]:
-    """The entries of a log as far as it can be read."""
-    found = []
     with contextlib.suppress(ValueError):
         for line in read_lines(output):
-            found.append(line)
+            found.add(line)
     return found
 
 
@@ -233,6 +236,21 @@ def append_locked(output: Path, private: Path, entry: Entry, files: Mapping[str,
     if isinstance(entry, Decision):
         files = {f"{entry.name}/{entry.version}": entry.checkpoint}
     append_signed_line(output / LOG, Record, entry, files or {}, private)
+
+
+def decide(output: Path, private: Path, *, by: str | None = None, **fields: Any) -> None:
+    """Append a decision; the same registration twice in a row is one.
+
+    Args:
+        by: who decides; by default the user of this process.
+        fields: of a `Decision`.
+    """
+    decision = Decision(by=by or getpass.getuser(), **fields)
+    with log_lock(output):
+        last = view(output).decided.get((decision.name, decision.alias)) if decision.action == "register" else None
+        facts = {"version", "checkpoint", "evidence", "page"}
+        if last is None or last.model_dump(include=facts) != decision.model_dump(include=facts):
+            append_locked(output, private, decision)
 
 
 def log_checkpoints(
@@ -272,18 +290,8 @@ def log_files(output: Path, private: Path, paths: list[Path], note: str) -> None
     """Log files that were just written for people, unless the log lists the same."""
     files = digests(output, paths)
     with log_lock(output):
-        if not files.items() <= listed(output).items():
+        if not files.items() <= view(output).files.items():
             append_locked(output, private, Left(note=note), files)
-
-
-def listed(output: Path) -> dict[str, str]:
-    """Path below `output` → sha256 of every file the log lists; an audit says whether it is signed."""
-    return view(output).files
-
-
-def mark(output: Path) -> str:
-    """`LogView.mark` of an output directory."""
-    return view(output).mark
 
 
 def read_run(place: Path) -> dict[str, Any]:

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from xray_runtime.lineage.card import result_rows
-from xray_runtime.lineage.decisions import current, decide, decisions_by_version
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.log import Decision, mark
+from xray_runtime.lineage.log import Decision, decide, view
 from xray_runtime.lineage.signing import signer_of, signing_key
 from xray_runtime.report.rendering import template
 from xray_runtime.store.checkpoints import read_bounded, read_manifest, statement_sha256
@@ -157,7 +156,7 @@ def model_addresses(output: Path, checkpoints: Collection[str] | None) -> list[s
     Args:
         checkpoints: only of these; None: of all.
     """
-    moves = current(output).values()
+    moves = view(output).decided.values()
     versions = {(m.name, m.version) for m in moves if checkpoints is None or m.checkpoint in checkpoints}
     return [f"#/models/{quote(name)}/versions/{quote(version)}" for name, version in sorted(versions)]
 
@@ -167,11 +166,11 @@ def write_pages(
 ) -> None:
     """Write the pages of a registered model and of some of its versions."""
     registry.describe_model(name, *model_page(name))
-    decisions = decisions_by_version(output)
+    decisions = view(output).decisions_by_version
     for version in versions:
         # A page that cannot be made stays as it is; the audit reports it with the reason.
         with contextlib.suppress(ValueError):
             page = version_page(name, decisions[name, version], nodes.get, registry.experiment_of)
             if page is not None:
-                tags = page.tags | {LOG_TAG: mark(output)}
+                tags = page.tags | {LOG_TAG: view(output).mark}
                 registry.describe_version(name, version, page.description, tags)

@@ -14,7 +14,6 @@ from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage import canary
 from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.decisions import current, decide
 from xray_runtime.lineage.gates import (
     NOT_EVALUATED,
     Gate,
@@ -25,6 +24,7 @@ from xray_runtime.lineage.gates import (
     gates_for,
 )
 from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.log import decide, view
 from xray_runtime.lineage.log_entries import Action, Decision
 from xray_runtime.lineage.model_page import CHAMPION, write_pages
 from xray_runtime.lineage.reference import LineageStore
@@ -70,7 +70,7 @@ class ComparisonSpec(NamedTuple):
 
 def champion_of(store: LineageStore, name: str) -> Decision | None:
     """The decision that made the present champion of the registered model `name`."""
-    return current(store.output).get((name, CHAMPION))
+    return view(store.output).decided.get((name, CHAMPION))
 
 
 def comparison_spec(graph: Graph, candidate: Node, champion: str, verdicts: str | None = None) -> ComparisonSpec:
@@ -191,7 +191,7 @@ def roll_back(store: LineageStore, *, name: str, by: str, note: str, public: Pat
         ConfigError: there is no previous champion.
         NotPromoted: its audit found something.
     """
-    decisions = current(store.output)
+    decisions = view(store.output).decided
     present, before = decisions.get((name, CHAMPION)), decisions.get((name, PREVIOUS))
     if present is None or before is None:
         raise ConfigError(f"--rollback: {name!r} has no previous champion in {store.output}")
@@ -242,7 +242,7 @@ def _move_champion(
 
 def _move_aliases(store: LineageStore, name: str, *others: str) -> None:
     """Point MLflow's aliases where the decisions say, and write the pages of these versions and of `others`."""
-    decisions, registry = current(store.output), Registry.open(_uri(store))
+    decisions, registry = view(store.output).decided, Registry.open(_uri(store))
     decided = {alias: decisions[name, alias].version for alias in (CHAMPION, PREVIOUS) if (name, alias) in decisions}
     registry.set_aliases(name, decided)
     write_pages(registry, store.output, name, {*decided.values(), *others}, store.graph.nodes)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from xray_runtime.data.derived import SUFFIX as TOKENS
 from xray_runtime.graph.artifacts import Benchmark, Comparison, Evaluation, Judgements
-from xray_runtime.lineage.decisions import current, decide
 from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.log import decide, view
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
 
@@ -37,7 +37,7 @@ def plan_prune(store: LineageStore, keep: Iterable[Node]) -> Prune:
     graph = store.graph
     wanted = {node.sha256 for node in keep}
     wanted |= {sha for sha, node in graph.nodes.items() if node.is_a(Judgements)}
-    wanted |= {decision.checkpoint for decision in current(store.output).values()}
+    wanted |= {decision.checkpoint for decision in view(store.output).decided.values()}
     kept = set(with_history(graph, sorted(wanted)))
     order = graph.ancestors(list(graph.nodes))
     return Prune(

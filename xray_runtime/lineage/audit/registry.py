@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.graph.artifacts import Evaluation
 from xray_runtime.lineage.audit.findings import Finding
-from xray_runtime.lineage.decisions import decisions_by_version
-from xray_runtime.lineage.log import LOG, LogView
+from xray_runtime.lineage.log import LOG, LogView, view as view_log
 from xray_runtime.lineage.model_page import FORM, PREFIX, Page, model_page, registration_of, version_page
 from xray_runtime.tracking.mlflow_tracker import KEY_TAG
 from xray_runtime.tracking.registry import LOG_TAG, SHA256_TAG, URI_TAG, check_sqlite, open_client
@@ -176,7 +175,7 @@ def check_orphans(mlflow: RegistryView, store: LineageStore, removed: set[str]) 
 
 def check_pages(view: RegistryView, store: LineageStore, audited: Collection[str]) -> Iterator[Finding]:
     """The descriptions, tags and stages of registered models that have a version among `audited`."""
-    decisions, described = decisions_by_version(store.output), set[str]()
+    decisions, described = view_log(store.output).decisions_by_version, set[str]()
 
     def experiment_of(run_id: str) -> str | None:
         run = view.runs.get(run_id)
