@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,9 +13,10 @@ from xray_runtime.data.derived import SUFFIX as TOKENS
 from xray_runtime.graph.artifacts import Artifact, Benchmark, Comparison, Dataset, Evaluation, Preferences, is_a
 from xray_runtime.graph.kind import KINDS, StageKind
 from xray_runtime.lineage.attestation import read_statement
+from xray_runtime.lineage.log import read_object
 from xray_runtime.lineage.statement import Statement
 from xray_runtime.stages.kinds import find_kind
-from xray_runtime.store.checkpoints import read_bounded, read_manifest
+from xray_runtime.store.checkpoints import read_manifest
 from xray_runtime.store.manifest import Manifest
 from xray_runtime.store.ref import CheckpointRef
 
@@ -93,11 +92,7 @@ class Node:
     @cached_property
     def results(self) -> dict[str, Any]:
         """Numbers of the stage: an evaluation, a reward summary, counts of a dataset."""
-        if self.results_file is not None:
-            with contextlib.suppress(OSError, ValueError, RecursionError):
-                content = json.loads(read_bounded(self.directory / self.results_file))
-                return content if isinstance(content, dict) else {}
-        return {}
+        return read_object(self.directory / self.results_file) if self.results_file is not None else {}
 
 
 @dataclass

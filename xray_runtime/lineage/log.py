@@ -41,7 +41,7 @@ from xray_runtime.lineage.log_entries import (
     Withdrawn,
 )
 from xray_runtime.lineage.signed_lines import append_signed_line, read_signed_lines
-from xray_runtime.store.checkpoints import CHECKPOINTS
+from xray_runtime.store.checkpoints import CHECKPOINTS, read_bounded
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import MANIFEST
 
@@ -294,12 +294,17 @@ def log_files(output: Path, private: Path, paths: list[Path], note: str) -> None
             append_locked(output, private, Left(note=note), files)
 
 
-def read_run(place: Path) -> dict[str, Any]:
-    """The content of the lifecycle.json in `place`; empty where there is none that can be read."""
-    with contextlib.suppress(OSError, ValueError):
-        content = json.loads((place / LIFECYCLE).read_text(encoding="utf-8"))
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a small file; empty where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        content = json.loads(read_bounded(path))
         return content if isinstance(content, dict) else {}
     return {}
+
+
+def read_run(place: Path) -> dict[str, Any]:
+    """The content of the lifecycle.json in `place`, as `read_object`."""
+    return read_object(place / LIFECYCLE)
 
 
 def digests(output: Path, paths: list[Path]) -> dict[str, str]:

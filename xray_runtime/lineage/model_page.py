@@ -10,15 +10,15 @@ import contextlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 from xray_runtime.lineage.card import result_rows
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.log import Decision, decide, view
+from xray_runtime.lineage.log import Decision, decide, read_object, view
 from xray_runtime.lineage.signing import signer_of, signing_key
 from xray_runtime.report.rendering import template
-from xray_runtime.store.checkpoints import read_bounded, read_manifest, statement_sha256
+from xray_runtime.store.checkpoints import read_manifest, statement_sha256
 from xray_runtime.store.manifest import SIGNATURE
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.tracking.registry import LOG_TAG, TRAINING, Registry
@@ -86,7 +86,7 @@ def version_page(
         parents=[(role, stages.get(role, ""), sha256) for role, sha256 in sorted(policy.manifest.parents.items())],
         origins=build.internal.origins,
         evaluation=evaluation.name if evaluation is not None else None,
-        results=result_rows(_results(evaluation)) if evaluation is not None else [],
+        results=result_rows(read_object(evaluation.directory / "evaluation.json")) if evaluation is not None else [],
         decided=[d for d in decisions if d.alias == CHAMPION and d.action in ("promote", "decline", "rollback")],
         bounds=sorted((gate, json.dumps(bound)) for gate, bound in (bounds or {}).items()),
         run=f"#/experiments/{experiment}/runs/{run_id}" if experiment is not None else None,
@@ -114,13 +114,6 @@ def _found(sha256: str, find: Callable[[str], Node | None]) -> Node:
     if node is None:
         raise ValueError(f"checkpoint {sha256[:12]} is not in the store")
     return node
-
-
-def _results(evaluation: Node) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        results = json.loads(read_bounded(evaluation.directory / "evaluation.json"))
-        return results if isinstance(results, dict) else {}
-    return {}
 
 
 def register_policy(

@@ -17,13 +17,14 @@ from xray_runtime.tracking.mlflow_tracker import Tracker
 from xray_runtime.tracking.registry import open_client
 
 if TYPE_CHECKING:
-    from mlflow.entities import Assessment as MlflowAssessment
+    from mlflow.entities import Assessment as MlflowAssessment, TraceInfo
     from mlflow.tracing.client import TracingClient
 
 TRACE = "tr-"
 """Begins the id of a trace; the answer's id follows."""
 MODEL_TAG = "xray.model"
 """Tag of a trace: sha256 of the model that answered."""
+IS_OURS = f"tags.`{MODEL_TAG}` LIKE '%'"
 FEEDBACK_KEY = "xray.feedback"
 """Metadata of an assessment: the id of the recorded feedback that it shows."""
 PREVIEW_CHARS = 1000
@@ -95,9 +96,8 @@ class AnswerTraces:
 
     def read(self) -> dict[str, ShownTrace]:
         """Answer → its trace."""
-        return {
-            trace.answer: trace for trace in _read(self._traces, self._experiment_id, f"tags.`{MODEL_TAG}` LIKE '%'")
-        }
+        found = _read(self._traces, self._experiment_id, IS_OURS)
+        return {trace.answer: trace for trace in found}
 
     def write(self, answer: ShownAnswer, model_id: str | None) -> None:
         """Write the trace of an answer; its assessments stay.
@@ -186,14 +186,13 @@ class Queue:
     def items(self) -> dict[str, str]:
         """Trace → its status: pending, complete or declined."""
         from mlflow.genai import review_queues
+        from mlflow.utils import get_results_from_paginated_fn
 
-        found, token = dict[str, str](), None
-        while True:
-            page = review_queues.list_review_queue_items(self._id, max_results=PAGE, page_token=token)
-            found |= {item.item_id: str(item.status) for item in page}
-            token = page.token
-            if not token:
-                return found
+        found = get_results_from_paginated_fn(
+            lambda size, token: review_queues.list_review_queue_items(self._id, max_results=size, page_token=token),
+            PAGE,
+        )
+        return {item.item_id: str(item.status) for item in found}
 
     def add(self, answers: Sequence[str]) -> None:
         from mlflow.genai import review_queues
@@ -221,10 +220,10 @@ def forget_person(uri: str, user: str, pseudonym: str) -> int:
 
     client, traces, found = open_client(uri), TracingClient(uri), 0
     for experiment in client.search_experiments():
-        own = list(_read(traces, experiment.experiment_id, f"metadata.`mlflow.trace.user` = '{pseudonym}'"))
+        own = _read(traces, experiment.experiment_id, f"metadata.`mlflow.trace.user` = '{pseudonym}'")
         _delete(traces, experiment.experiment_id, [TRACE + trace.answer for trace in own])
         found += len(own)
-        for trace in _read(traces, experiment.experiment_id, f"tags.`{MODEL_TAG}` LIKE '%'"):
+        for trace in _read(traces, experiment.experiment_id, IS_OURS):
             for assessment in trace.assessments:
                 if assessment.judge in (user, pseudonym):
                     traces.delete_assessment(TRACE + trace.answer, assessment.id)
@@ -232,23 +231,22 @@ def forget_person(uri: str, user: str, pseudonym: str) -> int:
     return found
 
 
-def _read(traces: TracingClient, experiment_id: str, query: str) -> Iterator[ShownTrace]:
-    token = None
-    while True:
-        page = traces.search_traces(
-            locations=[experiment_id], filter_string=query, max_results=PAGE, page_token=token, include_spans=False
-        )
-        for trace in page:
-            info = trace.info
-            assessments = tuple(
-                _assessment(each) for each in info.assessments if each.valid is not False and not each.issue
-            )
-            yield ShownTrace(
-                info.trace_id.removeprefix(TRACE), info.tags.get(MODEL_TAG, ""), info.request_time or 0, assessments
-            )
-        token = page.token
-        if not token:
-            return
+def _read(traces: TracingClient, experiment_id: str, query: str) -> list[ShownTrace]:
+    from mlflow.utils import get_results_from_paginated_fn
+
+    found = get_results_from_paginated_fn(
+        lambda size, token: traces.search_traces(
+            locations=[experiment_id], filter_string=query, max_results=size, page_token=token, include_spans=False
+        ),
+        PAGE,
+    )
+    return [_trace(trace.info) for trace in found]
+
+
+def _trace(info: TraceInfo) -> ShownTrace:
+    valid = (each for each in info.assessments if each.valid is not False and not each.issue)
+    answer, model = info.trace_id.removeprefix(TRACE), info.tags.get(MODEL_TAG, "")
+    return ShownTrace(answer, model, info.request_time or 0, tuple(map(_assessment, valid)))
 
 
 def _assessment(found: MlflowAssessment) -> Assessment:

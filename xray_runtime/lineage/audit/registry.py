@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,24 +47,14 @@ class RegistryView:
         self._client = open_client(uri)
         from mlflow.entities import ViewType
 
-        experiments = _pages(lambda token: self._client.search_experiments(ViewType.ALL, PAGE, page_token=token))
-        self.experiments = {e.experiment_id: e for e in experiments}
+        client = self._client
+        self.experiments = {e.experiment_id: e for e in _all(client.search_experiments, view_type=ViewType.ALL)}
         ids = list(self.experiments)
-        self.models = {
-            m.model_id: m
-            for m in _pages(
-                lambda token: self._client.search_logged_models(experiment_ids=ids, max_results=PAGE, page_token=token)
-            )
-        }
-        self.runs = {
-            r.info.run_id: r
-            for r in _pages(lambda token: self._client.search_runs(ids, "", ViewType.ALL, PAGE, page_token=token))
-        }
-        self.registered = _pages(lambda token: self._client.search_registered_models(None, PAGE, page_token=token))
-        self.versions = {
-            (v.name, str(v.version)): v
-            for v in _pages(lambda token: self._client.search_model_versions(None, PAGE, page_token=token))
-        }
+        self.models = {m.model_id: m for m in _all(client.search_logged_models, experiment_ids=ids)}
+        runs = _all(client.search_runs, experiment_ids=ids, run_view_type=ViewType.ALL)
+        self.runs = {r.info.run_id: r for r in runs}
+        self.registered = _all(client.search_registered_models)
+        self.versions = {(v.name, str(v.version)): v for v in _all(client.search_model_versions)}
         self.by_sha: dict[str, list[Any]] = defaultdict(list)
         for model in self.models.values():
             self.by_sha[model.params.get("sha256", "")].append(model)
@@ -95,15 +85,14 @@ class RegistryView:
         return model.params.get("sha256") if model is not None else None
 
 
-def _pages(page: Any) -> list[Any]:
-    found: list[Any] = []
-    token = None
-    while True:
-        answer = page(token)
-        found += answer
-        token = answer.token
-        if not token:
-            return found
+def _all(search: Callable[..., Any], **arguments: Any) -> list[Any]:
+    """Every result of a search of MLflow's client."""
+    from mlflow.utils import get_results_from_paginated_fn
+
+    found: list[Any] = get_results_from_paginated_fn(
+        lambda size, token: search(max_results=size, page_token=token, **arguments), PAGE
+    )
+    return found
 
 
 def check_registry(
