@@ -55,12 +55,8 @@ class Gates(NamedTuple):
 
 def evaluation_of(graph: Graph, policy: str) -> Node | None:
     """The latest evaluation of a policy."""
-
-    def finished(node: Node) -> str:
-        return node.statement.predicate.details.metadata.finished if node.statement else ""
-
     judged = graph.judgements_of(policy, Evaluation)
-    return max(judged, key=lambda node: (finished(node), node.sha256), default=None)
+    return max(judged, key=lambda node: (node.finished, node.sha256), default=None)
 
 
 def gates_for(store: LineageStore, candidate: Node, overrides: PromotionConfig | None, public: Path | None) -> Gates:

@@ -58,6 +58,11 @@ class Node:
             return None
 
     @property
+    def finished(self) -> str:
+        """When this copy was made (ISO 8601); empty where no statement can be read."""
+        return self.statement.predicate.details.metadata.finished if self.statement is not None else ""
+
+    @property
     def kind(self) -> StageKind | None:
         """None where it is not registered in this process: a manifest must not make us import a module."""
         return find_kind(self.manifest.kind)

@@ -31,7 +31,7 @@ from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.withdrawal import refusal
 from xray_runtime.stages.kinds import COMPARE
-from xray_runtime.tracking.registry import Registry
+from xray_runtime.tracking.registry import Registry, open_client
 
 PREVIOUS = "previous"
 SEEN = "seen"
@@ -242,7 +242,7 @@ def _move_champion(
 
 def _move_aliases(store: LineageStore, name: str, *others: str) -> None:
     """Point MLflow's aliases where the decisions say, and write the pages of these versions and of `others`."""
-    decisions, registry = view(store.output).decided, Registry.open(_uri(store))
+    decisions, registry = view(store.output).decided, Registry(open_client(_uri(store)))
     decided = {alias: decisions[name, alias].version for alias in (CHAMPION, PREVIOUS) if (name, alias) in decisions}
     registry.set_aliases(name, decided)
     write_pages(registry, store.output, name, {*decided.values(), *others}, store.graph.nodes)
@@ -255,7 +255,7 @@ def _uri(store: LineageStore) -> str:
 
 
 def _version(uri: str, name: str, sha256: str) -> str:
-    version = Registry.open(uri).version_of(name, sha256)
+    version = Registry(open_client(uri)).version_of(name, sha256)
     if version is None:
         raise ConfigError(f"--name: {name!r} has no version with checkpoint {sha256[:12]}")
     return version

@@ -87,15 +87,12 @@ class ChainView:
 def recorded_lock(output: Path) -> Iterator[None]:
     """One process writes to what is recorded at a time. Raises ConfigError where another one does."""
     (output / LOCKS).mkdir(exist_ok=True)
-    lock = FileLock(output / LOCKS / "recorded.lock")
     try:
-        lock.acquire(timeout=0)
+        held = FileLock(output / LOCKS / "recorded.lock").acquire(timeout=0)
     except Timeout:
         raise ConfigError(f"--record: another `xray serve --record` records into {output}") from None
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def read_chain(output: Path) -> Iterator[Line]:
@@ -122,19 +119,16 @@ class SegmentWriter:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._anchored = EMPTY
         self.view = ChainView()
-        for line in self._whole_lines():
-            self.view.add(line)
-        for path in self._directory.glob("*.writing-*"):
-            path.unlink()
-        self._remove_expired()
-
-    def _whole_lines(self) -> Iterator[Line]:
         try:
-            yield from read_chain(self._output)
+            for line in read_chain(output):
+                self.view.add(line)
         except ValueError as error:
             # The next line overwrites one that a crash cut short.
             if not str(error).endswith("is cut short"):
                 raise
+        for path in self._directory.glob("*.writing-*"):
+            path.unlink()
+        self._remove_expired()
 
     def write(self, rows: Sequence[Row], lost: Mapping[str, int], about: dict[str, str]) -> None:
         """Write a segment; it is on disk and signed when this returns.

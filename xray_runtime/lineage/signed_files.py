@@ -106,7 +106,7 @@ def log_signed(output: Path, directory: Path) -> None:
 
 def _log(output: Path, directory: Path, log: LogView, signed: _Signed, at_least: int) -> None:
     """Have the log name a statement, if it lacks at least so many changes."""
-    name = _name(output, directory)
+    name = directory.relative_to(output).as_posix()
     known = log.signed.get(name)
     if signed.changes - (known.changes if known is not None else 0) >= at_least:
         entry = FilesSigned(directory=name, changes=signed.changes, statement=signed.statement)
@@ -125,10 +125,6 @@ def _log_at(output: Path, state: tuple[int, ...]) -> LogView:
     return view(output)
 
 
-def _name(output: Path, directory: Path) -> str:
-    return directory.relative_to(output).as_posix()
-
-
 def _signed(output: Path, directory: Path, log: LogView, verifier: Verifier | None = None) -> _Signed:
     path, found = directory / SIGNED, _Signed()
     if os.path.lexists(path):
@@ -139,7 +135,7 @@ def _signed(output: Path, directory: Path, log: LogView, verifier: Verifier | No
             reason = str(error).splitlines()[0]
             raise ConfigError(f"{path}: it is not sound ({reason}); restore it from a copy") from None
         found = _Signed(line.entry.changes, line.sha256, line.files)
-    known = log.signed.get(_name(output, directory))
+    known = log.signed.get(directory.relative_to(output).as_posix())
     if known is not None and known.changes >= found.changes and known.statement != found.statement:
         raise ConfigError(
             f"{path}: it counts {found.changes} changes, the signed log {known.changes}: restore the newest copy"

@@ -268,17 +268,14 @@ class Verifier:
 
 def _check_retired(key: TrustedKey, made: str | None) -> None:
     """Raises SignatureProblem where the key had been replaced when this was made."""
-    if key.until is not None and not _not_after(made, key.until):
-        text = f"key {key.sha256[:12]} was retired {key.until.isoformat()}; this says it was made {made}"
-        raise SignatureProblem("retired", text)
-
-
-def _not_after(made: str | None, until: datetime) -> bool:
-    try:
-        # Without a time zone a date cannot be compared.
-        return made is not None and datetime.fromisoformat(made) <= until
-    except (ValueError, TypeError):
-        return False
+    if key.until is None:
+        return
+    # Without a time zone a date cannot be compared.
+    with contextlib.suppress(ValueError, TypeError):
+        if made is not None and datetime.fromisoformat(made) <= key.until:
+            return
+    text = f"key {key.sha256[:12]} was retired {key.until.isoformat()}; this says it was made {made}"
+    raise SignatureProblem("retired", text)
 
 
 def make_key(private: Path) -> None:

@@ -70,17 +70,14 @@ def own_sources(graph: Graph, sha: str, statement: Statement) -> list[OutsideSou
 
 def _path(graph: Graph, start: str, end: str) -> list[str]:
     """A shortest path from a checkpoint to a descendant."""
-    before: dict[str, str] = {}
-    pending, wanted = deque([start]), set(graph.ancestors([end]))
-    while pending:
-        sha = pending.popleft()
-        if sha == end:
-            break
-        for _, child in graph.children.get(sha, []):
-            if child in wanted and child not in before and child != start:
-                before[child] = sha
-                pending.append(child)
-    way = [end]
-    while way[-1] in before:
-        way.append(before[way[-1]])
-    return [graph.nodes[sha].name if sha in graph.nodes else sha[:12] for sha in reversed(way)]
+    after, pending = {end: ""}, deque([end])
+    while start not in after:
+        child = pending.popleft()
+        for _, parent in graph.parents(child):
+            if parent not in after:
+                after[parent] = child
+                pending.append(parent)
+    way = [start]
+    while way[-1] != end:
+        way.append(after[way[-1]])
+    return [graph.nodes[sha].name if sha in graph.nodes else sha[:12] for sha in way]

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.template_database import copy_template
@@ -55,10 +55,6 @@ class Registry:
 
     def __init__(self, client: MlflowClient) -> None:
         self._client = client
-
-    @classmethod
-    def open(cls, uri: str) -> Self:
-        return cls(open_client(uri))
 
     def register(self, name: str, ref: CheckpointRef, run_id: str, alias: str) -> str:
         """Register `ref` as a version of `name` and set `alias` to it; returns the version.

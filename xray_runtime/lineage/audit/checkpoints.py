@@ -269,8 +269,7 @@ def _attestation(store: LineageStore, node: Node, verifier: Verifier | None) -> 
             return
     if verifier is not None:
         try:
-            made = node.statement.predicate.details.metadata.finished if node.statement is not None else None
-            verifier.check(record, directory / SIGNATURE, made)
+            verifier.check(record, directory / SIGNATURE, node.finished or None)
         except SignatureProblem as problem:
             yield Finding(node.name, f"signature-{problem.code}", str(problem))
     statement = node.statement
