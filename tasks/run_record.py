@@ -28,7 +28,7 @@ from xray_runtime.lineage.signing import signing_key
 from xray_runtime.report.evaluations import figure
 from xray_runtime.store.identity import digest
 from xray_runtime.store.shared import open_shared
-from xray_runtime.tracking.mlflow_tracker import Tracker, params_of
+from xray_runtime.tracking.mlflow_tracker import StageRun, Tracker, params_of
 from xray_runtime.tracking.registry import LOG_TAG
 
 
@@ -122,7 +122,7 @@ class RunRecord:
         """Log all evaluations to the MLflow run: a table and a figure."""
         table = self.summary.evaluations()
         if table.rows:
-            run = self.tracker.run(self.run_id)
+            run = StageRun(self.tracker, self.run_id)
             run.table("evaluations", ["policy", *table.columns], table.cells())
             if (drawn := figure(table)) is not None:
                 with TemporaryDirectory() as directory:

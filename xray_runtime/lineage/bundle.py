@@ -61,8 +61,7 @@ UNKNOWN_KEY = "cannot be known: whose key it is. The bundle brought it along: co
 def export(store: LineageStore, node: Node, path: Path) -> int:
     """Write `node`, its ancestors and their evaluations to `path`; returns how many checkpoints.
 
-    Raises:
-        ConfigError: an ancestor is not in the store, or there is no key to sign the bundle with.
+    Raises ConfigError where an ancestor is not in the store, or there is no key to sign the bundle with.
     """
     if not has_signing_key(store.output):
         raise ConfigError(

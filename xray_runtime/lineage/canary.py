@@ -36,12 +36,7 @@ def sound_log(output: Path, public: Path | None = None) -> LogView:
 def begin(output: Path, name: str, candidate: str, champion: str, first: int, rules: CanaryConfig) -> Canary:
     """Begin a canary, unless this candidate has had one beside this champion, which is returned.
 
-    Args:
-        candidate, champion: sha256s.
-        first: `CanaryBegan.first`.
-
-    Raises:
-        ConfigError: another candidate's canary runs.
+    The arguments are fields of a `CanaryBegan`. Raises ConfigError where another candidate's canary runs.
     """
     with log_lock(output):
         log = view(output)

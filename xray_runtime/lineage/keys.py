@@ -107,9 +107,7 @@ def trusted_keys(output: Path, public: Path | None = None) -> list[TrustedKey]:
     Args:
         public: a copy of a key kept elsewhere, trusted instead of those in `keys/`.
 
-    Raises:
-        ValueError: a public key cannot be used.
-        OSError: it cannot be read.
+    Raises ValueError or OSError where a public key cannot be used.
     """
     roots = {fingerprint(path): path for path in ([public] if public else root_keys(output))}
     rotations = read_rotations(output)[0]

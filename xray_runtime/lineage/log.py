@@ -192,11 +192,7 @@ def is_at_work(output: Path, run_id: str) -> bool:
 
 
 def read_lines(output: Path) -> Iterator[Line]:
-    """The entries of a log, in order; there are none without a log.
-
-    Raises:
-        ValueError: the log, or the next line, cannot be read.
-    """
+    """The entries of a log, in order, as `read_signed_lines`."""
     return read_signed_lines(output / LOG, Record)
 
 

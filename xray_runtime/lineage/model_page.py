@@ -144,11 +144,7 @@ def register_policy(
 
 
 def model_addresses(output: Path, checkpoints: Collection[str] | None) -> list[str]:
-    """Pages of MLflow's server for the versions that aliases point to, as the part after its address.
-
-    Args:
-        checkpoints: only of these; None: of all.
-    """
+    """Addresses below MLflow's of the versions that aliases point to; of `checkpoints` alone, unless it is None."""
     moves = view(output).decided.values()
     versions = {(m.name, m.version) for m in moves if checkpoints is None or m.checkpoint in checkpoints}
     return [f"#/models/{quote(name)}/versions/{quote(version)}" for name, version in sorted(versions)]

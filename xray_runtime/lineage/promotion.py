@@ -162,11 +162,7 @@ def review(
 def promote(store: LineageStore, seen: Review, *, by: str, note: str) -> None:
     """Write the decision and move the aliases. If the candidate already is champion, the aliases are set again.
 
-    Args:
-        by: who approves, as they say.
-
-    Raises:
-        NotPromoted: another champion was chosen since the review.
+    Raises NotPromoted where another champion was chosen since the review.
     """
     _require_not_withdrawn(store, seen.candidate)
     if champion_of(store, seen.name) != seen.champion:
@@ -187,9 +183,7 @@ def decline(store: LineageStore, seen: Review, *, by: str, note: str) -> None:
 def roll_back(store: LineageStore, *, name: str, by: str, note: str, public: Path | None = None) -> Decision:
     """Make the previous champion champion again; returns the decision that had made it so.
 
-    Raises:
-        ConfigError: there is no previous champion.
-        NotPromoted: its audit found something.
+    Raises ConfigError where there is no previous champion, NotPromoted where its audit found something.
     """
     decisions = view(store.output).decided
     present, before = decisions.get((name, CHAMPION)), decisions.get((name, PREVIOUS))

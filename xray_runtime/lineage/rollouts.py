@@ -57,8 +57,7 @@ def checked_order(value: str) -> Order:
 class Selection:
     """The rows of a checkpoint's ledger that match `query`: where they are. Tokens are read for a page of them only.
 
-    Raises:
-        ConfigError: it has no ledger, an iteration or a source that is asked for is not in it, or a file is damaged.
+    Raises ConfigError where there is no ledger, an iteration or source is not in it, or a file is damaged.
     """
 
     def __init__(self, node: Node, query: Query, order: Order) -> None:
@@ -142,8 +141,7 @@ class IterationDiff:
 def diff_iterations(node: Node, first: int, second: int, limit: int | None) -> IterationDiff:
     """The change from one iteration to another: of the rewards, and of the replies to the prompts of both.
 
-    Raises:
-        ConfigError: an iteration is not in the ledger, or a file is damaged.
+    Raises ConfigError where an iteration is not in the ledger, or a file is damaged.
     """
     require_ledger(node, first, second)
     tables = [_read(node, number, lists=False).table for number in (first, second)]

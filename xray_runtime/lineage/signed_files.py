@@ -61,11 +61,8 @@ def read_signed(
 ) -> dict[str, bytes]:
     """Name → content of the files `names` in a directory below `output`; empty where there is none.
 
-    Args:
-        verifier: by default, with the keys that the output directory trusts.
-
-    Raises:
-        ConfigError: somebody else changed one, or the statement, or put an older copy in their place.
+    By default the keys count that the output directory trusts. Raises ConfigError where somebody else changed a file,
+    or the statement, or put an older copy in their place.
     """
     log = _read_log(output)
     signed = _signed(output, directory, log, verifier)
@@ -73,11 +70,7 @@ def read_signed(
 
 
 def write_signed(output: Path, directory: Path, contents: Mapping[str, bytes]) -> None:
-    """Change files, all at once; only one process may at a time.
-
-    Raises:
-        ConfigError: as `read_signed`.
-    """
+    """Change files, all at once; only one process may at a time. Raises ConfigError as `read_signed`."""
     log = _read_log(output)
     signed = _signed(output, directory, log)
     for name in contents:
@@ -95,11 +88,7 @@ def write_signed(output: Path, directory: Path, contents: Mapping[str, bytes]) -
 
 
 def log_signed(output: Path, directory: Path) -> None:
-    """Have the signed log name the files of a directory as they are, unless it does.
-
-    Raises:
-        ConfigError: as `read_signed`.
-    """
+    """Have the signed log name the files of a directory as they are, unless it does. Raises as `read_signed`."""
     log = _read_log(output)
     _log(output, directory, log, _signed(output, directory, log), 1)
 

@@ -125,11 +125,7 @@ def public_key(output: Path) -> Path:
 
 
 def fingerprint(public: Path) -> str:
-    """sha256 of a public key as model-signing names it.
-
-    Raises:
-        ValueError: it is missing, or not an elliptic-curve public key.
-    """
+    """sha256 of a public key as model-signing names it. Raises as `_load_public`."""
     from cryptography.hazmat.primitives import serialization
 
     key = _load_public(public)
@@ -138,7 +134,7 @@ def fingerprint(public: Path) -> str:
 
 
 def _load_public(public: Path) -> ec.EllipticCurvePublicKey:
-    """Raises ValueError."""
+    """Raises ValueError where it is not an elliptic-curve public key in PEM, OSError where it cannot be read."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -189,12 +185,7 @@ def _signed_bytes(payload: bytes, payload_type: str) -> bytes:
 
 
 def signer_of(signature: Path) -> str:
-    """The `fingerprint` of the key that a signature names; only `Verifier` checks it.
-
-    Raises:
-        ValueError: it cannot be read.
-        OSError: there is none.
-    """
+    """The `fingerprint` of the key that a signature names, unchecked. Raises ValueError; OSError if there is none."""
     try:
         return str(json.loads(read_bounded(signature))["verificationMaterial"]["publicKey"]["hint"])
     except (KeyError, TypeError, RecursionError):
@@ -202,12 +193,7 @@ def signer_of(signature: Path) -> str:
 
 
 class Verifier:
-    """Checks signatures against the public keys that are trusted.
-
-    Raises:
-        ValueError: a public key cannot be used.
-        OSError: it cannot be read.
-    """
+    """Checks signatures against the public keys that are trusted. Raises ValueError or OSError as `fingerprint`."""
 
     def __init__(self, trusted: Sequence[TrustedKey]) -> None:
         self._keys = {key.sha256: key for key in trusted}

@@ -83,11 +83,7 @@ class Withdrawal:
 
 
 def plan_user(store: LineageStore, user: str) -> Withdrawal:
-    """The plan for a person's recorded data.
-
-    Raises:
-        ConfigError: nothing was recorded of them, and nothing was withdrawn.
-    """
+    """The plan for a person's recorded data. Raises ConfigError where nothing was recorded of them, or withdrawn."""
     output = store.output
     keys = output / RECORDED / KEYS
     try:
@@ -112,14 +108,7 @@ def plan_user(store: LineageStore, user: str) -> Withdrawal:
 
 
 def plan_source(store: LineageStore, source: str) -> Withdrawal:
-    """The plan for a source of data.
-
-    Args:
-        source: its name as a config has it, or its digest.
-
-    Raises:
-        ConfigError: no checkpoint read it.
-    """
+    """The plan for a source of data, by its name in a config or its digest. Raises ConfigError if nothing read it."""
     read = [
         (node, found)
         for node in store.graph.nodes.values()

@@ -27,11 +27,7 @@ class Mirror(Protocol):
 
 
 class EventFiles:
-    """TensorBoard's event files.
-
-    Args:
-        records: directory of the stage's records.
-    """
+    """TensorBoard's event files."""
 
     def __init__(self, records: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -51,11 +47,7 @@ class EventFiles:
 
 
 class OfflineRun:
-    """An offline run of Weights & Biases, without a login: `wandb sync DIRECTORY` uploads it, if somebody wants that.
-
-    Args:
-        records: directory of the stage's records; its name is the run's.
-    """
+    """An offline run of Weights & Biases, which needs no login: `wandb sync DIRECTORY` uploads it, on demand."""
 
     def __init__(self, records: Path) -> None:
         import wandb

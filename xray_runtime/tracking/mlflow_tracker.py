@@ -109,10 +109,6 @@ class Tracker:
         for path in paths:
             self.client.log_artifact(run_id, str(path))
 
-    def run(self, run_id: str) -> StageRun:
-        """An existing run, to log into."""
-        return StageRun(self, run_id)
-
     def stage_run(
         self,
         parent_run_id: str,

@@ -142,7 +142,7 @@ def registered_checkpoint(uri: str, reference: str) -> tuple[str, Path] | None:
 
 
 def check_sqlite(uri: str) -> None:
-    """Raise unless the file is an SQLite database; MLflow would create tables in a missing or empty file."""
+    """Raises OSError where an SQLite file is missing, ValueError where it is none: MLflow would make tables in it."""
     if uri.startswith(SQLITE):
         with open(uri.removeprefix(SQLITE), "rb") as file:
             if file.read(16) != b"SQLite format 3\0":

@@ -82,10 +82,7 @@ class ShownTrace:
 class AnswerTraces:
     """The recorded answers in one experiment of MLflow.
 
-    Args:
-        uri: tracking URI.
-        experiment: its name; created if it does not exist.
-        artifact_root: as in `Tracker`.
+    The arguments are those of `Tracker`.
     """
 
     def __init__(self, uri: str, experiment: str, artifact_root: Path | None) -> None:
@@ -100,11 +97,7 @@ class AnswerTraces:
         return {trace.answer: trace for trace in found}
 
     def write(self, answer: ShownAnswer, model_id: str | None) -> None:
-        """Write the trace of an answer; its assessments stay.
-
-        Args:
-            model_id: the LoggedModel that answered.
-        """
+        """Write the trace of an answer by the LoggedModel `model_id`; its assessments stay."""
         from mlflow.entities import TraceInfo, TraceLocation, TraceState
 
         # The tag comes last: a trace that has it is whole.
@@ -129,12 +122,7 @@ class AnswerTraces:
         self._traces.start_trace(info)
 
     def assess(self, answer: str, feedback: str, judge: str, signals: Mapping[str, Any]) -> None:
-        """Write a recorded feedback as assessments, one a signal.
-
-        Args:
-            feedback: its id.
-            judge: pseudonym.
-        """
+        """Write a recorded feedback (its id) by a judge (their pseudonym) as assessments, one a signal."""
         from mlflow.entities import AssessmentSource, Expectation, Feedback
 
         for name, value in signals.items():
@@ -181,31 +169,27 @@ class Queue:
     """A review queue of MLflow."""
 
     def __init__(self, queue_id: str) -> None:
-        self._id = queue_id
+        from mlflow.genai import review_queues
+
+        self._id, self._queues = queue_id, review_queues
 
     def items(self) -> dict[str, str]:
         """Trace → its status: pending, complete or declined."""
-        from mlflow.genai import review_queues
         from mlflow.utils import get_results_from_paginated_fn
 
         found = get_results_from_paginated_fn(
-            lambda size, token: review_queues.list_review_queue_items(self._id, max_results=size, page_token=token),
-            PAGE,
+            lambda size, token: self._queues.list_review_queue_items(self._id, max_results=size, page_token=token), PAGE
         )
         return {item.item_id: str(item.status) for item in found}
 
     def add(self, answers: Sequence[str]) -> None:
-        from mlflow.genai import review_queues
-
         for start in range(0, len(answers), PAGE):
             items = [TRACE + answer for answer in answers[start : start + PAGE]]
-            review_queues.add_items_to_review_queue(self._id, item_ids=items)
+            self._queues.add_items_to_review_queue(self._id, item_ids=items)
 
     def complete(self, answer: str, judge: str) -> None:
         """Mark an answer as judged."""
-        from mlflow.genai import review_queues
-
-        review_queues.set_review_queue_item_status(
+        self._queues.set_review_queue_item_status(
             self._id, item_id=TRACE + answer, status="complete", completed_by=judge
         )
 

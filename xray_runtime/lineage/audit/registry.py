@@ -35,12 +35,7 @@ def point(name: str, step: int, time_ms: int, value: float) -> Point:
 
 
 class RegistryView:
-    """The content of an MLflow store, read once and never written.
-
-    Raises:
-        OSError: a SQLite file that is not there.
-        ValueError: a file that is not an SQLite database.
-    """
+    """The content of an MLflow store, read once and never written. Raises as `check_sqlite`."""
 
     def __init__(self, uri: str) -> None:
         check_sqlite(uri)
