@@ -198,8 +198,11 @@ def withdraw(store: LineageStore, plan: Withdrawal, by: str) -> list[str]:
     known = WithdrawnTexts.read(texts)
     known.add(plan.pattern.texts)
     known.write(texts)
+    # For people and schedules: the models that were made from it, and the stages to run again.
+    summary = {"subject": plan.subject, "holders": _stages(plan.holders), "models": _stages(plan.models)}
+    summary["rerun"] = plan.rerun
     name = "".join(c if c.isalnum() else "-" for c in plan.subject)[:64]
-    write_atomic(output / FOLDER / f"{name}.json", json.dumps(_summary(plan), indent=2) + "\n")
+    write_atomic(output / FOLDER / f"{name}.json", json.dumps(summary, indent=2) + "\n")
     log = view(output)
     stays = [path for path in plan.files if loses_rows(path, plan.pattern)]
     erased = sorted(path.relative_to(output).as_posix() for path in plan.files if path not in stays)
@@ -237,14 +240,8 @@ def _forgotten_by_mlflow(store: LineageStore, plan: Withdrawal) -> list[str]:
     return []
 
 
-def _summary(plan: Withdrawal) -> dict[str, Any]:
-    """For people and schedules: what was made from it, and what to run again."""
-    return {
-        "subject": plan.subject,
-        "holders": {node.sha256: node.manifest.stage for node in plan.holders},
-        "models": {node.sha256: node.manifest.stage for node in plan.models},
-        "rerun": plan.rerun,
-    }
+def _stages(nodes: list[Node]) -> dict[str, str]:
+    return {node.sha256: node.manifest.stage for node in nodes}
 
 
 def reasons_against(store: LineageStore, node: Node) -> list[str]:

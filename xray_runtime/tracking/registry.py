@@ -143,7 +143,11 @@ def registered_checkpoint(uri: str, reference: str) -> tuple[str, Path] | None:
 
 def check_sqlite(uri: str) -> None:
     """Raises OSError where an SQLite file is missing, ValueError where it is none: MLflow would make tables in it."""
-    if uri.startswith(SQLITE):
-        with open(uri.removeprefix(SQLITE), "rb") as file:
-            if file.read(16) != b"SQLite format 3\0":
-                raise ValueError("not an SQLite database")
+    if uri.startswith(SQLITE) and not is_sqlite(Path(uri.removeprefix(SQLITE))):
+        raise ValueError("not an SQLite database")
+
+
+def is_sqlite(path: Path) -> bool:
+    """Whether a file is an SQLite database. Raises OSError."""
+    with path.open("rb") as file:
+        return file.read(16) == b"SQLite format 3\0"

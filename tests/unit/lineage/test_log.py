@@ -15,12 +15,13 @@ import pytest
 
 from xray_runtime.lineage import signed_lines
 from xray_runtime.lineage.audit.files import check_files
-from xray_runtime.lineage.audit.log import LogView, read_log
+from xray_runtime.lineage.audit.log import read_log
 from xray_runtime.lineage.graph import Graph
 from xray_runtime.lineage.keys import rotate, trusted_keys
 from xray_runtime.lineage.log import (
     LOG,
     Left,
+    LogView,
     RunBegan,
     RunEnded,
     append,

@@ -11,12 +11,12 @@ from pathlib import Path
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import KEYS, RECORDED, read_segment, segment_name
 from xray_runtime.lineage.audit.findings import Finding
+from xray_runtime.lineage.audit.log import add_sound_lines
 from xray_runtime.lineage.comparisons import JUDGEMENTS, REPLIES, SESSION, SESSIONS, comparison_name
 from xray_runtime.lineage.log import LogView
 from xray_runtime.lineage.recorded import CHAIN, ChainView, read_chain
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signed_files import read_signed
-from xray_runtime.lineage.signed_lines import ChainProblem, sound_lines
 from xray_runtime.lineage.signing import Verifier
 from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.identity import file_sha256
@@ -28,16 +28,10 @@ def check_recorded(store: LineageStore, log: LogView, verifier: Verifier | None,
     Args:
         hashing: without it the segments are not read.
     """
-    directory = store.output / RECORDED
-    chain = ChainView()
-    try:
-        for line in sound_lines(read_chain(store.output), verifier):
-            chain.add(line)
-    except ChainProblem as problem:
-        yield Finding(f"{RECORDED}/{CHAIN} {problem.number}", "recorded-broken", str(problem))
-        return
-    except ValueError as error:
-        yield Finding(f"{RECORDED}/{CHAIN}", "recorded-broken", str(error))
+    directory, chain = store.output / RECORDED, ChainView()
+    lines = read_chain(store.output)
+    if broken := add_sound_lines(chain, lines, verifier, f"{RECORDED}/{CHAIN}", "recorded-broken"):
+        yield from broken
         return
     last = log.recorded
     if last.entries and (last.entries > len(chain.heads) or chain.heads[last.entries - 1] != last.sha256):
