@@ -31,14 +31,7 @@ from xray_runtime.lineage.log import LOCKS, Left, append, digests, log_checkpoin
 from xray_runtime.lineage.page import write_html
 from xray_runtime.lineage.reference import LineageStore, check_tracking_uri, open_lineage_store
 from xray_runtime.lineage.retention import with_history
-from xray_runtime.lineage.signing import (
-    KEY_VARIABLE,
-    PAYLOAD_TYPE,
-    envelope,
-    has_signing_key,
-    public_key,
-    signing_key,
-)
+from xray_runtime.lineage.signing import KEY_VARIABLE, PAYLOAD_TYPE, envelope, has_signing_key, public_key, signing_key
 from xray_runtime.store.checkpoints import CHECKPOINTS, building_folder, read_bounded
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import ATTESTATION, MANIFEST, STATEMENT

@@ -150,18 +150,15 @@ class _Numbers:
     """The results of an evaluation or a comparison."""
 
     def __init__(self, graph: Graph, node: Node) -> None:
-        self._graph, self._node = graph, node
+        self._graph, self._node, self.results = graph, node, node.results
 
     def __getitem__(self, name: str) -> float:
-        return self.finite(name, self._node.results.get(name))
-
-    def has(self, name: str) -> bool:
-        return self._node.results.get(name) is not None
+        return self.finite(name, self.results.get(name))
 
     def judges(self) -> list[_Judged]:
         """The results by each independent judge. Raises _MissingError where there is none."""
-        results = self._node.results.get("judges")
-        listed = results.items() if isinstance(results, dict) else ()
+        judges = self.results.get("judges")
+        listed = judges.items() if isinstance(judges, dict) else ()
         by_judge = {name: found for name, found in listed if isinstance(found, dict) and found.get("judges") is True}
         if "verdicts" not in self._node.manifest.parents:
             by_judge.pop(PEOPLE, None)
@@ -250,7 +247,7 @@ def _judge_drop(e: _Numbers, bound: float) -> tuple[bool, str]:
     judges = e.judges()
     falls = ", ".join(f"{j.number('delta'):+.3f} ({j.name})" for j in judges)
     fell = not all(-j.number("delta") <= bound for j in judges)
-    if not e.has("reward_after"):
+    if e.results.get("reward_after") is None:
         return not fell, f"score {falls}; a fall of at most {bound}"
     rise = e["reward_after"] - e["reward_before"]
     return rise <= 0 or not fell, f"reward {rise:+.3f}, score {falls}; a fall of at most {bound}"

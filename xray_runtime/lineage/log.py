@@ -211,20 +211,19 @@ def append(output: Path, private: Path, entry: Entry, files: Mapping[str, str] |
     Args:
         files: path below `output` → sha256.
     """
-    with log_lock(output):
+    with lock(output, "log"):
         append_locked(output, private, entry, files)
 
 
-def log_lock(output: Path) -> FileLock:
-    """The lock to hold while writing to the log."""
+def lock(output: Path, name: str) -> FileLock:
+    """A lock of an output directory; `log` is held while writing to the log."""
     (output / LOCKS).mkdir(parents=True, exist_ok=True)
-    return FileLock(output / LOCKS / "log.lock")
+    return FileLock(output / LOCKS / f"{name}.lock")
 
 
 def run_lock(output: Path, run_id: str) -> FileLock:
     """The lock that a run holds while it works in `output`."""
-    (output / LOCKS).mkdir(parents=True, exist_ok=True)
-    return FileLock(output / LOCKS / f"run-{run_id}.lock")
+    return lock(output, f"run-{run_id}")
 
 
 def append_locked(output: Path, private: Path, entry: Entry, files: Mapping[str, str] | None = None) -> None:
@@ -242,7 +241,7 @@ def decide(output: Path, private: Path, *, by: str | None = None, **fields: Any)
         fields: of a `Decision`.
     """
     decision = Decision(by=by or getpass.getuser(), **fields)
-    with log_lock(output):
+    with lock(output, "log"):
         last = view(output).decided.get((decision.name, decision.alias)) if decision.action == "register" else None
         facts = {"version", "checkpoint", "evidence", "page"}
         if last is None or last.model_dump(include=facts) != decision.model_dump(include=facts):
@@ -267,7 +266,7 @@ def log_checkpoints(
         renew: whether `files` were just written. Otherwise files in the log keep their digest: a later edit by somebody
             else is not signed.
     """
-    with log_lock(output):
+    with lock(output, "log"):
         known = view(output)
         new = {
             name: sha
@@ -285,7 +284,7 @@ def log_checkpoints(
 def log_files(output: Path, private: Path, paths: list[Path], note: str) -> None:
     """Log files that were just written for people, unless the log lists the same."""
     files = digests(output, paths)
-    with log_lock(output):
+    with lock(output, "log"):
         if not files.items() <= view(output).files.items():
             append_locked(output, private, Left(note=note), files)
 

@@ -15,13 +15,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from pydantic import Field
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import KEYS, RECORDED, Row, UserKeys, about, read_segment, segment_bytes, segment_name
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.log import LOCKS, append
+from xray_runtime.lineage.log import append, lock
 from xray_runtime.lineage.log_entries import EMPTY, Head, Line, Recorded, SignedEntry
 from xray_runtime.lineage.signed_lines import append_signed_line, parse_line, read_signed_lines
 from xray_runtime.lineage.statement import InTotoRecord
@@ -86,9 +86,8 @@ class ChainView:
 @contextlib.contextmanager
 def recorded_lock(output: Path) -> Iterator[None]:
     """One process writes to what is recorded at a time. Raises ConfigError where another one does."""
-    (output / LOCKS).mkdir(exist_ok=True)
     try:
-        held = FileLock(output / LOCKS / "recorded.lock").acquire(timeout=0)
+        held = lock(output, "recorded").acquire(timeout=0)
     except Timeout:
         raise ConfigError(f"--record: another `xray serve --record` records into {output}") from None
     with held:
@@ -103,8 +102,8 @@ def read_chain(output: Path) -> Iterator[Line]:
 class SegmentWriter:
     """Writes the segments of one output directory; only one process may at a time.
 
-    What a crash left half written is written over, or removed. Everything raises OSError while the disk is full or
-    away, and may then be called again.
+    Half-written files that a crash left are overwritten or removed. Each method raises OSError while the disk is full
+    or away, and may then be called again.
 
     Args:
         private: file of the signing key, read for each segment: it may be rotated meanwhile.

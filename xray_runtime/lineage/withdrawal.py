@@ -24,14 +24,7 @@ from xray_runtime.errors import error_summary
 from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import PEOPLE
 from xray_runtime.lineage.comparisons import JUDGEMENTS, REPLIES, SESSION, SESSIONS
-from xray_runtime.lineage.erasure import (
-    TextPattern,
-    erase_file,
-    erase_from_database,
-    files_with,
-    loses_rows,
-    rewrite,
-)
+from xray_runtime.lineage.erasure import TextPattern, erase_file, erase_from_database, files_with, loses_rows, rewrite
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.log import LIFECYCLE, REPORT, Withdrawn, append, digests, view
 from xray_runtime.lineage.recorded import RecordedReader
