@@ -124,7 +124,7 @@ def check_gates(
 
 def check_licenses(graph: Graph, candidate: str, allowed: list[str]) -> Gate:
     """Whether every source behind the candidate (a sha256) may be used: the gate `allowed_licenses`."""
-    found = list(map(str, conflicts(graph, candidate, allowed)))
+    found = list(conflicts(graph, candidate, allowed))
     listed = ", ".join(allowed) or "none"
     reason = f"{'; '.join(found)}; allowed: {listed}" if found else f"every source is under one of {listed}"
     return Gate(name="allowed_licenses", passed=not found, reason=reason)
