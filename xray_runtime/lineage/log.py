@@ -62,11 +62,29 @@ class Canary:
 
 
 @dataclass
-class LogView:
-    """The state that the entries of a log describe; later entries replace earlier ones."""
+class ChainState:
+    """The lines of a signed file so far."""
 
     heads: list[str] = field(default_factory=list)
     """Digest of each line."""
+
+    @property
+    def head(self) -> Head:
+        return Head(len(self.heads), self.heads[-1]) if self.heads else EMPTY
+
+    def lacks(self, head: Head) -> str | None:
+        """Why a file that once ended in `head` cannot have become this one; None where it can."""
+        if head.entries == 0 or (0 < head.entries <= len(self.heads) and self.heads[head.entries - 1] == head.sha256):
+            return None
+        if head.entries > len(self.heads):
+            return f"it has {len(self.heads)} entries and had {head.entries}"
+        return f"its entry {head.entries} is not the one it was"
+
+
+@dataclass
+class LogView(ChainState):
+    """The state that the entries of a log describe; later entries replace earlier ones."""
+
     published: dict[str, Published] = field(default_factory=dict)
     """Checkpoints that must be in the store, by directory."""
     files: dict[str, str] = field(default_factory=dict)
@@ -88,10 +106,6 @@ class LogView:
     """By id, in order."""
     erased: set[str] = field(default_factory=set)
     """Paths below the output directory of files that a withdrawal erased, and nothing wrote since."""
-
-    @property
-    def head(self) -> Head:
-        return Head(len(self.heads), self.heads[-1]) if self.heads else EMPTY
 
     @property
     def identity(self) -> str:
@@ -116,14 +130,6 @@ class LogView:
         for decision in self.decisions:
             found[decision.name, decision.version].append(decision)
         return found
-
-    def lacks(self, head: Head) -> str | None:
-        """Why a log that once ended in `head` cannot have become this one; None where it can."""
-        if head.entries == 0 or (0 < head.entries <= len(self.heads) and self.heads[head.entries - 1] == head.sha256):
-            return None
-        if head.entries > len(self.heads):
-            return f"it has {len(self.heads)} entries and had {head.entries}"
-        return f"its entry {head.entries} is not the one it was"
 
     def contradicts(self, mark: str) -> str | None:
         """As `lacks`, for a `mark`; the mark of another log says nothing about this one."""

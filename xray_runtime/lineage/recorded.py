@@ -21,8 +21,8 @@ from pydantic import Field
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import KEYS, RECORDED, Row, UserKeys, about, read_segment, segment_bytes, segment_name
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.log import append, lock
-from xray_runtime.lineage.log_entries import EMPTY, Head, Line, Recorded, SignedEntry
+from xray_runtime.lineage.log import ChainState, append, lock
+from xray_runtime.lineage.log_entries import EMPTY, Line, Recorded, SignedEntry
 from xray_runtime.lineage.signed_lines import append_signed_line, parse_line, read_signed_lines
 from xray_runtime.lineage.statement import InTotoRecord
 from xray_runtime.store.identity import file_sha256
@@ -52,12 +52,9 @@ class ChainRecord(InTotoRecord[Annotated[Segment | Expired, Field(discriminator=
 
 
 @dataclass
-class ChainView:
+class ChainView(ChainState):
     """The state that the lines of a chain describe."""
 
-    head: Head = EMPTY
-    heads: list[str] = field(default_factory=list)
-    """Digest of each line."""
     segments: dict[int, str] = field(default_factory=dict)
     """Number → sha256 of the segments that must be there."""
     made: dict[int, datetime] = field(default_factory=dict)
@@ -70,7 +67,6 @@ class ChainView:
 
     def add(self, line: Line) -> None:
         self.heads.append(line.sha256)
-        self.head = Head(len(self.heads), line.sha256)
         entry = line.entry
         if isinstance(entry, Expired):
             self.segments = {number: sha for number, sha in self.segments.items() if number > entry.through}

@@ -88,13 +88,12 @@ class AnswerTraces:
     def __init__(self, uri: str, experiment: str, artifact_root: Path | None) -> None:
         from mlflow.tracing.client import TracingClient
 
-        self._client, self._traces = open_client(uri), TracingClient(uri)
         self._experiment_id = Tracker(uri, experiment, artifact_root).experiment_id
+        self._traces = TracingClient(uri)
 
     def read(self) -> dict[str, ShownTrace]:
         """Answer → its trace."""
-        found = _read(self._traces, self._experiment_id, IS_OURS)
-        return {trace.answer: trace for trace in found}
+        return {trace.answer: trace for trace in _read(self._traces, self._experiment_id, IS_OURS)}
 
     def write(self, answer: ShownAnswer, model_id: str | None) -> None:
         """Write the trace of an answer by the LoggedModel `model_id`; its assessments stay."""

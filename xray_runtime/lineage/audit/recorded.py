@@ -34,7 +34,7 @@ def check_recorded(store: LineageStore, log: LogView, verifier: Verifier | None,
         yield from broken
         return
     last = log.recorded
-    if last.entries and (last.entries > len(chain.heads) or chain.heads[last.entries - 1] != last.sha256):
+    if chain.lacks(last):
         detail = f"it has {len(chain.heads)} lines; the log names line {last.entries}, {last.sha256[:12]}"
         yield Finding(f"{RECORDED}/{CHAIN}", "recorded-shorter", detail)
     for number, sha256 in chain.segments.items():
