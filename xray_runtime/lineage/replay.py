@@ -52,7 +52,6 @@ class Replay:
     compared: list[int] = field(default_factory=list)
     """Iterations whose rollouts are equal in every byte."""
     difference: Difference | None = None
-    """The first difference."""
     changed_since: bool = False
     """Whether the replay equals what was published: then the file was changed later."""
     weights: str | None = None

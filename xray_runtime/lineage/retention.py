@@ -49,7 +49,15 @@ def plan_prune(store: LineageStore, keep: Iterable[Node]) -> Prune:
 def with_history(graph: Graph, starts: Iterable[str]) -> list[str]:
     """`starts`, their ancestors, and the evaluations of and comparisons among them; parents first."""
     chosen = graph.ancestors(starts)
-    return graph.ancestors([*chosen, *sorted(_judgements(graph, set(chosen)))])
+    kept = set(chosen)
+    judged = [node for sha in kept for node in graph.judgements_of(sha, Evaluation, Benchmark, Comparison)]
+    # Comparisons with champions that are not kept would keep every former champion.
+    judgements = {
+        node.sha256
+        for node in judged
+        if node.is_a(Evaluation, Benchmark) or all(node.manifest.parents.get(side) in kept for side in node.sides)
+    }
+    return graph.ancestors([*chosen, *sorted(judgements)])
 
 
 def prune(store: LineageStore, plan: Prune) -> None:
@@ -62,13 +70,3 @@ def prune(store: LineageStore, plan: Prune) -> None:
         os.rename(node.directory, aside)
         shutil.rmtree(aside)
         shutil.rmtree(f"{node.directory}{TOKENS}", ignore_errors=True)
-
-
-def _judgements(graph: Graph, kept: set[str]) -> set[str]:
-    judged = [node for sha in kept for node in graph.judgements_of(sha, Evaluation, Benchmark, Comparison)]
-    # Comparisons with champions that are not kept would keep every former champion.
-    return {
-        node.sha256
-        for node in judged
-        if node.is_a(Evaluation, Benchmark) or all(node.manifest.parents.get(side) in kept for side in node.sides)
-    }

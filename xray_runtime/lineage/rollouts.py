@@ -66,7 +66,6 @@ class Selection:
         self._node = node
         self.changed: list[str] = []
         self.sources: list[str] = []
-        """The sources of reward."""
         column = "reward" if query.source is None else SCORE + query.source
         shards, places, values = [], [], []
         for number in query.iterations or kept:

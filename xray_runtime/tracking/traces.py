@@ -252,7 +252,6 @@ def _delete(traces: TracingClient, experiment_id: str, ids: Sequence[str]) -> No
 
 
 def _span(answer: ShownAnswer) -> Any:
-    """The trace's only span."""
     from mlflow.entities import Span
     from mlflow.tracing.utils import build_otel_context
     from opentelemetry.sdk.trace import ReadableSpan

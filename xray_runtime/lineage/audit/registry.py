@@ -81,7 +81,6 @@ class RegistryView:
 
 
 def _all(search: Callable[..., Any], **arguments: Any) -> list[Any]:
-    """Every result of a search of MLflow's client."""
     from mlflow.utils import get_results_from_paginated_fn
 
     found: list[Any] = get_results_from_paginated_fn(
