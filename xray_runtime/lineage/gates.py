@@ -47,10 +47,11 @@ class NotPromoted(ValueError):
 
 
 class Gates(NamedTuple):
-    """The bounds of the gates, and where they come from."""
+    """The bounds of the gates, where they come from, and the candidate's evaluation."""
 
     config: PromotionConfig
     origin: str
+    evaluation: Node
 
 
 def evaluation_of(graph: Graph, policy: str) -> Node | None:
@@ -90,13 +91,13 @@ def gates_for(store: LineageStore, candidate: Node, overrides: PromotionConfig |
     changed = overrides.model_dump(exclude_unset=True) if overrides is not None else {}
     if changed:
         origin += f"; set by hand: {', '.join(sorted(changed))}"
-    return Gates(gates.model_copy(update=changed), origin)
+    return Gates(gates.model_copy(update=changed), origin, evaluation)
 
 
 def check_gates(
     graph: Graph,
     candidate: Node,
-    evaluation: Node | None,
+    evaluation: Node,
     champion: str | None,
     comparison: Node | None,
     gates: PromotionConfig,
@@ -108,8 +109,6 @@ def check_gates(
         champion: digest of the present champion, where there is one.
         comparison: of the candidate and the champion.
     """
-    if evaluation is None:
-        return [Gate(name="evaluated", passed=False, reason=NOT_EVALUATED)]
     bounds = {name: getattr(gates, name) for name in CHECKS}
     found = [_gate(graph, name, evaluation, CHECKS[name], at) for name, at in bounds.items() if at is not None]
     if gates.max_regression is not None and champion is not None and champion != candidate.sha256:

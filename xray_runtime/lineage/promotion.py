@@ -131,14 +131,14 @@ def review(
         ConfigError: the candidate is not a version of `name`.
     """
     _require_not_withdrawn(store, candidate)
-    version = _version(_uri(store), name, candidate.sha256)
+    version = Registry(open_client(_uri(store))).version_of(name, candidate.sha256)
+    if version is None:
+        raise ConfigError(f"--name: {name!r} has no version with checkpoint {candidate.sha256[:12]}")
     _require_sound(store, [candidate, *([comparison] if comparison else [])], public)
     bounds = gates_for(store, candidate, gates, public)
-    evaluation = evaluation_of(store.graph, candidate.sha256)
     champion = champion_of(store, name)
-    checked = check_gates(
-        store.graph, candidate, evaluation, champion.checkpoint if champion else None, comparison, bounds.config
-    )
+    before = champion.checkpoint if champion is not None else None
+    checked = check_gates(store.graph, candidate, bounds.evaluation, before, comparison, bounds.config)
     if bounds.config.canary and champion is not None:
         live = canary.gate(store.output, candidate.sha256, champion.checkpoint, public)
         checked += [live] if live is not None else []
@@ -147,7 +147,7 @@ def review(
     failed = [gate.reason for gate in checked if not gate.passed]
     if failed:
         raise NotPromoted(failed)
-    evidence = {"evaluation": evaluation, "comparison": comparison}
+    evidence = {"evaluation": bounds.evaluation, "comparison": comparison}
     return Review(
         name=name,
         version=version,
@@ -246,10 +246,3 @@ def _uri(store: LineageStore) -> str:
     if store.tracking_uri is None:
         raise ConfigError("--tracking-uri: is required: the output directory has no MLflow store of its own")
     return store.tracking_uri
-
-
-def _version(uri: str, name: str, sha256: str) -> str:
-    version = Registry(open_client(uri)).version_of(name, sha256)
-    if version is None:
-        raise ConfigError(f"--name: {name!r} has no version with checkpoint {sha256[:12]}")
-    return version
