@@ -14,7 +14,7 @@ from xray_runtime.graph.artifacts import Artifact, Benchmark, Comparison, Datase
 from xray_runtime.graph.kind import KINDS, StageKind
 from xray_runtime.lineage.attestation import read_statement
 from xray_runtime.lineage.log import read_object
-from xray_runtime.lineage.statement import Statement
+from xray_runtime.lineage.statement import RunFacts, Statement
 from xray_runtime.stages.kinds import find_kind
 from xray_runtime.store.checkpoints import read_manifest
 from xray_runtime.store.manifest import Manifest
@@ -61,6 +61,11 @@ class Node:
     def finished(self) -> str:
         """When this copy was made (ISO 8601); empty where no statement can be read."""
         return self.statement.predicate.details.metadata.finished if self.statement is not None else ""
+
+    @property
+    def run(self) -> RunFacts:
+        """The run that made this copy; without facts and attempts where no statement can be read."""
+        return self.statement.predicate.details.run if self.statement is not None else RunFacts(attempts=0)
 
     @property
     def kind(self) -> StageKind | None:

@@ -209,12 +209,12 @@ class Verifier:
         """
         from model_signing import verifying
 
+        if not os.path.lexists(signature):
+            raise SignatureProblem("missing", "there is no signature")
         try:
             hint = signer_of(signature)
         except (ValueError, OSError) as error:
-            code = "malformed" if os.path.lexists(signature) else "missing"
-            text = f"the signature cannot be read ({type(error).__name__})"
-            raise SignatureProblem(code, text if code == "malformed" else "there is no signature") from None
+            raise SignatureProblem("malformed", f"the signature cannot be read ({type(error).__name__})") from None
         key = self._key(hint)
         try:
             verifying.Config().use_elliptic_key_verifier(public_key=key.path).verify(what, signature)

@@ -159,8 +159,7 @@ def _text_files(output: Path, node: Node) -> Iterator[Path]:
             yield from _below(folder)
     records = records_directory(output, node.manifest.stage, node.manifest.key)
     yield from (path for path in _below(records) if path.suffix == ".json")
-    run = node.statement.predicate.details.run if node.statement is not None else None
-    for run_id in (run.mlflow_run_id, run.mlflow_parent_run_id) if run is not None else ():
+    for run_id in (node.run.mlflow_run_id, node.run.mlflow_parent_run_id):
         if run_id:
             for path in _below(output / ARTIFACTS / run_id):
                 # The record of a run and the list of a checkpoint's files show no texts.
