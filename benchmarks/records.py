@@ -35,8 +35,7 @@ from xray_runtime.lineage import provenance
 from xray_runtime.lineage.attestation import attest
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.audit.verified import RECORD
-from xray_runtime.lineage.decisions import decide
-from xray_runtime.lineage.log import Published, append
+from xray_runtime.lineage.log import Published, append, decide
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve_history
 from xray_runtime.lineage.render import lineage_text
 from xray_runtime.lineage.retention import Prune, plan_prune, prune

@@ -14,7 +14,6 @@ from xray.deployments.server_home import ServerHome, State
 from xray.deployments.servers import ask, servers, worker
 from xray.deployments.suspension import ACTIVE, is_suspended
 from xray_runtime.lineage.canary import summary
-from xray_runtime.lineage.decisions import current
 from xray_runtime.lineage.log import view
 from xray_runtime.lineage.promotion import CHAMPION
 
@@ -43,7 +42,7 @@ def service_status(home: ServerHome, state: State | None) -> dict[str, Any]:
             content |= _runs(api)
     content["champions"] = [
         {"name": name} | decision.model_dump(include={"version", "checkpoint", "by", "at"})
-        for (name, alias), decision in sorted(current(home.output).items())
+        for (name, alias), decision in sorted(view(home.output).decided.items())
         if alias == CHAMPION
     ]
     content["canaries"] = [

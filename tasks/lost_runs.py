@@ -17,7 +17,7 @@ from typing import Any
 
 from filelock import Timeout
 
-from xray_runtime.lineage.log import LIFECYCLE, mark, read_run, run_lock
+from xray_runtime.lineage.log import LIFECYCLE, read_run, run_lock, view
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def _close(output: Path, path: Path, content: dict[str, Any]) -> None:
 
     end_record(output, path, json.dumps(content | {"status": "failed"}, indent=2))
     try:
-        tags = {LOG_TAG: mark(output)}
+        tags = {LOG_TAG: view(output).mark}
         abandon_run(tracking_address() or f"sqlite:///{output / 'mlflow.db'}", content["run_id"], tags)
         if os.environ.get("PREFECT_API_URL"):
             crash_lost_flow_run(content["flow_run_id"], None)

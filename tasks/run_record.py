@@ -23,12 +23,12 @@ from xray_runtime.config.sources import SourceTerms
 from xray_runtime.credentials import strip_credentials, tracking_address
 from xray_runtime.errors import is_cancelled
 from xray_runtime.lineage.keys import exchange_keys
-from xray_runtime.lineage.log import LIFECYCLE, LOCKS, RunBegan, append, mark, run_lock
+from xray_runtime.lineage.log import LIFECYCLE, LOCKS, RunBegan, append, run_lock, view
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.report.evaluations import figure
 from xray_runtime.store.identity import digest
 from xray_runtime.store.shared import open_shared
-from xray_runtime.tracking.mlflow_tracker import Tracker, params_of
+from xray_runtime.tracking.mlflow_tracker import StageRun, Tracker, params_of
 from xray_runtime.tracking.registry import LOG_TAG
 
 
@@ -98,7 +98,7 @@ class RunRecord:
                     self._log_evaluations()
             finally:
                 end_record(self.output, self.summary.path, content)
-            self.tracker.tag(self.run_id, {LOG_TAG: mark(self.output)})
+            self.tracker.tag(self.run_id, {LOG_TAG: view(self.output).mark})
             self.tracker.finish(self.run_id, mlflow_status)
 
     def context(self, node: str | None) -> RunContext:
@@ -122,7 +122,7 @@ class RunRecord:
         """Log all evaluations to the MLflow run: a table and a figure."""
         table = self.summary.evaluations()
         if table.rows:
-            run = self.tracker.run(self.run_id)
+            run = StageRun(self.tracker, self.run_id)
             run.table("evaluations", ["policy", *table.columns], table.cells())
             if (drawn := figure(table)) is not None:
                 with TemporaryDirectory() as directory:

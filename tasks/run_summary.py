@@ -17,7 +17,7 @@ from xray.tasks.summary import evaluation_rows
 from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import Evaluation
 from xray_runtime.lineage.attestation import read_statement
-from xray_runtime.lineage.log import LIFECYCLE, REPORT, RunEnded, append, digests, listed
+from xray_runtime.lineage.log import LIFECYCLE, REPORT, RunEnded, append, digests, view
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.report.evaluations import Measured, SideBySide, as_json, measured, side_by_side
 from xray_runtime.report.figures import FIGURE, read_metrics
@@ -123,7 +123,7 @@ class RunSummary:
     def _report(self) -> None:
         from xray_runtime.report.html import StageRecord, write_report
 
-        held = listed(self._output)
+        held = view(self._output).files
         records = [
             StageRecord(s["name"], s["kind"], records_directory(self._output, s["name"], s["key"]) / METRICS)
             for s in self.content["stages"]
@@ -171,7 +171,7 @@ class RunSummary:
 
 def end_record(output: Path, path: Path, content: str) -> None:
     """Log the end of a run with digests of its files, and write `content` to its lifecycle.json at `path`."""
-    run, held = json.loads(content), listed(output)
+    run, held = json.loads(content), view(output).files
     directories = [records_directory(output, stage["name"], stage["key"]) for stage in run["stages"]]
     # A stage's records were signed when it ended; files that changed since are not signed again.
     files = {

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from xray.tasks.spec import RunContext, StageResult
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.log import digests, listed, log_checkpoints
+from xray_runtime.lineage.log import digests, log_checkpoints, view
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.store.checkpoints import Store, load_manifest
 from xray_runtime.store.ref import CheckpointRef
@@ -113,7 +113,7 @@ def _file(output: Path, name: str, key: str) -> Path:
 
 
 def _is_logged(output: Path, path: Path, content: bytes) -> bool:
-    return listed(output).get(path.relative_to(output).as_posix()) == hashlib.sha256(content).hexdigest()
+    return view(output).files.get(path.relative_to(output).as_posix()) == hashlib.sha256(content).hexdigest()
 
 
 def _fetch_records(name: str, directory: Path, shared: SharedStore) -> None:

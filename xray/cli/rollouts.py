@@ -55,7 +55,7 @@ def rollouts(
     """
     from xray_runtime.data.ledger import Query
     from xray_runtime.lineage.reference import resolve
-    from xray_runtime.lineage.rollouts import checked_order, find_rollouts
+    from xray_runtime.lineage.rollouts import Selection, checked_order
 
     by = checked_order(order)
     _, node = resolve(ref, output, tracking_uri)
@@ -65,7 +65,7 @@ def rollouts(
         _print_diff(node, iteration[0], against, limit or None, as_json)
         return
     query = Query(sorted(set(iteration or [])), source, min_reward, max_reward, failed, unused)
-    found = find_rollouts(node, query, limit or None, by)
+    found = Selection(node, query, by).page(0, limit or None)
     if as_json:
         print(json.dumps(vars(found), indent=2))
     else:

@@ -164,7 +164,7 @@ def _logs(choice: Choice) -> Path:
 
 
 def _serve(server: Server, options: _Options, name: str | None, choice: Choice) -> None:
-    from xray_runtime.lineage.decisions import current
+    from xray_runtime.lineage.log import view
     from xray_runtime.lineage.promotion import CHAMPION
     from xray_runtime.serving.canary import CanaryFollower
     from xray_runtime.serving.choice import Follower
@@ -198,7 +198,7 @@ def _serve(server: Server, options: _Options, name: str | None, choice: Choice) 
     while True:
         time.sleep(POLL_SECONDS)
         # A champion that is replaced ends its canary before the next model is loaded.
-        decided = current(store.output).get((name, CHAMPION))
+        decided = view(store.output).decided.get((name, CHAMPION))
         if news := canary.step(decided.checkpoint if decided is not None else ""):
             say(f"{_now()} {news}")
         try:

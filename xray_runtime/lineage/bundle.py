@@ -31,14 +31,7 @@ from xray_runtime.lineage.log import LOCKS, Left, append, digests, log_checkpoin
 from xray_runtime.lineage.page import write_html
 from xray_runtime.lineage.reference import LineageStore, check_tracking_uri, open_lineage_store
 from xray_runtime.lineage.retention import with_history
-from xray_runtime.lineage.signing import (
-    KEY_VARIABLE,
-    PAYLOAD_TYPE,
-    envelope,
-    has_signing_key,
-    public_key,
-    signing_key,
-)
+from xray_runtime.lineage.signing import KEY_VARIABLE, PAYLOAD_TYPE, envelope, has_signing_key, public_key, signing_key
 from xray_runtime.store.checkpoints import CHECKPOINTS, building_folder, read_bounded
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import ATTESTATION, MANIFEST, STATEMENT
@@ -61,8 +54,7 @@ UNKNOWN_KEY = "cannot be known: whose key it is. The bundle brought it along: co
 def export(store: LineageStore, node: Node, path: Path) -> int:
     """Write `node`, its ancestors and their evaluations to `path`; returns how many checkpoints.
 
-    Raises:
-        ConfigError: an ancestor is not in the store, or there is no key to sign the bundle with.
+    Raises ConfigError where an ancestor is not in the store, or there is no key to sign the bundle with.
     """
     if not has_signing_key(store.output):
         raise ConfigError(

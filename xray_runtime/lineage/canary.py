@@ -10,7 +10,7 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.audit.log import read_log
 from xray_runtime.lineage.gates import Gate
 from xray_runtime.lineage.keys import trusted_keys
-from xray_runtime.lineage.log import Canary, LogView, append_locked, log_lock, view
+from xray_runtime.lineage.log import Canary, LogView, append_locked, lock, view
 from xray_runtime.lineage.log_entries import CanaryBegan, CanaryEnded
 from xray_runtime.lineage.signing import Verifier, signing_key
 
@@ -36,14 +36,9 @@ def sound_log(output: Path, public: Path | None = None) -> LogView:
 def begin(output: Path, name: str, candidate: str, champion: str, first: int, rules: CanaryConfig) -> Canary:
     """Begin a canary, unless this candidate has had one beside this champion, which is returned.
 
-    Args:
-        candidate, champion: sha256s.
-        first: `CanaryBegan.first`.
-
-    Raises:
-        ConfigError: another candidate's canary runs.
+    The arguments are fields of a `CanaryBegan`. Raises ConfigError where another candidate's canary runs.
     """
-    with log_lock(output):
+    with lock(output, "log"):
         log = view(output)
         known = canary_of(log, candidate)
         if known is not None and known.began.champion == champion:
@@ -62,7 +57,7 @@ def begin(output: Path, name: str, candidate: str, champion: str, first: int, ru
 
 def end(output: Path, decision: CanaryEnded) -> CanaryEnded:
     """Write the end of a canary, unless it has one; returns the one that counts."""
-    with log_lock(output):
+    with lock(output, "log"):
         known = view(output).canaries.get(decision.canary)
         if known is not None and known.ended is not None:
             return known.ended

@@ -23,10 +23,10 @@ from xray_runtime.files import sync, write_atomic
 from xray_runtime.lineage.comparisons import JUDGEMENTS, REPLIES, SESSIONS
 from xray_runtime.lineage.log import LOCKS, LOG
 from xray_runtime.lineage.signed_files import NEXT, log_signed, read_signed, write_signed
+from xray_runtime.tracking.registry import is_sqlite
 
 LEFT_ALONE = {RECORDED, WITHDRAWN, LOCKS, "keys", LOG}
 WEIGHTS = (".safetensors", ".pt", ".bin", ".distcp")
-SQLITE = b"SQLite format 3\0"
 GONE = "(withdrawn)"
 
 
@@ -68,9 +68,8 @@ def files_with(output: Path, pattern: TextPattern) -> list[Path]:
 
 def _is_in_database(path: Path, pattern: TextPattern) -> bool:
     """Whether a value of a database has one of the texts: a long one is split over pages, so its bytes do not show."""
-    with path.open("rb") as file:
-        if file.read(16) != SQLITE:
-            return False
+    if not is_sqlite(path):
+        return False
     with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=60)) as connection:
         return any(
             connection.execute(f"select 1 from {table} where instr({column}, ?) limit 1", (form,)).fetchone()
@@ -91,10 +90,14 @@ def _columns(connection: sqlite3.Connection) -> list[tuple[str, str]]:
 
 def is_database(path: Path) -> bool:
     """Whether it is a database of SQLite, or a file beside one."""
-    main = Path(re.sub(r"-(wal|shm|journal)$", "", str(path)))
-    with contextlib.suppress(OSError), main.open("rb") as file:
-        return file.read(16) == SQLITE
+    with contextlib.suppress(OSError):
+        return is_sqlite(_main(path))
     return False
+
+
+def _main(path: Path) -> Path:
+    """The database that a file is, or lies beside."""
+    return Path(re.sub(r"-(wal|shm|journal)$", "", str(path)))
 
 
 def erase_file(path: Path) -> None:
@@ -112,8 +115,7 @@ def erase_file(path: Path) -> None:
 
 def erase_from_database(path: Path, pattern: TextPattern) -> None:
     """Replace the texts in every value of a database, and write it anew, so that its free pages do not have them."""
-    path = Path(re.sub(r"-(wal|shm|journal)$", "", str(path)))
-    with contextlib.closing(sqlite3.connect(path, timeout=60)) as connection:
+    with contextlib.closing(sqlite3.connect(_main(path), timeout=60)) as connection:
         connection.execute("pragma secure_delete = on")
         for table, column in _columns(connection):
             for form in pattern.forms:

@@ -47,20 +47,17 @@ class NotPromoted(ValueError):
 
 
 class Gates(NamedTuple):
-    """The bounds of the gates, and where they come from."""
+    """The bounds of the gates, where they come from, and the candidate's evaluation."""
 
     config: PromotionConfig
     origin: str
+    evaluation: Node
 
 
 def evaluation_of(graph: Graph, policy: str) -> Node | None:
     """The latest evaluation of a policy."""
-
-    def finished(node: Node) -> str:
-        return node.statement.predicate.details.metadata.finished if node.statement else ""
-
     judged = graph.judgements_of(policy, Evaluation)
-    return max(judged, key=lambda node: (finished(node), node.sha256), default=None)
+    return max(judged, key=lambda node: (node.finished, node.sha256), default=None)
 
 
 def gates_for(store: LineageStore, candidate: Node, overrides: PromotionConfig | None, public: Path | None) -> Gates:
@@ -94,13 +91,13 @@ def gates_for(store: LineageStore, candidate: Node, overrides: PromotionConfig |
     changed = overrides.model_dump(exclude_unset=True) if overrides is not None else {}
     if changed:
         origin += f"; set by hand: {', '.join(sorted(changed))}"
-    return Gates(gates.model_copy(update=changed), origin)
+    return Gates(gates.model_copy(update=changed), origin, evaluation)
 
 
 def check_gates(
     graph: Graph,
     candidate: Node,
-    evaluation: Node | None,
+    evaluation: Node,
     champion: str | None,
     comparison: Node | None,
     gates: PromotionConfig,
@@ -112,8 +109,6 @@ def check_gates(
         champion: digest of the present champion, where there is one.
         comparison: of the candidate and the champion.
     """
-    if evaluation is None:
-        return [Gate(name="evaluated", passed=False, reason=NOT_EVALUATED)]
     bounds = {name: getattr(gates, name) for name in CHECKS}
     found = [_gate(graph, name, evaluation, CHECKS[name], at) for name, at in bounds.items() if at is not None]
     if gates.max_regression is not None and champion is not None and champion != candidate.sha256:
@@ -128,7 +123,7 @@ def check_gates(
 
 def check_licenses(graph: Graph, candidate: str, allowed: list[str]) -> Gate:
     """Whether every source behind the candidate (a sha256) may be used: the gate `allowed_licenses`."""
-    found = list(map(str, conflicts(graph, candidate, allowed)))
+    found = list(conflicts(graph, candidate, allowed))
     listed = ", ".join(allowed) or "none"
     reason = f"{'; '.join(found)}; allowed: {listed}" if found else f"every source is under one of {listed}"
     return Gate(name="allowed_licenses", passed=not found, reason=reason)
@@ -154,18 +149,15 @@ class _Numbers:
     """The results of an evaluation or a comparison."""
 
     def __init__(self, graph: Graph, node: Node) -> None:
-        self._graph, self._node = graph, node
+        self._graph, self._node, self.results = graph, node, node.results
 
     def __getitem__(self, name: str) -> float:
-        return self.finite(name, self._node.results.get(name))
-
-    def has(self, name: str) -> bool:
-        return self._node.results.get(name) is not None
+        return self.finite(name, self.results.get(name))
 
     def judges(self) -> list[_Judged]:
         """The results by each independent judge. Raises _MissingError where there is none."""
-        results = self._node.results.get("judges")
-        listed = results.items() if isinstance(results, dict) else ()
+        judges = self.results.get("judges")
+        listed = judges.items() if isinstance(judges, dict) else ()
         by_judge = {name: found for name, found in listed if isinstance(found, dict) and found.get("judges") is True}
         if "verdicts" not in self._node.manifest.parents:
             by_judge.pop(PEOPLE, None)
@@ -254,7 +246,7 @@ def _judge_drop(e: _Numbers, bound: float) -> tuple[bool, str]:
     judges = e.judges()
     falls = ", ".join(f"{j.number('delta'):+.3f} ({j.name})" for j in judges)
     fell = not all(-j.number("delta") <= bound for j in judges)
-    if not e.has("reward_after"):
+    if e.results.get("reward_after") is None:
         return not fell, f"score {falls}; a fall of at most {bound}"
     rise = e["reward_after"] - e["reward_before"]
     return rise <= 0 or not fell, f"reward {rise:+.3f}, score {falls}; a fall of at most {bound}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,9 +13,10 @@ from xray_runtime.data.derived import SUFFIX as TOKENS
 from xray_runtime.graph.artifacts import Artifact, Benchmark, Comparison, Dataset, Evaluation, Preferences, is_a
 from xray_runtime.graph.kind import KINDS, StageKind
 from xray_runtime.lineage.attestation import read_statement
-from xray_runtime.lineage.statement import Statement
+from xray_runtime.lineage.log import read_object
+from xray_runtime.lineage.statement import RunFacts, Statement
 from xray_runtime.stages.kinds import find_kind
-from xray_runtime.store.checkpoints import read_bounded, read_manifest
+from xray_runtime.store.checkpoints import read_manifest
 from xray_runtime.store.manifest import Manifest
 from xray_runtime.store.ref import CheckpointRef
 
@@ -59,6 +58,16 @@ class Node:
             return None
 
     @property
+    def finished(self) -> str:
+        """When this copy was made (ISO 8601); empty where no statement can be read."""
+        return self.statement.predicate.details.metadata.finished if self.statement is not None else ""
+
+    @property
+    def run(self) -> RunFacts:
+        """The run that made this copy; without facts and attempts where no statement can be read."""
+        return self.statement.predicate.details.run if self.statement is not None else RunFacts(attempts=0)
+
+    @property
     def kind(self) -> StageKind | None:
         """None where it is not registered in this process: a manifest must not make us import a module."""
         return find_kind(self.manifest.kind)
@@ -93,11 +102,7 @@ class Node:
     @cached_property
     def results(self) -> dict[str, Any]:
         """Numbers of the stage: an evaluation, a reward summary, counts of a dataset."""
-        if self.results_file is not None:
-            with contextlib.suppress(OSError, ValueError, RecursionError):
-                content = json.loads(read_bounded(self.directory / self.results_file))
-                return content if isinstance(content, dict) else {}
-        return {}
+        return read_object(self.directory / self.results_file) if self.results_file is not None else {}
 
 
 @dataclass

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.decisions import decide
+from xray_runtime.lineage.log import decide
 from xray_runtime.lineage.signing import (
     KEY_VARIABLE,
     PRIVATE,
@@ -107,9 +107,7 @@ def trusted_keys(output: Path, public: Path | None = None) -> list[TrustedKey]:
     Args:
         public: a copy of a key kept elsewhere, trusted instead of those in `keys/`.
 
-    Raises:
-        ValueError: a public key cannot be used.
-        OSError: it cannot be read.
+    Raises ValueError or OSError where a public key cannot be used.
     """
     roots = {fingerprint(path): path for path in ([public] if public else root_keys(output))}
     rotations = read_rotations(output)[0]

@@ -27,8 +27,7 @@ WEIGHTS = ".safetensors"
 def leaky_judges(graph: Graph, evaluation: Node) -> dict[str, str]:
     """Judge of an evaluation or comparison (`gold` included) that does not count → why.
 
-    Raises:
-        ValueError: what it was told to do cannot be read, so nobody can be shown to be independent.
+    Raises ValueError where its config cannot be read, so that no judge can be shown to be independent.
     """
     values = {name: value for name, value in evaluation.manifest.config.items() if name != "runtime"}
     try:

@@ -11,7 +11,9 @@ person (`xray audit --expect`).
 from __future__ import annotations
 
 import contextlib
+import getpass
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +41,7 @@ from xray_runtime.lineage.log_entries import (
     Withdrawn,
 )
 from xray_runtime.lineage.signed_lines import append_signed_line, read_signed_lines
-from xray_runtime.store.checkpoints import CHECKPOINTS
+from xray_runtime.store.checkpoints import CHECKPOINTS, read_bounded
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import MANIFEST
 
@@ -60,11 +62,29 @@ class Canary:
 
 
 @dataclass
-class LogView:
-    """The state that the entries of a log describe; later entries replace earlier ones."""
+class ChainState:
+    """The lines of a signed file so far."""
 
     heads: list[str] = field(default_factory=list)
     """Digest of each line."""
+
+    @property
+    def head(self) -> Head:
+        return Head(len(self.heads), self.heads[-1]) if self.heads else EMPTY
+
+    def lacks(self, head: Head) -> str | None:
+        """Why a file that once ended in `head` cannot have become this one; None where it can."""
+        if head.entries == 0 or (0 < head.entries <= len(self.heads) and self.heads[head.entries - 1] == head.sha256):
+            return None
+        if head.entries > len(self.heads):
+            return f"it has {len(self.heads)} entries and had {head.entries}"
+        return f"its entry {head.entries} is not the one it was"
+
+
+@dataclass
+class LogView(ChainState):
+    """The state that the entries of a log describe; later entries replace earlier ones."""
+
     published: dict[str, Published] = field(default_factory=dict)
     """Checkpoints that must be in the store, by directory."""
     files: dict[str, str] = field(default_factory=dict)
@@ -88,10 +108,6 @@ class LogView:
     """Paths below the output directory of files that a withdrawal erased, and nothing wrote since."""
 
     @property
-    def head(self) -> Head:
-        return Head(len(self.heads), self.heads[-1]) if self.heads else EMPTY
-
-    @property
     def identity(self) -> str:
         """Equal for copies of one log, different for different logs."""
         return self.heads[0][:16] if self.heads else ""
@@ -103,16 +119,17 @@ class LogView:
 
     @property
     def decided(self) -> dict[tuple[str, str], Decision]:
-        """(registered model, alias) → the last decision about it."""
+        """(registered model, alias) → the last decision about it. An alias that points elsewhere was moved by hand:
+        MLflow lets anybody do that without a trace."""
         return {(found.name, found.alias): found for found in self.decisions if found.action in MOVES}
 
-    def lacks(self, head: Head) -> str | None:
-        """Why a log that once ended in `head` cannot have become this one; None where it can."""
-        if head.entries == 0 or (0 < head.entries <= len(self.heads) and self.heads[head.entries - 1] == head.sha256):
-            return None
-        if head.entries > len(self.heads):
-            return f"it has {len(self.heads)} entries and had {head.entries}"
-        return f"its entry {head.entries} is not the one it was"
+    @property
+    def decisions_by_version(self) -> dict[tuple[str, str], list[Decision]]:
+        """(registered model, version) → the decisions about it, in order."""
+        found = defaultdict[tuple[str, str], list[Decision]](list)
+        for decision in self.decisions:
+            found[decision.name, decision.version].append(decision)
+        return found
 
     def contradicts(self, mark: str) -> str | None:
         """As `lacks`, for a `mark`; the mark of another log says nothing about this one."""
@@ -181,28 +198,16 @@ def is_at_work(output: Path, run_id: str) -> bool:
 
 
 def read_lines(output: Path) -> Iterator[Line]:
-    """The entries of a log, in order; there are none without a log.
-
-    Raises:
-        ValueError: the log, or the next line, cannot be read.
-    """
+    """The entries of a log, in order, as `read_signed_lines`."""
     return read_signed_lines(output / LOG, Record)
 
 
 def view(output: Path) -> LogView:
     """The log as far as it can be read; an audit says whether that is all, and whether it is signed."""
     found = LogView()
-    for line in readable_lines(output):
-        found.add(line)
-    return found
-
-
-def readable_lines(output: Path) -> list[Line]:
-    """The entries of a log as far as it can be read."""
-    found = []
     with contextlib.suppress(ValueError):
         for line in read_lines(output):
-            found.append(line)
+            found.add(line)
     return found
 
 
@@ -212,20 +217,19 @@ def append(output: Path, private: Path, entry: Entry, files: Mapping[str, str] |
     Args:
         files: path below `output` → sha256.
     """
-    with log_lock(output):
+    with lock(output, "log"):
         append_locked(output, private, entry, files)
 
 
-def log_lock(output: Path) -> FileLock:
-    """The lock to hold while writing to the log."""
+def lock(output: Path, name: str) -> FileLock:
+    """A lock of an output directory; `log` is held while writing to the log."""
     (output / LOCKS).mkdir(parents=True, exist_ok=True)
-    return FileLock(output / LOCKS / "log.lock")
+    return FileLock(output / LOCKS / f"{name}.lock")
 
 
 def run_lock(output: Path, run_id: str) -> FileLock:
     """The lock that a run holds while it works in `output`."""
-    (output / LOCKS).mkdir(parents=True, exist_ok=True)
-    return FileLock(output / LOCKS / f"run-{run_id}.lock")
+    return lock(output, f"run-{run_id}")
 
 
 def append_locked(output: Path, private: Path, entry: Entry, files: Mapping[str, str] | None = None) -> None:
@@ -233,6 +237,21 @@ def append_locked(output: Path, private: Path, entry: Entry, files: Mapping[str,
     if isinstance(entry, Decision):
         files = {f"{entry.name}/{entry.version}": entry.checkpoint}
     append_signed_line(output / LOG, Record, entry, files or {}, private)
+
+
+def decide(output: Path, private: Path, *, by: str | None = None, **fields: Any) -> None:
+    """Append a decision; the same registration twice in a row is one.
+
+    Args:
+        by: who decides; by default the user of this process.
+        fields: of a `Decision`.
+    """
+    decision = Decision(by=by or getpass.getuser(), **fields)
+    with lock(output, "log"):
+        last = view(output).decided.get((decision.name, decision.alias)) if decision.action == "register" else None
+        facts = {"version", "checkpoint", "evidence", "page"}
+        if last is None or last.model_dump(include=facts) != decision.model_dump(include=facts):
+            append_locked(output, private, decision)
 
 
 def log_checkpoints(
@@ -253,7 +272,7 @@ def log_checkpoints(
         renew: whether `files` were just written. Otherwise files in the log keep their digest: a later edit by somebody
             else is not signed.
     """
-    with log_lock(output):
+    with lock(output, "log"):
         known = view(output)
         new = {
             name: sha
@@ -271,27 +290,22 @@ def log_checkpoints(
 def log_files(output: Path, private: Path, paths: list[Path], note: str) -> None:
     """Log files that were just written for people, unless the log lists the same."""
     files = digests(output, paths)
-    with log_lock(output):
-        if not files.items() <= listed(output).items():
+    with lock(output, "log"):
+        if not files.items() <= view(output).files.items():
             append_locked(output, private, Left(note=note), files)
 
 
-def listed(output: Path) -> dict[str, str]:
-    """Path below `output` → sha256 of every file the log lists; an audit says whether it is signed."""
-    return view(output).files
-
-
-def mark(output: Path) -> str:
-    """`LogView.mark` of an output directory."""
-    return view(output).mark
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a small file; empty where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        content = json.loads(read_bounded(path))
+        return content if isinstance(content, dict) else {}
+    return {}
 
 
 def read_run(place: Path) -> dict[str, Any]:
-    """The content of the lifecycle.json in `place`; empty where there is none that can be read."""
-    with contextlib.suppress(OSError, ValueError):
-        content = json.loads((place / LIFECYCLE).read_text(encoding="utf-8"))
-        return content if isinstance(content, dict) else {}
-    return {}
+    """The content of the lifecycle.json in `place`, as `read_object`."""
+    return read_object(place / LIFECYCLE)
 
 
 def digests(output: Path, paths: list[Path]) -> dict[str, str]:

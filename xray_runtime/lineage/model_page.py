@@ -10,16 +10,15 @@ import contextlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 from xray_runtime.lineage.card import result_rows
-from xray_runtime.lineage.decisions import current, decide, decisions_by_version
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.log import Decision, mark
+from xray_runtime.lineage.log import Decision, decide, read_object, view
 from xray_runtime.lineage.signing import signer_of, signing_key
 from xray_runtime.report.rendering import template
-from xray_runtime.store.checkpoints import read_bounded, read_manifest, statement_sha256
+from xray_runtime.store.checkpoints import read_manifest, statement_sha256
 from xray_runtime.store.manifest import SIGNATURE
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.tracking.registry import LOG_TAG, TRAINING, Registry
@@ -87,7 +86,7 @@ def version_page(
         parents=[(role, stages.get(role, ""), sha256) for role, sha256 in sorted(policy.manifest.parents.items())],
         origins=build.internal.origins,
         evaluation=evaluation.name if evaluation is not None else None,
-        results=result_rows(_results(evaluation)) if evaluation is not None else [],
+        results=result_rows(read_object(evaluation.directory / "evaluation.json")) if evaluation is not None else [],
         decided=[d for d in decisions if d.alias == CHAMPION and d.action in ("promote", "decline", "rollback")],
         bounds=sorted((gate, json.dumps(bound)) for gate, bound in (bounds or {}).items()),
         run=f"#/experiments/{experiment}/runs/{run_id}" if experiment is not None else None,
@@ -115,13 +114,6 @@ def _found(sha256: str, find: Callable[[str], Node | None]) -> Node:
     if node is None:
         raise ValueError(f"checkpoint {sha256[:12]} is not in the store")
     return node
-
-
-def _results(evaluation: Node) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        results = json.loads(read_bounded(evaluation.directory / "evaluation.json"))
-        return results if isinstance(results, dict) else {}
-    return {}
 
 
 def register_policy(
@@ -152,12 +144,8 @@ def register_policy(
 
 
 def model_addresses(output: Path, checkpoints: Collection[str] | None) -> list[str]:
-    """Pages of MLflow's server for the versions that aliases point to, as the part after its address.
-
-    Args:
-        checkpoints: only of these; None: of all.
-    """
-    moves = current(output).values()
+    """Addresses below MLflow's of the versions that aliases point to; of `checkpoints` alone, unless it is None."""
+    moves = view(output).decided.values()
     versions = {(m.name, m.version) for m in moves if checkpoints is None or m.checkpoint in checkpoints}
     return [f"#/models/{quote(name)}/versions/{quote(version)}" for name, version in sorted(versions)]
 
@@ -167,11 +155,11 @@ def write_pages(
 ) -> None:
     """Write the pages of a registered model and of some of its versions."""
     registry.describe_model(name, *model_page(name))
-    decisions = decisions_by_version(output)
+    decisions = view(output).decisions_by_version
     for version in versions:
         # A page that cannot be made stays as it is; the audit reports it with the reason.
         with contextlib.suppress(ValueError):
             page = version_page(name, decisions[name, version], nodes.get, registry.experiment_of)
             if page is not None:
-                tags = page.tags | {LOG_TAG: mark(output)}
+                tags = page.tags | {LOG_TAG: view(output).mark}
                 registry.describe_version(name, version, page.description, tags)

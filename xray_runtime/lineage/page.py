@@ -6,6 +6,7 @@ import base64
 import itertools
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def write_html(path: Path, store: LineageStore, node: Node, chosen: list[str]) -
     graph = store.graph
     stages = [
         {
-            "name": graph.nodes[sha].manifest.stage if sha in graph.nodes else "missing",
+            "name": stage_name(graph, sha),
             "checkpoint": {"sha256": sha},
             "parents": sorted({parent for _, parent in graph.parents(sha)}),
             "cached": False,
@@ -55,12 +56,11 @@ def write_html(path: Path, store: LineageStore, node: Node, chosen: list[str]) -
 
 def _siblings(graph: Graph, chosen: list[str]) -> dict[str, str]:
     """Digest → the checkpoint of the same stage in the store that was made just before it."""
-    by_stage: dict[str, list[tuple[str, str]]] = {}
+    by_stage = defaultdict[str, list[tuple[str, str]]](list)
     stages = {graph.nodes[sha].manifest.stage for sha in chosen if sha in graph.nodes}
     for node in graph.nodes.values():
         if node.manifest.stage in stages:
-            finished = node.statement.predicate.details.metadata.finished if node.statement else ""
-            by_stage.setdefault(node.manifest.stage, []).append((finished, node.sha256))
+            by_stage[node.manifest.stage].append((node.finished, node.sha256))
     found: dict[str, str] = {}
     for made in by_stage.values():
         found |= {sha: before for (_, before), (_, sha) in itertools.pairwise(sorted(made))}

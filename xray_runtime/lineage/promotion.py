@@ -14,7 +14,6 @@ from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage import canary
 from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.decisions import current, decide
 from xray_runtime.lineage.gates import (
     NOT_EVALUATED,
     Gate,
@@ -25,13 +24,14 @@ from xray_runtime.lineage.gates import (
     gates_for,
 )
 from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.log import decide, view
 from xray_runtime.lineage.log_entries import Action, Decision
 from xray_runtime.lineage.model_page import CHAMPION, write_pages
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.withdrawal import refusal
 from xray_runtime.stages.kinds import COMPARE
-from xray_runtime.tracking.registry import Registry
+from xray_runtime.tracking.registry import Registry, open_client
 
 PREVIOUS = "previous"
 SEEN = "seen"
@@ -70,7 +70,7 @@ class ComparisonSpec(NamedTuple):
 
 def champion_of(store: LineageStore, name: str) -> Decision | None:
     """The decision that made the present champion of the registered model `name`."""
-    return current(store.output).get((name, CHAMPION))
+    return view(store.output).decided.get((name, CHAMPION))
 
 
 def comparison_spec(graph: Graph, candidate: Node, champion: str, verdicts: str | None = None) -> ComparisonSpec:
@@ -131,14 +131,14 @@ def review(
         ConfigError: the candidate is not a version of `name`.
     """
     _require_not_withdrawn(store, candidate)
-    version = _version(_uri(store), name, candidate.sha256)
+    version = Registry(open_client(_uri(store))).version_of(name, candidate.sha256)
+    if version is None:
+        raise ConfigError(f"--name: {name!r} has no version with checkpoint {candidate.sha256[:12]}")
     _require_sound(store, [candidate, *([comparison] if comparison else [])], public)
     bounds = gates_for(store, candidate, gates, public)
-    evaluation = evaluation_of(store.graph, candidate.sha256)
     champion = champion_of(store, name)
-    checked = check_gates(
-        store.graph, candidate, evaluation, champion.checkpoint if champion else None, comparison, bounds.config
-    )
+    before = champion.checkpoint if champion is not None else None
+    checked = check_gates(store.graph, candidate, bounds.evaluation, before, comparison, bounds.config)
     if bounds.config.canary and champion is not None:
         live = canary.gate(store.output, candidate.sha256, champion.checkpoint, public)
         checked += [live] if live is not None else []
@@ -147,7 +147,7 @@ def review(
     failed = [gate.reason for gate in checked if not gate.passed]
     if failed:
         raise NotPromoted(failed)
-    evidence = {"evaluation": evaluation, "comparison": comparison}
+    evidence = {"evaluation": bounds.evaluation, "comparison": comparison}
     return Review(
         name=name,
         version=version,
@@ -162,11 +162,7 @@ def review(
 def promote(store: LineageStore, seen: Review, *, by: str, note: str) -> None:
     """Write the decision and move the aliases. If the candidate already is champion, the aliases are set again.
 
-    Args:
-        by: who approves, as they say.
-
-    Raises:
-        NotPromoted: another champion was chosen since the review.
+    Raises NotPromoted where another champion was chosen since the review.
     """
     _require_not_withdrawn(store, seen.candidate)
     if champion_of(store, seen.name) != seen.champion:
@@ -187,11 +183,9 @@ def decline(store: LineageStore, seen: Review, *, by: str, note: str) -> None:
 def roll_back(store: LineageStore, *, name: str, by: str, note: str, public: Path | None = None) -> Decision:
     """Make the previous champion champion again; returns the decision that had made it so.
 
-    Raises:
-        ConfigError: there is no previous champion.
-        NotPromoted: its audit found something.
+    Raises ConfigError where there is no previous champion, NotPromoted where its audit found something.
     """
-    decisions = current(store.output)
+    decisions = view(store.output).decided
     present, before = decisions.get((name, CHAMPION)), decisions.get((name, PREVIOUS))
     if present is None or before is None:
         raise ConfigError(f"--rollback: {name!r} has no previous champion in {store.output}")
@@ -242,7 +236,7 @@ def _move_champion(
 
 def _move_aliases(store: LineageStore, name: str, *others: str) -> None:
     """Point MLflow's aliases where the decisions say, and write the pages of these versions and of `others`."""
-    decisions, registry = current(store.output), Registry.open(_uri(store))
+    decisions, registry = view(store.output).decided, Registry(open_client(_uri(store)))
     decided = {alias: decisions[name, alias].version for alias in (CHAMPION, PREVIOUS) if (name, alias) in decisions}
     registry.set_aliases(name, decided)
     write_pages(registry, store.output, name, {*decided.values(), *others}, store.graph.nodes)
@@ -252,10 +246,3 @@ def _uri(store: LineageStore) -> str:
     if store.tracking_uri is None:
         raise ConfigError("--tracking-uri: is required: the output directory has no MLflow store of its own")
     return store.tracking_uri
-
-
-def _version(uri: str, name: str, sha256: str) -> str:
-    version = Registry.open(uri).version_of(name, sha256)
-    if version is None:
-        raise ConfigError(f"--name: {name!r} has no version with checkpoint {sha256[:12]}")
-    return version

@@ -15,14 +15,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from pydantic import Field
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import KEYS, RECORDED, Row, UserKeys, about, read_segment, segment_bytes, segment_name
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.log import LOCKS, append
-from xray_runtime.lineage.log_entries import EMPTY, Head, Line, Recorded, SignedEntry
+from xray_runtime.lineage.log import ChainState, append, lock
+from xray_runtime.lineage.log_entries import EMPTY, Line, Recorded, SignedEntry
 from xray_runtime.lineage.signed_lines import append_signed_line, parse_line, read_signed_lines
 from xray_runtime.lineage.statement import InTotoRecord
 from xray_runtime.store.identity import file_sha256
@@ -52,12 +52,9 @@ class ChainRecord(InTotoRecord[Annotated[Segment | Expired, Field(discriminator=
 
 
 @dataclass
-class ChainView:
+class ChainView(ChainState):
     """The state that the lines of a chain describe."""
 
-    head: Head = EMPTY
-    heads: list[str] = field(default_factory=list)
-    """Digest of each line."""
     segments: dict[int, str] = field(default_factory=dict)
     """Number → sha256 of the segments that must be there."""
     made: dict[int, datetime] = field(default_factory=dict)
@@ -70,7 +67,6 @@ class ChainView:
 
     def add(self, line: Line) -> None:
         self.heads.append(line.sha256)
-        self.head = Head(len(self.heads), line.sha256)
         entry = line.entry
         if isinstance(entry, Expired):
             self.segments = {number: sha for number, sha in self.segments.items() if number > entry.through}
@@ -86,16 +82,12 @@ class ChainView:
 @contextlib.contextmanager
 def recorded_lock(output: Path) -> Iterator[None]:
     """One process writes to what is recorded at a time. Raises ConfigError where another one does."""
-    (output / LOCKS).mkdir(exist_ok=True)
-    lock = FileLock(output / LOCKS / "recorded.lock")
     try:
-        lock.acquire(timeout=0)
+        held = lock(output, "recorded").acquire(timeout=0)
     except Timeout:
         raise ConfigError(f"--record: another `xray serve --record` records into {output}") from None
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def read_chain(output: Path) -> Iterator[Line]:
@@ -106,8 +98,8 @@ def read_chain(output: Path) -> Iterator[Line]:
 class SegmentWriter:
     """Writes the segments of one output directory; only one process may at a time.
 
-    What a crash left half written is written over, or removed. Everything raises OSError while the disk is full or
-    away, and may then be called again.
+    Half-written files that a crash left are overwritten or removed. Each method raises OSError while the disk is full
+    or away, and may then be called again.
 
     Args:
         private: file of the signing key, read for each segment: it may be rotated meanwhile.
@@ -122,19 +114,16 @@ class SegmentWriter:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._anchored = EMPTY
         self.view = ChainView()
-        for line in self._whole_lines():
-            self.view.add(line)
-        for path in self._directory.glob("*.writing-*"):
-            path.unlink()
-        self._remove_expired()
-
-    def _whole_lines(self) -> Iterator[Line]:
         try:
-            yield from read_chain(self._output)
+            for line in read_chain(output):
+                self.view.add(line)
         except ValueError as error:
             # The next line overwrites one that a crash cut short.
             if not str(error).endswith("is cut short"):
                 raise
+        for path in self._directory.glob("*.writing-*"):
+            path.unlink()
+        self._remove_expired()
 
     def write(self, rows: Sequence[Row], lost: Mapping[str, int], about: dict[str, str]) -> None:
         """Write a segment; it is on disk and signed when this returns.

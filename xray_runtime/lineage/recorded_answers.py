@@ -81,8 +81,7 @@ def restore_answers(
 def restore_episodes(checkpoint: Path, journal: Journal) -> list[str]:
     """Write the records of agents' episodes that no ledger has to `journal`; returns their source.
 
-    Raises:
-        ConfigError: the file is damaged.
+    Raises ConfigError where the file is damaged.
     """
     try:
         records = read_episodes(checkpoint / EPISODES)

@@ -18,11 +18,6 @@ from xray_runtime.store.shards import WEIGHTS_INDEX
 from xray_runtime.tracking.mlflow_tracker import ARTIFACTS
 from xray_runtime.tracking.registry import registered_checkpoint
 
-ALLOWED = (
-    "a checkpoint directory, a sha256 (or its start, 6 digits at least) or a stage name with --output DIR, or a "
-    "registered model NAME@ALIAS or NAME/VERSION"
-)
-
 
 @dataclass(frozen=True)
 class LineageStore:
@@ -78,7 +73,10 @@ def resolve(reference: str, output: Path | None, tracking_uri: str | None) -> tu
     if _is_registered(reference):
         reference, output, tracking_uri = _registered(reference, output, tracking_uri)
     if output is None:
-        raise ConfigError(f"REF: {reference!r} is not allowed: must be {ALLOWED}")
+        raise ConfigError(
+            f"REF: {reference!r} is not allowed: must be a checkpoint directory, a sha256 (or its start, 6 digits at "
+            "least) or a stage name with --output DIR, or a registered model NAME@ALIAS or NAME/VERSION"
+        )
     store = open_lineage_store(output, tracking_uri)
     return store, find(reference, store)
 

@@ -8,7 +8,7 @@ checkpoint's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from xray_runtime.graph.kind import Stage, StageKind, config_of
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.keys import seal_of
 from xray_runtime.lineage.recorded_answers import restore_answers, restore_episodes, servers
-from xray_runtime.lineage.rollouts import require_iteration, require_ledger
+from xray_runtime.lineage.rollouts import require_ledger
 from xray_runtime.lineage.signing import has_signing_key
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rl.hacking_monitor import read_answers
@@ -52,7 +52,6 @@ class Replay:
     compared: list[int] = field(default_factory=list)
     """Iterations whose rollouts are equal in every byte."""
     difference: Difference | None = None
-    """The first difference."""
     changed_since: bool = False
     """Whether the replay equals what was published: then the file was changed later."""
     weights: str | None = None
@@ -112,9 +111,7 @@ def replayable(node: Node, graph: Graph, iteration: int | None) -> Replayable:
             has all replies they scored.
     """
     manifest, kind = node.manifest, node.kind
-    kept = iterations(node.directory / LEDGER) if iteration is None else require_ledger(node)
-    if iteration is not None:
-        require_iteration(iteration, kept)
+    kept = iterations(node.directory / LEDGER) if iteration is None else require_ledger(node, iteration)
     if kind is None:
         raise ConfigError(
             f"REF: {node.name} is not allowed: its stage kind {manifest.kind!r} is unknown here; name the module that "
@@ -131,7 +128,7 @@ def replayable(node: Node, graph: Graph, iteration: int | None) -> Replayable:
         raise ConfigError(
             f"REF: {node.name} is not allowed: it reads {outside} from outside the store, which has only a digest of it"
         )
-    last = last_iteration(iteration, kept)
+    last = iteration if iteration is not None else max(kept, default=0)
     why = "its rewards come from servers" if servers(config) else "time decided its schedule (in_flight_updates)"
     needs_all = servers(config) or getattr(config, "in_flight_updates", False)
     if needs_all and (kept[: last + 1] != list(range(last + 1)) or config.ledger.tokens == "hashed"):
@@ -156,11 +153,6 @@ def replayable(node: Node, graph: Graph, iteration: int | None) -> Replayable:
     return Replayable(node, kind, config, runtime, kind.inputs_at(paths))
 
 
-def last_iteration(iteration: int | None, kept: Sequence[int]) -> int:
-    """The last iteration that a replay up to `iteration` compares, of those `kept` in a ledger; 0 without a ledger."""
-    return iteration if iteration is not None else max(kept, default=0)
-
-
 def replay(
     stage: Replayable,
     iteration: int | None,
@@ -183,7 +175,7 @@ def replay(
     journal = Journal(scratch, seal=seal)
     result = Replay(iteration, taken=restore_episodes(stage.node.directory, journal))
     if kept := iterations(stage.ledger):
-        last = last_iteration(iteration, kept)
+        last = iteration if iteration is not None else max(kept)
         taken = restore_answers(stage.node.directory, stage.config, stage.inputs, last, journal)
         result.taken = sorted({*result.taken, *taken})
     out = scratch / "out"

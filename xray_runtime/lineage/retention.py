@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from xray_runtime.data.derived import SUFFIX as TOKENS
 from xray_runtime.graph.artifacts import Benchmark, Comparison, Evaluation, Judgements
-from xray_runtime.lineage.decisions import current, decide
 from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.log import decide, view
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
 
@@ -37,7 +37,7 @@ def plan_prune(store: LineageStore, keep: Iterable[Node]) -> Prune:
     graph = store.graph
     wanted = {node.sha256 for node in keep}
     wanted |= {sha for sha, node in graph.nodes.items() if node.is_a(Judgements)}
-    wanted |= {decision.checkpoint for decision in current(store.output).values()}
+    wanted |= {decision.checkpoint for decision in view(store.output).decided.values()}
     kept = set(with_history(graph, sorted(wanted)))
     order = graph.ancestors(list(graph.nodes))
     return Prune(
@@ -49,7 +49,15 @@ def plan_prune(store: LineageStore, keep: Iterable[Node]) -> Prune:
 def with_history(graph: Graph, starts: Iterable[str]) -> list[str]:
     """`starts`, their ancestors, and the evaluations of and comparisons among them; parents first."""
     chosen = graph.ancestors(starts)
-    return graph.ancestors([*chosen, *sorted(_judgements(graph, set(chosen)))])
+    kept = set(chosen)
+    judged = [node for sha in kept for node in graph.judgements_of(sha, Evaluation, Benchmark, Comparison)]
+    # Comparisons with champions that are not kept would keep every former champion.
+    judgements = {
+        node.sha256
+        for node in judged
+        if node.is_a(Evaluation, Benchmark) or all(node.manifest.parents.get(side) in kept for side in node.sides)
+    }
+    return graph.ancestors([*chosen, *sorted(judgements)])
 
 
 def prune(store: LineageStore, plan: Prune) -> None:
@@ -62,13 +70,3 @@ def prune(store: LineageStore, plan: Prune) -> None:
         os.rename(node.directory, aside)
         shutil.rmtree(aside)
         shutil.rmtree(f"{node.directory}{TOKENS}", ignore_errors=True)
-
-
-def _judgements(graph: Graph, kept: set[str]) -> set[str]:
-    judged = [node for sha in kept for node in graph.judgements_of(sha, Evaluation, Benchmark, Comparison)]
-    # Comparisons with champions that are not kept would keep every former champion.
-    return {
-        node.sha256
-        for node in judged
-        if node.is_a(Evaluation, Benchmark) or all(node.manifest.parents.get(side) in kept for side in node.sides)
-    }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -25,55 +25,47 @@ PLACE = "place"
 class QueryResult:
     """The result of a query."""
 
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[dict[str, Any]]
     """`data.ledger.readable`, up to the limit."""
-    total: int = 0
+    total: int
     """Rows that match."""
-    changed: list[str] = field(default_factory=list)
+    changed: list[str]
     """Files of the ledger that were changed since they were published."""
 
 
-def require_ledger(node: Node) -> list[int]:
-    """The iterations whose rollouts a checkpoint has. Raises ConfigError where it has none."""
+def require_ledger(node: Node, *wanted: int) -> list[int]:
+    """The iterations whose rollouts a checkpoint has. Raises ConfigError where it has none, or lacks a wanted one."""
     found = iterations(node.directory / LEDGER)
     if not found:
         raise ConfigError(
             f"REF: {node.name} is not allowed: it has no ledger; must be a stage of kind 'ppo' whose ledger.keep is "
             "not 'none'"
         )
+    for iteration in wanted:
+        if iteration not in found:
+            raise ConfigError(f"--iteration: {iteration} is not allowed: must be one of {found[0]} to {found[-1]}")
     return found
-
-
-def require_iteration(iteration: int, kept: list[int]) -> None:
-    """Raises ConfigError where an iteration is not among those `kept`."""
-    if iteration not in kept:
-        raise ConfigError(f"--iteration: {iteration} is not allowed: must be one of {kept[0]} to {kept[-1]}")
 
 
 def checked_order(value: str) -> Order:
     """The value of `--order`. Raises ConfigError for anything but an `Order`."""
-    orders: dict[str, Order] = {"row": "row", "lowest": "lowest", "highest": "highest"}
-    if value not in orders:
-        raise ConfigError(f"--order: {value!r} is not allowed: must be one of {', '.join(orders)}")
-    return orders[value]
+    if value not in get_args(Order):
+        raise ConfigError(f"--order: {value!r} is not allowed: must be one of {', '.join(get_args(Order))}")
+    return cast(Order, value)
 
 
 class Selection:
     """The rows of a checkpoint's ledger that match `query`: where they are. Tokens are read for a page of them only.
 
-    Raises:
-        ConfigError: it has no ledger, an iteration or a source that is asked for is not in it, or a file is damaged.
+    Raises ConfigError where there is no ledger, an iteration or source is not in it, or a file is damaged.
     """
 
-    def __init__(self, node: Node, query: Query, order: Order = "row") -> None:
-        kept = require_ledger(node)
-        for iteration in query.iterations:
-            require_iteration(iteration, kept)
+    def __init__(self, node: Node, query: Query, order: Order) -> None:
+        kept = require_ledger(node, *query.iterations)
         listed = {entry.path: entry.sha256 for entry in node.manifest.files}
         self._node = node
         self.changed: list[str] = []
         self.sources: list[str] = []
-        """The sources of reward."""
         column = "reward" if query.source is None else SCORE + query.source
         shards, places, values = [], [], []
         for number in query.iterations or kept:
@@ -133,15 +125,6 @@ def _values(table: pa.Table, column: str) -> np.ndarray:
     return np.array([np.nan if value is None else value for value in table[column].to_pylist()], float)
 
 
-def find_rollouts(node: Node, query: Query, limit: int | None, order: Order = "row", start: int = 0) -> QueryResult:
-    """The rows of a checkpoint's ledger that match `query`, in `order`; `limit` of them from `start` on as text.
-
-    Raises:
-        ConfigError: see `Selection`.
-    """
-    return Selection(node, query, order).page(start, limit)
-
-
 @dataclass(frozen=True)
 class IterationDiff:
     """Two iterations beside each other."""
@@ -157,11 +140,9 @@ class IterationDiff:
 def diff_iterations(node: Node, first: int, second: int, limit: int | None) -> IterationDiff:
     """The change from one iteration to another: of the rewards, and of the replies to the prompts of both.
 
-    Raises:
-        ConfigError: an iteration is not in the ledger, or a file is damaged.
+    Raises ConfigError where an iteration is not in the ledger, or a file is damaged.
     """
-    for number in (first, second):
-        require_iteration(number, require_ledger(node))
+    require_ledger(node, first, second)
     tables = [_read(node, number, lists=False).table for number in (first, second)]
     rewards = [_values(table, "reward") for table in tables]
     summary = []

@@ -61,11 +61,8 @@ def read_signed(
 ) -> dict[str, bytes]:
     """Name → content of the files `names` in a directory below `output`; empty where there is none.
 
-    Args:
-        verifier: by default, with the keys that the output directory trusts.
-
-    Raises:
-        ConfigError: somebody else changed one, or the statement, or put an older copy in their place.
+    By default the keys count that the output directory trusts. Raises ConfigError where somebody else changed a file,
+    or the statement, or put an older copy in their place.
     """
     log = _read_log(output)
     signed = _signed(output, directory, log, verifier)
@@ -73,11 +70,7 @@ def read_signed(
 
 
 def write_signed(output: Path, directory: Path, contents: Mapping[str, bytes]) -> None:
-    """Change files, all at once; only one process may at a time.
-
-    Raises:
-        ConfigError: as `read_signed`.
-    """
+    """Change files, all at once; only one process may at a time. Raises ConfigError as `read_signed`."""
     log = _read_log(output)
     signed = _signed(output, directory, log)
     for name in contents:
@@ -95,18 +88,14 @@ def write_signed(output: Path, directory: Path, contents: Mapping[str, bytes]) -
 
 
 def log_signed(output: Path, directory: Path) -> None:
-    """Have the signed log name the files of a directory as they are, unless it does.
-
-    Raises:
-        ConfigError: as `read_signed`.
-    """
+    """Have the signed log name the files of a directory as they are, unless it does. Raises as `read_signed`."""
     log = _read_log(output)
     _log(output, directory, log, _signed(output, directory, log), 1)
 
 
 def _log(output: Path, directory: Path, log: LogView, signed: _Signed, at_least: int) -> None:
     """Have the log name a statement, if it lacks at least so many changes."""
-    name = _name(output, directory)
+    name = directory.relative_to(output).as_posix()
     known = log.signed.get(name)
     if signed.changes - (known.changes if known is not None else 0) >= at_least:
         entry = FilesSigned(directory=name, changes=signed.changes, statement=signed.statement)
@@ -125,10 +114,6 @@ def _log_at(output: Path, state: tuple[int, ...]) -> LogView:
     return view(output)
 
 
-def _name(output: Path, directory: Path) -> str:
-    return directory.relative_to(output).as_posix()
-
-
 def _signed(output: Path, directory: Path, log: LogView, verifier: Verifier | None = None) -> _Signed:
     path, found = directory / SIGNED, _Signed()
     if os.path.lexists(path):
@@ -139,7 +124,7 @@ def _signed(output: Path, directory: Path, log: LogView, verifier: Verifier | No
             reason = str(error).splitlines()[0]
             raise ConfigError(f"{path}: it is not sound ({reason}); restore it from a copy") from None
         found = _Signed(line.entry.changes, line.sha256, line.files)
-    known = log.signed.get(_name(output, directory))
+    known = log.signed.get(directory.relative_to(output).as_posix())
     if known is not None and known.changes >= found.changes and known.statement != found.statement:
         raise ConfigError(
             f"{path}: it counts {found.changes} changes, the signed log {known.changes}: restore the newest copy"

@@ -33,8 +33,7 @@ class ChainProblem(ValueError):
 def read_signed_lines(path: Path, record: type[InTotoRecord[Any]]) -> Iterator[Line]:
     """The lines of a file, in order; there are none without the file. `sound_lines` checks them.
 
-    Raises:
-        ValueError: the file, or the next line, cannot be read.
+    Raises ValueError where the file, or the next line, cannot be read.
     """
     if not os.path.lexists(path):
         return
@@ -61,11 +60,7 @@ def parse_line(number: int, text: bytes, record: type[InTotoRecord[Any]]) -> Lin
 def sound_lines(lines: Iterable[Line], verifier: Verifier | None) -> Iterator[Line]:
     """The lines, each once it is known to follow the one before and to be signed with a key that signed then.
 
-    Args:
-        verifier: None: signatures are not checked.
-
-    Raises:
-        ChainProblem: the next line is not sound.
+    Raises ChainProblem where the next line is not sound. Without a verifier, signatures are not checked.
     """
     previous, signer, retired = START, "", set[str]()
     for line in lines:

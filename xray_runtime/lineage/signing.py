@@ -125,11 +125,7 @@ def public_key(output: Path) -> Path:
 
 
 def fingerprint(public: Path) -> str:
-    """sha256 of a public key as model-signing names it.
-
-    Raises:
-        ValueError: it is missing, or not an elliptic-curve public key.
-    """
+    """sha256 of a public key as model-signing names it. Raises as `_load_public`."""
     from cryptography.hazmat.primitives import serialization
 
     key = _load_public(public)
@@ -138,7 +134,7 @@ def fingerprint(public: Path) -> str:
 
 
 def _load_public(public: Path) -> ec.EllipticCurvePublicKey:
-    """Raises ValueError."""
+    """Raises ValueError where it is not an elliptic-curve public key in PEM, OSError where it cannot be read."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -189,12 +185,7 @@ def _signed_bytes(payload: bytes, payload_type: str) -> bytes:
 
 
 def signer_of(signature: Path) -> str:
-    """The `fingerprint` of the key that a signature names; only `Verifier` checks it.
-
-    Raises:
-        ValueError: it cannot be read.
-        OSError: there is none.
-    """
+    """The `fingerprint` of the key that a signature names, unchecked. Raises ValueError; OSError if there is none."""
     try:
         return str(json.loads(read_bounded(signature))["verificationMaterial"]["publicKey"]["hint"])
     except (KeyError, TypeError, RecursionError):
@@ -202,12 +193,7 @@ def signer_of(signature: Path) -> str:
 
 
 class Verifier:
-    """Checks signatures against the public keys that are trusted.
-
-    Raises:
-        ValueError: a public key cannot be used.
-        OSError: it cannot be read.
-    """
+    """Checks signatures against the public keys that are trusted. Raises ValueError or OSError as `fingerprint`."""
 
     def __init__(self, trusted: Sequence[TrustedKey]) -> None:
         self._keys = {key.sha256: key for key in trusted}
@@ -223,12 +209,12 @@ class Verifier:
         """
         from model_signing import verifying
 
+        if not os.path.lexists(signature):
+            raise SignatureProblem("missing", "there is no signature")
         try:
             hint = signer_of(signature)
         except (ValueError, OSError) as error:
-            code = "malformed" if os.path.lexists(signature) else "missing"
-            text = f"the signature cannot be read ({type(error).__name__})"
-            raise SignatureProblem(code, text if code == "malformed" else "there is no signature") from None
+            raise SignatureProblem("malformed", f"the signature cannot be read ({type(error).__name__})") from None
         key = self._key(hint)
         try:
             verifying.Config().use_elliptic_key_verifier(public_key=key.path).verify(what, signature)
@@ -268,17 +254,14 @@ class Verifier:
 
 def _check_retired(key: TrustedKey, made: str | None) -> None:
     """Raises SignatureProblem where the key had been replaced when this was made."""
-    if key.until is not None and not _not_after(made, key.until):
-        text = f"key {key.sha256[:12]} was retired {key.until.isoformat()}; this says it was made {made}"
-        raise SignatureProblem("retired", text)
-
-
-def _not_after(made: str | None, until: datetime) -> bool:
-    try:
-        # Without a time zone a date cannot be compared.
-        return made is not None and datetime.fromisoformat(made) <= until
-    except (ValueError, TypeError):
-        return False
+    if key.until is None:
+        return
+    # Without a time zone a date cannot be compared.
+    with contextlib.suppress(ValueError, TypeError):
+        if made is not None and datetime.fromisoformat(made) <= key.until:
+            return
+    text = f"key {key.sha256[:12]} was retired {key.until.isoformat()}; this says it was made {made}"
+    raise SignatureProblem("retired", text)
 
 
 def make_key(private: Path) -> None:

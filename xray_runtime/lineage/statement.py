@@ -14,11 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from xray_runtime.config.sources import SourceTerms
 from xray_runtime.store.checkpoints import read_bounded
-from xray_runtime.store.manifest import Manifest, Sha256
-
-STATEMENT_TYPE: Literal["https://in-toto.io/Statement/v1"] = "https://in-toto.io/Statement/v1"
-PREDICATE_TYPE: Literal["https://slsa.dev/provenance/v1"] = "https://slsa.dev/provenance/v1"
-BUILD_TYPE: Literal["urn:xray:stage:v1"] = "urn:xray:stage:v1"
+from xray_runtime.store.manifest import CARD, MANIFEST, Manifest, Sha256
 
 P = TypeVar("P", bound=BaseModel)
 
@@ -55,7 +51,7 @@ class Resource(_Model):
 class InTotoRecord(_Model, Generic[P]):
     """An in-toto Statement v1; each kind of record names its type of predicate."""
 
-    type: Literal["https://in-toto.io/Statement/v1"] = Field(STATEMENT_TYPE, alias="_type")
+    type: Literal["https://in-toto.io/Statement/v1"] = Field("https://in-toto.io/Statement/v1", alias="_type")
     subject: list[Subject]
     predicate: P
 
@@ -120,7 +116,7 @@ class Internal(_Model):
 
 
 class Build(_Model):
-    build_type: Literal["urn:xray:stage:v1"] = Field(BUILD_TYPE, alias="buildType")
+    build_type: Literal["urn:xray:stage:v1"] = Field("urn:xray:stage:v1", alias="buildType")
     external: External = Field(alias="externalParameters")
     internal: Internal = Field(alias="internalParameters")
     dependencies: list[Resource] = Field(alias="resolvedDependencies")
@@ -163,7 +159,9 @@ class Predicate(_Model):
 class Statement(InTotoRecord[Predicate]):
     """See https://in-toto.io/Statement/v1 and https://slsa.dev/provenance/v1."""
 
-    predicate_type: Literal["https://slsa.dev/provenance/v1"] = Field(PREDICATE_TYPE, alias="predicateType")
+    predicate_type: Literal["https://slsa.dev/provenance/v1"] = Field(
+        "https://slsa.dev/provenance/v1", alias="predicateType"
+    )
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -177,25 +175,13 @@ class Statement(InTotoRecord[Predicate]):
     def contradicts(self, manifest: Manifest, sha256: str) -> list[str]:
         """Names of the facts in which this statement and a checkpoint's manifest differ."""
         external, internal = self.predicate.build.external, self.predicate.build.internal
-        pairs = {
-            "checkpoint": (internal.checkpoint, sha256),
-            "stage": (external.stage, manifest.stage),
-            "kind": (external.kind, manifest.kind),
-            "type": (external.type, manifest.type),
-            "seed": (external.seed, manifest.seed),
-            "config": (external.config, manifest.config),
-            "functions": (external.functions, manifest.functions),
-            "key": (internal.key, manifest.key),
-            "step": (internal.step, manifest.step),
-            "config_digest": (internal.config_digest, manifest.config_digest),
-            "code_digest": (internal.code_digest, manifest.code_digest),
-            "parents": (self.parents, manifest.parents),
-            "files": (
-                {s.name: s.digest.sha256 for s in self.subject if s.name not in ("manifest.json", "README.md")},
-                {f.path: f.sha256 for f in manifest.files},
-            ),
-        }
-        return [name for name, (mine, theirs) in pairs.items() if mine != theirs]
+        own = ("key", "step", "config_digest", "code_digest")
+        mine = dict(external) | {name: getattr(internal, name) for name in own} | {"parents": self.parents}
+        theirs = {name: getattr(manifest, name) for name in mine}
+        mine["checkpoint"], theirs["checkpoint"] = internal.checkpoint, sha256
+        mine["files"] = {s.name: s.digest.sha256 for s in self.subject if s.name not in (MANIFEST, CARD)}
+        theirs["files"] = {entry.path: entry.sha256 for entry in manifest.files}
+        return [name for name, value in mine.items() if value != theirs[name]]
 
     @property
     def parents(self) -> dict[str, str]:

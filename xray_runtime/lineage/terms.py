@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from xray_runtime.config.sources import SourceTerms
 
@@ -13,19 +13,6 @@ if TYPE_CHECKING:
     from xray_runtime.lineage.graph import Graph
     from xray_runtime.lineage.statement import OutsideSource, Statement
     from xray_runtime.store.content_digest import Outside
-
-
-class Conflict(NamedTuple):
-    """A source whose licence is not allowed, and its path to the model."""
-
-    source: str
-    license: str | None
-    path: list[str]
-    """Checkpoints from the one that read it to the model."""
-
-    def __str__(self) -> str:
-        licence = f"has the licence {self.license}" if self.license else "has no licence on record"
-        return f"{self.source} {licence}: {' → '.join(self.path)}"
 
 
 def terms_of(outside: Outside, declared: SourceTerms | None) -> SourceTerms:
@@ -43,22 +30,26 @@ def terms_of(outside: Outside, declared: SourceTerms | None) -> SourceTerms:
     )
 
 
-def conflicts(graph: Graph, model: str, allowed: list[str]) -> Iterator[Conflict]:
-    """Every source behind `model` (a sha256) without a licence in `allowed`.
+def conflicts(graph: Graph, model: str, allowed: list[str]) -> Iterator[str]:
+    """Every source behind `model` (a sha256) without a licence in `allowed`, and its path to the model.
 
     The sources of a reward model count too: the policy learned from its scores.
     """
     names = {name.casefold() for name in allowed}
     for sha in graph.ancestors([model]):
         node = graph.nodes.get(sha)
+        sources: list[tuple[str, str | None]]
         if node is None:
-            yield Conflict(f"checkpoint {sha[:12]}, which is not in the store,", None, _path(graph, sha, model))
+            sources = [(f"checkpoint {sha[:12]}, which is not in the store,", None)]
         elif node.statement is None:
-            yield Conflict(f"{node.name}, which has no statement,", None, _path(graph, sha, model))
+            sources = [(f"{node.name}, which has no statement,", None)]
         else:
-            for found in own_sources(graph, sha, node.statement):
-                if (found.terms.license or "").casefold() not in names:
-                    yield Conflict(f"{found.name} ({found.field})", found.terms.license, _path(graph, sha, model))
+            read = own_sources(graph, sha, node.statement)
+            sources = [(f"{found.name} ({found.field})", found.terms.license) for found in read]
+        for source, licence in sources:
+            if not licence or licence.casefold() not in names:
+                has = f"has the licence {licence}" if licence else "has no licence on record"
+                yield f"{source} {has}: {' → '.join(_path(graph, sha, model))}"
 
 
 def own_sources(graph: Graph, sha: str, statement: Statement) -> list[OutsideSource]:
@@ -70,17 +61,14 @@ def own_sources(graph: Graph, sha: str, statement: Statement) -> list[OutsideSou
 
 def _path(graph: Graph, start: str, end: str) -> list[str]:
     """A shortest path from a checkpoint to a descendant."""
-    before: dict[str, str] = {}
-    pending, wanted = deque([start]), set(graph.ancestors([end]))
-    while pending:
-        sha = pending.popleft()
-        if sha == end:
-            break
-        for _, child in graph.children.get(sha, []):
-            if child in wanted and child not in before and child != start:
-                before[child] = sha
-                pending.append(child)
-    way = [end]
-    while way[-1] in before:
-        way.append(before[way[-1]])
-    return [graph.nodes[sha].name if sha in graph.nodes else sha[:12] for sha in reversed(way)]
+    after, pending = {end: ""}, deque([end])
+    while start not in after:
+        child = pending.popleft()
+        for _, parent in graph.parents(child):
+            if parent not in after:
+                after[parent] = child
+                pending.append(parent)
+    way = [start]
+    while way[-1] != end:
+        way.append(after[way[-1]])
+    return [graph.nodes[sha].name if sha in graph.nodes else sha[:12] for sha in way]

@@ -8,7 +8,7 @@ same command ends what a crash cut short.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -24,22 +24,15 @@ from xray_runtime.errors import error_summary
 from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import PEOPLE
 from xray_runtime.lineage.comparisons import JUDGEMENTS, REPLIES, SESSION, SESSIONS
-from xray_runtime.lineage.erasure import (
-    TextPattern,
-    erase_file,
-    erase_from_database,
-    files_with,
-    loses_rows,
-    rewrite,
-)
-from xray_runtime.lineage.graph import Graph, Node
-from xray_runtime.lineage.log import REPORT, Withdrawn, append, digests, view
+from xray_runtime.lineage.erasure import TextPattern, erase_file, erase_from_database, files_with, loses_rows, rewrite
+from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.log import LIFECYCLE, REPORT, Withdrawn, append, digests, view
 from xray_runtime.lineage.recorded import RecordedReader
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
-from xray_runtime.lineage.statement import OutsideSource
 from xray_runtime.lineage.terms import own_sources
 from xray_runtime.store.checkpoints import CHECKPOINTS
+from xray_runtime.store.manifest import MANIFEST
 from xray_runtime.store.snapshots import SNAPSHOTS
 from xray_runtime.tracking.mlflow_tracker import ARTIFACTS
 from xray_runtime.tracking.recorder import records_directory
@@ -50,6 +43,8 @@ SHOWN = ("samples.json", "prompts.json", "comparison_samples.json")
 """Files of checkpoints that hold texts, or tokens of texts."""
 LIVE = ("champion", "candidate")
 PAGES = "lineage"
+TEXT_FIELDS = {"", "content", "text", "prompt", "input", "better", "correction", "arguments"}
+"""Fields of a recorded row with texts that people wrote and read; names of roles, models and the like are none."""
 
 
 @dataclass
@@ -81,11 +76,7 @@ class Withdrawal:
 
 
 def plan_user(store: LineageStore, user: str) -> Withdrawal:
-    """The plan for a person's recorded data.
-
-    Raises:
-        ConfigError: nothing was recorded of them, and nothing was withdrawn.
-    """
+    """The plan for a person's recorded data. Raises ConfigError where nothing was recorded of them, or withdrawn."""
     output = store.output
     keys = output / RECORDED / KEYS
     try:
@@ -110,15 +101,13 @@ def plan_user(store: LineageStore, user: str) -> Withdrawal:
 
 
 def plan_source(store: LineageStore, source: str) -> Withdrawal:
-    """The plan for a source of data.
-
-    Args:
-        source: its name as a config has it, or its digest.
-
-    Raises:
-        ConfigError: no checkpoint read it.
-    """
-    read = [(node, found) for node in store.graph.nodes.values() for found in _read(store.graph, node)]
+    """The plan for a source of data, by its name in a config or its digest. Raises ConfigError if nothing read it."""
+    read = [
+        (node, found)
+        for node in store.graph.nodes.values()
+        if node.statement is not None
+        for found in own_sources(store.graph, node.sha256, node.statement)
+    ]
     chosen = {f.digest: f for _, f in read if source in (f.name, f.digest, Path(f.name).name)}
     if not chosen:
         names = ", ".join(sorted({repr(found.name) for _, found in read})) or "none"
@@ -143,9 +132,10 @@ def _plan(store: LineageStore, subject: str, holders: list[Node], found: list[Pa
     if holders:
         # Pages and reports show samples; snapshots of stages that have not ended may be of any of these.
         files |= {*output.rglob(REPORT), *(output / PAGES).glob("*"), *_below(output / SNAPSHOTS)}
+        data = [node.sha256 for node in holders if node.is_data]
         for directory in (output / SESSIONS).glob("*"):
             setup = directory / SESSION
-            if setup.is_file() and any(sha in setup.read_text(encoding="utf-8") for sha in _data(holders)):
+            if setup.is_file() and any(sha in setup.read_text(encoding="utf-8") for sha in data):
                 files |= {directory / name for name in (REPLIES, JUDGEMENTS) if (directory / name).exists()}
     return Withdrawal(subject, holders, below, sorted(path for path in files if path.is_file()))
 
@@ -159,15 +149,6 @@ def _lists(node: Node, pseudonym: str) -> bool:
         return True  # damaged, so nobody can tell
 
 
-def _data(holders: Iterable[Node]) -> list[str]:
-    return [node.sha256 for node in holders if node.is_data]
-
-
-def _read(graph: Graph, node: Node) -> list[OutsideSource]:
-    """The sources outside the store that a stage read itself."""
-    return own_sources(graph, node.sha256, node.statement) if node.statement is not None else []
-
-
 def _text_files(output: Path, node: Node) -> Iterator[Path]:
     """Files of a checkpoint, and those that its stage left, which hold texts or their tokens."""
     for entry in node.manifest.files:
@@ -178,16 +159,12 @@ def _text_files(output: Path, node: Node) -> Iterator[Path]:
             yield from _below(folder)
     records = records_directory(output, node.manifest.stage, node.manifest.key)
     yield from (path for path in _below(records) if path.suffix == ".json")
-    run = node.statement.predicate.details.run if node.statement is not None else None
-    for run_id in (run.mlflow_run_id, run.mlflow_parent_run_id) if run is not None else ():
+    for run_id in (node.run.mlflow_run_id, node.run.mlflow_parent_run_id):
         if run_id:
-            of_run = _below(output / ARTIFACTS / run_id)
-            yield from (path for path in of_run if path.suffix in (".json", ".html", ".txt", ".md") and _shows(path))
-
-
-def _shows(path: Path) -> bool:
-    """Whether a file of a run may show texts: any but its record and what lists a checkpoint's files."""
-    return path.name not in ("lifecycle.json", "manifest.json")
+            for path in _below(output / ARTIFACTS / run_id):
+                # The record of a run and the list of a checkpoint's files show no texts.
+                if path.suffix in (".json", ".html", ".txt", ".md") and path.name not in (LIFECYCLE, MANIFEST):
+                    yield path
 
 
 def _below(folder: Path) -> list[Path]:
@@ -195,17 +172,8 @@ def _below(folder: Path) -> list[Path]:
 
 
 def _texts(value: Any, key: str = "") -> Iterator[str]:
-    """The texts that people wrote and read in a recorded row; names of roles, models and the like are none."""
-    if isinstance(value, str) and key in (
-        "",
-        "content",
-        "text",
-        "prompt",
-        "input",
-        "better",
-        "correction",
-        "arguments",
-    ):
+    """The texts in the TEXT_FIELDS of a recorded row."""
+    if isinstance(value, str) and key in TEXT_FIELDS:
         yield value
     elif isinstance(value, dict):
         for name, below in value.items():
@@ -222,7 +190,11 @@ def withdraw(store: LineageStore, plan: Withdrawal, by: str) -> list[str]:
     known = WithdrawnTexts.read(texts)
     known.add(plan.pattern.texts)
     known.write(texts)
-    write_atomic(output / FOLDER / f"{_name(plan.subject)}.json", json.dumps(_summary(plan), indent=2) + "\n")
+    # For people and schedules: the models that were made from it, and the stages to run again.
+    summary = {"subject": plan.subject, "holders": _stages(plan.holders), "models": _stages(plan.models)}
+    summary["rerun"] = plan.rerun
+    name = "".join(c if c.isalnum() else "-" for c in plan.subject)[:64]
+    write_atomic(output / FOLDER / f"{name}.json", json.dumps(summary, indent=2) + "\n")
     log = view(output)
     stays = [path for path in plan.files if loses_rows(path, plan.pattern)]
     erased = sorted(path.relative_to(output).as_posix() for path in plan.files if path not in stays)
@@ -260,18 +232,8 @@ def _forgotten_by_mlflow(store: LineageStore, plan: Withdrawal) -> list[str]:
     return []
 
 
-def _name(subject: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in subject)[:64]
-
-
-def _summary(plan: Withdrawal) -> dict[str, Any]:
-    """For people and schedules: what was made from it, and what to run again."""
-    return {
-        "subject": plan.subject,
-        "holders": {node.sha256: node.manifest.stage for node in plan.holders},
-        "models": {node.sha256: node.manifest.stage for node in plan.models},
-        "rerun": plan.rerun,
-    }
+def _stages(nodes: list[Node]) -> dict[str, str]:
+    return {node.sha256: node.manifest.stage for node in nodes}
 
 
 def reasons_against(store: LineageStore, node: Node) -> list[str]:

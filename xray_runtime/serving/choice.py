@@ -10,7 +10,6 @@ from pathlib import Path
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.decisions import current
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.log import view
 from xray_runtime.lineage.promotion import CHAMPION, champion_of
@@ -50,7 +49,7 @@ def followed(reference: str, output: Path | None) -> str | None:
         return None
     if output is None:
         raise ConfigError(f"REF: {reference!r} needs --output DIR, the directory where it was promoted")
-    names = sorted(known for known, decided in current(output) if decided == CHAMPION and name in ("", known))
+    names = sorted(known for known, decided in view(output).decided if decided == CHAMPION and name in ("", known))
     if not names:
         raise ConfigError(
             f"REF: {reference!r} is not allowed: {output} has no such champion; promote one with `xray promote`"
@@ -136,7 +135,7 @@ class Follower:
             NotServedError: another champion must not be served, or data of the one that is served was withdrawn;
                 raised once for each.
         """
-        decision = current(self._output).get((self._name, CHAMPION))
+        decision = view(self._output).decided.get((self._name, CHAMPION))
         if decision is None or decision.checkpoint == self.serving:
             self._seen = None
             self._require_no_new_withdrawal()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,17 @@ def _set_process_store(uri: str) -> None:
         os.environ[TRACKING] = named
 
 
+def _succeeds(call: Callable[..., Any], *arguments: Any, **named: Any) -> bool:
+    """Whether MLflow does what is asked; it raises where it does not know the run or model."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        call(*arguments, **named)
+    except MlflowException:
+        return False
+    return True
+
+
 class Tracker:
     """One experiment of one MLflow store.
 
@@ -57,19 +68,12 @@ class Tracker:
 
     def __init__(self, uri: str, experiment: str, artifact_root: Path | None) -> None:
         self.client = open_client(uri)
-        from mlflow.exceptions import MlflowException
-
         _set_process_store(uri)
-        found = self.client.get_experiment_by_name(experiment)
-        if found is None:
+        if self.client.get_experiment_by_name(experiment) is None:
             location = artifact_root.absolute().as_uri() if artifact_root is not None else None
-            try:
-                self.experiment_id = self.client.create_experiment(experiment, artifact_location=location)
-            except MlflowException:
-                # Another process made it in the meantime.
-                found = self.client.get_experiment_by_name(experiment)
-        if found is not None:
-            self.experiment_id = found.experiment_id
+            # Another process may make it in the meantime.
+            _succeeds(self.client.create_experiment, experiment, artifact_location=location)
+        self.experiment_id: str = self.client.get_experiment_by_name(experiment).experiment_id
         self.registry = Registry(self.client)
         self.experiment = experiment
         # Prefect's pages show it.
@@ -83,7 +87,7 @@ class Tracker:
         Args:
             run_id: the run of an interrupted lifecycle, which is resumed if this store knows it.
         """
-        if run_id is not None and self._reopen(run_id):
+        if run_id is not None and _succeeds(self.client.update_run, run_id, status="RUNNING"):
             self.tag(run_id, tags)
             return run_id
         run = self.client.create_run(self.experiment_id, run_name=name, tags=tags)
@@ -92,15 +96,6 @@ class Tracker:
         made: str = run.info.run_id
         return made
 
-    def _reopen(self, run_id: str) -> bool:
-        from mlflow.exceptions import MlflowException
-
-        try:
-            self.client.update_run(run_id, status="RUNNING")
-        except MlflowException:
-            return False
-        return True
-
     def finish(self, run_id: str, status: str) -> None:
         """`status`: FINISHED, FAILED or KILLED."""
         self.client.set_terminated(run_id, status)
@@ -108,10 +103,6 @@ class Tracker:
     def log_files(self, run_id: str, *paths: Path) -> None:
         for path in paths:
             self.client.log_artifact(run_id, str(path))
-
-    def run(self, run_id: str) -> StageRun:
-        """An existing run, to log into."""
-        return StageRun(self, run_id)
 
     def stage_run(
         self,
@@ -149,13 +140,7 @@ class Tracker:
 
     def has_model(self, model_id: str) -> bool:
         """Whether this store knows the LoggedModel."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            self.client.get_logged_model(model_id)
-        except MlflowException:
-            return False
-        return True
+        return _succeeds(self.client.get_logged_model, model_id)
 
     def tag(self, run_id: str, tags: Mapping[str, str]) -> None:
         """Set tags of a run."""

@@ -94,19 +94,15 @@ class StageRecorder:
         self.kept_shared = self._snapshots.kept
         """The same for attempts on any machine."""
         self._metrics = self.metrics_path.open("ab")
-        self.attempt = self._count_attempt()
+        attempts = self._directory / ATTEMPTS
+        self.attempt = int(attempts.read_text()) + 1 if attempts.exists() else 1
         """Number of this attempt under the stage's key, from 1."""
+        write_atomic(attempts, str(self.attempt))
         self._newest: Snapshot | None = None
         self._sender, self._sent = ThreadPoolExecutor(1), 0
         self._open_mirror, self._mirrored = mirror, 0
         self._mirror: Mirror | None = None
         self._reported = 0.0
-
-    def _count_attempt(self) -> int:
-        path = self._directory / ATTEMPTS
-        attempt = int(path.read_text()) + 1 if path.exists() else 1
-        write_atomic(path, str(attempt))
-        return attempt
 
     def progress(self, done: int, total: int, unit: str, note: str = "") -> None:
         if time.monotonic() - self._reported >= PROGRESS_SECONDS or done == total:

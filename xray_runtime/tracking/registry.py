@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.template_database import copy_template
@@ -55,10 +55,6 @@ class Registry:
 
     def __init__(self, client: MlflowClient) -> None:
         self._client = client
-
-    @classmethod
-    def open(cls, uri: str) -> Self:
-        return cls(open_client(uri))
 
     def register(self, name: str, ref: CheckpointRef, run_id: str, alias: str) -> str:
         """Register `ref` as a version of `name` and set `alias` to it; returns the version.
@@ -146,8 +142,12 @@ def registered_checkpoint(uri: str, reference: str) -> tuple[str, Path] | None:
 
 
 def check_sqlite(uri: str) -> None:
-    """Raise unless the file is an SQLite database; MLflow would create tables in a missing or empty file."""
-    if uri.startswith(SQLITE):
-        with open(uri.removeprefix(SQLITE), "rb") as file:
-            if file.read(16) != b"SQLite format 3\0":
-                raise ValueError("not an SQLite database")
+    """Raises OSError where an SQLite file is missing, ValueError where it is none: MLflow would make tables in it."""
+    if uri.startswith(SQLITE) and not is_sqlite(Path(uri.removeprefix(SQLITE))):
+        raise ValueError("not an SQLite database")
+
+
+def is_sqlite(path: Path) -> bool:
+    """Whether a file is an SQLite database. Raises OSError."""
+    with path.open("rb") as file:
+        return file.read(16) == b"SQLite format 3\0"

@@ -17,13 +17,14 @@ from xray_runtime.tracking.mlflow_tracker import Tracker
 from xray_runtime.tracking.registry import open_client
 
 if TYPE_CHECKING:
-    from mlflow.entities import Assessment as MlflowAssessment
+    from mlflow.entities import Assessment as MlflowAssessment, TraceInfo
     from mlflow.tracing.client import TracingClient
 
 TRACE = "tr-"
 """Begins the id of a trace; the answer's id follows."""
 MODEL_TAG = "xray.model"
 """Tag of a trace: sha256 of the model that answered."""
+IS_OURS = f"tags.`{MODEL_TAG}` LIKE '%'"
 FEEDBACK_KEY = "xray.feedback"
 """Metadata of an assessment: the id of the recorded feedback that it shows."""
 PREVIEW_CHARS = 1000
@@ -81,30 +82,21 @@ class ShownTrace:
 class AnswerTraces:
     """The recorded answers in one experiment of MLflow.
 
-    Args:
-        uri: tracking URI.
-        experiment: its name; created if it does not exist.
-        artifact_root: as in `Tracker`.
+    The arguments are those of `Tracker`.
     """
 
     def __init__(self, uri: str, experiment: str, artifact_root: Path | None) -> None:
         from mlflow.tracing.client import TracingClient
 
-        self._client, self._traces = open_client(uri), TracingClient(uri)
         self._experiment_id = Tracker(uri, experiment, artifact_root).experiment_id
+        self._traces = TracingClient(uri)
 
     def read(self) -> dict[str, ShownTrace]:
         """Answer → its trace."""
-        return {
-            trace.answer: trace for trace in _read(self._traces, self._experiment_id, f"tags.`{MODEL_TAG}` LIKE '%'")
-        }
+        return {trace.answer: trace for trace in _read(self._traces, self._experiment_id, IS_OURS)}
 
     def write(self, answer: ShownAnswer, model_id: str | None) -> None:
-        """Write the trace of an answer; its assessments stay.
-
-        Args:
-            model_id: the LoggedModel that answered.
-        """
+        """Write the trace of an answer by the LoggedModel `model_id`; its assessments stay."""
         from mlflow.entities import TraceInfo, TraceLocation, TraceState
 
         # The tag comes last: a trace that has it is whole.
@@ -129,12 +121,7 @@ class AnswerTraces:
         self._traces.start_trace(info)
 
     def assess(self, answer: str, feedback: str, judge: str, signals: Mapping[str, Any]) -> None:
-        """Write a recorded feedback as assessments, one a signal.
-
-        Args:
-            feedback: its id.
-            judge: pseudonym.
-        """
+        """Write a recorded feedback (its id) by a judge (their pseudonym) as assessments, one a signal."""
         from mlflow.entities import AssessmentSource, Expectation, Feedback
 
         for name, value in signals.items():
@@ -181,32 +168,27 @@ class Queue:
     """A review queue of MLflow."""
 
     def __init__(self, queue_id: str) -> None:
-        self._id = queue_id
+        from mlflow.genai import review_queues
+
+        self._id, self._queues = queue_id, review_queues
 
     def items(self) -> dict[str, str]:
         """Trace → its status: pending, complete or declined."""
-        from mlflow.genai import review_queues
+        from mlflow.utils import get_results_from_paginated_fn
 
-        found, token = dict[str, str](), None
-        while True:
-            page = review_queues.list_review_queue_items(self._id, max_results=PAGE, page_token=token)
-            found |= {item.item_id: str(item.status) for item in page}
-            token = page.token
-            if not token:
-                return found
+        found = get_results_from_paginated_fn(
+            lambda size, token: self._queues.list_review_queue_items(self._id, max_results=size, page_token=token), PAGE
+        )
+        return {item.item_id: str(item.status) for item in found}
 
     def add(self, answers: Sequence[str]) -> None:
-        from mlflow.genai import review_queues
-
         for start in range(0, len(answers), PAGE):
             items = [TRACE + answer for answer in answers[start : start + PAGE]]
-            review_queues.add_items_to_review_queue(self._id, item_ids=items)
+            self._queues.add_items_to_review_queue(self._id, item_ids=items)
 
     def complete(self, answer: str, judge: str) -> None:
         """Mark an answer as judged."""
-        from mlflow.genai import review_queues
-
-        review_queues.set_review_queue_item_status(
+        self._queues.set_review_queue_item_status(
             self._id, item_id=TRACE + answer, status="complete", completed_by=judge
         )
 
@@ -221,10 +203,10 @@ def forget_person(uri: str, user: str, pseudonym: str) -> int:
 
     client, traces, found = open_client(uri), TracingClient(uri), 0
     for experiment in client.search_experiments():
-        own = list(_read(traces, experiment.experiment_id, f"metadata.`mlflow.trace.user` = '{pseudonym}'"))
+        own = _read(traces, experiment.experiment_id, f"metadata.`mlflow.trace.user` = '{pseudonym}'")
         _delete(traces, experiment.experiment_id, [TRACE + trace.answer for trace in own])
         found += len(own)
-        for trace in _read(traces, experiment.experiment_id, f"tags.`{MODEL_TAG}` LIKE '%'"):
+        for trace in _read(traces, experiment.experiment_id, IS_OURS):
             for assessment in trace.assessments:
                 if assessment.judge in (user, pseudonym):
                     traces.delete_assessment(TRACE + trace.answer, assessment.id)
@@ -232,23 +214,22 @@ def forget_person(uri: str, user: str, pseudonym: str) -> int:
     return found
 
 
-def _read(traces: TracingClient, experiment_id: str, query: str) -> Iterator[ShownTrace]:
-    token = None
-    while True:
-        page = traces.search_traces(
-            locations=[experiment_id], filter_string=query, max_results=PAGE, page_token=token, include_spans=False
-        )
-        for trace in page:
-            info = trace.info
-            assessments = tuple(
-                _assessment(each) for each in info.assessments if each.valid is not False and not each.issue
-            )
-            yield ShownTrace(
-                info.trace_id.removeprefix(TRACE), info.tags.get(MODEL_TAG, ""), info.request_time or 0, assessments
-            )
-        token = page.token
-        if not token:
-            return
+def _read(traces: TracingClient, experiment_id: str, query: str) -> list[ShownTrace]:
+    from mlflow.utils import get_results_from_paginated_fn
+
+    found = get_results_from_paginated_fn(
+        lambda size, token: traces.search_traces(
+            locations=[experiment_id], filter_string=query, max_results=size, page_token=token, include_spans=False
+        ),
+        PAGE,
+    )
+    return [_trace(trace.info) for trace in found]
+
+
+def _trace(info: TraceInfo) -> ShownTrace:
+    valid = (each for each in info.assessments if each.valid is not False and not each.issue)
+    answer, model = info.trace_id.removeprefix(TRACE), info.tags.get(MODEL_TAG, "")
+    return ShownTrace(answer, model, info.request_time or 0, tuple(map(_assessment, valid)))
 
 
 def _assessment(found: MlflowAssessment) -> Assessment:
@@ -271,7 +252,6 @@ def _delete(traces: TracingClient, experiment_id: str, ids: Sequence[str]) -> No
 
 
 def _span(answer: ShownAnswer) -> Any:
-    """The trace's only span."""
     from mlflow.entities import Span
     from mlflow.tracing.utils import build_otel_context
     from opentelemetry.sdk.trace import ReadableSpan

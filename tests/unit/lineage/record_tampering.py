@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.unit.lineage.synthetic import ALIAS, NAME, Lifecycle
 from tests.unit.lineage.tampering import flip, rows, sql
-from xray_runtime.lineage.log import LOG, RunBegan, append, readable_lines
+from xray_runtime.lineage.log import LOG, RunBegan, append, read_lines
 from xray_runtime.lineage.signing import PAYLOAD_TYPE, envelope, signing_key
 
 Tampering = Callable[[random.Random, Path], set[str]]
@@ -227,7 +227,7 @@ def a_run_made_to_look_at_work(rng: random.Random, output: Path) -> set[str]:
 
 def _began(output: Path, run_id: str) -> None:
     """A run of the same config that was cut short."""
-    entry = next(line.entry for line in readable_lines(output) if isinstance(line.entry, RunBegan))
+    entry = next(line.entry for line in read_lines(output) if isinstance(line.entry, RunBegan))
     append(output, signing_key(output), entry.model_copy(update={"run_id": run_id, "tracking": "http://elsewhere"}))
     edit_json(output / "lifecycle.json", run_id=run_id, status="running")
 

@@ -25,7 +25,7 @@ from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
 from xray_runtime.feedback.session import Setup
 from xray_runtime.graph.artifacts import dataset_of
 from xray_runtime.lineage.attestation import attest, publish_card
-from xray_runtime.lineage.log import LOG, RunBegan, RunEnded, append, digests, log_checkpoints, mark
+from xray_runtime.lineage.log import LOG, RunBegan, RunEnded, append, digests, log_checkpoints, view
 from xray_runtime.lineage.model_page import register_policy
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.statement import OutsideSource, RunFacts
@@ -369,7 +369,7 @@ class Lifecycle:
         left = digests(self.output, [*paths, self.output / ARTIFACTS / run_id])
         append(self.output, self.key, RunEnded(run_id=run_id, status="completed"), left)
         if self.tracker is not None:
-            self.tracker.tag(run_id, {LOG_TAG: mark(self.output)})
+            self.tracker.tag(run_id, {LOG_TAG: view(self.output).mark})
             self.tracker.finish(run_id, "FINISHED")
 
 

@@ -29,7 +29,7 @@ from xray_runtime.feedback.session import read_sessions
 from xray_runtime.graph.artifacts import Feedback
 from xray_runtime.graph.inputs import RecordedPromptsInputs
 from xray_runtime.lineage import log
-from xray_runtime.lineage.audit.comparisons import check_comparisons
+from xray_runtime.lineage.audit.recorded import check_comparisons
 from xray_runtime.lineage.keys import trusted_keys
 from xray_runtime.lineage.signed_files import LOG_EVERY
 from xray_runtime.lineage.signing import Verifier

@@ -15,22 +15,21 @@ import pytest
 
 from xray_runtime.lineage import signed_lines
 from xray_runtime.lineage.audit.files import check_files
-from xray_runtime.lineage.audit.log import LogView, read_log
-from xray_runtime.lineage.decisions import current, decide
+from xray_runtime.lineage.audit.log import read_log
 from xray_runtime.lineage.graph import Graph
 from xray_runtime.lineage.keys import rotate, trusted_keys
 from xray_runtime.lineage.log import (
     LOG,
     Left,
+    LogView,
     RunBegan,
     RunEnded,
     append,
+    decide,
     digests,
-    listed,
     log_checkpoints,
     log_files,
-    mark,
-    readable_lines,
+    read_lines,
     run_lock,
 )
 from xray_runtime.lineage.log_entries import START
@@ -79,9 +78,9 @@ def test_a_decision_keeps_what_it_was_made_of(tmp_path: Path) -> None:
     assert second["previous"] == hashlib.sha256(first_line).hexdigest()
     statement = json.loads(base64.b64decode(json.loads(first_line)["payload"]))
     assert statement["subject"] == [{"name": "policy/3", "digest": {"sha256": f"{3:064x}"}}]
-    assert current(tmp_path)["policy", "champion"].version == "3"
+    assert viewed(tmp_path).decided["policy", "champion"].version == "3"
     # What a decision is about is no file.
-    assert viewed(tmp_path).files == listed(tmp_path) == {}
+    assert viewed(tmp_path).files == {}
 
 
 KILLED_AT = {
@@ -199,9 +198,9 @@ def test_what_somebody_changed_is_not_vouched_for_anew(tmp_path: Path) -> None:
     log_checkpoints(tmp_path, key, {"a-1": f"{1:064x}"}, before, here=True, renew=True)
     path.write_text("what somebody likes better")
     log_checkpoints(tmp_path, key, {"a-1": f"{1:064x}"}, digests(tmp_path, [path.parent]), here=True)
-    assert listed(tmp_path)["records/a-1/metrics.jsonl"] == before["records/a-1/metrics.jsonl"]
+    assert viewed(tmp_path).files["records/a-1/metrics.jsonl"] == before["records/a-1/metrics.jsonl"]
     log_checkpoints(tmp_path, key, {"a-1": f"{1:064x}"}, digests(tmp_path, [path.parent]), here=True, renew=True)
-    assert listed(tmp_path)["records/a-1/metrics.jsonl"] != before["records/a-1/metrics.jsonl"]
+    assert viewed(tmp_path).files["records/a-1/metrics.jsonl"] != before["records/a-1/metrics.jsonl"]
 
 
 def test_a_page_is_listed_once_as_long_as_it_stays_the_same(tmp_path: Path) -> None:
@@ -332,12 +331,12 @@ def test_a_mark_is_of_one_log(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         register(tmp_path / name, 1, name)
-    kept = mark(tmp_path / "one")
+    kept = viewed(tmp_path / "one").mark
     register(tmp_path / "one", 2, "one")
     view = viewed(tmp_path / "one")
     assert view.contradicts(kept) is None
-    assert view.contradicts(mark(tmp_path / "two")) is None
-    longer = mark(tmp_path / "one")
+    assert view.contradicts(viewed(tmp_path / "two").mark) is None
+    longer = viewed(tmp_path / "one").mark
     lines = (tmp_path / "one" / LOG).read_bytes().splitlines(keepends=True)
     (tmp_path / "one" / LOG).write_bytes(lines[0])
     shorter = viewed(tmp_path / "one")
@@ -345,4 +344,4 @@ def test_a_mark_is_of_one_log(tmp_path: Path) -> None:
     assert shorter.contradicts(longer) == "it has 1 entries and had 2"
     assert shorter.contradicts(longer.replace(":2:", ":1:")) == "its entry 1 is not the one it was"
     assert shorter.contradicts(shorter.identity + ":x") == "it is no mark of a log"
-    assert len(readable_lines(tmp_path / "one")) == 1
+    assert len(list(read_lines(tmp_path / "one"))) == 1

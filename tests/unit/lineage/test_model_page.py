@@ -16,7 +16,7 @@ from tests.unit.lineage.promoting import broken, promoted
 from tests.unit.lineage.synthetic import NAME, Lifecycle
 from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.decisions import decide
+from xray_runtime.lineage.log import decide
 from xray_runtime.lineage.model_page import FORM
 from xray_runtime.lineage.promotion import decline, review
 from xray_runtime.lineage.reference import open_lineage_store, resolve

@@ -19,9 +19,8 @@ from tests.unit.lineage.tampering import CASES
 from xray_runtime.lineage.audit import checkpoints, verified
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
 from xray_runtime.lineage.audit.verified import RECORD
-from xray_runtime.lineage.decisions import decide
 from xray_runtime.lineage.keys import rotate
-from xray_runtime.lineage.log import LOG
+from xray_runtime.lineage.log import LOG, decide
 from xray_runtime.lineage.reference import open_lineage_store
 from xray_runtime.lineage.retention import plan_prune, prune
 from xray_runtime.lineage.signing import Verifier, envelope, make_key, signing_key

@@ -18,12 +18,11 @@ from typing import Any
 
 from xray_runtime.graph.artifacts import Benchmark, Evaluation
 from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD
-from xray_runtime.lineage.audit.comparisons import check_comparisons
 from xray_runtime.lineage.audit.contamination import Prompts, Spans, check_dataset, check_evaluation
 from xray_runtime.lineage.audit.files import check_files, check_kept, check_record
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.audit.log import check_heads, check_published, read_log
-from xray_runtime.lineage.audit.recorded import check_recorded
+from xray_runtime.lineage.audit.recorded import check_comparisons, check_recorded
 from xray_runtime.lineage.audit.verified import RECORD, Baseline, last_head, read_baseline, write_record
 from xray_runtime.lineage.card import CHECKPOINT_LINE
 from xray_runtime.lineage.graph import Node
@@ -270,8 +269,7 @@ def _attestation(store: LineageStore, node: Node, verifier: Verifier | None) -> 
             return
     if verifier is not None:
         try:
-            made = node.statement.predicate.details.metadata.finished if node.statement is not None else None
-            verifier.check(record, directory / SIGNATURE, made)
+            verifier.check(record, directory / SIGNATURE, node.finished or None)
         except SignatureProblem as problem:
             yield Finding(node.name, f"signature-{problem.code}", str(problem))
     statement = node.statement

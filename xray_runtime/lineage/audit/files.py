@@ -19,7 +19,7 @@ from xray_runtime.data.recorded import RECORDED
 from xray_runtime.data.withdrawn import FOLDER as WITHDRAWN
 from xray_runtime.graph.artifacts import Evaluation
 from xray_runtime.lineage.audit.findings import Finding
-from xray_runtime.lineage.log import LIFECYCLE, LOG, REPORT, LogView, RunBegan
+from xray_runtime.lineage.log import LIFECYCLE, LOG, REPORT, LogView, RunBegan, read_run
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import TrustedKey
 from xray_runtime.rewards.journal import ANSWERS, purpose_of_answers, read_entry
@@ -50,7 +50,8 @@ def check_files(store: LineageStore, view: LogView) -> Iterator[Finding]:
     at_work = set[str]()
     for place in sorted(places | {""}):
         name = f"{place}/{LIFECYCLE}".lstrip("/")
-        run_id, content = _run_on_record(output / name)
+        content = read_run(output / place)
+        run_id = str(content.get("run_id", ""))
         if run_id in open_runs and view.runs[run_id].place == place:
             at_work.add(name)
             yield Finding(name, "run-open", f"run {run_id[:12]} has not ended")
@@ -93,14 +94,6 @@ def check_record(store: LineageStore, view: LogView) -> Iterator[Finding]:
             evaluations.append(node.results)
     if evaluation is not None and evaluations and evaluation not in evaluations:
         yield Finding(LIFECYCLE, "record-differs", "the evaluation is not the one in the store")
-
-
-def _run_on_record(path: Path) -> tuple[str, Mapping[str, Any]]:
-    try:
-        content = json.loads(read_bounded(path))
-        return str(content["run_id"]), content
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "", {}
 
 
 def _check_open(name: str, run: RunBegan, content: Mapping[str, Any]) -> Iterator[Finding]:

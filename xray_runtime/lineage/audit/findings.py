@@ -31,7 +31,50 @@ _RECOMPUTE = (
 _RESTORE = "Restore the database from a copy, or run the lifecycle again to record the checkpoint anew."
 _ASK = "Find out who changed it, and why, before using the model."
 
+NOTES: dict[str, tuple[str, str]] = {
+    "source-changed": ("The source file has changed since it was read; the data that was read is in the store.", _ASK),
+    "code-uncommitted": (
+        "It was computed with changes that were not committed; they are in attestation/code.diff.",
+        "",
+    ),
+    "code-unavailable": ("The code's commit is not in this repository.", "Fetch it, or ask who ran it."),
+    "evaluation-near-overlap": (
+        "The policy was judged on prompts that share long passages with its training data, or an ancestor's.",
+        "Inspect them; if they give the answer away, evaluate on other prompts.",
+    ),
+    "evaluation-unchecked": (
+        "It is not known whether the policy was judged on prompts that it was trained on.",
+        "Give a dataset of a kind of your own its train.arrow; restore a file that is damaged.",
+    ),
+    "evaluation-missing": ("The registered policy was never evaluated.", "Run the lifecycle to its end."),
+    "run-open": (
+        "A run is in progress or was killed: its record is not signed yet.",
+        "Run the lifecycle to its end: it signs it.",
+    ),
+    "file-unknown": ("The file is not one of the records: nothing that is signed covers it.", ""),
+    "withdrawn": (
+        "The file held data that was withdrawn (`xray withdraw`): it was erased, and a signed entry says so.",
+        "",
+    ),
+    "snapshot-left": (
+        "Snapshots that a stage would go on from.",
+        "Run the lifecycle to its end, or remove them: the stage then starts over.",
+    ),
+    "checkpoint-new": (
+        "The signed log does not have this checkpoint yet: a run was cut short, or is at work.",
+        "Run the lifecycle to its end.",
+    ),
+    "tracking-unchecked": ("Runs are recorded in another MLflow, which was not asked.", "Name it with --tracking-uri."),
+    "mlflow-metric-earlier": ("MLflow has points of an attempt that was cut short, beside those of the last.", ""),
+    "registry-page-unchecked": (
+        "MLflow's page was written by another release with other wording; it was not compared.",
+        "Run the lifecycle again: it writes the page anew.",
+    ),
+}
+"""Code → meaning and remedy of what leaves an audit sound."""
+
 CODES: dict[str, tuple[str, str]] = {
+    **NOTES,
     "checkpoint-missing": ("A checkpoint that is recorded is not in the store.", _RECOMPUTE),
     "manifest-malformed": ("The list of the checkpoint's files cannot be read.", _RECOMPUTE),
     "manifest-replaced": ("The list of the checkpoint's files differs from the published one.", _RECOMPUTE),
@@ -72,28 +115,13 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "card-missing": ("The model card is gone.", _RECOMPUTE),
     "card-changed": ("The model card is neither the one published nor that of a later evaluation.", _RECOMPUTE),
-    "source-changed": ("The source file has changed since it was read; the data that was read is in the store.", _ASK),
-    "code-uncommitted": (
-        "It was computed with changes that were not committed; they are in attestation/code.diff.",
-        "",
-    ),
-    "code-unavailable": ("The code's commit is not in this repository.", "Fetch it, or ask who ran it."),
     "heldout-overlap": ("Some held-out prompts of a dataset are also among its training prompts.", _ASK),
     "evaluation-overlap": (
         "The policy was judged on prompts that it, or a model it came from, was trained on.",
         "Do not use the numbers; evaluate again on unseen prompts.",
     ),
-    "evaluation-near-overlap": (
-        "The policy was judged on prompts that share long passages with its training data, or an ancestor's.",
-        "Inspect them; if they give the answer away, evaluate on other prompts.",
-    ),
-    "evaluation-unchecked": (
-        "It is not known whether the policy was judged on prompts that it was trained on.",
-        "Give a dataset of a kind of your own its train.arrow; restore a file that is damaged.",
-    ),
     "evaluation-foreign": ("The policy was judged on prompts that are not in the dataset's held-out part.", _ASK),
     "evaluation-inconsistent": ("The evaluation's files contradict each other.", _ASK),
-    "evaluation-missing": ("The registered policy was never evaluated.", "Run the lifecycle to its end."),
     "record-malformed": ("A record of the run cannot be read.", "Run the lifecycle again: it writes the record anew."),
     "record-differs": (
         "lifecycle.json does not agree with the checkpoints.",
@@ -103,24 +131,11 @@ CODES: dict[str, tuple[str, str]] = {
         "The record or the report of a run is not signed.",
         "Run the lifecycle again: it writes and signs them anew.",
     ),
-    "run-open": (
-        "A run is in progress or was killed: its record is not signed yet.",
-        "Run the lifecycle to its end: it signs it.",
-    ),
     "run-changed": (
         "A file that a run left (its record, report, metrics, a table, figure or page) differs from the one it signed.",
         "Run the lifecycle again: it writes the record and the report anew. The rest comes from a copy.",
     ),
     "file-unsigned": ("A file lies among the records that no run left there.", "Remove it, and ask who put it there."),
-    "file-unknown": ("The file is not one of the records: nothing that is signed covers it.", ""),
-    "withdrawn": (
-        "The file held data that was withdrawn (`xray withdraw`): it was erased, and a signed entry says so.",
-        "",
-    ),
-    "snapshot-left": (
-        "Snapshots that a stage would go on from.",
-        "Run the lifecycle to its end, or remove them: the stage then starts over.",
-    ),
     "key-exposed": (
         "Others than its owner can, or could, use the key that signs.",
         "Its signatures since then may be somebody else's: change the mode, rotate the key, and ask who had access.",
@@ -134,10 +149,6 @@ CODES: dict[str, tuple[str, str]] = {
     "checkpoint-unlogged": (
         "The signed log does not say that this checkpoint was published here.",
         "Ask where it came from. The lifecycle that made it, run again, takes it into the log.",
-    ),
-    "checkpoint-new": (
-        "The signed log does not have this checkpoint yet: a run was cut short, or is at work.",
-        "Run the lifecycle to its end.",
     ),
     "recorded-broken": (
         "Recorded answers and their signed chain disagree: a segment was edited, removed, replayed or put there.",
@@ -157,7 +168,6 @@ CODES: dict[str, tuple[str, str]] = {
         "MLflow's store, where the runs were recorded, is gone: nothing of it was checked.",
         "Restore mlflow.db from a copy, or run the lifecycle again to record it anew.",
     ),
-    "tracking-unchecked": ("Runs are recorded in another MLflow, which was not asked.", "Name it with --tracking-uri."),
     "kept-unsealed": (
         "Tokens, states, a snapshot or answers that a stage kept were planted or edited, or are of an older version of "
         "X-ray. Training does not read them.",
@@ -176,7 +186,6 @@ CODES: dict[str, tuple[str, str]] = {
     "mlflow-input-missing": ("MLflow does not show a parent or dataset that was used.", _RESTORE),
     "mlflow-dataset-changed": ("The dataset MLflow shows is not the one that was used.", _RESTORE),
     "mlflow-metric-changed": ("Numbers in MLflow are not those that were signed.", _RESTORE),
-    "mlflow-metric-earlier": ("MLflow has points of an attempt that was cut short, beside those of the last.", ""),
     "registry-changed": (
         "A registered version does not point to the model it names.",
         "Delete the version and run the lifecycle again, which registers the policy anew.",
@@ -185,30 +194,9 @@ CODES: dict[str, tuple[str, str]] = {
         "MLflow's page of a registered model does not agree with the signed records.",
         "Run the lifecycle again, or `xray promote`: both write the page anew. Delete tags that they did not write.",
     ),
-    "registry-page-unchecked": (
-        "MLflow's page was written by another release with other wording; it was not compared.",
-        "Run the lifecycle again: it writes the page anew.",
-    ),
     "alias-moved": (
         "An alias does not point where the last signed decision put it.",
         "Set it back, or promote the model with `xray promote`.",
     ),
 }
-
-NOTES = {
-    "code-uncommitted",
-    "code-unavailable",
-    "source-changed",
-    "evaluation-missing",
-    "evaluation-near-overlap",
-    "evaluation-unchecked",
-    "registry-page-unchecked",
-    "run-open",
-    "file-unknown",
-    "snapshot-left",
-    "withdrawn",
-    "checkpoint-new",
-    "tracking-unchecked",
-    "mlflow-metric-earlier",
-}
-"""Notes: the audit is sound nevertheless."""
+"""Code → meaning and remedy of every finding."""

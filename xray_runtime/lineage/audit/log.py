@@ -8,22 +8,31 @@ from pathlib import Path
 
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.log import LOG, Head, LogView as LogView, read_lines
+from xray_runtime.lineage.log import LOG, LogView, read_lines
+from xray_runtime.lineage.log_entries import Head, Line
+from xray_runtime.lineage.recorded import ChainView
 from xray_runtime.lineage.signed_lines import ChainProblem, sound_lines
 from xray_runtime.lineage.signing import Verifier
 from xray_runtime.store.checkpoints import CHECKPOINTS
 
 
-def read_log(output: Path, verifier: Verifier | None) -> tuple[LogView, list[Finding]]:
-    """(state that the sound entries describe, findings): reading stops at the first entry that is not sound."""
-    view, found = LogView(), list[Finding]()
+def add_sound_lines(
+    view: LogView | ChainView, lines: Iterator[Line], verifier: Verifier | None, name: str, code: str
+) -> list[Finding]:
+    """Add the lines of the file `name` to a view, up to the first that is not sound: a finding with this code."""
     try:
-        for line in sound_lines(read_lines(output), verifier):
+        for line in sound_lines(lines, verifier):
             view.add(line)
-    except ChainProblem as problem:
-        found.append(Finding(f"{LOG} {problem.number}", "log-broken", str(problem)))
     except ValueError as error:
-        found.append(Finding(LOG, "log-broken", str(error)))
+        number = f" {error.number}" if isinstance(error, ChainProblem) else ""
+        return [Finding(f"{name}{number}", code, str(error))]
+    return []
+
+
+def read_log(output: Path, verifier: Verifier | None) -> tuple[LogView, list[Finding]]:
+    """(state that the sound entries describe, findings)."""
+    view = LogView()
+    found = add_sound_lines(view, read_lines(output), verifier, LOG, "log-broken")
     if not os.path.lexists(output / LOG):
         found.append(Finding(LOG, "log-missing", f"there is no {LOG} in {output.name}"))
     return view, found

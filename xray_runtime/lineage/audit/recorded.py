@@ -1,19 +1,24 @@
-"""Recorded answers in an audit: the chain, its segments, and the models that they name."""
+"""People's data in an audit: recorded answers with their chain and models, and verdicts that are not published."""
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import KEYS, RECORDED, read_segment, segment_name
 from xray_runtime.lineage.audit.findings import Finding
+from xray_runtime.lineage.audit.log import add_sound_lines
+from xray_runtime.lineage.comparisons import JUDGEMENTS, REPLIES, SESSION, SESSIONS, comparison_name
 from xray_runtime.lineage.log import LogView
 from xray_runtime.lineage.recorded import CHAIN, ChainView, read_chain
 from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.lineage.signed_lines import ChainProblem, sound_lines
+from xray_runtime.lineage.signed_files import read_signed
 from xray_runtime.lineage.signing import Verifier
+from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.identity import file_sha256
 
 
@@ -23,19 +28,13 @@ def check_recorded(store: LineageStore, log: LogView, verifier: Verifier | None,
     Args:
         hashing: without it the segments are not read.
     """
-    directory = store.output / RECORDED
-    chain = ChainView()
-    try:
-        for line in sound_lines(read_chain(store.output), verifier):
-            chain.add(line)
-    except ChainProblem as problem:
-        yield Finding(f"{RECORDED}/{CHAIN} {problem.number}", "recorded-broken", str(problem))
-        return
-    except ValueError as error:
-        yield Finding(f"{RECORDED}/{CHAIN}", "recorded-broken", str(error))
+    directory, chain = store.output / RECORDED, ChainView()
+    lines = read_chain(store.output)
+    if broken := add_sound_lines(chain, lines, verifier, f"{RECORDED}/{CHAIN}", "recorded-broken"):
+        yield from broken
         return
     last = log.recorded
-    if last.entries and (last.entries > len(chain.heads) or chain.heads[last.entries - 1] != last.sha256):
+    if chain.lacks(last):
         detail = f"it has {len(chain.heads)} lines; the log names line {last.entries}, {last.sha256[:12]}"
         yield Finding(f"{RECORDED}/{CHAIN}", "recorded-shorter", detail)
     for number, sha256 in chain.segments.items():
@@ -73,3 +72,26 @@ def _check_models(store: LineageStore, log: LogView, path: Path) -> Iterator[Fin
         return
     for model in sorted(models - store.graph.nodes.keys() - log.pruned):
         yield Finding(f"{RECORDED}/{path.name}", "recorded-foreign", f"model {model[:12]}")
+
+
+def check_comparisons(output: Path, log: LogView, verifier: Verifier | None) -> Iterator[Finding]:
+    """Every comparison that is there, and every one that the log knows of."""
+    there = {path for path in (output / SESSIONS).glob("*") if path.is_dir()}
+    logged = {output / name for name in log.signed if name.startswith(f"{SESSIONS}/")}
+    for directory in sorted(there | logged):
+        reason = _problem(output, directory, verifier)
+        if reason is not None:
+            yield Finding(directory.relative_to(output).as_posix(), "comparison-broken", reason)
+
+
+def _problem(output: Path, directory: Path, verifier: Verifier | None) -> str | None:
+    try:
+        # The models and prompts are in its name.
+        if comparison_name(json.loads(read_bounded(directory / SESSION))) != directory.name:
+            return f"{SESSION} is not that of {directory.name}"
+        read_signed(output, directory, (REPLIES, JUDGEMENTS), verifier)
+    except ConfigError as error:
+        return str(error).removeprefix(f"{directory}/")
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{SESSION} cannot be read ({type(error).__name__})"
+    return None

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.graph.artifacts import Evaluation
 from xray_runtime.lineage.audit.findings import Finding
-from xray_runtime.lineage.decisions import decisions_by_version
-from xray_runtime.lineage.log import LOG, LogView
+from xray_runtime.lineage.log import LOG, LogView, view as view_log
 from xray_runtime.lineage.model_page import FORM, PREFIX, Page, model_page, registration_of, version_page
 from xray_runtime.tracking.mlflow_tracker import KEY_TAG
 from xray_runtime.tracking.registry import LOG_TAG, SHA256_TAG, URI_TAG, check_sqlite, open_client
@@ -36,36 +35,21 @@ def point(name: str, step: int, time_ms: int, value: float) -> Point:
 
 
 class RegistryView:
-    """The content of an MLflow store, read once and never written.
-
-    Raises:
-        OSError: a SQLite file that is not there.
-        ValueError: a file that is not an SQLite database.
-    """
+    """The content of an MLflow store, read once and never written. Raises as `check_sqlite`."""
 
     def __init__(self, uri: str) -> None:
         check_sqlite(uri)
         self._client = open_client(uri)
         from mlflow.entities import ViewType
 
-        experiments = _pages(lambda token: self._client.search_experiments(ViewType.ALL, PAGE, page_token=token))
-        self.experiments = {e.experiment_id: e for e in experiments}
+        client = self._client
+        self.experiments = {e.experiment_id: e for e in _all(client.search_experiments, view_type=ViewType.ALL)}
         ids = list(self.experiments)
-        self.models = {
-            m.model_id: m
-            for m in _pages(
-                lambda token: self._client.search_logged_models(experiment_ids=ids, max_results=PAGE, page_token=token)
-            )
-        }
-        self.runs = {
-            r.info.run_id: r
-            for r in _pages(lambda token: self._client.search_runs(ids, "", ViewType.ALL, PAGE, page_token=token))
-        }
-        self.registered = _pages(lambda token: self._client.search_registered_models(None, PAGE, page_token=token))
-        self.versions = {
-            (v.name, str(v.version)): v
-            for v in _pages(lambda token: self._client.search_model_versions(None, PAGE, page_token=token))
-        }
+        self.models = {m.model_id: m for m in _all(client.search_logged_models, experiment_ids=ids)}
+        runs = _all(client.search_runs, experiment_ids=ids, run_view_type=ViewType.ALL)
+        self.runs = {r.info.run_id: r for r in runs}
+        self.registered = _all(client.search_registered_models)
+        self.versions = {(v.name, str(v.version)): v for v in _all(client.search_model_versions)}
         self.by_sha: dict[str, list[Any]] = defaultdict(list)
         for model in self.models.values():
             self.by_sha[model.params.get("sha256", "")].append(model)
@@ -96,15 +80,13 @@ class RegistryView:
         return model.params.get("sha256") if model is not None else None
 
 
-def _pages(page: Any) -> list[Any]:
-    found: list[Any] = []
-    token = None
-    while True:
-        answer = page(token)
-        found += answer
-        token = answer.token
-        if not token:
-            return found
+def _all(search: Callable[..., Any], **arguments: Any) -> list[Any]:
+    from mlflow.utils import get_results_from_paginated_fn
+
+    found: list[Any] = get_results_from_paginated_fn(
+        lambda size, token: search(max_results=size, page_token=token, **arguments), PAGE
+    )
+    return found
 
 
 def check_registry(
@@ -176,7 +158,7 @@ def check_orphans(mlflow: RegistryView, store: LineageStore, removed: set[str]) 
 
 def check_pages(view: RegistryView, store: LineageStore, audited: Collection[str]) -> Iterator[Finding]:
     """The descriptions, tags and stages of registered models that have a version among `audited`."""
-    decisions, described = decisions_by_version(store.output), set[str]()
+    decisions, described = view_log(store.output).decisions_by_version, set[str]()
 
     def experiment_of(run_id: str) -> str | None:
         run = view.runs.get(run_id)

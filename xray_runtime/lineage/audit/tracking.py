@@ -10,10 +10,9 @@ from typing import Any
 
 from xray_runtime.credentials import strip_credentials
 from xray_runtime.lineage.audit.findings import Finding
-from xray_runtime.lineage.audit.log import LogView
 from xray_runtime.lineage.audit.registry import RegistryView, check_orphans, check_pages, check_registry, point
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.log import LOG
+from xray_runtime.lineage.log import LOG, LogView
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.identity import digest
@@ -104,14 +103,14 @@ def _check_runs(mlflow: RegistryView, view: LogView, checked_uri: str | None) ->
 def _check_node(mlflow: RegistryView, store: LineageStore, view: LogView, node: Node) -> Iterator[Finding]:
     models = mlflow.by_sha.get(node.sha256, [])
     expected = model_params(node.manifest, node.sha256, node.directory)
-    facts = node.statement.predicate.details.run if node.statement is not None else None
+    facts = node.run
     if not models:
         yield Finding(node.name, "mlflow-model-missing", "no LoggedModel has this sha256")
         return
 
     def is_ours(model: Any) -> tuple[bool, bool]:
         same_statement = model.params.get("statement_sha256", "") == expected["statement_sha256"]
-        return same_statement, facts is not None and model.source_run_id == facts.mlflow_run_id
+        return same_statement, model.source_run_id == facts.mlflow_run_id
 
     # A checkpoint that was computed again also has older records, with another statement or of another run.
     model = max(models, key=is_ours)
@@ -123,7 +122,7 @@ def _check_node(mlflow: RegistryView, store: LineageStore, view: LogView, node: 
     if model.model_type != node.manifest.kind or any(tag.startswith("xray.") for tag in model.tags):
         yield Finding(node.name, "mlflow-model-changed", f"kind or tags of {model.model_id}")
     run_id = model.source_run_id
-    if facts is not None and facts.mlflow_run_id in mlflow.runs and facts.mlflow_run_id != run_id:
+    if facts.mlflow_run_id in mlflow.runs and facts.mlflow_run_id != run_id:
         yield Finding(node.name, "mlflow-model-changed", f"{model.model_id} names another source run")
         run_id = facts.mlflow_run_id
     run = mlflow.runs.get(run_id)
@@ -135,7 +134,7 @@ def _check_node(mlflow: RegistryView, store: LineageStore, view: LogView, node: 
     parent = run.data.tags.get(PARENT_TAG)
     if parent in mlflow.runs and mlflow.runs[parent].info.lifecycle_stage != "active":
         yield Finding(node.name, "mlflow-run-deleted", f"lifecycle run {parent}")
-    recorded = facts.mlflow_parent_run_id if facts is not None and facts.mlflow_run_id == run_id else parent
+    recorded = facts.mlflow_parent_run_id if facts.mlflow_run_id == run_id else parent
     if recorded is not None and recorded not in mlflow.runs:
         yield Finding(node.name, "mlflow-run-missing", f"lifecycle run {recorded}")
     yield from _check_run(run, node, recorded)
@@ -165,8 +164,7 @@ def _check_run(run: Any, node: Node, parent: str | None) -> Iterator[Finding]:
 
 def _attempts(node: Node) -> int:
     """The largest number of attempts that a run may record; a later run that found the stage records fewer."""
-    facts = node.statement.predicate.details.run if node.statement is not None else None
-    begun = facts.attempts if facts is not None else 0
+    begun = node.run.attempts
     with contextlib.suppress(OSError, ValueError):
         # A later attempt may have finished the records of the one that published.
         path = node.directory.parent.parent / RECORDS / node.directory.name / ATTEMPTS
@@ -200,7 +198,7 @@ def _check_metrics(
         differing += {found[0] for found in recorded - shown_points}
         more = {found[0] for found in shown_points - recorded}
         # After an attempt that was cut short, the next one records the same points at another time.
-        once = node.statement is None or node.statement.predicate.details.run.attempts <= 1
+        once = node.run.attempts <= 1
         differing += more if once else ()
         if more and not once:
             yield Finding(node.name, "mlflow-metric-earlier", ", ".join(sorted(more)[:8]))

@@ -12,10 +12,8 @@ import pytest
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.store.seal import process_seal
-from xray_runtime.tracking.mirrors import MIRRORS, require_mirror
+from xray_runtime.tracking.mirrors import EVENTS, MIRRORS, EventFiles, OfflineRun, require_mirror
 from xray_runtime.tracking.recorder import StageRecorder
-from xray_runtime.tracking.tensorboard import EVENTS, EventFiles
-from xray_runtime.tracking.wandb import OfflineRun
 
 KEY = "ab" * 32
 
