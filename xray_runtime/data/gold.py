@@ -1,15 +1,16 @@
-"""Gold scores: the best available measure of a reply's quality. The reward model never sees them."""
+"""Gold scores, the best available measure of a reply's quality, which the reward model never sees; and the form of the
+scores that users' functions return."""
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from itertools import islice
 from typing import Any
 
 from xray_runtime.config.allowed_imports import check_import
 from xray_runtime.config.sources import BUILT_IN_GOLD
-from xray_runtime.data.score_list import score_list
 
 GoldScore = Callable[[Sequence[str], Sequence[str]], list[float]]
 """(prompt texts, replies) → one score per reply; higher is better."""
@@ -84,3 +85,34 @@ def _imported(name: str, field: str) -> Any:
     except Exception as error:  # a user's module may fail in any way while it loads
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{field}: {name!r} cannot be imported ({reason})") from error
+
+
+class FormError(ValueError):
+    """A function's result is not a list of scores."""
+
+
+def score_list(answer: Any, num_replies: int) -> list[Any]:
+    """The scores in a result: a list, a tuple, another sequence, a generator, or a one-dimensional array.
+
+    Raises:
+        FormError: it has another type or number of entries, or an entry that cannot be a number.
+    """
+    if isinstance(answer, str | bytes | Mapping | Set) or not isinstance(answer, Iterable):
+        raise FormError(f"must return a list of numbers, one per reply, not {_shown(answer)}")
+    dimensions = getattr(answer, "ndim", 1)
+    if dimensions != 1:
+        raise FormError(f"must return a list of numbers, one per reply, not an array of {dimensions} dimensions")
+    # A generator may never end.
+    scores = list(islice(answer, num_replies + 1))
+    if len(scores) != num_replies:
+        found = f"more than {num_replies}" if len(scores) > num_replies else len(scores)
+        raise FormError(f"must return one number per reply; for {num_replies} replies it returned {found}")
+    for score in scores:
+        if isinstance(score, str | bytes) or (isinstance(score, Iterable) and getattr(score, "ndim", 1) != 0):
+            raise FormError(f"must return a list of numbers; {_shown(score)} is in it")
+    return scores
+
+
+def _shown(answer: Any) -> str:
+    text = " ".join(repr(answer).split())
+    return text if len(text) <= 100 else f"{text[:100]}…"

@@ -6,16 +6,16 @@ import json
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.heldout import is_held_out
-from xray_runtime.data.mixture import Part, mixed
 from xray_runtime.data.pairs import (
     HELDOUT,
     TRAIN,
@@ -34,8 +34,10 @@ from xray_runtime.data.text_set import TextSet
 from xray_runtime.data.withdrawn import WithdrawnTexts
 
 if TYPE_CHECKING:
-    from xray_runtime.config.prepare import DataConfig
+    from xray_runtime.config.prepare import DataConfig, MixedSource
     from xray_runtime.graph.kind import NoInputs, Recorder, Stage
+
+T = TypeVar("T")
 
 PROGRESS_EVERY = 500
 """Number of conversations between two progress reports."""
@@ -200,8 +202,31 @@ def _read(config: DataConfig, absent: set[str]) -> tuple[int, Iterator[tuple[int
         _read_one(f"data.sources.{n}.source", one.source, one.split, config, absent)
         for n, one in enumerate(config.sources)
     ]
-    parts = [Part(one.weight, rows, one.limit) for one, (_, rows) in zip(config.sources, read, strict=True)]
-    return sum(total for total, _ in read), mixed(parts)
+    return sum(total for total, _ in read), mixed(config.sources, [rows for _, rows in read])
+
+
+def mixed(sources: Sequence[MixedSource], rows: Sequence[Iterator[T]]) -> Iterator[tuple[int, T]]:
+    """(index of the source, row): always from the source furthest behind its share, the first one at a tie.
+
+    After n rows each source has its share, to within one row for up to three sources. A source at its limit leaves
+    further rows to the others, by weight. An exhausted source ends the mixture, so that the shares stay as configured.
+    """
+    # Exact fractions: 0.1 is a tenth, without rounding.
+    weights = [Fraction(str(source.weight)) for source in sources]
+    behind, drawn = [Fraction(0)] * len(sources), [0] * len(sources)
+    active = list(range(len(sources)))
+    while active:
+        for n in active:
+            behind[n] += weights[n]
+        chosen = max(active, key=lambda n: behind[n])
+        behind[chosen] -= sum(weights[n] for n in active)
+        row = next(rows[chosen], None)
+        if row is None:
+            return
+        yield chosen, row
+        drawn[chosen] += 1
+        if drawn[chosen] == sources[chosen].limit:
+            active.remove(chosen)
 
 
 def _read_one(
