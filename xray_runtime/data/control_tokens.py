@@ -50,7 +50,9 @@ class ControlTokens:
         """Token → id."""
         secret = unguessable()
         # Between two symbols, since a token that matches whole words must have no letter next to it.
-        self.names = {token: f"<{secret}{_letters(n)}>" for n, token in enumerate(sorted(self.ids))}
+        self.names = {
+            token: f"<{secret}{format(n, '06x').translate(LETTERS)}>" for n, token in enumerate(sorted(self.ids))
+        }
         """Token → its name."""
         self._id_of_name = {self.names[token]: number for token, number in self.ids.items()}
         longest_first = sorted(self.ids, key=len, reverse=True)
@@ -79,10 +81,6 @@ class ControlTokens:
         found = self._backend.encode_batch(texts, add_special_tokens=False)
         offsets = [np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) for encoding in found]
         return [Encoded(e.ids, at[:, 0], at[:, 1]) for e, at in zip(found, offsets, strict=True)]
-
-
-def _letters(number: int) -> str:
-    return f"{number:06x}".translate(LETTERS)
 
 
 def _renamed(tokenizer: Any, names: dict[str, str]) -> Tokenizer:

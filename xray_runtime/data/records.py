@@ -55,10 +55,6 @@ def _from_alpaca(where: object, record: Record) -> Record:
     return record | {"messages": [*_alpaca_prompt(where, record), reply]}
 
 
-def _from_alpaca_preference(where: object, record: Record) -> Record:
-    return record | {"prompt": _alpaca_prompt(where, record)}
-
-
 def _from_sharegpt(where: object, record: Record) -> Record:
     conversation = record["conversations"]
     if record.get("system") and isinstance(conversation, list):
@@ -76,7 +72,11 @@ def _from_sharegpt_preference(where: object, record: Record) -> Record:
 PREFERENCES = (
     Form(("prompt", "chosen", "rejected")),
     Form(("conversations", "chosen", "rejected"), "ShareGPT", _from_sharegpt_preference),
-    Form(("instruction", "chosen", "rejected"), "Alpaca", _from_alpaca_preference),
+    Form(
+        ("instruction", "chosen", "rejected"),
+        "Alpaca",
+        lambda where, record: record | {"prompt": _alpaca_prompt(where, record)},
+    ),
     Form(("chosen", "rejected"), "HH-RLHF, or messages that begin alike"),
 )
 """Forms with two replies; the first that fits is used."""

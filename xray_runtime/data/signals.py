@@ -10,7 +10,8 @@ from xray_runtime.data.pairs import Messages, prompt_text
 from xray_runtime.data.spans import words_of
 
 Label = Literal["up", "down", "a", "b", "tie", "bad", "better", "correction"]
-RATINGS, VERDICTS, TEXTS = ("up", "down"), ("a", "b", "tie", "bad"), ("better", "correction")
+RATINGS, VERDICTS = ("up", "down"), ("a", "b", "tie", "bad")
+TEXTS: tuple[Literal["better", "correction"], ...] = ("better", "correction")
 
 
 class Signal(NamedTuple):
@@ -59,8 +60,7 @@ def from_feedback(
         if (rating := _rating(signals, good_score, bad_score)) is not None:
             found = True
             yield Signal(row["id"], night, *about, "", rating, application)
-        texts: tuple[Literal["better", "correction"], ...] = ("better", "correction")
-        for name in texts:
+        for name in TEXTS:
             if name in signals and signals[name].strip() and signals[name] != row["reply"]:
                 found = True
                 yield Signal(f"{row['id']}-{name}", night, *about, signals[name], name, application)

@@ -124,11 +124,7 @@ def joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
 
 
 def stored(
-    pairs: Path,
-    form: str,
-    tokenizer: Any,
-    make: Callable[[], Iterator[pa.RecordBatch]],
-    seal: Seal,
+    pairs: Path, form: str, tokenizer: Any, make: Callable[[], Iterator[pa.RecordBatch]], seal: Seal
 ) -> list[pa.RecordBatch]:
     """The mapped record batches of a dataset's file for a tokenizer; they are made if missing.
 

@@ -113,16 +113,9 @@ def read_gold(path: str) -> dict[tuple[str, ...], str]:
 def _write(out: Path, found: Curated) -> None:
     # A label of one reply has the verdict up or down, and no b.
     verdicts = [
-        {
-            "id": row.id,
-            "prompt": row.prompt,
-            "a": row.a,
-            "b": row.b,
-            "verdict": row.label,
-            "judge": "+".join(row.people),
-        }
-        for row in found.labels
-        if row.side == "train"
+        {"id": r.id, "prompt": r.prompt, "a": r.a, "b": r.b, "verdict": r.label, "judge": "+".join(r.people)}
+        for r in found.labels
+        if r.side == "train"
     ]
     _write_lines(out / VERDICTS, verdicts)
     _write_lines(out / "disagreements.jsonl", found.disagreements)

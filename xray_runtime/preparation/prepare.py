@@ -104,7 +104,7 @@ def _write_sides(
     everyone, trained, prompts = TextSet(), TextSet(), TextSet()
     chosen: set[str] = set()
     difficulties, absent = array("d"), set(config.columns)
-    withdrawn = WithdrawnTexts.read(Path(config.withdrawn)) if config.withdrawn is not None else None
+    withdrawn = WithdrawnTexts("", ()) if config.withdrawn is None else WithdrawnTexts.read(Path(config.withdrawn))
     total, source = _read(config, absent)
     unchecked = {side: out / f"{side}.unchecked" for side in (HELDOUT, VALIDATION)}
     with ExitStack() as files:
@@ -130,7 +130,7 @@ def _write_sides(
             for place, (prompt, reply) in enumerate(pairs):
                 text, calls = prompt_text(prompt), reply.get("tool_calls")
                 reason = _reason_to_drop(prompt, text, message_text(reply["content"], calls), config)
-                if withdrawn is not None and withdrawn.touches(prompt, reply["content"]):
+                if withdrawn.touches(prompt, reply["content"]):
                     reason = "withdrawn"
                 if reason:
                     left_out.add(reason, at | {"reply": place})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from xray_runtime.algorithms.hacking import REPEATED, WATCHED, averages, describe
 
@@ -21,7 +22,6 @@ LARGE_RISE = 1.0
 """A large rise of an evaluation's learned reward, in deviations."""
 EVEN_WIN_RATE = 0.55
 """Up to this win rate, an evaluation does not show that a policy is better."""
-
 
 WHY = {
     "empty": "empty",
@@ -101,8 +101,8 @@ def policy_findings(series: Series) -> list[str]:
         found.append("every reply had the same reward, so the policy could not learn")
     elif tied and min(tied) >= 1.0:
         found.append("all replies to each prompt had the same reward, so no advantage was other than 0")
-    elif tied and _mean(tied) >= MOST:
-        found.append(f"all replies had the same reward for {_mean(tied):.0%} of the prompts, which had no effect")
+    elif tied and fmean(tied) >= MOST:
+        found.append(f"all replies had the same reward for {fmean(tied):.0%} of the prompts, which had no effect")
     moved = _values(series, "policy/approx_kl")
     if moved and sum(moved) < UNCHANGED:
         found.append(
@@ -111,7 +111,7 @@ def policy_findings(series: Series) -> list[str]:
         )
     cut = _values(series, "rollout/truncated")
     if cut and min(cut) >= MOST:
-        found.append(f"{_mean(cut):.0%} of the replies were cut off at max_new_tokens")
+        found.append(f"{fmean(cut):.0%} of the replies were cut off at max_new_tokens")
     return found + _hacking(series)
 
 
@@ -143,7 +143,7 @@ def monitored(series: Series) -> list[tuple[str, str]]:
     for name, points in sorted(series.items()):
         if name.startswith(WATCHED) and points:
             size = max(1, min(WINDOW, len(points) // 2))
-            ends = (_mean([value for _, value in part]) for part in (points[:size], points[-size:]))
+            ends = (fmean([value for _, value in part]) for part in (points[:size], points[-size:]))
             found.append((name, " → ".join(f"{end:.4g}" for end in ends)))
     return found
 
@@ -174,7 +174,3 @@ def evaluation_findings(series: Series) -> list[str]:
 
 def _values(series: Series, name: str) -> list[float]:
     return [value for _, value in series.get(name, ())]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
