@@ -21,11 +21,7 @@ def in_order(record: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], bool]]
 
 
 def conversation(record: Mapping[str, Any], decode: Callable[[list[int]], str], version: int) -> list[dict[str, Any]]:
-    """The calls, numbered from 1; `after` is the call that each continues.
-
-    Args:
-        version: of the policy that sampled them.
-    """
+    """The calls, numbered from 1; `after` is the call that each continues. `version` is of the policy that sampled."""
     numbers: dict[str | None, int | None] = {None: None}
     found = []
     for number, (call, begins) in enumerate(in_order(record), start=1):

@@ -105,11 +105,7 @@ class Cursor:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], num_rows: int) -> Self:
-        """The cursor with the state of `state()`, over `num_rows` rows.
-
-        Raises:
-            ValueError: the state belongs to another number of rows.
-        """
+        """The cursor with the state of `state()`. Raises ValueError if that is of another number of rows."""
         if state["num_rows"] != num_rows:
             raise ValueError(f"the saved cursor is for {state['num_rows']} rows, but the data now has {num_rows}")
         return cls(**state)

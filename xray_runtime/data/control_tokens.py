@@ -33,11 +33,8 @@ class Encoded(NamedTuple):
 
 class ControlTokens:
     """The special and added tokens of `tokenizer` (such as `<think>`), except tokens of whitespace only, with which
-    some tokenizers write indentation and which can forge nothing.
-
-    Raises:
-        ValueError: it is not a fast tokenizer, or one of its added tokens cannot be distinguished from text.
-    """
+    some tokenizers write indentation and which can forge nothing. Raises ValueError if it is not a fast tokenizer, or
+    if one of its added tokens cannot be distinguished from text."""
 
     def __init__(self, tokenizer: Any) -> None:
         if not tokenizer.is_fast:

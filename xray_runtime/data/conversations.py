@@ -67,14 +67,11 @@ class ConversationTokens:
     """Rows of tokens, one per conversation of a dataset's file: columns stay on disk, selected rows are read.
 
     Args:
-        pairs: the dataset's file of `Example`s.
         max_prompt: maximum number of tokens before a reply to train on.
         max_reply: maximum number of tokens of a reply to train on, with the end of its turn; the minimum is 2.
-        seal: the run's key; only tokens with its seal are read.
-        report: called with the progress of tokenizing.
 
     Raises:
-        ValueError: the file is not such a dataset or is damaged, or the chat template refuses a conversation.
+        ValueError: as `Tokens`, or the chat template refuses a conversation.
     """
 
     def __init__(

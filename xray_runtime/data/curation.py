@@ -68,13 +68,8 @@ class Curated:
 
 
 def curate(signals: Sequence[Signal], config: CurateConfig, gold: Gold, seed: int, drop: Drop) -> Curated:
-    """Apply all rules.
-
-    Args:
-        signals: of all nights, the oldest first.
-        seed: of the split.
-        drop: called for every signal and row that is left out.
-    """
+    """Apply all rules to the signals of all nights, the oldest first. `drop` is called for every signal and row that is
+    left out; `seed` is of the split."""
     found = Curated()
     latest = _counted_once(signals, config.near_duplicate, gold, drop)
     units = by_unit(latest)

@@ -57,21 +57,8 @@ def load_gold(name: str, functions: Mapping[str, Callable[..., Any]]) -> GoldSco
 
 
 def import_function(name: str, field: str) -> Callable[..., Any]:
-    """The function `module:function`.
-
-    Args:
-        field: the config field, for errors.
-
-    Raises:
-        ValueError: XRAY_ALLOWED_IMPORTS does not name its module, or it cannot be imported or called.
-    """
-    function = _imported(name, field)
-    if not callable(function):
-        raise ValueError(f"{field}: {name!r} is {type(function).__name__}, not a function of (prompts, replies)")
-    return function
-
-
-def _imported(name: str, field: str) -> Any:
+    """The function `module:function`. Raises ValueError, with the config field, if XRAY_ALLOWED_IMPORTS does not name
+    its module, or if it cannot be imported or called."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ValueError(f"{field}: {name!r} is not allowed; it must be 'vader' or 'module:function'")
@@ -81,10 +68,13 @@ def _imported(name: str, field: str) -> Any:
     except ValueError as error:
         raise ValueError(f"{field}: {error}") from None
     try:
-        return getattr(importlib.import_module(module), attribute)
+        function: Any = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # a user's module may fail in any way while it loads
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{field}: {name!r} cannot be imported ({reason})") from error
+    if not callable(function):
+        raise ValueError(f"{field}: {name!r} is {type(function).__name__}, not a function of (prompts, replies)")
+    return function
 
 
 class FormError(ValueError):
@@ -92,11 +82,8 @@ class FormError(ValueError):
 
 
 def score_list(answer: Any, num_replies: int) -> list[Any]:
-    """The scores in a result: a list, a tuple, another sequence, a generator, or a one-dimensional array.
-
-    Raises:
-        FormError: it has another type or number of entries, or an entry that cannot be a number.
-    """
+    """The scores in a result: a list, a tuple, another sequence, a generator, or a one-dimensional array. Raises
+    FormError if it has another type or number of entries, or an entry that cannot be a number."""
     if isinstance(answer, str | bytes | Mapping | Set) or not isinstance(answer, Iterable):
         raise FormError(f"must return a list of numbers, one per reply, not {_shown(answer)}")
     dimensions = getattr(answer, "ndim", 1)

@@ -72,11 +72,8 @@ def iterations(directory: Path) -> list[int]:
 
 
 def read_shard(path: Path, *, lists: bool = True) -> Shard:
-    """Read a shard. Raises ValueError if the file is not a shard or is damaged.
-
-    Args:
-        lists: whether columns of tokens and of numbers per token are read too.
-    """
+    """Read a shard; with `lists`, also its columns of tokens and of numbers per token. Raises ValueError if the file is
+    not a shard or is damaged."""
     try:
         columns = None
         if not lists:
@@ -142,11 +139,7 @@ class Query:
 
 def readable(table: pa.Table, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """Readable rows: texts, scores, the mean advantage of the reply's tokens, and whether the row was used. The reply
-    of an agent's episode is its conversation, also as `calls`.
-
-    Args:
-        tokenizer: the policy's.
-    """
+    of an agent's episode is its conversation, also as `calls`. The tokenizer is the policy's."""
     hashed = "reply_hash" in table.column_names
     if hashed:
         prompts, replies = ([f"#{digest}" for digest in table[f"{of}_hash"].to_pylist()] for of in ("prompt", "reply"))
@@ -196,11 +189,8 @@ def _agent_calls(table: pa.Table, tokenizer: Any) -> list[tuple[list[dict[str, A
 def reply_texts(
     table: pa.Table, tokenizer: Any, text_of: Callable[[Any, np.ndarray, np.ndarray], str] = own_text
 ) -> list[str]:
-    """The policy's own text in each row, as the rewards received it; tokens must not be hashed.
-
-    Args:
-        text_of: (tokenizer, tokens, which of them were sampled) → the text of an episode.
-    """
+    """The policy's own text in each row, as the rewards received it, or what `text_of` makes of an episode's tokens and
+    of which of them were sampled; tokens must not be hashed."""
     if "response_mask" not in table.column_names:
         return decode_replies(tokenizer, table["reply_ids"].to_pylist())
     rows = zip(*(table[name].to_pylist() for name in OF_EPISODES), strict=True)

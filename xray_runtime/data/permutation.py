@@ -18,15 +18,8 @@ ROUNDS = 12
 
 
 def permuted(places: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
-    """Which rows stand at `places` of the order that `seed` gives.
-
-    Args:
-        places: int64 [n], each in [0, num_rows).
-        num_rows: at most 2³¹ − 1.
-
-    Returns:
-        Rows, int64 [n].
-    """
+    """Which rows, int64 [n], stand at `places` of the order that `seed` gives: int64 [n], each in [0, num_rows), with
+    `num_rows` at most 2³¹ − 1."""
     keys = [np.uint64(derive_seed(seed, "round", number)) for number in range(ROUNDS)]
     rows = places.astype(np.uint64)
     outside = np.arange(len(rows))

@@ -100,11 +100,7 @@ def segment_name(number: int) -> str:
 
 
 def segment_bytes(number: int, rows: Iterable[Row], about: dict[str, str]) -> bytes:
-    """A segment's file. Equal rows give equal bytes.
-
-    Args:
-        about: further metadata of the file.
-    """
+    """A segment's file, with further metadata. Equal rows give equal bytes."""
     columns = [asdict(row) for row in rows]
     table = pa.Table.from_pylist(columns, schema=SCHEMA.with_metadata({"segment": str(number), **about}))
     out = pa.BufferOutputStream()
@@ -127,12 +123,7 @@ def read_segment(path: Path, columns: list[str] | None = None) -> list[dict[str,
 
 
 class UserKeys:
-    """Pseudonyms of users, and the keys of their texts.
-
-    Args:
-        directory: `recorded/keys`.
-        writable: whether keys that are missing are made.
-    """
+    """Pseudonyms of users, and the keys of their texts, in `recorded/keys`; if `writable`, missing keys are made."""
 
     def __init__(self, directory: Path, *, writable: bool) -> None:
         self._directory, self._writable = directory, writable

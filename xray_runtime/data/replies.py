@@ -56,12 +56,8 @@ class LabelledReply(NamedTuple):
 def from_verdicts(
     records: Iterable[Mapping[str, Any]], held_out: TextSet
 ) -> tuple[list[LabelledReply], dict[str, float]]:
-    """The two replies of each verdict except skips, and counts.
-
-    Args:
-        records: lines of judgements.jsonl.
-        held_out: texts of held-out prompts; verdicts on them are dropped.
-    """
+    """The two replies of each verdict (a line of judgements.jsonl) except skips, and counts. Verdicts on `held_out`
+    prompts are dropped."""
     found: list[LabelledReply] = []
     counts = {"skipped": 0.0, "dropped_prompt_held_out": 0.0, "dropped_same": 0.0}
     for record in records:

@@ -47,12 +47,8 @@ def conversation_of(prompt: Messages) -> str:
 def from_feedback(
     rows: Iterable[Mapping[str, Any]], night: int, good_score: float, bad_score: float
 ) -> Iterator[Signal | tuple[str, str]]:
-    """The signals of a collection's feedback; (reason, id) for what says nothing that can be trained on.
-
-    Args:
-        rows: lines of feedback.jsonl: `id`, `judge`, `asker`, `prompt`, `reply`, `signals` and, if an application
-            sent it, `application`.
-    """
+    """The signals of a collection's feedback; (reason, id) for what says nothing that can be trained on. `rows` are
+    lines of feedback.jsonl: `id`, `judge`, `asker`, `prompt`, `reply`, `signals`, and `application` if one sent it."""
     for row in rows:
         signals, about = row["signals"], (row["judge"], row["asker"], row["prompt"], row["reply"])
         application = row.get("application", "")

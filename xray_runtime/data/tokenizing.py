@@ -112,12 +112,7 @@ def decode_replies(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
 
 
 def turns(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> list[tuple[bool, str]]:
-    """A multi-turn episode as (whether the policy sampled it, text).
-
-    Args:
-        ids: tokens [T].
-        sampled: which tokens the policy sampled [T].
-    """
+    """A multi-turn episode, tokens [T] and which of them the policy sampled [T], as (whether it did, text)."""
     chosen = sampled.astype(bool)
     places = np.flatnonzero(chosen[1:] != chosen[:-1]) + 1
     parts = decode_replies(tokenizer, [part.tolist() for part in np.split(ids.astype(np.int64), places)])

@@ -50,16 +50,9 @@ Report = Callable[[int, int], None]
 class Tokens:
     """Rows of tokens, one per pair of a dataset's file: columns stay on disk, selected rows are read.
 
-    Columns are `input_ids`, `prompt_lengths` [B] and, for preferences, `rejected_ids`.
-
-    Args:
-        pairs: the dataset's file.
-        of: the type of its pairs.
-        seal: the run's key; only tokens with its seal are read.
-        report: called with the progress of tokenizing.
-
-    Raises:
-        ValueError: it is not a file of such pairs, or is damaged.
+    Columns are `input_ids`, `prompt_lengths` [B] and, for preferences, `rejected_ids`. Only tokens with the seal of
+    `seal`, the run's key, are read; `report` is called while they are made. Raises ValueError if it is not a file of
+    such pairs, or is damaged.
     """
 
     def __init__(

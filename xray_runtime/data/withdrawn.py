@@ -2,7 +2,7 @@
 
     withdrawn/texts.json    {"salt": hex, "texts": [HMAC-SHA256 of a text, …]}; readable by its owner only
 
-Texts of fewer than MIN_CHARS characters ("yes", "thank you") are everybody's, and are not withdrawn from data.
+Texts of fewer than MIN_CHARS characters ("yes", "thank you") could be anybody's, and are not withdrawn from data.
 """
 
 from __future__ import annotations

@@ -132,11 +132,7 @@ class _CallError(ValueError):
 
 
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The JSON schema of a function, as in `from_tools` and in a dataset's column `tools`.
-
-    Raises:
-        ValueError: see `from_tools`.
-    """
+    """The JSON schema of a function, for a dataset's column `tools`. Raises ValueError as `from_tools`."""
     from transformers.utils import chat_template_utils
 
     name = getattr(function, "__name__", repr(function))

@@ -19,7 +19,8 @@ class EnvironmentPool:
     Args:
         environment: "module:name" of a class or a function without arguments.
         num_workers: number of processes; an episode runs in the one of its number modulo this.
-        timeout_s: limit of one reset or step; an episode that takes longer fails, and its process is killed.
+        timeout_s: limit of one reset or step, from the call of user code on; an episode that takes longer fails, and
+            its process is killed.
         memory_mb: address space of each process.
         log_path: file for their output; None: discard it.
 
@@ -45,10 +46,7 @@ class EnvironmentPool:
         """Begin an episode; an open one with this number is closed.
 
         The future fails with EnvironmentFailure if the episode is at fault, and with RuntimeError if its process does
-        not start again or the pool was shut down.
-
-        Raises:
-            ValueError: `task` is not JSON.
+        not start again or the pool was shut down. Raises ValueError if `task` is not JSON.
         """
         request = {"op": "reset", "task": dict(task), "seed": seed}
         try:
@@ -58,10 +56,8 @@ class EnvironmentPool:
         return self._of(episode).ask(episode, request)
 
     def step(self, episode: int, reply: str) -> Future[Step]:
-        """Send the policy's reply to an episode, after its last answer.
-
-        The future fails as in `reset`; then the episode is over.
-        """
+        """Send the policy's reply to an episode, after its last answer. If the future fails, as in `reset`, the episode
+        is over."""
         return self._of(episode).ask(episode, {"op": "step", "reply": reply})
 
     def close(self, episode: int) -> None:

@@ -18,16 +18,8 @@ READ_BYTES = 2**20
 
 
 class WorkerProcess:
-    """A worker in its own session, so that its forked children can be killed with it.
-
-    Args:
-        environment: "module:name".
-        memory_mb: its address space.
-        log_path: file for its output; None: discard it.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    """A worker in its own session, so that its forked children can be killed with it; the arguments are those of
+    `EnvironmentPool`. Raises OSError if it cannot be started."""
 
     def __init__(self, environment: str, memory_mb: int, log_path: Path | None) -> None:
         root = str(Path(xray_runtime.__file__).parents[1])

@@ -39,14 +39,7 @@ SHUT_DOWN = "the pool was shut down"
 
 
 class Supervisor:
-    """Episodes of one worker. Any thread may call its methods.
-
-    Args:
-        environment: "module:name".
-        timeout_s: limit of one reset or step, from the call of user code on.
-        memory_mb: address space of the process.
-        log_path: file for its output; None: discard it.
-    """
+    """Episodes of one worker; the arguments are those of `EnvironmentPool`. Any thread may call its methods."""
 
     def __init__(self, environment: str, timeout_s: float, memory_mb: int, log_path: Path | None) -> None:
         self._environment, self._timeout_s = environment, timeout_s
@@ -319,12 +312,7 @@ class Supervisor:
             self._fail_start(f"its process ended while it started: {cause}")
 
     def _start_after_loss(self, what: str, cause: str) -> None:
-        """Start the process again.
-
-        Args:
-            what: what happened to the process.
-            cause: reason for the failure of an episode at fault.
-        """
+        """Start the process again; `what` happened to it, and `cause` is why an episode at fault fails."""
         # Episodes whose code may have been running; if none had begun, all with a request.
         begun = [sent.episode for sent in self._sent.values() if sent.has_begun]
         in_flight = dict.fromkeys(begun or [sent.episode for sent in self._sent.values()])
