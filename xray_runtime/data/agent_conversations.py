@@ -57,11 +57,6 @@ def conversation_text(record: Mapping[str, Any], calls: list[dict[str, Any]]) ->
     return "\n".join([*lines, "; ".join([end, *counts])])
 
 
-def record_text(record: Mapping[str, Any], decode: Callable[[list[int]], str], version: int) -> str:
-    """`conversation_text` of a record."""
-    return conversation_text(record, conversation(record, decode, version))
-
-
 def _message(message: Mapping[str, Any]) -> str:
     if "prompt" in message:
         return f"prompt: {message['prompt']}"

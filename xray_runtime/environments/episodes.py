@@ -39,11 +39,6 @@ class Sent:
     has_begun: bool = False
 
 
-def failure(number: int, cause: str) -> EnvironmentFailure:
-    """The failure of episode `number`."""
-    return EnvironmentFailure(f"episode {number}: {cause}")
-
-
 def fail(future: Future[Any], error: Exception) -> None:
     """Set the exception of a future, unless it was cancelled."""
     if future.set_running_or_notify_cancel():

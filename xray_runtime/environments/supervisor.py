@@ -26,7 +26,7 @@ from typing import Any
 
 from xray_runtime.cores import load
 from xray_runtime.environments import worker
-from xray_runtime.environments.episodes import Episode, Sent, fail, failure
+from xray_runtime.environments.episodes import EnvironmentFailure, Episode, Sent, fail
 from xray_runtime.environments.process import WorkerProcess
 from xray_runtime.environments.protocol import Start, Step
 
@@ -144,14 +144,14 @@ class Supervisor:
             self._episodes[number] = Episode(number, next(self._keys))
         episode = self._episodes.get(number)
         if episode is None:
-            fail(future, failure(number, "it was not reset, was closed, or has failed"))
+            fail(future, EnvironmentFailure(f"episode {number}: it was not reset, was closed, or has failed"))
         elif episode.request is not None:
-            fail(future, failure(number, "a step was requested before its last answer came"))
+            fail(future, EnvironmentFailure(f"episode {number}: a step was requested before its last answer came"))
         else:
             episode.request, episode.future, episode.is_sent, episode.deaths = request, future, False, 0
 
     def _fail(self, number: int, cause: str) -> None:
-        self._close(number, failure(number, cause))
+        self._close(number, EnvironmentFailure(f"episode {number}: {cause}"))
 
     def _close(self, number: int, error: Exception) -> None:
         episode = self._episodes.pop(number, None)

@@ -27,7 +27,7 @@ from xray_runtime.graph.inputs import (
     RecordedPromptsInputs,
     SplitPreferencesInputs,
 )
-from xray_runtime.graph.kind import NoInputs, StageKind, register
+from xray_runtime.graph.kind import NoInputs, StageKind
 from xray_runtime.planning.roles import ModelRole, sampled
 from xray_runtime.rl.model_roles import sampling_models
 from xray_runtime.stages.findings import data_findings, preferences_findings
@@ -98,103 +98,89 @@ def _check_curate(config: CurateConfig, inputs: Mapping[str, Any]) -> None:
         raise ValueError("feedback: is required unless verdicts are given")
 
 
-PREPARE = register(
-    StageKind(
-        "prepare",
-        DataConfig,
-        NoInputs,
-        Dataset,
-        "xray_runtime.preparation.prepare:run",
-        computes=False,
-        outside=_data_read,
-        headline={"train_pairs": "training pairs", "heldout_pairs": "held-out pairs"},
-        findings=data_findings,
-        results="stats.json",
-    )
+PREPARE = StageKind(
+    "prepare",
+    DataConfig,
+    NoInputs,
+    Dataset,
+    "xray_runtime.preparation.prepare:run",
+    computes=False,
+    outside=_data_read,
+    headline={"train_pairs": "training pairs", "heldout_pairs": "held-out pairs"},
+    findings=data_findings,
+    results="stats.json",
 )
 
-PREFERENCES = register(
-    StageKind(
-        "preferences",
-        PreferencesStageConfig,
-        PreferencesInputs,
-        Preferences,
-        "xray_runtime.preparation.preferences:run",
-        models=_preferences_models,
-        outside=_preferences_read,
-        functions=called_functions,
-        check=_check_preferences,
-        findings=preferences_findings,
-        shorten=_fewer_preferences,
-        headline={"pairs": "pairs"},
-        results="stats.json",
-    )
+PREFERENCES = StageKind(
+    "preferences",
+    PreferencesStageConfig,
+    PreferencesInputs,
+    Preferences,
+    "xray_runtime.preparation.preferences:run",
+    models=_preferences_models,
+    outside=_preferences_read,
+    functions=called_functions,
+    check=_check_preferences,
+    findings=preferences_findings,
+    shorten=_fewer_preferences,
+    headline={"pairs": "pairs"},
+    results="stats.json",
 )
 
-SPLIT_PREFERENCES = register(
-    StageKind(
-        "split_preferences",
-        SplitPreferencesConfig,
-        SplitPreferencesInputs,
-        Preferences,
-        "xray_runtime.preparation.split_preferences:run",
-        computes=False,
-        results="stats.json",
-    )
+SPLIT_PREFERENCES = StageKind(
+    "split_preferences",
+    SplitPreferencesConfig,
+    SplitPreferencesInputs,
+    Preferences,
+    "xray_runtime.preparation.split_preferences:run",
+    computes=False,
+    results="stats.json",
 )
 
-BEST_OF_N = register(
-    StageKind(
-        "best_of_n",
-        BestOfNConfig,
-        BestOfNInputs,
-        Dataset,
-        "xray_runtime.rl.best_of_n:run",
-        models=lambda config: _groups_models(config, "prompts", config.max_response_tokens),
-        outside=agent_reads,
-        functions=called_functions,
-        check=check_rewards,
-        shorten=fewer_prompts,
-        results="stats.json",
-        title="the best of several sampled replies to each prompt",
-    )
+BEST_OF_N = StageKind(
+    "best_of_n",
+    BestOfNConfig,
+    BestOfNInputs,
+    Dataset,
+    "xray_runtime.rl.best_of_n:run",
+    models=lambda config: _groups_models(config, "prompts", config.max_response_tokens),
+    outside=agent_reads,
+    functions=called_functions,
+    check=check_rewards,
+    shorten=fewer_prompts,
+    results="stats.json",
+    title="the best of several sampled replies to each prompt",
 )
 
-CURATE = register(
-    StageKind(
-        "curate",
-        CurateConfig,
-        CurateInputs,
-        Curated,
-        "xray_runtime.preparation.curate:run",
-        computes=False,
-        outside=lambda config: {"gold": config.gold} if config.gold is not None else {},
-        check=_check_curate,
-        headline={"pairs_train": "pairs", "labels_train": "labels", "judges_left_out": "judges left out"},
-        results="stats.json",
-    )
+CURATE = StageKind(
+    "curate",
+    CurateConfig,
+    CurateInputs,
+    Curated,
+    "xray_runtime.preparation.curate:run",
+    computes=False,
+    outside=lambda config: {"gold": config.gold} if config.gold is not None else {},
+    check=_check_curate,
+    headline={"pairs_train": "pairs", "labels_train": "labels", "judges_left_out": "judges left out"},
+    results="stats.json",
 )
 
-DEMONSTRATIONS = register(
-    StageKind(
-        "demonstrations",
-        Section,
-        DemonstrationsInputs,
-        Dataset,
-        "xray_runtime.preparation.recorded_data:demonstrations",
-        computes=False,
-        results="stats.json",
-    )
+DEMONSTRATIONS = StageKind(
+    "demonstrations",
+    Section,
+    DemonstrationsInputs,
+    Dataset,
+    "xray_runtime.preparation.recorded_data:demonstrations",
+    computes=False,
+    results="stats.json",
 )
 
-RECORDED_PROMPTS = register(
-    StageKind(
-        "recorded_prompts",
-        RecordedPromptsConfig,
-        RecordedPromptsInputs,
-        Dataset,
-        "xray_runtime.preparation.recorded_data:prompts",
-        computes=False,
-        results="stats.json",
-    )
+RECORDED_PROMPTS = StageKind(
+    "recorded_prompts",
+    RecordedPromptsConfig,
+    RecordedPromptsInputs,
+    Dataset,
+    "xray_runtime.preparation.recorded_data:prompts",
+    computes=False,
+    results="stats.json",
 )

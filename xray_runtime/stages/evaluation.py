@@ -14,7 +14,7 @@ from xray_runtime.evaluation.harness_files import read_tasks
 from xray_runtime.evaluation.judge_leakage import check_judges
 from xray_runtime.graph.artifacts import Benchmark, Comparison, Evaluation
 from xray_runtime.graph.inputs import BenchmarkInputs, CompareInputs, EvaluateInputs, LMEvalInputs
-from xray_runtime.graph.kind import StageKind, register
+from xray_runtime.graph.kind import StageKind
 from xray_runtime.planning.roles import ModelRole, frozen, sampled
 from xray_runtime.rl.model_roles import sampling_models
 from xray_runtime.stages.findings import evaluation_findings
@@ -91,70 +91,62 @@ def _lm_eval_models(config: LMEvalConfig) -> dict[str, ModelRole]:
     }
 
 
-EVALUATE = register(
-    StageKind(
-        "evaluate",
-        EvaluationConfig,
-        EvaluateInputs,
-        Evaluation,
-        "xray_runtime.evaluation.evaluate:run",
-        models=_evaluate_models,
-        outside=agent_reads,
-        functions=called_functions,
-        check=_check_evaluation,
-        shorten=fewer_prompts,
-        headline={"win_rate": "win rate", "gold_delta": "gold score difference", "kl": "KL"},
-        findings=evaluation_findings,
-        results="evaluation.json",
-        sides=("policy", "against"),
-    )
+EVALUATE = StageKind(
+    "evaluate",
+    EvaluationConfig,
+    EvaluateInputs,
+    Evaluation,
+    "xray_runtime.evaluation.evaluate:run",
+    models=_evaluate_models,
+    outside=agent_reads,
+    functions=called_functions,
+    check=_check_evaluation,
+    shorten=fewer_prompts,
+    headline={"win_rate": "win rate", "gold_delta": "gold score difference", "kl": "KL"},
+    findings=evaluation_findings,
+    results="evaluation.json",
+    sides=("policy", "against"),
 )
 
-COMPARE = register(
-    StageKind(
-        "compare",
-        EvaluationConfig,
-        CompareInputs,
-        Comparison,
-        "xray_runtime.evaluation.compare:run",
-        models=_compare_models,
-        functions=called_functions,
-        check=_check_evaluation,
-        headline={"win_rate": "win rate"},
-        results="comparison.json",
-        sides=("policy", "champion"),
-    )
+COMPARE = StageKind(
+    "compare",
+    EvaluationConfig,
+    CompareInputs,
+    Comparison,
+    "xray_runtime.evaluation.compare:run",
+    models=_compare_models,
+    functions=called_functions,
+    check=_check_evaluation,
+    headline={"win_rate": "win rate"},
+    results="comparison.json",
+    sides=("policy", "champion"),
 )
 
-BENCHMARK = register(
-    StageKind(
-        "benchmark",
-        BenchmarkConfig,
-        BenchmarkInputs,
-        Benchmark,
-        "xray_runtime.evaluation.benchmark:run",
-        models=_benchmark_models,
-        outside=_benchmark_reads,
-        functions=called_functions,
-        check=_check_benchmark,
-        shorten=_fewer_rows,
-        results="benchmark.json",
-        sides=("policy",),
-    )
+BENCHMARK = StageKind(
+    "benchmark",
+    BenchmarkConfig,
+    BenchmarkInputs,
+    Benchmark,
+    "xray_runtime.evaluation.benchmark:run",
+    models=_benchmark_models,
+    outside=_benchmark_reads,
+    functions=called_functions,
+    check=_check_benchmark,
+    shorten=_fewer_rows,
+    results="benchmark.json",
+    sides=("policy",),
 )
 
-LM_EVAL = register(
-    StageKind(
-        "lm_eval",
-        LMEvalConfig,
-        LMEvalInputs,
-        Benchmark,
-        "xray_runtime.evaluation.harness_task:run",
-        models=_lm_eval_models,
-        outside=lambda config: {"task": config.task},
-        check=_check_lm_eval,
-        shorten=lambda config: config.model_copy(update={"limit": min(config.limit or FEW_PROMPTS, FEW_PROMPTS)}),
-        results="benchmark.json",
-        sides=("policy",),
-    )
+LM_EVAL = StageKind(
+    "lm_eval",
+    LMEvalConfig,
+    LMEvalInputs,
+    Benchmark,
+    "xray_runtime.evaluation.harness_task:run",
+    models=_lm_eval_models,
+    outside=lambda config: {"task": config.task},
+    check=_check_lm_eval,
+    shorten=lambda config: config.model_copy(update={"limit": min(config.limit or FEW_PROMPTS, FEW_PROMPTS)}),
+    results="benchmark.json",
+    sides=("policy",),
 )

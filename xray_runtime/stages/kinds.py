@@ -1,4 +1,4 @@
-"""All stage kinds of X-ray, and the lookup of kinds by name.
+"""Registers all stage kinds of X-ray; the lookup of kinds by name.
 
 The modules imported here declare kinds and do not import torch; bodies are imported when they run.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 
-from xray_runtime.graph.kind import KINDS, StageKind
+from xray_runtime.graph.kind import KINDS, StageKind, register
 from xray_runtime.stages.bases import BASE, FRESH_BASE, REWARD_BASE  # noqa: F401
 from xray_runtime.stages.datasets import (  # noqa: F401
     BEST_OF_N,
@@ -23,6 +23,9 @@ from xray_runtime.stages.training import DPO, KTO, PPO, REWARD_MODEL, SFT  # noq
 
 USES: tuple[str, ...] = ()
 """None of the modules imported by name here: a key digests the code of a kind's body separately."""
+
+for _kind in [value for value in globals().values() if isinstance(value, StageKind)]:
+    register(_kind)
 
 
 def find_kind(name: str) -> StageKind | None:
