@@ -149,7 +149,6 @@ def _encoded(pairs: Pairs[Example], tokenizer: Any, report: Report) -> Iterator[
         report(done, len(pairs))
         turns = form.turns([(one.messages, one.replies) for one in part])
         spans = [[position for span in one.spans for position in span] for one in turns]
-        columns = [pa.array([one.ids for one in turns], IDS), pa.array(spans, IDS)]
-        yield pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+        yield pa.RecordBatch.from_pydict({"input_ids": [one.ids for one in turns], "spans": spans}, schema=SCHEMA)
         done += sum(len(one.replies) for one in part)
     report(done, len(pairs))

@@ -116,22 +116,20 @@ class Query:
 
     def select(self, table: pa.Table) -> pa.Table:
         """The selected rows. Raises ValueError if the shard has no such source."""
-        sources = sources_of(table)
-        if self.source is not None and self.source not in sources:
-            raise ValueError(f"{self.source!r} is not allowed: must be one of {', '.join(map(repr, sources))}")
-        selected = [self.source] if self.source is not None else sources
-        wanted = np.ones(len(table), bool)
+        sources, column, wanted = sources_of(table), table["reward"], np.ones(len(table), bool)
         if self.source is not None:
-            wanted &= table[SCORE + self.source].is_valid().to_numpy()
+            if self.source not in sources:
+                raise ValueError(f"{self.source!r} is not allowed: must be one of {', '.join(map(repr, sources))}")
+            sources, column = [self.source], table[SCORE + self.source]
+            wanted &= column.is_valid().to_numpy()
         # A missing reward is NaN, which compares false with both bounds.
-        column = table["reward" if self.source is None else SCORE + self.source]
         value: np.ndarray = pc.fill_null(column, np.nan).to_numpy()
         if self.min_reward is not None:
             wanted &= value >= self.min_reward
         if self.max_reward is not None:
             wanted &= value <= self.max_reward
         if self.failed:
-            wanted &= np.any([pc.is_nan(table[SCORE + s]).fill_null(False).to_numpy() for s in selected], axis=0)
+            wanted &= np.any([pc.is_nan(table[SCORE + s]).fill_null(False).to_numpy() for s in sources], axis=0)
         if self.unused:
             wanted &= table["times_trained"].to_numpy() == 0
         return table.filter(pa.array(wanted))

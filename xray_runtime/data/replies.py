@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from xray_runtime.data.batching import permuted
 from xray_runtime.data.pairs import Messages, prompt_text
-from xray_runtime.data.permutation import permuted
 from xray_runtime.data.rows import Ragged, Rows, join, take
 from xray_runtime.data.text_rows import text_rows
 from xray_runtime.data.text_set import TextSet

@@ -159,16 +159,14 @@ def _encoded(pairs: Pairs[Any], replies: dict[str, Reply], tokenizer: Any, repor
     for part in in_shards(pairs):
         report(done, len(pairs))
         prompts = encode_prompts(tokenizer, [pair.prompt for pair in part])
-        columns = []
-        for text, calls in replies.values():
+        columns: dict[str, list[Any]] = {}
+        for name, (text, calls) in replies.items():
             rows = [(pair.prompt, getattr(pair, text), getattr(pair, calls)) for pair in part]
             encoded = encode_replies_to(tokenizer, rows)
-            ids = [prompt + reply for prompt, reply in zip(prompts, encoded, strict=True)]
-            columns.append(pa.array(ids, IDS))
-        columns.append(pa.array(list(map(len, prompts)), pa.int32()))
-        digests = [xxhash.xxh3_128_digest(np.array(prompt, np.int32).tobytes()) for prompt in prompts]
-        columns.append(pa.array(digests, pa.binary(DIGEST.itemsize)))
-        yield pa.RecordBatch.from_arrays(columns, schema=schema)
+            columns[name] = [prompt + reply for prompt, reply in zip(prompts, encoded, strict=True)]
+        columns["prompt_lengths"] = list(map(len, prompts))
+        columns["prompt_digests"] = [xxhash.xxh3_128_digest(np.array(ids, np.int32).tobytes()) for ids in prompts]
+        yield pa.RecordBatch.from_pydict(columns, schema=schema)
         done += len(part)
     report(done, len(pairs))
 

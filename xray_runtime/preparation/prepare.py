@@ -6,7 +6,7 @@ import json
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from fractions import Fraction
 from pathlib import Path
@@ -164,23 +164,21 @@ def _write_unseen(
     """
     counts = {}
     for side, path in unchecked.items():
-        candidates, name = Pairs(path, Example), side.partition(".")[0]
+        name = side.partition(".")[0]
         if side == HELDOUT or config.validation_fraction:
             reason = f"{name}_prompt_seen_in_training"
             counts[f"dropped_{reason}"] = 0
-            counts[f"{name}_pairs"] = write_pairs(out / side, Example, _unseen(candidates, prompts, reason, left_out))
+            with PairsWriter(out / side, Example) as kept:
+                for pair in Pairs(path, Example):
+                    if prompt_text(pair.prompt) in prompts:
+                        left_out.add(reason, {"id": pair.id})
+                    else:
+                        kept.append(pair)
+            counts[f"{name}_pairs"] = kept.count
             for text in Pairs(out / side, Example).prompt_texts():
                 prompts.add(text)
         path.unlink()
     return counts
-
-
-def _unseen(candidates: Iterable[Example], prompts: TextSet, reason: str, left_out: DroppedRows) -> Iterator[Example]:
-    for pair in candidates:
-        if prompt_text(pair.prompt) in prompts:
-            left_out.add(reason, {"id": pair.id})
-        else:
-            yield pair
 
 
 def _held_out(seed: int, conversation: str, config: DataConfig) -> str | None:

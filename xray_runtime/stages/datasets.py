@@ -36,7 +36,6 @@ from xray_runtime.stages.shared import agent_reads, called_functions, check_rewa
 FEW_PAIRS = 64
 ALL_PROMPTS = 1024
 """Number of prompts to plan for if a stage uses all prompts of a dataset."""
-CHITCHAT = "chitchat"
 NEEDED = {
     "gold": ("policy", "data"),
     "rewards": ("policy", "data"),
@@ -61,7 +60,7 @@ def _groups_models(config: GroupsConfig, data: str, reply_tokens: int) -> dict[s
 def _preferences_read(config: Any) -> dict[str, str]:
     if isinstance(config, RatingPreferences):
         # The ratings are part of the conversations, so no field names them.
-        return {"ratings": CHITCHAT}
+        return {"ratings": "chitchat"}
     return {"path": config.path} if isinstance(config, DatasetPreferences) else {}
 
 
