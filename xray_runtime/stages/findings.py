@@ -40,9 +40,8 @@ LISTED = "listed in dropped.jsonl of the checkpoint"
 def data_findings(series: Series) -> list[str]:
     """Conversations: number of dropped replies, by reason."""
     counts = _counts(series, "data/")
-    dropped = _dropped(counts)
-    found = [f"dropped {sum(n for n, _ in dropped):,} of {counts['read_pairs']:,} replies: "] if dropped else []
-    found = [line + ", ".join(f"{n:,} {why}" for n, why in dropped) for line in found]
+    total, reasons = _dropped(counts)
+    found = [f"dropped {total:,} of {counts['read_pairs']:,} replies: {reasons}"] if total else []
     if counts.get("dropped_without_reply"):
         found.append(f"{counts['dropped_without_reply']:,} of {counts['read_records']:,} rows without a reply to learn")
     return [f"{'; '.join(found)}; {LISTED}"] if found else []
@@ -51,10 +50,8 @@ def data_findings(series: Series) -> list[str]:
 def preferences_findings(series: Series) -> list[str]:
     """Preference pairs: number of dropped pairs, by reason."""
     counts = _counts(series, "preferences/")
-    dropped = _dropped(counts)
-    read = counts.get("pairs", 0) + sum(n for n, _ in dropped)
-    reasons = ", ".join(f"{n:,} {why}" for n, why in dropped)
-    return [f"dropped {read - counts['pairs']:,} of {read:,} pairs: {reasons}"] if dropped else []
+    total, reasons = _dropped(counts)
+    return [f"dropped {total:,} of {counts['pairs'] + total:,} pairs: {reasons}"] if total else []
 
 
 def sft_findings(series: Series) -> list[str]:
@@ -85,11 +82,10 @@ def _counts(series: Series, group: str) -> dict[str, int]:
     return {n.removeprefix(group): round(p[-1][1]) for n, p in series.items() if n.startswith(group) and p}
 
 
-def _dropped(counts: Mapping[str, int]) -> list[tuple[int, str]]:
-    """(count, reason), largest first."""
-    return sorted(
-        ((counts[f"dropped_{key}"], why) for key, why in WHY.items() if counts.get(f"dropped_{key}")), reverse=True
-    )
+def _dropped(counts: Mapping[str, int]) -> tuple[int, str]:
+    """The number of dropped rows, and the reasons, the most frequent first."""
+    found = sorted(((counts.get(f"dropped_{key}", 0), why) for key, why in WHY.items()), reverse=True)
+    return sum(n for n, _ in found), ", ".join(f"{n:,} {why}" for n, why in found if n)
 
 
 def policy_findings(series: Series) -> list[str]:
