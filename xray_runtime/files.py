@@ -16,10 +16,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a temporary file, flush it to disk and rename it to `path`: readers find the old file or the new one."""
+def write_atomic(path: Path, content: str | bytes, mode: int = 0o666) -> None:
+    """Write a temporary file, flush it to disk and rename it to `path`: readers find the old file or the new one.
+
+    `mode`, less the umask, holds from the first byte on.
+    """
     temporary = path.with_name(f"{path.name}.writing-{uuid.uuid4().hex[:8]}")
     try:
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         sync(temporary)
         os.replace(temporary, path)

@@ -192,7 +192,7 @@ def _show(events: Iterator[str | Step], stderr: Console) -> str | None:
 
     Ctrl-C ends the reply, not the conversation.
     """
-    from xray_runtime.environments.pool import EnvironmentFailure
+    from xray_runtime.environments.episodes import EnvironmentFailure
 
     console = Console(highlight=False, soft_wrap=True)
     pieces: list[str] = []

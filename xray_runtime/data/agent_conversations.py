@@ -21,11 +21,7 @@ def in_order(record: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], bool]]
 
 
 def conversation(record: Mapping[str, Any], decode: Callable[[list[int]], str], version: int) -> list[dict[str, Any]]:
-    """The calls, numbered from 1; `after` is the call that each continues.
-
-    Args:
-        version: of the policy that sampled them.
-    """
+    """The calls, numbered from 1; `after` is the call that each continues. `version` is of the policy that sampled."""
     numbers: dict[str | None, int | None] = {None: None}
     found = []
     for number, (call, begins) in enumerate(in_order(record), start=1):
@@ -59,11 +55,6 @@ def conversation_text(record: Mapping[str, Any], calls: list[dict[str, Any]]) ->
     counts = [f"{name.replace('_', ' ')} {count}" for name, count in sorted(record["counts"].items()) if count]
     end = f"failed, {record['failure']}" if record["failure"] else f"reward {record['reward']:g}"
     return "\n".join([*lines, "; ".join([end, *counts])])
-
-
-def record_text(record: Mapping[str, Any], decode: Callable[[list[int]], str], version: int) -> str:
-    """`conversation_text` of a record."""
-    return conversation_text(record, conversation(record, decode, version))
 
 
 def _message(message: Mapping[str, Any]) -> str:

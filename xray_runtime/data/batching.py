@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 
-from xray_runtime.data.permutation import permuted
 from xray_runtime.seeding import derive_seed
+
+ROUNDS = 12
+"""Rounds of `permuted`: four suffice for random functions; ours are simpler, and small N need more to be uniform."""
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -105,11 +108,46 @@ class Cursor:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], num_rows: int) -> Self:
-        """The cursor with the state of `state()`, over `num_rows` rows.
-
-        Raises:
-            ValueError: the state belongs to another number of rows.
-        """
+        """The cursor with the state of `state()`. Raises ValueError if that is of another number of rows."""
         if state["num_rows"] != num_rows:
             raise ValueError(f"the saved cursor is for {state['num_rows']} rows, but the data now has {num_rows}")
         return cls(**state)
+
+
+def permuted(places: np.ndarray, num_rows: int, seed: int) -> np.ndarray:
+    """Which rows, int64 [n], stand at `places` of the order that `seed` gives: int64 [n], each in [0, num_rows), with
+    `num_rows` at most 2³¹ − 1. The order is computed, not stored: a position takes O(1) memory.
+
+    A Feistel network (Luby & Rackoff 1988) over pairs (x, y) of Z_a × Z_b with a·b ≥ N permutes [0, a·b); halves are
+    added modulo a and b, not xored, so that a·b is at most N + √N + 1. Values outside [0, N) are permuted again until
+    they fall inside ("cycle walking", Black & Rogaway 2002), which gives a permutation of [0, N).
+    """
+    keys = [np.uint64(derive_seed(seed, "round", number)) for number in range(ROUNDS)]
+    rows = places.astype(np.uint64)
+    outside = np.arange(len(rows))
+    while len(outside):
+        rows[outside] = _network(rows[outside], num_rows, keys)
+        outside = outside[rows[outside] >= num_rows]
+    return rows.astype(np.int64)
+
+
+def _network(values: np.ndarray, num_rows: int, keys: list[np.uint64]) -> np.ndarray:
+    width = math.isqrt(num_rows - 1) + 1
+    height = np.uint64(-(-num_rows // width))
+    y, x = np.divmod(values, np.uint64(width))
+    for number, key in enumerate(keys):
+        if number % 2:
+            y = (y + _mixed(x, key)) % height
+        else:
+            x = (x + _mixed(y, key)) % np.uint64(width)
+    return y * np.uint64(width) + x
+
+
+def _mixed(half: np.ndarray, key: np.uint64) -> np.ndarray:
+    """A hash of each half with the round's key, uint64: splitmix64's finalizer (Steele et al. 2014)."""
+    z = (half << np.uint64(32) | key) + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    # Kept small, so that adding a half cannot overflow.
+    return z >> np.uint64(1)

@@ -84,11 +84,8 @@ class ChatFormat:
 
     @cached_property
     def end_of_turn(self) -> int:
-        """The token with which the template ends an assistant's turn.
-
-        Raises:
-            ValueError: there is none, so nothing would stop a reply.
-        """
+        """The token with which the template ends an assistant's turn. Raises ValueError if there is none, so that
+        nothing would stop a reply."""
         rendered = self._render([USER_TURN, ASSISTANT_TURN], False, (1,))
         return self.control.find(rendered.text[slice(*rendered.spans[0])])[-1][2]
 

@@ -54,9 +54,7 @@ ROLLOUT = (
     Column("response_ids", "[B, R]", "int64", "engines.generation", "rl.scoring", "the reply"),
     Column("rollout_logprobs", "[B, R]", "float32", "engines.generation", "rl.experience, models", "by the generator"),
     Column("ended", "[B]", "bool", "engines.generation", "rl.experience", "False: cut off"),
-    Column(
-        "version", "[B]", "int64", _LOOP, "rl.metrics, rl.ledger_writer", "updates of the sampling policy, the oldest"
-    ),
+    Column("version", "[B]", "int64", _LOOP, "rl.metrics, rl.ledger_writer", "updates of its policy, the oldest"),
     Column("prompt", "[B]", "int64", _LOOP, "rl.scoring, rl.ledger_writer", "index of the stage's prompt"),
     Column("prompt_ids", "[B, P]", "int64", "rl.episode", "rl.scoring", "the environment's first prompt"),
     Column("turn_rewards", "[B, R]", "float32", "rl.episode", "rl.experience", "reward of a turn, on its last token"),

@@ -33,11 +33,8 @@ class Encoded(NamedTuple):
 
 class ControlTokens:
     """The special and added tokens of `tokenizer` (such as `<think>`), except tokens of whitespace only, with which
-    some tokenizers write indentation and which can forge nothing.
-
-    Raises:
-        ValueError: it is not a fast tokenizer, or one of its added tokens cannot be distinguished from text.
-    """
+    some tokenizers write indentation and which can forge nothing. Raises ValueError if it is not a fast tokenizer, or
+    if one of its added tokens cannot be distinguished from text."""
 
     def __init__(self, tokenizer: Any) -> None:
         if not tokenizer.is_fast:
@@ -50,7 +47,9 @@ class ControlTokens:
         """Token → id."""
         secret = unguessable()
         # Between two symbols, since a token that matches whole words must have no letter next to it.
-        self.names = {token: f"<{secret}{_letters(n)}>" for n, token in enumerate(sorted(self.ids))}
+        self.names = {
+            token: f"<{secret}{format(n, '06x').translate(LETTERS)}>" for n, token in enumerate(sorted(self.ids))
+        }
         """Token → its name."""
         self._id_of_name = {self.names[token]: number for token, number in self.ids.items()}
         longest_first = sorted(self.ids, key=len, reverse=True)
@@ -79,10 +78,6 @@ class ControlTokens:
         found = self._backend.encode_batch(texts, add_special_tokens=False)
         offsets = [np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) for encoding in found]
         return [Encoded(e.ids, at[:, 0], at[:, 1]) for e, at in zip(found, offsets, strict=True)]
-
-
-def _letters(number: int) -> str:
-    return f"{number:06x}".translate(LETTERS)
 
 
 def _renamed(tokenizer: Any, names: dict[str, str]) -> Tokenizer:

@@ -67,14 +67,11 @@ class ConversationTokens:
     """Rows of tokens, one per conversation of a dataset's file: columns stay on disk, selected rows are read.
 
     Args:
-        pairs: the dataset's file of `Example`s.
         max_prompt: maximum number of tokens before a reply to train on.
         max_reply: maximum number of tokens of a reply to train on, with the end of its turn; the minimum is 2.
-        seal: the run's key; only tokens with its seal are read.
-        report: called with the progress of tokenizing.
 
     Raises:
-        ValueError: the file is not such a dataset or is damaged, or the chat template refuses a conversation.
+        ValueError: as `Tokens`, or the chat template refuses a conversation.
     """
 
     def __init__(
@@ -152,7 +149,6 @@ def _encoded(pairs: Pairs[Example], tokenizer: Any, report: Report) -> Iterator[
         report(done, len(pairs))
         turns = form.turns([(one.messages, one.replies) for one in part])
         spans = [[position for span in one.spans for position in span] for one in turns]
-        columns = [pa.array([one.ids for one in turns], IDS), pa.array(spans, IDS)]
-        yield pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+        yield pa.RecordBatch.from_pydict({"input_ids": [one.ids for one in turns], "spans": spans}, schema=SCHEMA)
         done += sum(len(one.replies) for one in part)
     report(done, len(pairs))

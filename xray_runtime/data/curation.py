@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from xray_runtime.config.curate import CurateConfig
-from xray_runtime.data.drift import alpha_of, by_unit, drift
+from xray_runtime.data.drift import Units, alpha_of, by_unit, drift
 from xray_runtime.data.heldout import is_held_out
 from xray_runtime.data.near_duplicates import leaders
 from xray_runtime.data.pairs import Messages, prompt_text
@@ -67,13 +68,8 @@ class Curated:
 
 
 def curate(signals: Sequence[Signal], config: CurateConfig, gold: Gold, seed: int, drop: Drop) -> Curated:
-    """Apply all rules.
-
-    Args:
-        signals: of all nights, the oldest first.
-        seed: of the split.
-        drop: called for every signal and row that is left out.
-    """
+    """Apply all rules to the signals of all nights, the oldest first. `drop` is called for every signal and row that is
+    left out; `seed` is of the split."""
     found = Curated()
     latest = _counted_once(signals, config.near_duplicate, gold, drop)
     units = by_unit(latest)
@@ -97,9 +93,8 @@ def curate(signals: Sequence[Signal], config: CurateConfig, gold: Gold, seed: in
 
 def _counted_once(signals: Sequence[Signal], threshold: float | None, gold: Gold, drop: Drop) -> list[Signal]:
     """The last signal of each person on each thing; what is nearly equal is made equal."""
-    if threshold is None:
-        near = list(signals)
-    else:
+    near = list(signals)
+    if threshold is not None:
         tests = [signal for signal in signals if signal.unit in gold]
         signals = [signal for signal in signals if signal.unit not in gold]
         prompts = list(dict.fromkeys(prompt_text(s.prompt) for s in signals))
@@ -124,12 +119,10 @@ def _counted_once(signals: Sequence[Signal], threshold: float | None, gold: Gold
 
 def _made_equal(signals: Sequence[Signal], threshold: float) -> list[Signal]:
     """The signals; of nearly equal units all get the texts of the first, so that their judges vote together."""
-    units: dict[tuple[str, ...], Signal] = {}
-    for signal in signals:
-        units.setdefault(signal.unit, signal)
+    units = by_unit(signals)
     listed = list(units)
     texts = ["\n".join(unit) for unit in listed]
-    first = {unit: units[listed[lead]] for unit, lead in zip(listed, leaders(texts, threshold), strict=True)}
+    first = {unit: units[listed[lead]][0] for unit, lead in zip(listed, leaders(texts, threshold), strict=True)}
     made = []
     for signal in signals:
         lead = first[signal.unit]
@@ -138,12 +131,7 @@ def _made_equal(signals: Sequence[Signal], threshold: float) -> list[Signal]:
     return made
 
 
-def _left_out(
-    units: Mapping[tuple[str, ...], Sequence[Signal]],
-    gold: Gold,
-    config: CurateConfig,
-    judges: dict[str, dict[str, Any]],
-) -> dict[str, str]:
+def _left_out(units: Units, gold: Gold, config: CurateConfig, judges: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Judge → why they are left out; fills `judges`."""
     tested, right, shared, agreed = (Counter[str]() for _ in range(4))
     given = Counter(signal.judge for votes in units.values() for signal in votes)
@@ -290,10 +278,7 @@ def capped(
             nights[row.night].append(row)
     largest = 0.0
     reason = "over_a_persons_share" if by == "people" else "over_an_applications_share"
-
-    def sources(row: Row) -> tuple[str, ...]:
-        return row.people if by == "people" else row.applications
-
+    sources: Callable[[Row], tuple[str, ...]] = attrgetter(by)
     for of_night in nights.values():
         remaining = of_night if most is None else within_share(of_night, most, sources)
         ids = {row.id for row in remaining}

@@ -32,12 +32,7 @@ SUFFIX = ".tokens-"
 
 
 class Derived:
-    """The derived files of one dataset.
-
-    Args:
-        dataset: its directory.
-        seal: the run's key; only files with its seal are read.
-    """
+    """The derived files of the dataset in a directory. Only files with the seal of `seal`, the run's key, are read."""
 
     def __init__(self, dataset: Path, seal: Seal) -> None:
         self._folder, self._seal = dataset.with_name(dataset.name + SUFFIX), seal
@@ -75,11 +70,8 @@ class Derived:
 
 
 def computed_key(stage: Stage[Any, Any], layout: Set[str], **content: Any) -> str:
-    """The key of a model's outputs: a digest of `content` and of everything else that changes their last bits.
-
-    Args:
-        layout: the layout fields of the stage's config.
-    """
+    """The key of a model's outputs: a digest of `content` and of everything else that changes their last bits, with the
+    fields `layout` of the stage's config."""
     config = stage.config.model_dump(mode="json", include=layout)
     runtime = list(stage.runtime.in_keys().values())
     return digest({**content, "layout": config, "runtime": runtime, "software": environment_digest()})[:32]

@@ -1,4 +1,4 @@
-"""Is a night of feedback unlike the nights before, or do its judges disagree? Then a person must look first."""
+"""Reasons to hold a night of feedback for a person: it is unlike the nights before, or its judges disagree."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
-"""Gold scores: the best available measure of a reply's quality. The reward model never sees them."""
+"""Gold scores, the best available measure of a reply's quality, which the reward model never sees; and the form of the
+scores that users' functions return."""
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from itertools import islice
 from typing import Any
 
 from xray_runtime.config.allowed_imports import check_import
 from xray_runtime.config.sources import BUILT_IN_GOLD
-from xray_runtime.data.score_list import score_list
 
 GoldScore = Callable[[Sequence[str], Sequence[str]], list[float]]
 """(prompt texts, replies) → one score per reply; higher is better."""
@@ -56,21 +57,8 @@ def load_gold(name: str, functions: Mapping[str, Callable[..., Any]]) -> GoldSco
 
 
 def import_function(name: str, field: str) -> Callable[..., Any]:
-    """The function `module:function`.
-
-    Args:
-        field: the config field, for errors.
-
-    Raises:
-        ValueError: XRAY_ALLOWED_IMPORTS does not name its module, or it cannot be imported or called.
-    """
-    function = _imported(name, field)
-    if not callable(function):
-        raise ValueError(f"{field}: {name!r} is {type(function).__name__}, not a function of (prompts, replies)")
-    return function
-
-
-def _imported(name: str, field: str) -> Any:
+    """The function `module:function`. Raises ValueError, with the config field, if XRAY_ALLOWED_IMPORTS does not name
+    its module, or if it cannot be imported or called."""
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ValueError(f"{field}: {name!r} is not allowed; it must be 'vader' or 'module:function'")
@@ -80,7 +68,38 @@ def _imported(name: str, field: str) -> Any:
     except ValueError as error:
         raise ValueError(f"{field}: {error}") from None
     try:
-        return getattr(importlib.import_module(module), attribute)
+        function: Any = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # a user's module may fail in any way while it loads
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{field}: {name!r} cannot be imported ({reason})") from error
+    if not callable(function):
+        raise ValueError(f"{field}: {name!r} is {type(function).__name__}, not a function of (prompts, replies)")
+    return function
+
+
+class FormError(ValueError):
+    """A function's result is not a list of scores."""
+
+
+def score_list(answer: Any, num_replies: int) -> list[Any]:
+    """The scores in a result: a list, a tuple, another sequence, a generator, or a one-dimensional array. Raises
+    FormError if it has another type or number of entries, or an entry that cannot be a number."""
+    if isinstance(answer, str | bytes | Mapping | Set) or not isinstance(answer, Iterable):
+        raise FormError(f"must return a list of numbers, one per reply, not {_shown(answer)}")
+    dimensions = getattr(answer, "ndim", 1)
+    if dimensions != 1:
+        raise FormError(f"must return a list of numbers, one per reply, not an array of {dimensions} dimensions")
+    # A generator may never end.
+    scores = list(islice(answer, num_replies + 1))
+    if len(scores) != num_replies:
+        found = f"more than {num_replies}" if len(scores) > num_replies else len(scores)
+        raise FormError(f"must return one number per reply; for {num_replies} replies it returned {found}")
+    for score in scores:
+        if isinstance(score, str | bytes) or (isinstance(score, Iterable) and getattr(score, "ndim", 1) != 0):
+            raise FormError(f"must return a list of numbers; {_shown(score)} is in it")
+    return scores
+
+
+def _shown(answer: Any) -> str:
+    text = " ".join(repr(answer).split())
+    return text if len(text) <= 100 else f"{text[:100]}…"

@@ -1,7 +1,9 @@
-"""Hold a share of names or prompts out of training, the same ones every time."""
+"""Data that is not trained on: a held-out share of names or prompts, the same ones every time, and data held for a
+person."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -53,3 +55,14 @@ def split_by_prompt(
     """(whether it is held out, pair) for each pair; no prompt is on both sides."""
     for pair in pairs:
         yield is_held_out(seed, "preferences", prompt_text(pair.prompt), fraction), pair
+
+
+def refuse_held(stage: str, curated: Path) -> None:
+    """Raises ValueError if a checkpoint of `curate` is held; human verdicts from elsewhere never are."""
+    path = curated / "stats.json"
+    held = json.loads(path.read_text(encoding="utf-8")).get("held") if path.exists() else None
+    if held:
+        raise ValueError(
+            f"{stage}: {curated.name} is held for a person: {'; '.join(held)}; look at it, then release it "
+            "with the field `released`"
+        )

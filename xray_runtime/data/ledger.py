@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,11 +72,8 @@ def iterations(directory: Path) -> list[int]:
 
 
 def read_shard(path: Path, *, lists: bool = True) -> Shard:
-    """Read a shard. Raises ValueError if the file is not a shard or is damaged.
-
-    Args:
-        lists: whether columns of tokens and of numbers per token are read too.
-    """
+    """Read a shard; with `lists`, also its columns of tokens and of numbers per token. Raises ValueError if the file is
+    not a shard or is damaged."""
     try:
         columns = None
         if not lists:
@@ -119,50 +116,35 @@ class Query:
 
     def select(self, table: pa.Table) -> pa.Table:
         """The selected rows. Raises ValueError if the shard has no such source."""
-        sources = sources_of(table)
-        if self.source is not None and self.source not in sources:
-            raise ValueError(f"{self.source!r} is not allowed: must be one of {', '.join(map(repr, sources))}")
-        selected = [self.source] if self.source is not None else sources
-        wanted = np.ones(len(table), bool)
+        sources, column, wanted = sources_of(table), table["reward"], np.ones(len(table), bool)
         if self.source is not None:
-            wanted &= table[SCORE + self.source].is_valid().to_numpy()
+            if self.source not in sources:
+                raise ValueError(f"{self.source!r} is not allowed: must be one of {', '.join(map(repr, sources))}")
+            sources, column = [self.source], table[SCORE + self.source]
+            wanted &= column.is_valid().to_numpy()
         # A missing reward is NaN, which compares false with both bounds.
-        value = _floats(table["reward" if self.source is None else SCORE + self.source])
+        value: np.ndarray = pc.fill_null(column, np.nan).to_numpy()
         if self.min_reward is not None:
             wanted &= value >= self.min_reward
         if self.max_reward is not None:
             wanted &= value <= self.max_reward
         if self.failed:
-            wanted &= np.any([pc.is_nan(table[SCORE + s]).fill_null(False).to_numpy() for s in selected], axis=0)
+            wanted &= np.any([pc.is_nan(table[SCORE + s]).fill_null(False).to_numpy() for s in sources], axis=0)
         if self.unused:
             wanted &= table["times_trained"].to_numpy() == 0
         return table.filter(pa.array(wanted))
 
 
-def _floats(column: pa.ChunkedArray) -> np.ndarray:
-    found: np.ndarray = pc.fill_null(column, np.nan).to_numpy()
-    return found
-
-
 def readable(table: pa.Table, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """Readable rows: texts, scores, the mean advantage of the reply's tokens, and whether the row was used. The reply
-    of an agent's episode is its conversation, also as `calls`.
-
-    Args:
-        tokenizer: the policy's.
-    """
+    of an agent's episode is its conversation, also as `calls`. The tokenizer is the policy's."""
     hashed = "reply_hash" in table.column_names
-    texts: dict[str, list[str]] = {}
-    for column, ids in (("prompt", "prompt_ids"), ("reply", "reply_ids")):
-        if hashed:
-            texts[column] = [f"#{digest}" for digest in table[f"{column}_hash"].to_pylist()]
-        else:
-            texts[column] = decode_replies(tokenizer, table[ids].to_pylist())
-    if not hashed and "response_mask" in table.column_names:
-        rows = zip(*(table[name].to_pylist() for name in OF_EPISODES), strict=True)
-        texts["reply"] = [transcript(tokenizer, np.array(ids), np.array(sampled)) for ids, sampled in rows]
+    if hashed:
+        prompts, replies = ([f"#{digest}" for digest in table[f"{of}_hash"].to_pylist()] for of in ("prompt", "reply"))
+    else:
+        prompts = decode_replies(tokenizer, table["prompt_ids"].to_pylist())
+        replies = reply_texts(table, tokenizer, transcript)
     calls = _agent_calls(table, tokenizer)
-    texts["reply"] = [text if one is None else one[1] for one, text in zip(calls, texts["reply"], strict=True)]
     columns = [name for name in table.column_names if not pa.types.is_list(table[name].type)]
     for number, row in enumerate(table.select(columns).to_pylist()):
         if hashed:
@@ -174,8 +156,8 @@ def readable(table: pa.Table, tokenizer: Any) -> Iterator[dict[str, Any]]:
         yield {
             **{name: row[name] for name in ("iteration", "row", "round")},
             "prompt_row": row["prompt"],
-            "prompt": texts["prompt"][number],
-            "reply": texts["reply"][number],
+            "prompt": prompts[number],
+            "reply": replies[number] if (found := calls[number]) is None else found[1],
             "scores": {source: "failed" if score != score else score for source, score in scores.items()},
             "failures": {n.removeprefix(FAILURE): row[n] for n in columns if n.startswith(FAILURE) and row[n]},
             GOLD: row.get(GOLD),
@@ -183,7 +165,7 @@ def readable(table: pa.Table, tokenizer: Any) -> Iterator[dict[str, Any]]:
             "advantage": advantage,
             "used": _used(row),
             **{name: row[name] for name in ("times_trained", "version", "seed", "ended")},
-            **({} if (found := calls[number]) is None else {"calls": found[0]}),
+            **({} if found is None else {"calls": found[0]}),
         }
 
 
@@ -202,12 +184,15 @@ def _agent_calls(table: pa.Table, tokenizer: Any) -> list[tuple[list[dict[str, A
     return found
 
 
-def reply_texts(table: pa.Table, tokenizer: Any) -> list[str]:
-    """The policy's own text in each row, as the rewards received it; tokens must not be hashed."""
+def reply_texts(
+    table: pa.Table, tokenizer: Any, text_of: Callable[[Any, np.ndarray, np.ndarray], str] = own_text
+) -> list[str]:
+    """The policy's own text in each row, as the rewards received it, or what `text_of` makes of an episode's tokens and
+    of which of them were sampled; tokens must not be hashed."""
     if "response_mask" not in table.column_names:
         return decode_replies(tokenizer, table["reply_ids"].to_pylist())
     rows = zip(*(table[name].to_pylist() for name in OF_EPISODES), strict=True)
-    return [own_text(tokenizer, np.array(ids), np.array(sampled)) for ids, sampled in rows]
+    return [text_of(tokenizer, np.array(ids), np.array(sampled)) for ids, sampled in rows]
 
 
 def _used(row: Mapping[str, Any]) -> str:

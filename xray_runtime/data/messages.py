@@ -59,10 +59,7 @@ def read_tools(where: object, record: dict[str, Any]) -> list[dict[str, Any]]:
     """The column `tools` of a record: JSON schemas of the available tools."""
     value = record.get("tools") or []
     if isinstance(value, str):
-        try:
-            value = orjson.loads(value)
-        except orjson.JSONDecodeError as error:
-            raise ValueError(f"{where}: tools is a text that is not JSON ({error})") from error
+        value = _parsed(value, f"{where}: tools is a text that is")
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise ValueError(f"{where}: tools must be a list of JSON schemas, or its JSON text")
     return value
@@ -100,11 +97,15 @@ def _from_sharegpt(where: object, column: str, given: dict[str, Any]) -> dict[st
     role, text = given["from"], given.get("value")
     if role != CALLS:
         return {"role": role, "content": text}
-    try:
-        calls = orjson.loads(text if isinstance(text, str) else "")
-    except orjson.JSONDecodeError as error:
-        raise ValueError(f"{where}: {column} has a {CALLS} that is not JSON ({error})") from error
+    calls = _parsed(text if isinstance(text, str) else "", f"{where}: {column} has a {CALLS} that is")
     return {"role": "assistant", "tool_calls": calls}
+
+
+def _parsed(text: str, what: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"{what} not JSON ({error})") from error
 
 
 def _joined(where: object, column: str, parts: list[Any]) -> str:
@@ -131,10 +132,7 @@ def _tool_calls(where: object, column: str, calls: Any) -> list[dict[str, Any]]:
             raise ValueError(f"{where}: {column} must hold tool_calls with a function's name and arguments")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
-            try:
-                arguments = orjson.loads(arguments or "{}")
-            except orjson.JSONDecodeError as error:
-                raise ValueError(f"{where}: {column} has a tool call whose arguments are not JSON ({error})") from error
+            arguments = _parsed(arguments or "{}", f"{where}: {column} has a tool call whose arguments are")
         if not isinstance(arguments, dict):
             raise ValueError(f"{where}: {column} has a tool call whose arguments are not a JSON object: {arguments!r}")
         about = call if "function" in call else {}

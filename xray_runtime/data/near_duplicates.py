@@ -18,11 +18,8 @@ _MIX = np.uint64(29)
 
 
 def leaders(texts: Sequence[str], threshold: float) -> list[int]:
-    """For each text the index of the first text that it nearly equals, which is its own if there is none.
-
-    Args:
-        threshold: least Jaccard similarity of the shingles.
-    """
+    """For each text the index of the first text that it nearly equals, which is its own if there is none; `threshold`
+    is the least Jaccard similarity of the shingles."""
     shingles = [_shingles(text) for text in texts]
     buckets: dict[tuple[int, bytes], list[int]] = {}
     found: list[int] = []

@@ -27,16 +27,10 @@ def label_pairs(
     sharpness: float,
     seed: int,
 ) -> tuple[list[PreferenceExample], dict[str, float]]:
-    """Label each pair of replies by a Bradley–Terry draw: P(first preferred) = σ(sharpness · (gold₁ − gold₂)).
+    """Label each prompt's pair of replies by a Bradley–Terry draw: P(first preferred) = σ(sharpness · (gold₁ − gold₂)).
 
-    Args:
-        prompts: N prompts.
-        replies: (first, second) reply to each.
-        gold: gold scores of each, in the same order.
-
-    Returns:
-        The pairs, and counts. Pairs of equal or empty replies are dropped and counted; `label_noise` is the share of
-        kept pairs with different gold scores whose label contradicts them.
+    Returns the pairs, and counts. Pairs of equal or empty replies are dropped and counted; `label_noise` is the share
+    of kept pairs with different gold scores whose label contradicts them.
     """
     draws = np.random.default_rng(seed).random(len(prompts))
     pairs, same, differing, contradicting = [], 0, 0, 0
@@ -139,16 +133,8 @@ def split_ratings(
 def from_dataset(
     records: Iterable[tuple[Where, dict[str, Any]]], max_pairs: int | None, dropped: DroppedRows
 ) -> Iterator[tuple[int, PreferenceExample]]:
-    """A user's pairs, each with its row in the source.
-
-    Args:
-        records: records from `read_records`.
-        max_pairs: maximum number of pairs.
-        dropped: records dropped rows.
-
-    Raises:
-        ValueError: a row has the wrong form.
-    """
+    """A user's pairs, each with its row in the source, from what `read_records` reads. Raises ValueError if a row has
+    the wrong form."""
     num_pairs = 0
     for where, record in records:
         if num_pairs == max_pairs:

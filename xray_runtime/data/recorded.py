@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import os
 import secrets
 import time
 import zlib
@@ -29,7 +28,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from pyarrow import parquet
 
-from xray_runtime.files import sync
+from xray_runtime.files import sync, write_atomic
 
 RECORDED = "recorded"
 """Directory below the output directory."""
@@ -101,11 +100,7 @@ def segment_name(number: int) -> str:
 
 
 def segment_bytes(number: int, rows: Iterable[Row], about: dict[str, str]) -> bytes:
-    """A segment's file. Equal rows give equal bytes.
-
-    Args:
-        about: further metadata of the file.
-    """
+    """A segment's file, with further metadata. Equal rows give equal bytes."""
     columns = [asdict(row) for row in rows]
     table = pa.Table.from_pylist(columns, schema=SCHEMA.with_metadata({"segment": str(number), **about}))
     out = pa.BufferOutputStream()
@@ -128,12 +123,7 @@ def read_segment(path: Path, columns: list[str] | None = None) -> list[dict[str,
 
 
 class UserKeys:
-    """Pseudonyms of users, and the keys of their texts.
-
-    Args:
-        directory: `recorded/keys`.
-        writable: whether keys that are missing are made.
-    """
+    """Pseudonyms of users, and the keys of their texts, in `recorded/keys`; if `writable`, missing keys are made."""
 
     def __init__(self, directory: Path, *, writable: bool) -> None:
         self._directory, self._writable = directory, writable
@@ -180,23 +170,12 @@ class UserKeys:
         # A user who withdrew, and whose key was deleted, gets a new one.
         if self._writable and not path.exists():
             self._known.pop(name, None)
-            _write_key(path)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_atomic(path, secrets.token_bytes(KEY_BYTES), 0o600)
+            sync(path.parent)
         if name not in self._known:
             self._known[name] = path.read_bytes()
         return self._known[name]
-
-
-def _write_key(path: Path) -> None:
-    """A new key, readable by its owner only, on disk when this returns."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(secrets.token_bytes(KEY_BYTES))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync(path.parent)
 
 
 def about(kind: str, id: str, model: str) -> str:

@@ -55,10 +55,6 @@ def _from_alpaca(where: object, record: Record) -> Record:
     return record | {"messages": [*_alpaca_prompt(where, record), reply]}
 
 
-def _from_alpaca_preference(where: object, record: Record) -> Record:
-    return record | {"prompt": _alpaca_prompt(where, record)}
-
-
 def _from_sharegpt(where: object, record: Record) -> Record:
     conversation = record["conversations"]
     if record.get("system") and isinstance(conversation, list):
@@ -76,7 +72,11 @@ def _from_sharegpt_preference(where: object, record: Record) -> Record:
 PREFERENCES = (
     Form(("prompt", "chosen", "rejected")),
     Form(("conversations", "chosen", "rejected"), "ShareGPT", _from_sharegpt_preference),
-    Form(("instruction", "chosen", "rejected"), "Alpaca", _from_alpaca_preference),
+    Form(
+        ("instruction", "chosen", "rejected"),
+        "Alpaca",
+        lambda where, record: record | {"prompt": _alpaca_prompt(where, record)},
+    ),
     Form(("chosen", "rejected"), "HH-RLHF, or messages that begin alike"),
 )
 """Forms with two replies; the first that fits is used."""
@@ -125,10 +125,7 @@ def prompt_and_replies(where: object, record: Record, context: int | None) -> It
     In `messages`, each assistant message that answers a user or a tool is a reply, unless it has OpenAI's `weight` 0.
     Its prompt is the system message, if any, and up to `context` messages before it (None: all), extended backwards to
     the nearest user message. A prompt in a separate column, or in an HH-RLHF transcript, is kept whole. A `completion`
-    may be several messages with tool use.
-
-    Raises:
-        ValueError: a column has the wrong form.
+    may be several messages with tool use. Raises ValueError if a column has the wrong form.
     """
     tools = read_tools(where, record)
     if record.get("messages") == []:
@@ -163,10 +160,8 @@ def preference(where: object, record: Record) -> tuple[Messages, Record, Record]
     """(prompt, chosen, rejected) of one preference record, with replies as assistant messages.
 
     None: the two transcripts do not answer the same prompt, or one does not end with an answer. Collected dialogues
-    contain a few such rows; the caller counts them.
-
-    Raises:
-        ValueError: its columns match no form with two replies, or one has the wrong form.
+    contain a few such rows; the caller counts them. Raises ValueError if its columns match no form with two replies, or
+    one has the wrong form.
     """
     record = usual(where, record, PREFERENCES)
     if "prompt" in record:
@@ -180,11 +175,7 @@ def preference(where: object, record: Record) -> tuple[Messages, Record, Record]
 
 
 def prompt_of(where: object, record: Record) -> Messages:
-    """The prompt of one record; other columns are ignored.
-
-    Raises:
-        ValueError: there is no column `prompt`, or it has the wrong form.
-    """
+    """The column `prompt` of one record. Raises ValueError if it is missing or has the wrong form."""
     if "prompt" not in record:
         raise ValueError(f"{where}: column 'prompt' is missing (columns: {sorted(record)})")
     return _with_tools(_prompt(where, record["prompt"]), read_tools(where, record))

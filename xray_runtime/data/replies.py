@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from xray_runtime.data.batching import permuted
 from xray_runtime.data.pairs import Messages, prompt_text
-from xray_runtime.data.permutation import permuted
 from xray_runtime.data.rows import Ragged, Rows, join, take
+from xray_runtime.data.text_rows import text_rows
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies
+from xray_runtime.data.tokens import Tokens
 
 SIDES = ("input_ids", "rejected_ids")
 """The column of each side of a pair, the chosen one first."""
@@ -20,14 +22,6 @@ DESIRABLE = {"a": (True, False), "b": (False, True), "tie": (True, True), "bad":
 """Verdict → whether the replies `a` and `b` are desirable. A tie means two good replies: `bad` is for two bad ones."""
 RATED = {"up": (True,), "down": (False,)}
 """Verdict on the reply `a` alone → whether it is desirable."""
-
-
-class PairRows(Protocol):
-    """Rows of pairs, such as `Tokens`: `input_ids`, `rejected_ids` and `prompt_lengths`."""
-
-    def __len__(self) -> int: ...
-
-    def take(self, rows: np.ndarray) -> Rows: ...
 
 
 @dataclass(frozen=True)
@@ -39,7 +33,7 @@ class Replies:
     """Indices [B] → rows `input_ids`, `prompt_lengths`."""
 
 
-def both_sides(pairs: PairRows, size: int | None = None) -> Replies:
+def both_sides(pairs: Tokens, size: int | None = None) -> Replies:
     """Replies of the first `size` pairs: reply 2i is the chosen one of pair i, reply 2i + 1 the rejected one."""
 
     def read(numbers: np.ndarray) -> Rows:
@@ -62,12 +56,8 @@ class LabelledReply(NamedTuple):
 def from_verdicts(
     records: Iterable[Mapping[str, Any]], held_out: TextSet
 ) -> tuple[list[LabelledReply], dict[str, float]]:
-    """The two replies of each verdict except skips, and counts.
-
-    Args:
-        records: lines of judgements.jsonl.
-        held_out: texts of held-out prompts; verdicts on them are dropped.
-    """
+    """The two replies of each verdict (a line of judgements.jsonl) except skips, and counts. Verdicts on `held_out`
+    prompts are dropped."""
     found: list[LabelledReply] = []
     counts = {"skipped": 0.0, "dropped_prompt_held_out": 0.0, "dropped_same": 0.0}
     for record in records:
@@ -89,10 +79,7 @@ def encoded(labelled: Sequence[LabelledReply], tokenizer: Any) -> Replies:
     """The tokens of these replies, in memory, since human verdicts are few."""
     prompts = encode_prompts(tokenizer, [one.prompt for one in labelled])
     replies = encode_replies(tokenizer, [one.reply for one in labelled])
-    rows = {
-        "input_ids": Ragged.of(prompt + reply for prompt, reply in zip(prompts, replies, strict=True)),
-        "prompt_lengths": np.array(list(map(len, prompts)), dtype=np.int64),
-    }
+    rows = text_rows(prompts, replies)
     return Replies(len(labelled), lambda numbers: take(rows, numbers))
 
 

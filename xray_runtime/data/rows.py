@@ -163,7 +163,11 @@ def join(parts: Sequence[Rows], places: Sequence[Sequence[int] | range]) -> Rows
 
 def join_column(parts: Sequence[Any], places: Sequence[Sequence[int] | range]) -> Any:
     """One column from parts, as `join`."""
-    return _concatenate(parts)[np.argsort(np.concatenate(places), kind="stable")]
+    order = np.argsort(np.concatenate(places), kind="stable")
+    values = np.concatenate([part.values if isinstance(part, Ragged) else part for part in parts])
+    if not isinstance(parts[0], Ragged):
+        return values[order]
+    return Ragged(values, np.cumsum([0, *np.concatenate([part.lengths for part in parts])]))[order]
 
 
 def non_finite(rows: Rows) -> str | None:
@@ -212,10 +216,3 @@ def load_rows(path: Path) -> Rows:
             texts = Ragged(array, arrays[f"{name}{TEXTS}"])
             rows[name] = np.array([bytes(text).decode() for text in texts], object)
     return rows
-
-
-def _concatenate(columns: Sequence[Any]) -> Any:
-    if not isinstance(columns[0], Ragged):
-        return np.concatenate(columns)
-    lengths = np.concatenate([column.lengths for column in columns])
-    return Ragged(np.concatenate([column.values for column in columns]), np.cumsum([0, *lengths]))

@@ -10,7 +10,8 @@ from xray_runtime.data.pairs import Messages, prompt_text
 from xray_runtime.data.spans import words_of
 
 Label = Literal["up", "down", "a", "b", "tie", "bad", "better", "correction"]
-RATINGS, VERDICTS, TEXTS = ("up", "down"), ("a", "b", "tie", "bad"), ("better", "correction")
+RATINGS, VERDICTS = ("up", "down"), ("a", "b", "tie", "bad")
+TEXTS: tuple[Literal["better", "correction"], ...] = ("better", "correction")
 
 
 class Signal(NamedTuple):
@@ -46,12 +47,8 @@ def conversation_of(prompt: Messages) -> str:
 def from_feedback(
     rows: Iterable[Mapping[str, Any]], night: int, good_score: float, bad_score: float
 ) -> Iterator[Signal | tuple[str, str]]:
-    """The signals of a collection's feedback; (reason, id) for what says nothing that can be trained on.
-
-    Args:
-        rows: lines of feedback.jsonl: `id`, `judge`, `asker`, `prompt`, `reply`, `signals` and, if an application
-            sent it, `application`.
-    """
+    """The signals of a collection's feedback; (reason, id) for what says nothing that can be trained on. `rows` are
+    lines of feedback.jsonl: `id`, `judge`, `asker`, `prompt`, `reply`, `signals`, and `application` if one sent it."""
     for row in rows:
         signals, about = row["signals"], (row["judge"], row["asker"], row["prompt"], row["reply"])
         application = row.get("application", "")
@@ -59,8 +56,7 @@ def from_feedback(
         if (rating := _rating(signals, good_score, bad_score)) is not None:
             found = True
             yield Signal(row["id"], night, *about, "", rating, application)
-        texts: tuple[Literal["better", "correction"], ...] = ("better", "correction")
-        for name in texts:
+        for name in TEXTS:
             if name in signals and signals[name].strip() and signals[name] != row["reply"]:
                 found = True
                 yield Signal(f"{row['id']}-{name}", night, *about, signals[name], name, application)

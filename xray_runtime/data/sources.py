@@ -105,7 +105,10 @@ def read_records(field_name: str, source: str, split: str) -> tuple[int, Iterato
         elif (path / "state.json").is_file():
             data = datasets.load_from_disk(source)
         elif (path / "dataset_dict.json").is_file():
-            data = _split_of(datasets.load_from_disk(source), split)
+            data = datasets.load_from_disk(source)
+            if split not in data:
+                raise ValueError(f"no split {split!r}; there are {', '.join(map(repr, data))}")
+            data = data[split]
         else:
             data = datasets.load_dataset(source, split=split)
     except Exception as error:  # each reader of `datasets` has its own exceptions
@@ -113,12 +116,6 @@ def read_records(field_name: str, source: str, split: str) -> tuple[int, Iterato
         raise ValueError(f"{field_name}: {source!r} cannot be read ({reason})") from error
     rows = (row for part in data.with_format("arrow").iter(READ_ROWS) for row in part.to_pylist())
     return len(data), ((Where(source, "row", n), _there(row)) for n, row in enumerate(rows, start=1))
-
-
-def _split_of(data: Any, split: str) -> Any:
-    if split not in data:
-        raise ValueError(f"no split {split!r}; there are {', '.join(map(repr, data))}")
-    return data[split]
 
 
 def _begins_an_array(path: Path) -> bool:
@@ -160,7 +157,7 @@ def _jsonl_records(field_name: str, path: Path) -> Iterator[tuple[Where, dict[st
                 continue
             where = Where(name, "line", number)
             record = _parsed(f"{field_name}: {where}", line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
-            yield where, _without_nulls(record)
+            yield where, {name: value for name, value in record.items() if value is not None}
 
 
 def _parsed(where: str, line: bytes) -> dict[str, Any]:
@@ -177,10 +174,6 @@ def _parsed(where: str, line: bytes) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"{where}: {type(record).__name__} found, an object is expected")
     return record
-
-
-def _without_nulls(record: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in record.items() if v is not None} if None in record.values() else record
 
 
 def _there(value: Any) -> Any:

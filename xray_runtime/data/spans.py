@@ -29,11 +29,7 @@ def words_of(text: str) -> list[str]:
 
 
 class SpanSet:
-    """The spans of some texts, to search for in others.
-
-    Args:
-        texts: texts that others should not contain; all their spans are in memory.
-    """
+    """The spans of texts that others should not contain, all in memory."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._ids: dict[str, int] = {}

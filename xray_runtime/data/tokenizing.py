@@ -1,4 +1,4 @@
-"""Text to tokens and back: a tokenizer trained on the corpus, and the encoding of prompts and replies.
+"""Text to tokens and back: chat templates, a tokenizer trained on the corpus, the encoding of prompts and replies.
 
 A control token spelled in a text is encoded as text (`chat_format`).
 """
@@ -6,23 +6,47 @@ A control token spelled in a text is encoded as text (`chat_format`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from xray_runtime.data.chat_format import chat_format
-from xray_runtime.data.chat_templates import CALLS
 from xray_runtime.data.pairs import Messages
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 TOOL, TOOLS = "<|tool|>", "<|tools|>"
 
+CALLS = (
+    "{% for call in message['tool_calls'] or [] %}{% if message['content'] or not loop.first %}{{ '\n' }}{% endif %}"
+    "{{ '<tool_call>\n{\"name\": ' + call.function.name | tojson + ', \"arguments\": ' + "
+    "call.function.arguments | tojson + '}\n</tool_call>' }}{% endfor %}"
+)
+"""The calls of a message in the form of Hermes and Qwen, which environments and `xray serve` read."""
 CHAT_TEMPLATE = (
     "{% if tools %}{{ '<|tools|>' + tools | tojson + '<|end|>' }}{% endif %}"
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
     + CALLS
     + "{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+
+CHATML = (
+    "{% if bos_token and bos_token != eos_token %}{{ bos_token }}{% endif %}"
+    "{% if tools %}{{ '<|im_start|>tools\n' + tools | tojson + eos_token + '\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}"
+    + CALLS
+    + "{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML's headers, with every turn closed by the model's end-of-sequence token, so that the vocabulary stays the same.
+A message can contain a header's text, but not the token before it."""
+
+
+def named_template(value: str) -> str:
+    """The template `chatml`, or the one in a file. Raises OSError or UnicodeDecodeError if that cannot be read."""
+    return CHATML if value == "chatml" else Path(value).read_text(encoding="utf-8")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
@@ -88,12 +112,7 @@ def decode_replies(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
 
 
 def turns(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> list[tuple[bool, str]]:
-    """A multi-turn episode as (whether the policy sampled it, text).
-
-    Args:
-        ids: tokens [T].
-        sampled: which tokens the policy sampled [T].
-    """
+    """A multi-turn episode, tokens [T] and which of them the policy sampled [T], as (whether it did, text)."""
     chosen = sampled.astype(bool)
     places = np.flatnonzero(chosen[1:] != chosen[:-1]) + 1
     parts = decode_replies(tokenizer, [part.tolist() for part in np.split(ids.astype(np.int64), places)])

@@ -50,16 +50,9 @@ Report = Callable[[int, int], None]
 class Tokens:
     """Rows of tokens, one per pair of a dataset's file: columns stay on disk, selected rows are read.
 
-    Columns are `input_ids`, `prompt_lengths` [B] and, for preferences, `rejected_ids`.
-
-    Args:
-        pairs: the dataset's file.
-        of: the type of its pairs.
-        seal: the run's key; only tokens with its seal are read.
-        report: called with the progress of tokenizing.
-
-    Raises:
-        ValueError: it is not a file of such pairs, or is damaged.
+    Columns are `input_ids`, `prompt_lengths` [B] and, for preferences, `rejected_ids`. Only tokens with the seal of
+    `seal`, the run's key, are read; `report` is called while they are made. Raises ValueError if it is not a file of
+    such pairs, or is damaged.
     """
 
     def __init__(
@@ -124,11 +117,7 @@ def joined(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
 
 
 def stored(
-    pairs: Path,
-    form: str,
-    tokenizer: Any,
-    make: Callable[[], Iterator[pa.RecordBatch]],
-    seal: Seal,
+    pairs: Path, form: str, tokenizer: Any, make: Callable[[], Iterator[pa.RecordBatch]], seal: Seal
 ) -> list[pa.RecordBatch]:
     """The mapped record batches of a dataset's file for a tokenizer; they are made if missing.
 
@@ -170,16 +159,14 @@ def _encoded(pairs: Pairs[Any], replies: dict[str, Reply], tokenizer: Any, repor
     for part in in_shards(pairs):
         report(done, len(pairs))
         prompts = encode_prompts(tokenizer, [pair.prompt for pair in part])
-        columns = []
-        for text, calls in replies.values():
+        columns: dict[str, list[Any]] = {}
+        for name, (text, calls) in replies.items():
             rows = [(pair.prompt, getattr(pair, text), getattr(pair, calls)) for pair in part]
             encoded = encode_replies_to(tokenizer, rows)
-            ids = [prompt + reply for prompt, reply in zip(prompts, encoded, strict=True)]
-            columns.append(pa.array(ids, IDS))
-        columns.append(pa.array(list(map(len, prompts)), pa.int32()))
-        digests = [xxhash.xxh3_128_digest(np.array(prompt, np.int32).tobytes()) for prompt in prompts]
-        columns.append(pa.array(digests, pa.binary(DIGEST.itemsize)))
-        yield pa.RecordBatch.from_arrays(columns, schema=schema)
+            columns[name] = [prompt + reply for prompt, reply in zip(prompts, encoded, strict=True)]
+        columns["prompt_lengths"] = list(map(len, prompts))
+        columns["prompt_digests"] = [xxhash.xxh3_128_digest(np.array(ids, np.int32).tobytes()) for ids in prompts]
+        yield pa.RecordBatch.from_pydict(columns, schema=schema)
         done += len(part)
     report(done, len(pairs))
 

@@ -2,7 +2,7 @@
 
     withdrawn/texts.json    {"salt": hex, "texts": [HMAC-SHA256 of a text, …]}; readable by its owner only
 
-Texts of fewer than MIN_CHARS characters ("yes", "thank you") are everybody's, and are not withdrawn from data.
+Texts of fewer than MIN_CHARS characters ("yes", "thank you") could be anybody's, and are not withdrawn from data.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ class WithdrawnTexts:
     def write(self, path: Path) -> None:
         """Write them for data stages to read."""
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        write_atomic(path, json.dumps({"salt": self._salt, "texts": sorted(self._hashes)}, indent=1) + "\n")
-        path.chmod(0o600)
+        write_atomic(path, json.dumps({"salt": self._salt, "texts": sorted(self._hashes)}, indent=1) + "\n", 0o600)
 
     def __contains__(self, text: str) -> bool:
         return bool(self._hashes) and len(text.strip()) >= MIN_CHARS and self._hash(text) in self._hashes

@@ -15,10 +15,10 @@ import inspect
 import json
 import re
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import jsonschema
 
@@ -132,33 +132,19 @@ class _CallError(ValueError):
 
 
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The JSON schema of a function, as in `from_tools` and in a dataset's column `tools`.
-
-    Raises:
-        ValueError: see `from_tools`.
-    """
+    """The JSON schema of a function, for a dataset's column `tools`. Raises ValueError as `from_tools`."""
     from transformers.utils import chat_template_utils
 
     name = getattr(function, "__name__", repr(function))
     try:
-        with WITHOUT_TORCH, _without_torch(chat_template_utils):
+        # The library would import torch for type checks: gigabytes of address space in each worker.
+        with WITHOUT_TORCH, mock.patch.object(chat_template_utils, "is_torch_available", return_value=False):
             schema: dict[str, Any] = chat_template_utils.get_json_schema(function)
     except Exception as error:
         raise ValueError(f"the tool {name!r} has no schema ({described(error)})") from error
     # Some chat templates do not know this key.
     schema["function"].pop("return", None)
     return schema
-
-
-@contextmanager
-def _without_torch(chat_template_utils: Any) -> Iterator[None]:
-    """Hide torch, which the library would import for type checks: gigabytes of address space in each worker."""
-    kept = chat_template_utils.is_torch_available
-    chat_template_utils.is_torch_available = lambda: False
-    try:
-        yield
-    finally:
-        chat_template_utils.is_torch_available = kept
 
 
 def from_gymnasium(

@@ -19,7 +19,7 @@ class Episode:
     history: list[dict[str, Any]] = field(default_factory=list)
     """Answered requests."""
     request: dict[str, Any] | None = None
-    future: Future[dict[str, Any]] | None = None
+    future: Future[Any] | None = None
     """Future of `request`."""
     is_sent: bool = False
     """Whether `request` was sent to the current process."""
@@ -39,12 +39,7 @@ class Sent:
     has_begun: bool = False
 
 
-def failure(number: int, cause: str) -> EnvironmentFailure:
-    """The failure of episode `number`."""
-    return EnvironmentFailure(f"episode {number}: {cause}")
-
-
-def fail(future: Future[dict[str, Any]], error: Exception) -> None:
+def fail(future: Future[Any], error: Exception) -> None:
     """Set the exception of a future, unless it was cancelled."""
     if future.set_running_or_notify_cancel():
         future.set_exception(error)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import cache, partial
@@ -34,6 +33,9 @@ from xray_runtime.rewards.source import described
 CONNECTS, PAUSE_S = 4, 0.5
 """Connections are retried. A request that was sent is not, since the server may have processed it."""
 CLOSE_S = 5.0
+
+_certificates = cache(httpx.create_ssl_context)
+"""Shared, since making it reads all certificates."""
 
 T = TypeVar("T", Start, Step)
 
@@ -58,7 +60,6 @@ def from_http(url: str, timeout_s: float = 25.0) -> Callable[[], Environment]:
 class _HttpEnvironment:
     def __init__(self, url: str, timeout_s: float) -> None:
         self._url, self._timeout_s = url, timeout_s
-        # The context is shared, since making it reads all certificates.
         self._client = httpx.AsyncClient(headers=key_header(url), timeout=timeout_s, verify=_certificates())
         self._episode: str | None = None
 
@@ -109,8 +110,3 @@ class _HttpEnvironment:
             raise ValueError(f"{self._url}{path}: {unknown[0]!r} is not allowed: fields are {', '.join(known)}")
         # The worker checks values, as for every environment.
         return kind(**answer)
-
-
-@cache
-def _certificates() -> ssl.SSLContext:
-    return httpx.create_ssl_context()

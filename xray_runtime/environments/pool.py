@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-from xray_runtime.environments.episodes import EnvironmentFailure
 from xray_runtime.environments.protocol import Start, Step
 from xray_runtime.environments.supervisor import Supervisor
-
-__all__ = ["EnvironmentFailure", "EnvironmentPool"]
-
-T = TypeVar("T")
 
 
 class EnvironmentPool:
@@ -24,7 +19,8 @@ class EnvironmentPool:
     Args:
         environment: "module:name" of a class or a function without arguments.
         num_workers: number of processes; an episode runs in the one of its number modulo this.
-        timeout_s: limit of one reset or step; an episode that takes longer fails, and its process is killed.
+        timeout_s: limit of one reset or step, from the call of user code on; an episode that takes longer fails, and
+            its process is killed.
         memory_mb: address space of each process.
         log_path: file for their output; None: discard it.
 
@@ -50,25 +46,19 @@ class EnvironmentPool:
         """Begin an episode; an open one with this number is closed.
 
         The future fails with EnvironmentFailure if the episode is at fault, and with RuntimeError if its process does
-        not start again or the pool was shut down.
-
-        Raises:
-            ValueError: `task` is not JSON.
+        not start again or the pool was shut down. Raises ValueError if `task` is not JSON.
         """
         request = {"op": "reset", "task": dict(task), "seed": seed}
         try:
             json.dumps(request)
         except (TypeError, ValueError) as error:
             raise ValueError(f"the task of episode {episode} must be JSON ({error})") from error
-        return _mapped(self._of(episode).ask(episode, request), lambda answer: Start(**answer["start"]))
+        return self._of(episode).ask(episode, request)
 
     def step(self, episode: int, reply: str) -> Future[Step]:
-        """Send the policy's reply to an episode, after its last answer.
-
-        The future fails as in `reset`; then the episode is over.
-        """
-        request = {"op": "step", "reply": reply}
-        return _mapped(self._of(episode).ask(episode, request), lambda answer: Step(**answer["step"]))
+        """Send the policy's reply to an episode, after its last answer. If the future fails, as in `reset`, the episode
+        is over."""
+        return self._of(episode).ask(episode, {"op": "step", "reply": reply})
 
     def close(self, episode: int) -> None:
         """Close an episode, if there is one with this number, without waiting."""
@@ -94,19 +84,3 @@ def _stop(supervisors: Sequence[Supervisor], wait_s: float) -> None:
         supervisor.stop(wait_s)
     for supervisor in supervisors:
         supervisor.join()
-
-
-def _mapped(source: Future[dict[str, Any]], convert: Callable[[dict[str, Any]], T]) -> Future[T]:
-    """A future with the converted result of `source`."""
-    target: Future[T] = Future()
-
-    def take(done: Future[dict[str, Any]]) -> None:
-        if not target.set_running_or_notify_cancel():
-            return
-        try:
-            target.set_result(convert(done.result()))
-        except Exception as error:
-            target.set_exception(error)
-
-    source.add_done_callback(take)
-    return target

@@ -18,16 +18,8 @@ READ_BYTES = 2**20
 
 
 class WorkerProcess:
-    """A worker in its own session, so that its forked children can be killed with it.
-
-    Args:
-        environment: "module:name".
-        memory_mb: its address space.
-        log_path: file for its output; None: discard it.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    """A worker in its own session, so that its forked children can be killed with it; the arguments are those of
+    `EnvironmentPool`. Raises OSError if it cannot be started."""
 
     def __init__(self, environment: str, memory_mb: int, log_path: Path | None) -> None:
         root = str(Path(xray_runtime.__file__).parents[1])
@@ -58,32 +50,24 @@ class WorkerProcess:
         """File descriptor that is readable when the process has ended."""
         os.set_blocking(self.stdin, False)
         os.set_blocking(self.stdout, False)
-        self._read, self._unsent = bytearray(), bytearray()
+        self._read, self.unsent = bytearray(), bytearray()
+        """`unsent`: what `flush` must still send when `stdin` is writable."""
         self.write({"environment": environment, "path": sys.path, "memory_mb": memory_mb, "parent": theirs})
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether `flush` must be called when `stdin` is writable."""
-        return bool(self._unsent)
 
     def write(self, message: dict[str, Any]) -> None:
         """Send a message, now or in later calls of `flush`."""
-        self._unsent += json.dumps(message).encode() + b"\n"
+        self.unsent += json.dumps(message).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
         """Send as much as the pipe accepts."""
         try:
-            while self._unsent:
-                del self._unsent[: os.write(self.stdin, self._unsent)]
+            while self.unsent:
+                del self.unsent[: os.write(self.stdin, self.unsent)]
         except BlockingIOError:
             pass
         except OSError:
-            self._unsent.clear()  # it has ended, see `exited`
+            self.unsent.clear()  # it has ended, see `exited`
 
     def read(self) -> list[dict[str, Any]]:
         """The messages that have arrived."""
@@ -103,7 +87,7 @@ class WorkerProcess:
         """Kill it with its group; returns its exit code, negative for a signal."""
         # Before it is reaped, so that the system cannot have reused the group's number.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
         os.close(self.exited)
         os.close(self._held)

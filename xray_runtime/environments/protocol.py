@@ -65,11 +65,8 @@ class Environment(Protocol):
 
 
 def as_start(value: Any) -> Start:
-    """Check the return value of `reset`; None becomes a Start without messages.
-
-    Raises:
-        ValueError: it is not valid; names the field, its value and what is allowed.
-    """
+    """Check the return value of `reset`; None becomes a Start without messages. Raises ValueError with the field,
+    its value and what is allowed."""
     if value is None:
         return Start()
     if not isinstance(value, Start):
@@ -84,11 +81,8 @@ def as_start(value: Any) -> Start:
 
 
 def as_step(value: Any) -> Step:
-    """Check the return value of `step`; its reward becomes a float, and its info is sorted by name.
-
-    Raises:
-        ValueError: it is not valid; names the field, its value and what is allowed.
-    """
+    """Check the return value of `step`; its reward becomes a float, and its info is sorted by name. Raises ValueError
+    with the field, its value and what is allowed."""
     if not isinstance(value, Step):
         raise ValueError(f"step returned {_shown(value)}: must be a Step")
     _check_messages("Step", value.messages, OBSERVED_ROLES)

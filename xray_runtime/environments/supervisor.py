@@ -19,7 +19,6 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -27,8 +26,9 @@ from typing import Any
 
 from xray_runtime.cores import load
 from xray_runtime.environments import worker
-from xray_runtime.environments.episodes import Episode, Sent, fail, failure
+from xray_runtime.environments.episodes import EnvironmentFailure, Episode, Sent, fail
 from xray_runtime.environments.process import WorkerProcess
+from xray_runtime.environments.protocol import Start, Step
 
 log = logging.getLogger(__name__)
 
@@ -39,14 +39,7 @@ SHUT_DOWN = "the pool was shut down"
 
 
 class Supervisor:
-    """Episodes of one worker. Any thread may call its methods.
-
-    Args:
-        environment: "module:name".
-        timeout_s: limit of one reset or step, from the call of user code on.
-        memory_mb: address space of the process.
-        log_path: file for its output; None: discard it.
-    """
+    """Episodes of one worker; the arguments are those of `EnvironmentPool`. Any thread may call its methods."""
 
     def __init__(self, environment: str, timeout_s: float, memory_mb: int, log_path: Path | None) -> None:
         self._environment, self._timeout_s = environment, timeout_s
@@ -65,15 +58,15 @@ class Supervisor:
         self._episodes: dict[int, Episode] = {}
         self._cause = SHUT_DOWN
         """Why the thread ended."""
-        self._suspects: deque[Episode] = deque()
+        self._suspects: dict[int, Episode] = {}
         self._sent: dict[int, Sent] = {}
         self._ids, self._keys = itertools.count(), itertools.count()
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"environment {environment}")
         self._thread.start()
 
-    def ask(self, number: int, request: dict[str, Any]) -> Future[dict[str, Any]]:
-        """The answer to a reset or a step of an episode; fails as in `EnvironmentPool`."""
-        future: Future[dict[str, Any]] = Future()
+    def ask(self, number: int, request: dict[str, Any]) -> Future[Any]:
+        """The Start or Step that answers a request; fails as in `EnvironmentPool`."""
+        future: Future[Any] = Future()
         if not self._call(lambda: self._ask(number, request, future)):
             fail(future, RuntimeError(SHUT_DOWN))
         return future
@@ -135,13 +128,14 @@ class Supervisor:
             self._timer.cancel()
         end, act = self._limit()
         if self._stop_at is not None:
-            if not self._is_closing() or self._loop.time() >= self._stop_at:
+            is_closing = any(sent.op == "close" for sent in self._sent.values())
+            if not is_closing or self._loop.time() >= self._stop_at:
                 self._loop.stop()
             if self._stop_at < end:
                 end, act = self._stop_at, lambda: None
         self._timer = self._loop.call_at(end, self._handle, act) if end < math.inf else None
 
-    def _ask(self, number: int, request: dict[str, Any], future: Future[dict[str, Any]]) -> None:
+    def _ask(self, number: int, request: dict[str, Any], future: Future[Any]) -> None:
         if self._stop_at is not None:
             fail(future, RuntimeError(SHUT_DOWN))
             return
@@ -150,28 +144,24 @@ class Supervisor:
             self._episodes[number] = Episode(number, next(self._keys))
         episode = self._episodes.get(number)
         if episode is None:
-            fail(future, failure(number, "it was not reset, was closed, or has failed"))
+            fail(future, EnvironmentFailure(f"episode {number}: it was not reset, was closed, or has failed"))
         elif episode.request is not None:
-            fail(future, failure(number, "a step was requested before its last answer came"))
+            fail(future, EnvironmentFailure(f"episode {number}: a step was requested before its last answer came"))
         else:
             episode.request, episode.future, episode.is_sent, episode.deaths = request, future, False, 0
 
     def _fail(self, number: int, cause: str) -> None:
-        self._close(number, failure(number, cause))
+        self._close(number, EnvironmentFailure(f"episode {number}: {cause}"))
 
     def _close(self, number: int, error: Exception) -> None:
         episode = self._episodes.pop(number, None)
         if episode is None:
             return
-        if episode in self._suspects:
-            self._suspects.remove(episode)
+        self._suspects.pop(number, None)
         if episode.future is not None:
             fail(episode.future, error)
         if episode.is_present and self._is_ready:
             self._send(episode, {"op": "close"})
-
-    def _is_closing(self) -> bool:
-        return any(sent.op == "close" for sent in self._sent.values())
 
     def _start(self) -> None:
         self._sent.clear()
@@ -215,14 +205,14 @@ class Supervisor:
             self._start()
         if self._is_ready:
             if self._suspects:
-                waiting = [] if self._sent else [self._suspects[0]]
+                waiting = [] if self._sent else list(self._suspects.values())[:1]
             for episode in waiting:
                 for request in () if episode.is_present else episode.history:
                     self._send(episode, request, is_replay=True)
                 assert episode.request is not None
                 self._send(episode, episode.request)
                 episode.is_sent = episode.is_present = True
-        if self._process is not None and self._process.has_unsent:
+        if self._process is not None and self._process.unsent:
             self._loop.add_writer(self._process.stdin, self._handle, self._process.flush)
         elif self._process is not None:
             self._loop.remove_writer(self._process.stdin)
@@ -257,15 +247,19 @@ class Supervisor:
         if "error" in message:
             self._fail(episode.number, f"{'it cannot be replayed: ' * sent.is_replay}{message['error']}")
         elif not sent.is_replay:
-            assert episode.request is not None
-            assert episode.future is not None
-            future, episode.future = episode.future, None
-            episode.history.append(episode.request)
-            episode.request = None
-            if episode in self._suspects:
-                self._suspects.remove(episode)
+            request, future = episode.request, episode.future
+            assert request is not None
+            assert future is not None
+            episode.request = episode.future = None
+            episode.history.append(request)
+            self._suspects.pop(episode.number, None)
+            try:
+                answer: Any = Start(**message["start"]) if request["op"] == "reset" else Step(**message["step"])
+            except (KeyError, TypeError) as error:  # an environment could write anything to the pipe
+                fail(future, error)
+                return
             if future.set_running_or_notify_cancel():
-                future.set_result(message)
+                future.set_result(answer)
 
     def _overdue(self) -> list[Sent]:
         now = time.monotonic()
@@ -318,24 +312,18 @@ class Supervisor:
             self._fail_start(f"its process ended while it started: {cause}")
 
     def _start_after_loss(self, what: str, cause: str) -> None:
-        """Start the process again.
-
-        Args:
-            what: what happened to the process.
-            cause: reason for the failure of an episode at fault.
-        """
+        """Start the process again; `what` happened to it, and `cause` is why an episode at fault fails."""
         # Episodes whose code may have been running; if none had begun, all with a request.
         begun = [sent.episode for sent in self._sent.values() if sent.has_begun]
         in_flight = dict.fromkeys(begun or [sent.episode for sent in self._sent.values()])
         log.warning("a process of %s %s, with %d episodes in flight", self._environment, what, len(in_flight))
         for episode in in_flight:
             episode.deaths += 1
-            if not self._is_here(episode):
-                continue
-            if len(in_flight) == 1 and episode.deaths > 1:
-                self._fail(episode.number, cause)
-            elif episode.deaths > 1 and episode.request is not None and episode not in self._suspects:
-                self._suspects.append(episode)
+            if episode.deaths > 1 and self._is_here(episode):
+                if len(in_flight) == 1:
+                    self._fail(episode.number, cause)
+                elif episode.request is not None:
+                    self._suspects[episode.number] = episode
         self._start()
 
     def _is_here(self, episode: Episode) -> bool:

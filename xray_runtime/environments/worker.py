@@ -134,11 +134,7 @@ async def _call(function: Callable[..., Any], *arguments: Any, begin: Callable[[
 
 
 def _limited(answer: Start | Step) -> dict[str, Any]:
-    """`answer` as JSON.
-
-    Raises:
-        ValueError: it exceeds `OUTPUT_CHARS`.
-    """
+    """`answer` as JSON. Raises ValueError if it exceeds `OUTPUT_CHARS`."""
     values, messages = asdict(answer), answer.messages or []
     content = sum(len(message["content"]) for message in messages)
     more = [{name: value for name, value in m.items() if name not in ("role", "content")} for m in messages]
@@ -150,11 +146,8 @@ def _limited(answer: Start | Step) -> dict[str, Any]:
 
 
 def _load(name: str) -> Callable[[], Any]:
-    """The class or function at an import path.
-
-    Raises:
-        ValueError: it is not callable, or a class without `reset` and `step`.
-    """
+    """The class or function at an import path. Raises ValueError if it is neither, or a class without `reset` or
+    `step`."""
     module, _, attribute = name.partition(":")
     found: Callable[[], Any] = getattr(importlib.import_module(module), attribute)
     if not callable(found):

@@ -20,7 +20,7 @@ from transformers.core_model_loading import dot_natural_key, revert_weight_conve
 from transformers.utils.hub import cached_file
 
 from xray_runtime.data.chat_format import chat_format
-from xray_runtime.data.chat_templates import named_template
+from xray_runtime.data.tokenizing import named_template
 from xray_runtime.models.tensor_file import WEIGHTS_FILE
 from xray_runtime.models.weight_files import SHARD_BYTES, copy_weights, has_plain, weight_files, write_float32
 from xray_runtime.store.location import NO_CODE, locate

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,13 +59,15 @@ def run(stage: Stage[CurateConfig, CurateInputs], out: Path, recorder: Recorder)
         def drop(reason: str, id: str) -> None:
             left_out.add(reason, {"id": id})
 
-        signals: list[Signal] = []
-        for night, feedback in enumerate(inputs.feedback):
-            rows = _lines(feedback.path / FEEDBACK)
-            signals += _signals(from_feedback(rows, night, config.good_score, config.bad_score), drop)
-        last = max(len(inputs.feedback) - 1, 0)
-        for judgements in inputs.verdicts:
-            signals += _signals(from_verdicts(_lines(judgements.path / VERDICTS), last), drop)
+        last, scores = max(len(inputs.feedback) - 1, 0), (config.good_score, config.bad_score)
+        feedback = [from_feedback(_lines(f.path / FEEDBACK), night, *scores) for night, f in enumerate(inputs.feedback)]
+        verdicts = [from_verdicts(_lines(judgements.path / VERDICTS), last) for judgements in inputs.verdicts]
+        signals = []
+        for signal in chain(*feedback, *verdicts):
+            if isinstance(signal, Signal):
+                signals.append(signal)
+            else:
+                drop(*signal)
         found = curate(signals, config, gold, stage.seed, drop)
     if config.released is not None:
         found.held = []
@@ -73,14 +76,6 @@ def run(stage: Stage[CurateConfig, CurateInputs], out: Path, recorder: Recorder)
     (out / "stats.json").write_text(json.dumps(stats, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
     _show(recorder, found, stats, left_out.counts)
     return 0
-
-
-def _signals(found: Iterable[Signal | tuple[str, str]], drop: Any) -> Iterator[Signal]:
-    for one in found:
-        if isinstance(one, Signal):
-            yield one
-        else:
-            drop(*one)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -113,16 +108,9 @@ def read_gold(path: str) -> dict[tuple[str, ...], str]:
 def _write(out: Path, found: Curated) -> None:
     # A label of one reply has the verdict up or down, and no b.
     verdicts = [
-        {
-            "id": row.id,
-            "prompt": row.prompt,
-            "a": row.a,
-            "b": row.b,
-            "verdict": row.label,
-            "judge": "+".join(row.people),
-        }
-        for row in found.labels
-        if row.side == "train"
+        {"id": r.id, "prompt": r.prompt, "a": r.a, "b": r.b, "verdict": r.label, "judge": "+".join(r.people)}
+        for r in found.labels
+        if r.side == "train"
     ]
     _write_lines(out / VERDICTS, verdicts)
     _write_lines(out / "disagreements.jsonl", found.disagreements)

@@ -79,9 +79,7 @@ def run(stage: Stage[Any, PreferencesInputs], out: Path, recorder: Recorder) -> 
     (out / "stats.json").write_text(json.dumps(dict(sorted(stats.items())), indent=2) + "\n")
     recorder.metrics({f"preferences/{name}": float(value) for name, value in stats.items()}, step=0)
     recorder.table(
-        "preferences",
-        ["prompt", "chosen", "rejected"],
-        [[prompt_text(p.prompt), *p.texts] for p in written[1][:20]],
+        "preferences", ["prompt", "chosen", "rejected"], [[prompt_text(p.prompt), *p.texts] for p in written[1][:20]]
     )
     recorder.progress(train.count + heldout.count, train.count + heldout.count, "pairs", "labelled")
     return 0

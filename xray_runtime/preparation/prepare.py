@@ -6,16 +6,16 @@ import json
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.heldout import is_held_out
-from xray_runtime.data.mixture import Part, mixed
 from xray_runtime.data.pairs import (
     HELDOUT,
     TRAIN,
@@ -34,8 +34,10 @@ from xray_runtime.data.text_set import TextSet
 from xray_runtime.data.withdrawn import WithdrawnTexts
 
 if TYPE_CHECKING:
-    from xray_runtime.config.prepare import DataConfig
+    from xray_runtime.config.prepare import DataConfig, MixedSource
     from xray_runtime.graph.kind import NoInputs, Recorder, Stage
+
+T = TypeVar("T")
 
 PROGRESS_EVERY = 500
 """Number of conversations between two progress reports."""
@@ -102,7 +104,7 @@ def _write_sides(
     everyone, trained, prompts = TextSet(), TextSet(), TextSet()
     chosen: set[str] = set()
     difficulties, absent = array("d"), set(config.columns)
-    withdrawn = WithdrawnTexts.read(Path(config.withdrawn)) if config.withdrawn is not None else None
+    withdrawn = WithdrawnTexts("", ()) if config.withdrawn is None else WithdrawnTexts.read(Path(config.withdrawn))
     total, source = _read(config, absent)
     unchecked = {side: out / f"{side}.unchecked" for side in (HELDOUT, VALIDATION)}
     with ExitStack() as files:
@@ -128,7 +130,7 @@ def _write_sides(
             for place, (prompt, reply) in enumerate(pairs):
                 text, calls = prompt_text(prompt), reply.get("tool_calls")
                 reason = _reason_to_drop(prompt, text, message_text(reply["content"], calls), config)
-                if withdrawn is not None and withdrawn.touches(prompt, reply["content"]):
+                if withdrawn.touches(prompt, reply["content"]):
                     reason = "withdrawn"
                 if reason:
                     left_out.add(reason, at | {"reply": place})
@@ -162,23 +164,21 @@ def _write_unseen(
     """
     counts = {}
     for side, path in unchecked.items():
-        candidates, name = Pairs(path, Example), side.partition(".")[0]
+        name = side.partition(".")[0]
         if side == HELDOUT or config.validation_fraction:
             reason = f"{name}_prompt_seen_in_training"
             counts[f"dropped_{reason}"] = 0
-            counts[f"{name}_pairs"] = write_pairs(out / side, Example, _unseen(candidates, prompts, reason, left_out))
+            with PairsWriter(out / side, Example) as kept:
+                for pair in Pairs(path, Example):
+                    if prompt_text(pair.prompt) in prompts:
+                        left_out.add(reason, {"id": pair.id})
+                    else:
+                        kept.append(pair)
+            counts[f"{name}_pairs"] = kept.count
             for text in Pairs(out / side, Example).prompt_texts():
                 prompts.add(text)
         path.unlink()
     return counts
-
-
-def _unseen(candidates: Iterable[Example], prompts: TextSet, reason: str, left_out: DroppedRows) -> Iterator[Example]:
-    for pair in candidates:
-        if prompt_text(pair.prompt) in prompts:
-            left_out.add(reason, {"id": pair.id})
-        else:
-            yield pair
 
 
 def _held_out(seed: int, conversation: str, config: DataConfig) -> str | None:
@@ -200,8 +200,31 @@ def _read(config: DataConfig, absent: set[str]) -> tuple[int, Iterator[tuple[int
         _read_one(f"data.sources.{n}.source", one.source, one.split, config, absent)
         for n, one in enumerate(config.sources)
     ]
-    parts = [Part(one.weight, rows, one.limit) for one, (_, rows) in zip(config.sources, read, strict=True)]
-    return sum(total for total, _ in read), mixed(parts)
+    return sum(total for total, _ in read), mixed(config.sources, [rows for _, rows in read])
+
+
+def mixed(sources: Sequence[MixedSource], rows: Sequence[Iterator[T]]) -> Iterator[tuple[int, T]]:
+    """(index of the source, row): always from the source furthest behind its share, the first one at a tie.
+
+    After n rows each source has its share, to within one row for up to three sources. A source at its limit leaves
+    further rows to the others, by weight. An exhausted source ends the mixture, so that the shares stay as configured.
+    """
+    # Exact fractions: 0.1 is a tenth, without rounding.
+    weights = [Fraction(str(source.weight)) for source in sources]
+    behind, drawn = [Fraction(0)] * len(sources), [0] * len(sources)
+    active = list(range(len(sources)))
+    while active:
+        for n in active:
+            behind[n] += weights[n]
+        chosen = max(active, key=lambda n: behind[n])
+        behind[chosen] -= sum(weights[n] for n in active)
+        row = next(rows[chosen], None)
+        if row is None:
+            return
+        yield chosen, row
+        drawn[chosen] += 1
+        if drawn[chosen] == sources[chosen].limit:
+            active.remove(chosen)
 
 
 def _read_one(

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.data.curation import CONVERSATIONS, within_share
 from xray_runtime.data.dropped import DroppedRows
-from xray_runtime.data.held import refuse_held
-from xray_runtime.data.heldout import held_out_prompts, is_held_out
+from xray_runtime.data.heldout import held_out_prompts, is_held_out, refuse_held
 from xray_runtime.data.pairs import (
     HELDOUT,
     TRAIN,

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Any
 
-from xray_runtime.data.score_list import FormError, score_list
+from xray_runtime.data.gold import FormError, score_list
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.rewards.source import Batch, Score, as_number, described, failure, is_infinite
 

@@ -26,7 +26,8 @@ from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.rows import Ragged
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.generation.sampling import Sampling
-from xray_runtime.environments.pool import EnvironmentFailure, EnvironmentPool
+from xray_runtime.environments.episodes import EnvironmentFailure
+from xray_runtime.environments.pool import EnvironmentPool
 from xray_runtime.environments.protocol import Start, Step
 from xray_runtime.graph.artifacts import EPISODES
 from xray_runtime.rewards.journal import Journal

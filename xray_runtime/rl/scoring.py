@@ -13,7 +13,7 @@ import torch
 
 from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.rewards import SourceScores, weighted_sum
-from xray_runtime.data.agent_conversations import record_text
+from xray_runtime.data.agent_conversations import conversation, conversation_text
 from xray_runtime.data.pairs import prompt_text
 from xray_runtime.data.rows import Ragged, Rows, take
 from xray_runtime.data.text_rows import text_rows, with_end_of_turn
@@ -67,7 +67,8 @@ def shown_episodes(tokenizer: Any, rollout: Rollout) -> list[str]:
         return [transcript(tokenizer, *row) for row in zip(rollout.response_ids, episodes.response_mask, strict=True)]
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     rows = zip(episodes.answers.tolist(), rollout.version.tolist(), strict=True)
-    return [record_text(json.loads(text), decode, version) for text, version in rows]
+    records = ((json.loads(text), version) for text, version in rows)
+    return [conversation_text(record, conversation(record, decode, version)) for record, version in records]
 
 
 @dataclass(frozen=True)

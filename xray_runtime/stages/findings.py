@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from xray_runtime.algorithms.hacking import REPEATED, WATCHED, averages, describe
 
@@ -22,7 +23,6 @@ LARGE_RISE = 1.0
 EVEN_WIN_RATE = 0.55
 """Up to this win rate, an evaluation does not show that a policy is better."""
 
-
 WHY = {
     "empty": "empty",
     "too_long": "longer than max_chars",
@@ -40,9 +40,8 @@ LISTED = "listed in dropped.jsonl of the checkpoint"
 def data_findings(series: Series) -> list[str]:
     """Conversations: number of dropped replies, by reason."""
     counts = _counts(series, "data/")
-    dropped = _dropped(counts)
-    found = [f"dropped {sum(n for n, _ in dropped):,} of {counts['read_pairs']:,} replies: "] if dropped else []
-    found = [line + ", ".join(f"{n:,} {why}" for n, why in dropped) for line in found]
+    total, reasons = _dropped(counts)
+    found = [f"dropped {total:,} of {counts['read_pairs']:,} replies: {reasons}"] if total else []
     if counts.get("dropped_without_reply"):
         found.append(f"{counts['dropped_without_reply']:,} of {counts['read_records']:,} rows without a reply to learn")
     return [f"{'; '.join(found)}; {LISTED}"] if found else []
@@ -51,10 +50,8 @@ def data_findings(series: Series) -> list[str]:
 def preferences_findings(series: Series) -> list[str]:
     """Preference pairs: number of dropped pairs, by reason."""
     counts = _counts(series, "preferences/")
-    dropped = _dropped(counts)
-    read = counts.get("pairs", 0) + sum(n for n, _ in dropped)
-    reasons = ", ".join(f"{n:,} {why}" for n, why in dropped)
-    return [f"dropped {read - counts['pairs']:,} of {read:,} pairs: {reasons}"] if dropped else []
+    total, reasons = _dropped(counts)
+    return [f"dropped {total:,} of {counts['pairs'] + total:,} pairs: {reasons}"] if total else []
 
 
 def sft_findings(series: Series) -> list[str]:
@@ -85,11 +82,10 @@ def _counts(series: Series, group: str) -> dict[str, int]:
     return {n.removeprefix(group): round(p[-1][1]) for n, p in series.items() if n.startswith(group) and p}
 
 
-def _dropped(counts: Mapping[str, int]) -> list[tuple[int, str]]:
-    """(count, reason), largest first."""
-    return sorted(
-        ((counts[f"dropped_{key}"], why) for key, why in WHY.items() if counts.get(f"dropped_{key}")), reverse=True
-    )
+def _dropped(counts: Mapping[str, int]) -> tuple[int, str]:
+    """The number of dropped rows, and the reasons, the most frequent first."""
+    found = sorted(((counts.get(f"dropped_{key}", 0), why) for key, why in WHY.items()), reverse=True)
+    return sum(n for n, _ in found), ", ".join(f"{n:,} {why}" for n, why in found if n)
 
 
 def policy_findings(series: Series) -> list[str]:
@@ -101,8 +97,8 @@ def policy_findings(series: Series) -> list[str]:
         found.append("every reply had the same reward, so the policy could not learn")
     elif tied and min(tied) >= 1.0:
         found.append("all replies to each prompt had the same reward, so no advantage was other than 0")
-    elif tied and _mean(tied) >= MOST:
-        found.append(f"all replies had the same reward for {_mean(tied):.0%} of the prompts, which had no effect")
+    elif tied and fmean(tied) >= MOST:
+        found.append(f"all replies had the same reward for {fmean(tied):.0%} of the prompts, which had no effect")
     moved = _values(series, "policy/approx_kl")
     if moved and sum(moved) < UNCHANGED:
         found.append(
@@ -111,7 +107,7 @@ def policy_findings(series: Series) -> list[str]:
         )
     cut = _values(series, "rollout/truncated")
     if cut and min(cut) >= MOST:
-        found.append(f"{_mean(cut):.0%} of the replies were cut off at max_new_tokens")
+        found.append(f"{fmean(cut):.0%} of the replies were cut off at max_new_tokens")
     return found + _hacking(series)
 
 
@@ -143,7 +139,7 @@ def monitored(series: Series) -> list[tuple[str, str]]:
     for name, points in sorted(series.items()):
         if name.startswith(WATCHED) and points:
             size = max(1, min(WINDOW, len(points) // 2))
-            ends = (_mean([value for _, value in part]) for part in (points[:size], points[-size:]))
+            ends = (fmean([value for _, value in part]) for part in (points[:size], points[-size:]))
             found.append((name, " → ".join(f"{end:.4g}" for end in ends)))
     return found
 
@@ -174,7 +170,3 @@ def evaluation_findings(series: Series) -> list[str]:
 
 def _values(series: Series, name: str) -> list[float]:
     return [value for _, value in series.get(name, ())]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

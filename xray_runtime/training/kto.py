@@ -23,8 +23,7 @@ import torch
 from xray_runtime.algorithms.preference_losses import kto_baseline
 from xray_runtime.algorithms.statistics import wins
 from xray_runtime.data.batching import Cursor
-from xray_runtime.data.held import refuse_held
-from xray_runtime.data.heldout import draw_left_out, held_out_prompts
+from xray_runtime.data.heldout import draw_left_out, held_out_prompts, refuse_held
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample, prompt_text
 from xray_runtime.data.replies import SIDES, Replies, both_sides, encoded, from_verdicts, joined, mismatched
 from xray_runtime.graph.artifacts import VERDICTS

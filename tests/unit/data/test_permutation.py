@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 from scipy.stats import chi2, chisquare
 
-from xray_runtime.data.permutation import permuted
+from xray_runtime.data.batching import permuted
 
 POWERS = [2**k + d for k in range(1, 13) for d in (-1, 0, 1)]
 

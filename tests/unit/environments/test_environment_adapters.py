@@ -17,8 +17,7 @@ import pytest
 from transformers.utils import chat_template_utils
 
 from xray_runtime.data.chat_format import chat_format
-from xray_runtime.data.chat_templates import CHATML
-from xray_runtime.data.tokenizing import CHAT_TEMPLATE, decode_replies, encode_replies_to, train_tokenizer
+from xray_runtime.data.tokenizing import CHAT_TEMPLATE, CHATML, decode_replies, encode_replies_to, train_tokenizer
 from xray_runtime.environments.adapters import NO_ACTION, from_gymnasium, from_tools, tool_schema
 from xray_runtime.environments.protocol import Start, Step, as_start, as_step
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from xray_runtime.environments import http
+from xray_runtime.environments.episodes import EnvironmentFailure
 from xray_runtime.environments.http import from_http
-from xray_runtime.environments.pool import EnvironmentFailure, EnvironmentPool
+from xray_runtime.environments.pool import EnvironmentPool
 from xray_runtime.environments.protocol import Start, Step
 from xray_runtime.rewards import remote
 

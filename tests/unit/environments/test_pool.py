@@ -19,7 +19,8 @@ import pytest
 
 from environments import samples
 from xray_runtime.environments import supervisor
-from xray_runtime.environments.pool import EnvironmentFailure, EnvironmentPool
+from xray_runtime.environments.episodes import EnvironmentFailure
+from xray_runtime.environments.pool import EnvironmentPool
 from xray_runtime.environments.protocol import Step
 
 TIMEOUT_S = 1.2
