@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.data.rows import Ragged, Rows, alike_prompts, join_column, num_response_tokens, take
 from xray_runtime.rl.agent_rows import BRANCHES, BranchRows
 from xray_runtime.rl.experience import measured
 from xray_runtime.rl.types import Experience, to_rows
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.finite import SkippedSteps
-from xray_runtime.training.schedule import lr_at
 from xray_runtime.training.steps import PolicySums, StepStatistics, StepTotals, ValueSums, read_step
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
 
@@ -124,11 +124,11 @@ class Updater:
         config, tokens = self._config, float(num_response_tokens(batch))
         totals = StepTotals(tokens=tokens, rows=len(batch["id"]), kl_coef=kl_coef).to_wire()
         at_once = (1 if self._critic is None else 2) + bool(config.lag)
-        lr = lr_at(config, at, self._planned)
+        lr = learning_rate(config, at, self._planned)
         train = self._policy.train_and_score if first else self._policy.train
         calls: list[Any] = [train.remote(batch, totals, lr, at_once)]
         if self._critic is not None:
-            critic_lr = lr_at(config, at, self._planned, peak=config.critic_lr)
+            critic_lr = learning_rate(config, at, self._planned, peak=config.critic_lr)
             calls.append(self._critic.train.remote(batch, totals, critic_lr, at_once))
         answers = get_all(calls)
         sums, columns = answers[0] if first else (answers[0], {})

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.heldout import draw_left_out
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample
@@ -25,7 +26,6 @@ from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.policy_versions import BestVersion
 from xray_runtime.training.reference_logprobs import ReferenceLogprobs, open_policy
 from xray_runtime.training.resumable import Resumable
-from xray_runtime.training.schedule import lr_at
 from xray_runtime.training.steps import DPOSums, StepTotals, read_step
 from xray_runtime.training.trunk_states import TrunkStates
 from xray_runtime.workers.protocols import ModelHandle, get
@@ -64,7 +64,7 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
         state = Resumable(recorder, models, [best], cursor=cursor, skipped=skipped, validation=best.state)
         for step in range(state.restore(), steps):
             index = trained[cursor.take(config.batch_size)]
-            lr = lr_at(config, step, steps)
+            lr = learning_rate(config, step, steps)
             rows = _batch(train, index, known) | states.columns(index)
             totals = StepTotals(pairs=config.batch_size)
             result = read_step(DPOSums, get(policy.train.remote(rows, totals.to_wire(), lr)))

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from xray_runtime.algorithms.preference_losses import kto_baseline
+from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.algorithms.statistics import wins
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.held import refuse_held
@@ -36,7 +37,6 @@ from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.policy_versions import BestVersion
 from xray_runtime.training.reference_logprobs import ReferenceLogprobs, open_policy
 from xray_runtime.training.resumable import Resumable
-from xray_runtime.training.schedule import lr_at
 from xray_runtime.training.steps import KTOSums, StepStatistics, StepTotals, read_step
 from xray_runtime.training.trunk_states import TrunkStates
 from xray_runtime.workers.protocols import ModelHandle, get
@@ -87,7 +87,7 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
             recorder.metrics({f"kto/{name}": count for name, count in counts.items()}, step=0)
         for step in range(done, steps):
             index = trained[cursor.take(config.batch_size)]
-            lr = lr_at(config, step, steps)
+            lr = learning_rate(config, step, steps)
             baseline = kto_baseline(_ratios(policy, parts, known, MISMATCHED, index, mismatched_states))
             rows = train.take(index) | {"ref_logprobs": known[TRAIN][index], "desirable": desirable[index]}
             rows |= states.columns(index)

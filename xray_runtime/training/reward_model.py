@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.algorithms.statistics import wins
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.length_baseline import length_baseline_accuracy
@@ -22,7 +23,6 @@ from xray_runtime.seeding import derive_seed
 from xray_runtime.training.dataset import preference_tokens
 from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.resumable import Resumable
-from xray_runtime.training.schedule import lr_at
 from xray_runtime.training.steps import PairSums, StepTotals, read_step
 from xray_runtime.training.trunk_states import TrunkStates
 from xray_runtime.workers.model_spec import ModelSpec
@@ -64,7 +64,7 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
         for step in range(state.restore(), steps):
             index = cursor.take(config.batch_size)
             batch = train.take(index) | states.columns(index)
-            lr, totals = lr_at(config, step, steps), StepTotals(rows=config.batch_size)
+            lr, totals = learning_rate(config, step, steps), StepTotals(rows=config.batch_size)
             result = read_step(PairSums, get(reward.train.remote(batch, totals.to_wire(), lr)))
             skipped.check_step(stage, "reward", step, result)
             metrics = {

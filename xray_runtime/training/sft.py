@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.conversations import ConversationTokens
 from xray_runtime.data.dropped import DroppedRows
@@ -18,7 +19,6 @@ from xray_runtime.training.dataset import is_in_order, max_prompt_tokens, max_re
 from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.policy_versions import BestVersion
 from xray_runtime.training.resumable import Resumable
-from xray_runtime.training.schedule import lr_at
 from xray_runtime.training.steps import SFTSums, StepTotals, read_step
 from xray_runtime.training.trunk_states import TrunkStates
 from xray_runtime.workers.model_spec import ModelSpec
@@ -61,7 +61,7 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
             start = time.perf_counter()
             index = cursor.take(config.batch_size)
             batch = train.take(index) | states.columns(index)
-            tokens, lr = num_response_tokens(batch), lr_at(config, step, config.steps)
+            tokens, lr = num_response_tokens(batch), learning_rate(config, step, config.steps)
             result = read_step(SFTSums, get(policy.train.remote(batch, StepTotals(tokens=tokens).to_wire(), lr)))
             skipped.check_step(stage, "policy", step, result)
             seconds = time.perf_counter() - start
