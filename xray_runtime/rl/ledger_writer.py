@@ -7,8 +7,6 @@ attempt restores those and writes the later ones again with the same bytes.
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +33,7 @@ from xray_runtime.data.ledger import (
     table_of,
 )
 from xray_runtime.data.rows import Ragged, join_column
+from xray_runtime.files import link_or_copy
 from xray_runtime.graph.artifacts import SHOWN_ROLLOUTS
 from xray_runtime.store.manifest import LEDGER, MANIFEST
 
@@ -230,7 +229,4 @@ def _link(source: Path, target: Path) -> None:
     for number in iterations(source):
         target.mkdir(exist_ok=True)
         path = shard_path(source, number)
-        try:
-            os.link(path, target / path.name)
-        except OSError:  # no hard links, or another disk
-            shutil.copyfile(path, target / path.name)
+        link_or_copy(path, target / path.name)

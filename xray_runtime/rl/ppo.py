@@ -181,7 +181,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
             assert isinstance(episodes, AgentEpisodes)
             in_flight = InFlightEpisodes(episodes, config, purpose_of(0), prompts)
         rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor, episodes, in_flight)
-        keep_files: list[KeepsFiles] = [rollouts, monitor, validation.best, ledger]
+        keep_files: list[KeepsFiles] = [rollouts, monitor, validation.best.versions, ledger]
         state = {"skipped": skipped, "watch": monitor.state, "validation": validation.best.state}
         state |= {"cursor": cursor, "kl": kl, "moments": moments}
         state |= {} if in_flight is None else {"in_flight": in_flight.state}

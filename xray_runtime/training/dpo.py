@@ -61,7 +61,7 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
     with open_policy(stage, objective, reference) as (policy, known):
         states.compute(policy)
         skipped, models = SkippedSteps(), {"policy": policy}
-        state = Resumable(recorder, models, [best], cursor=cursor, skipped=skipped, validation=best.state)
+        state = Resumable(recorder, models, [best.versions], cursor=cursor, skipped=skipped, validation=best.state)
         for step in range(state.restore(), steps):
             index = trained[cursor.take(config.batch_size)]
             lr = learning_rate(config, step, steps)

@@ -81,7 +81,7 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
         states.compute(policy)
         mismatched_states.compute(policy)
         skipped, models = SkippedSteps(), {"policy": policy}
-        state = Resumable(recorder, models, [best], cursor=cursor, skipped=skipped, validation=best.state)
+        state = Resumable(recorder, models, [best.versions], cursor=cursor, skipped=skipped, validation=best.state)
         done = state.restore()
         if not done:
             recorder.metrics({f"kto/{name}": count for name, count in counts.items()}, step=0)

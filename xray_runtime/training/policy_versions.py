@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.config.engines import ValidationSchedule
-from xray_runtime.files import sync
+from xray_runtime.files import link_or_copy, sync
 from xray_runtime.graph.artifacts import VALUE_HEAD
 from xray_runtime.workers.protocols import ModelHandle, get
 
@@ -68,13 +68,13 @@ class PolicyVersions:
     def save_state(self, directory: Path) -> None:
         """Link all versions into a snapshot."""
         for name in map(self._name, self.numbers()):
-            shutil.copytree(self._directory / name, directory / name, copy_function=_link)
+            shutil.copytree(self._directory / name, directory / name, copy_function=link_or_copy)
 
     def load_state(self, directory: Path) -> None:
         """Restore the versions of a snapshot."""
         for version in sorted(directory.glob(f"{self._prefix}*")):
             with self._writing(version.name) as temporary:
-                shutil.copytree(version, temporary, copy_function=_link)
+                shutil.copytree(version, temporary, copy_function=link_or_copy)
             self._own.add(int(version.name.removeprefix(self._prefix)))
 
     def _name(self, updates: int) -> str:
@@ -112,7 +112,7 @@ class BestVersion:
     """
 
     def __init__(self, directory: Path, validation: ValidationSchedule | None) -> None:
-        self._versions = PolicyVersions(directory, "best")
+        self.versions = PolicyVersions(directory, "best")
         self._keep = validation.keep if validation is not None else "last"
         self.state = BestState()
 
@@ -122,35 +122,19 @@ class BestVersion:
         if score > self.state.scores.get(str(self.state.best), -math.inf):
             self.state.best = updates
             if self._keep == "best":
-                self._versions.write(models, updates)
-                for other in self._versions.numbers():
+                self.versions.write(models, updates)
+                for other in self.versions.numbers():
                     if other != updates:
-                        self._versions.remove(other)
+                        self.versions.remove(other)
 
     def save(self, models: Mapping[str, ModelHandle], out: Path, updates: int, record: Mapping[str, Any]) -> int:
         """Write the kept version into `out`, with all scores and `record` in `RECORD`. The current policy has made
         `updates`. Returns the number of updates of the kept version."""
         kept = self.state.best if self._keep == "best" and self.state.best >= 0 else updates
-        if kept in self._versions.numbers():
-            self._versions.copy(kept, out)
+        if kept in self.versions.numbers():
+            self.versions.copy(kept, out)
         else:
             save_policy(models, out)
         content = {"kept": kept, "scores": self.state.scores, **record}
         (out / RECORD).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
         return kept
-
-    def save_state(self, directory: Path) -> None:
-        """Link the best version into a snapshot."""
-        self._versions.save_state(directory)
-
-    def load_state(self, directory: Path) -> None:
-        """Restore what `save_state` wrote."""
-        self._versions.load_state(directory)
-
-
-def _link(source: str, target: str) -> None:
-    """Hard-link a file that nobody modifies; copy it if the file system has no links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)

@@ -25,7 +25,7 @@ from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.resumable import Resumable
 from xray_runtime.training.steps import PairSums, StepTotals, read_step
 from xray_runtime.training.trunk_states import TrunkStates
-from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.model_spec import trained_model
 from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
@@ -45,14 +45,7 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
     heldout_rows = both_sides(heldout).take(numbers)
     steps = max(1, config.epochs * len(train) // config.batch_size)
     cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"))
-    model = ModelSpec(
-        start,
-        RewardObjective(),
-        training=config,
-        new_head=True,
-        trainable_layers=config.trainable_layers,
-        adapter_seed=derive_seed(stage.seed, stage.name, "adapters"),
-    )
+    model = trained_model(stage, start, RewardObjective(), new_head=True)
     states = TrunkStates(stage, start, dataset, train, cursor.ahead(steps * config.batch_size), recorder)
     baseline = length_baseline_accuracy(*(Pairs(dataset / side, PreferenceExample) for side in (TRAIN, HELDOUT)))
 
