@@ -9,8 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from xray_runtime.config.evaluate import PEOPLE
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Messages, pairs_of, prompt_text
 from xray_runtime.data.text_set import TextSet
@@ -19,9 +17,8 @@ from xray_runtime.evaluation.human_verdicts import human_judge
 from xray_runtime.evaluation.judging import Panel, Scoring, judge, record_replies
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rl.policy_replies import PolicyReplies, sample_policy
-from xray_runtime.seeding import derive_seed
 from xray_runtime.training.dataset import max_prompt_tokens
-from xray_runtime.training.prompts import UniquePrompts
+from xray_runtime.training.prompts import UniquePrompts, drawn
 from xray_runtime.workers.generator_spec import GeneratorSpec
 
 if TYPE_CHECKING:
@@ -94,8 +91,7 @@ def select_prompts(
             f"{len(fit)} held-out prompts remain on which the champion was not trained, but {MIN_PROMPTS} are needed: "
             "evaluate both on a dataset neither was trained on, or set promotion.max_regression=null"
         )
-    order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(fit))
-    chosen = [fit[i] for i in order[: stage.config.num_prompts]]
+    chosen = [fit[i] for i in drawn(stage, len(fit), stage.config.num_prompts)]
     return [found[i] for i in chosen], heldout.columns(chosen)
 
 

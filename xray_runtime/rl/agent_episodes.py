@@ -11,7 +11,6 @@ With `in_flight_updates` an episode may have calls of several versions of the po
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 import time
@@ -19,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,12 +33,17 @@ from xray_runtime.data.rows import Rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rl.agent_records import (
+    AGENT,
+    Planned,
+    Played,
+    journal_entry,
+    journal_key,
     read_episodes,
     record_of,
     rollout_of_records,
     write_episodes,
 )
-from xray_runtime.rl.agent_replay import AGENT, Played, ReplayedEpisodes
+from xray_runtime.rl.agent_replay import ReplayedEpisodes
 from xray_runtime.rl.episode import EpisodeBatch
 from xray_runtime.rl.types import Rollout
 from xray_runtime.seeding import derive_seed
@@ -56,25 +60,6 @@ POLL_S = 0.5
 """How often the wait for an agent looks whether the generator failed."""
 ANEW = ("begun_anew", "stale")
 """Counts of why an episode began anew: other calls than the journal's; calls of too old a version."""
-
-
-@dataclass(frozen=True)
-class Planned:
-    """An episode to play."""
-
-    name: str
-    """In its rollout; seeds derive from it."""
-    rollout: str
-    row: int
-    task: dict[str, Any]
-    seed: int
-    """The task's, shared by a group."""
-    prompt: list[int]
-    keep: bool
-
-    def key(self, *parts: Any) -> str:
-        """A key of the journal."""
-        return hashlib.sha256(repr((AGENT, self.rollout, self.row, *parts)).encode()).hexdigest()[:32]
 
 
 class AgentEpisodes:
@@ -146,17 +131,8 @@ class AgentEpisodes:
         ]
 
     def rollout(self, planned: Sequence[Planned], found: Sequence[Played], version: int) -> Rollout:
-        """Episodes that ended as the rows of a rollout; `version` is that of one without calls."""
-        return rollout_of_records(
-            [episode.record for episode in found],
-            [episode.calls for episode in found],
-            [episode.prompt for episode in planned],
-            [episode.seed for episode in planned],
-            [episode.row for episode in planned],
-            [episode.ran_again for episode in found],
-            self._format.end_of_turn,
-            [episode.version(version) for episode in found],
-        )
+        """As `rollout_of_records`."""
+        return rollout_of_records(planned, found, self._format.end_of_turn, version)
 
     def begin(self, batch: EpisodeBatch) -> Future[Rollout]:
         """Call `sample` in another thread, after earlier calls of `begin`."""
@@ -183,7 +159,7 @@ class AgentEpisodes:
 
     def recorded_batch(self, iteration: int) -> list[int] | None:
         """The groups that an earlier attempt, or the run that is replayed, trained on in an iteration."""
-        entry = self._journal.entry(batch_key(iteration))
+        entry = self._journal.entry(journal_key("batch", iteration))
         return None if entry is None else entry["groups"]
 
     def record_batch(self, iteration: int, groups: Sequence[int]) -> None:
@@ -256,8 +232,8 @@ class AgentEpisodes:
         record = record_of(episode, outcome)
         record["counts"] |= {why: counts[why] for why in ANEW}
         kept = {"kept": [planned.rollout, planned.row]} if planned.keep else {}
-        ended = {"record": record, "ran_again": ran_again} | kept
-        self._journal.write_entries(step, [_entry(planned.key("end", attempt), step) | ended])
+        ended = journal_entry(planned.key("end", attempt), step, record=record, ran_again=ran_again, **kept)
+        self._journal.write_entries(step, [ended])
         if record["failure"]:
             log.warning("%s: %s", name, record["failure"])
         return Played(record, episode.calls(), ran_again)
@@ -270,7 +246,7 @@ class AgentEpisodes:
 
     def _begin_anew(self, planned: Planned, step: int, counts: Counter[str], why: str) -> None:
         """Journal that an episode begins anew, and count it; `counts` are those before."""
-        self._journal.write_entries(step, [_entry(planned.key("anew", counts.total()), step) | {"why": why}])
+        self._journal.write_entries(step, [journal_entry(planned.key("anew", counts.total()), step, why=why)])
         counts[why] += 1
 
     def _run(
@@ -305,26 +281,15 @@ class AgentEpisodes:
         return episode, outcome
 
     def _keep(self, planned: Planned, name: str, step: int, calls: Iterable[Call]) -> None:
-        entries = [
-            _entry(planned.key(name, call.key), step)
-            | {"episode": f"{planned.rollout}/{name}", "call": call_to_json(call)}
-            for call in calls
-        ]
+        episode = f"{planned.rollout}/{name}"
+        keyed = [(planned.key(name, call.key), call_to_json(call)) for call in calls]
+        entries = [journal_entry(key, step, episode=episode, call=call) for key, call in keyed]
         self._journal.write_entries(step, entries)
 
 
 def batch_line(iteration: int, groups: Sequence[int]) -> dict[str, Any]:
     """A line of the journal: the groups that an iteration trains on (`rl.in_flight`)."""
-    return _entry(batch_key(iteration), iteration) | {"groups": list(groups)}
-
-
-def batch_key(iteration: int) -> str:
-    """Journal key of `batch_line`."""
-    return hashlib.sha256(repr((AGENT, "batch", iteration)).encode()).hexdigest()[:32]
-
-
-def _entry(key: str, step: int) -> dict[str, Any]:
-    return {"key": key, "source": AGENT, "step": step}
+    return journal_entry(journal_key("batch", iteration), iteration, groups=list(groups))
 
 
 def _take(episode: AgentEpisode, outcome: Outcome) -> None:

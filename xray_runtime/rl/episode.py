@@ -124,7 +124,12 @@ class Episode:
                 self.info[name] = self.info.get(name, 0.0) + value
 
     def fail(self, why: str) -> None:
-        self.failure, self.over = " ".join(why.split())[:FAILURE_CHARS], True
+        self.failure, self.over = shortened(why), True
+
+
+def shortened(failure: str) -> str:
+    """The reason of a failure in one line."""
+    return " ".join(failure.split())[:FAILURE_CHARS]
 
 
 def rollout_of(episodes: Sequence[Episode], version: int) -> Rollout:

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xray_runtime.data.rows import Ragged, Rows, load_rows, save_rows
+from xray_runtime.data.rows import Rows, load_rows, save_rows
 from xray_runtime.data.text_rows import text_rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.rl.agent_episodes import AgentEpisodes
 from xray_runtime.rl.episode import EpisodeBatch
 from xray_runtime.rl.in_flight import InFlightEpisodes
+from xray_runtime.rl.sampled_replies import prompt_rows
 from xray_runtime.rl.types import Rollout, to_rows
-from xray_runtime.seeding import derive_seed
 from xray_runtime.training.finite import check_rollout
 from xray_runtime.training.prompts import UniquePrompts
 from xray_runtime.workers.protocols import Local, ModelHandle, Ready, Ref, get, get_all
@@ -168,8 +168,7 @@ class Rollouts:
     def _generate(
         self, prompts: list[int], sampling: Sampling, version: int, purpose: str, number: int
     ) -> PendingRollout:
-        seeds = [derive_seed(self._stage.seed, self._stage.name, purpose, number, row) for row in range(len(prompts))]
-        rows: Rows = {"input_ids": Ragged.of(self._prompts[i][1] for i in prompts), "seed": np.array(seeds)}
+        rows = prompt_rows(self._stage, [self._prompts[i][1] for i in prompts], purpose, number)
         replies = self._generator.generate.remote(rows, sampling, version)
         return PendingRollout(version, prompts, replies, rows["seed"])
 
