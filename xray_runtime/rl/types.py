@@ -165,16 +165,6 @@ def rows_at(columns: T, places: Sequence[int] | np.ndarray) -> T:
     return _each(lambda column: column[index], columns)
 
 
-def rows_replaced(columns: T, places: Sequence[int], by: T) -> T:
-    """The rows, with those of `by` at `places`."""
-    kept = np.setdiff1d(np.arange(_num_rows(columns)), places)
-
-    def replaced(old: Any, new: Any) -> Any:
-        return join_column([old[kept], new], [kept.tolist(), places])
-
-    return _each(replaced, columns, by)
-
-
 def rows_joined(parts: Sequence[T]) -> T:
     """The rows of several parts, concatenated."""
     ends = np.cumsum([0, *map(_num_rows, parts)]).tolist()
