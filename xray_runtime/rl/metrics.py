@@ -1,9 +1,11 @@
-"""The metrics of an iteration, as documented in docs/metrics.md."""
+"""The metrics of an iteration, as documented in docs/metrics.md, and the clock of its phases."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +17,7 @@ from xray_runtime.algorithms.rewards import SourceScores, statistics, weighted_s
 from xray_runtime.algorithms.statistics import explained_variance
 from xray_runtime.rl.agent_records import agent_metrics
 from xray_runtime.rl.episode import episode_means
+from xray_runtime.training.finite import naming
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOConfig, PPOStageConfig
@@ -23,9 +26,32 @@ if TYPE_CHECKING:
     from xray_runtime.rl.scoring import ScoredRollout
     from xray_runtime.rl.types import Experience, Rollout
     from xray_runtime.rl.update import Update
-    from xray_runtime.training.clock import PhaseClock
     from xray_runtime.training.prompts import UniquePrompts
     from xray_runtime.training.steps import PolicySums, ValueSums
+
+
+class PhaseClock:
+    """Measures the phases of one iteration.
+
+    Args:
+        where: stage and iteration, for errors about numbers that are not finite.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where, self.seconds = where, dict[str, float]()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            with naming(f"{self._where} ({name})"):
+                yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        total = sum(self.seconds.values())
+        return {f"seconds/{name}": s for name, s in self.seconds.items()} | {"seconds/total": total}
 
 
 def iteration_metrics(

@@ -44,7 +44,7 @@ from xray_runtime.rl.experience import build_experience, scaled_rewards
 from xray_runtime.rl.hacking_monitor import HackingMonitor
 from xray_runtime.rl.in_flight import InFlightEpisodes
 from xray_runtime.rl.ledger_writer import Ledger
-from xray_runtime.rl.metrics import iteration_metrics, summary
+from xray_runtime.rl.metrics import PhaseClock, iteration_metrics, summary
 from xray_runtime.rl.model_roles import ppo_models
 from xray_runtime.rl.reward_sources import RewardSources
 from xray_runtime.rl.rollouts import Rollouts, purpose_of
@@ -52,7 +52,6 @@ from xray_runtime.rl.scoring import ScoredRollout, Scorer
 from xray_runtime.rl.update import Updater, first_minibatch
 from xray_runtime.rl.validation import Validation
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.clock import PhaseClock
 from xray_runtime.training.dataset import max_prompt_tokens
 from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.prompts import UniquePrompts
