@@ -14,7 +14,7 @@ from xray_runtime.data.pairs import HELDOUT, TRAIN, Messages, pairs_of, prompt_t
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.data.tokenizing import encode_prompts
 from xray_runtime.evaluation.human_verdicts import human_judge
-from xray_runtime.evaluation.judging import Panel, Scoring, judge, record_replies
+from xray_runtime.evaluation.judging import Scoring, judge, record_replies
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rl.policy_replies import PolicyReplies, sample_policy
 from xray_runtime.training.dataset import max_prompt_tokens
@@ -56,10 +56,13 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
                 stage, models["generator"], path, tokenizer, begun, columns, limit, recorder.log_dir, out, side
             )
         recorder.progress(number, 3, "steps", f"sampled the {side}")
-    panel = _judged(stage, prompts, prompt_texts, replies, columns)
+    scoring = Scoring(stage)
+    with stage.open_models(scoring.specs()) as models:
+        for side in SIDES:
+            scoring.score(side, models, prompts, prompt_texts, replies[side], columns)
     comparison: dict[str, Any] = {"samples": len(prompt_texts)}
-    comparison |= judge(config, stage.seed, stage.name, "candidate", "champion", panel, human_judges)
-    record_replies(out, recorder, "comparison", "compare", comparison, prompt_texts, replies, panel, config)
+    comparison |= judge(config, stage.seed, stage.name, "candidate", "champion", scoring.panel, human_judges)
+    record_replies(out, recorder, "comparison", "compare", comparison, prompt_texts, replies, scoring.panel, config)
     rate = comparison["win_rate"]
     recorder.progress(3, 3, "steps", "no judge" if rate is None else f"win rate over the champion {rate:.2f}")
     return 0
@@ -93,19 +96,3 @@ def select_prompts(
         )
     chosen = [fit[i] for i in drawn(stage, len(fit), stage.config.num_prompts)]
     return [found[i] for i in chosen], heldout.columns(chosen)
-
-
-def _judged(
-    stage: Stage[EvaluationConfig, CompareInputs],
-    prompts: list[Messages],
-    prompt_texts: list[str],
-    replies: dict[str, PolicyReplies],
-    columns: dict[str, list[Any]],
-) -> Panel:
-    """The judgement of each reply, with texts encoded for each model."""
-    scoring = Scoring(stage)
-    with stage.open_models(scoring.specs()) as models:
-        for side in SIDES:
-            answers = replies[side]
-            scoring.score(side, models, prompts, prompt_texts, answers.texts, columns, episodes=answers.scores)
-    return scoring.panel

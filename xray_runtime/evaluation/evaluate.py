@@ -69,8 +69,7 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
         for side in SIDES:
             answers = replies[side]
             tokens = text_rows(answers.begun, [with_end_of_turn(reply, stops) for reply in answers.ids])
-            messages = [messages for messages, _ in prompts]
-            scoring.score(side, models, messages, prompt_texts, answers.texts, columns, tokens, answers.scores)
+            scoring.score(side, models, [messages for messages, _ in prompts], prompt_texts, answers, columns, tokens)
 
     evaluation: dict[str, Any] = {"samples": len(prompts), "kl": kl}
     evaluation |= judge(config, stage.seed, stage.name, "after", "before", scoring.panel, human_judges)
@@ -89,5 +88,4 @@ def _kl(models: dict[str, ModelHandle], replies: PolicyReplies) -> float:
     logprobs, ref_logprobs = after["ref_logprobs"], before["ref_logprobs"]
     chosen = logprobs.mask() if replies.mask is None else replies.mask.dense()
     padded = (torch.from_numpy(x) for x in (logprobs.dense(), ref_logprobs.dense(), chosen))
-    summary = kl_summary(*padded)
-    return float(summary["k1"])
+    return float(kl_summary(*padded)["k1"])

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from xray_runtime.data.pairs import Messages
     from xray_runtime.data.rows import Rows
     from xray_runtime.graph.kind import Recorder, Stage
-    from xray_runtime.rewards.source import Score
     from xray_runtime.rl.policy_replies import PolicyReplies
     from xray_runtime.workers.model_spec import ModelSpec
 
@@ -74,18 +73,17 @@ class Scoring:
         models: Mapping[str, ModelHandle],
         prompts: Sequence[Messages],
         prompt_texts: Sequence[str],
-        replies: Sequence[str],
+        answers: PolicyReplies,
         columns: Mapping[str, Sequence[Any]],
         tokens: Rows | None = None,
-        episodes: Sequence[Score] | None = None,
     ) -> None:
         """Add a side's replies to the panel. Equal replies to a prompt get equal scores, so they tie.
 
         Args:
             prompt_texts: the prompts as text.
             tokens: as `RewardSources.requests` takes them.
-            episodes: the environment's scores, if there is one.
         """
+        replies, episodes = answers.texts, answers.scores
         if self._gold is not None:
             self.panel.judges.setdefault(GOLD, {})[side] = torch.tensor(self._gold(prompt_texts, replies)).double()
         both = (self._rewards, self._judges)
