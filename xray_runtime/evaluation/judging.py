@@ -90,14 +90,10 @@ class Scoring:
         at_once = sum(len(sources.roles) for sources in both)
         of_rewards, of_judges = (s.requests(models, prompts, replies, tokens, at_once or None) for s in both)
         if self._rewards.weights:
-            scores = self._rewards.scores(
-                of_rewards, prompt_texts, replies, messages=prompts, columns=columns, episodes=episodes, tokens=tokens
-            )
+            scores = self._rewards.scores(of_rewards, prompts, replies, columns, episodes=episodes, tokens=tokens)
             self.panel.rewards[side] = self._rewards.scaled(scores).double()
         if self._judges.weights:
-            scores = self._judges.scores(
-                of_judges, prompt_texts, replies, messages=prompts, columns=columns, tokens=tokens
-            )
+            scores = self._judges.scores(of_judges, prompts, replies, columns, tokens=tokens)
             for name, of_judge in self._judges.each(scores).items():
                 self.panel.judges.setdefault(name, {})[side] = of_judge
         if episodes is None:

@@ -101,13 +101,7 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, out: Path
                 done.episodes += to_rows(played)["answers"].tolist()
             prompts = [messages for messages, _ in batch]
             scores = sources.scores(
-                sources.requests(models, prompts, replies),
-                [prompt_text(m) for m in prompts],
-                replies,
-                messages=prompts,
-                columns=columns,
-                step=number,
-                episodes=episodes,
+                sources.requests(models, prompts, replies), prompts, replies, columns, step=number, episodes=episodes
             )
             for name, of_source in scores.values.items():
                 done.scores.setdefault(name, []).extend(of_source.tolist())

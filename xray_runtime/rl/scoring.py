@@ -15,7 +15,6 @@ import torch
 from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.rewards import SourceScores, weighted_sum
 from xray_runtime.data.agent_conversations import record_text
-from xray_runtime.data.pairs import prompt_text
 from xray_runtime.data.rows import Ragged, Rows, take
 from xray_runtime.data.text_rows import text_rows, with_end_of_turn
 from xray_runtime.data.tokenizing import decode_replies, own_text, transcript
@@ -181,11 +180,10 @@ class Scorer:
 
         sources = rewards.scores(
             rewards.requests(models, messages, replies, whole, at_once),
-            [prompt_text(message) for message in messages],
+            messages,
             replies,
+            self._prompts.columns(prompts),
             outputs,
-            messages=messages,
-            columns=self._prompts.columns(prompts),
             step=iteration,
             episodes=episode_scores(rollout),
             tokens=whole,

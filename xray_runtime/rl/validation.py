@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from xray_runtime.data.pairs import prompt_text
 from xray_runtime.data.rows import Rows
 from xray_runtime.data.text_rows import text_rows, with_end_of_turn
 from xray_runtime.engines.generation.sampling import Sampling
@@ -117,11 +116,10 @@ class Validation:
             branches = partial(get, models["policy"].score.remote(rows | whole | added))
         scores = self._sources.scores(
             requests,
-            [prompt_text(prompt) for prompt in messages],
+            messages,
             texts,
+            self._columns,
             branches,
-            messages=messages,
-            columns=self._columns,
             step=iteration,
             episodes=episode_scores(replies),
             tokens=whole,
