@@ -14,11 +14,8 @@ NONE = -1
 
 
 def best_of(rewards: Tensor) -> Tensor:
-    """Place of each group's highest reward [P], int64; of equal ones the first, `NONE` where there is no reward.
-
-    Args:
-        rewards: [P, n].
-    """
+    """Place of each group's highest reward [P] int64, from `rewards` [P, n]: the first if several are equal, `NONE` if
+    there is no reward."""
     valid = rewards.isfinite()
     places = rewards.masked_fill(~valid, -torch.inf).argmax(dim=1)
     return torch.where(valid.any(dim=1), places, NONE)

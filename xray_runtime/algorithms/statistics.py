@@ -23,12 +23,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 def bootstrap_interval(x: Tensor, num_samples: int, seed: int) -> tuple[float, float, float]:
     """(mean, low, high) of `x` [n]: percentile bootstrap, 95% (Efron 1979), over resampled items."""
-    x = x.double()
-    generator = torch.Generator().manual_seed(seed)
-    index = torch.randint(len(x), (num_samples, len(x)), generator=generator)
-    means = x[index].mean(-1)
-    low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return float(x.mean()), low, high
+    return bootstrap_ratio(x, torch.ones_like(x), num_samples, seed)
 
 
 def bootstrap_ratio(x: Tensor, y: Tensor, num_samples: int, seed: int) -> tuple[float, float, float]:

@@ -229,8 +229,7 @@ def _side(stage: Stage[Any, BenchmarkInputs]) -> tuple[Path, Path]:
 def _chosen(stage: Stage[Any, Any], rows: np.ndarray, count: int) -> np.ndarray:
     if not len(rows):
         raise ValueError(f"{stage.name}: no row of the dataset fits")
-    chosen: np.ndarray = rows[drawn(stage, len(rows), count)]
-    return chosen
+    return rows[drawn(stage, len(rows), count)]
 
 
 def _resamples(stage: Stage[Any, Any]) -> int:

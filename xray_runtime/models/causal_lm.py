@@ -33,6 +33,7 @@ ATTENTION = "sdpa"
 CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 """Config fields by which families name their context."""
 WEIGHTS = (WEIGHTS_FILE, WEIGHTS_INDEX)
+SMALL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", "merges.txt", "vocab.json")
 SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Config fields by which some families change logits after the output layer."""
 PLAIN_FAMILIES = (None, "llama")
@@ -184,11 +185,8 @@ def save_model(
 
 
 def copy_model(like: Path, directory: Path, number: int = 0, copiers: int = 1) -> None:
-    """Copy a checkpoint in Hugging Face form, for its weights to be overwritten by those that were trained.
-
-    Args:
-        number: of this copier among the `copiers` that divide the files.
-    """
+    """Copy a checkpoint in Hugging Face form, for its weights to be overwritten by those that were trained; this is
+    copier `number` of the `copiers` that divide the files."""
     directory.mkdir(parents=True, exist_ok=True)
     copy_weights(like, directory, number, copiers)
     if not number:
@@ -198,28 +196,19 @@ def copy_model(like: Path, directory: Path, number: int = 0, copiers: int = 1) -
 def copy_small_files(source: Path, directory: Path) -> None:
     """Copy config and tokenizer files (everything of Hugging Face form but the weights)."""
     for file in sorted(source.iterdir()):
-        known = file.name in (
-            "config.json",
-            "generation_config.json",
-            "chat_template.jinja",
-            "merges.txt",
-            "vocab.json",
-        )
-        if known or file.name.startswith(("tokenizer", "special_tokens", "added_tokens")):
+        if file.name in SMALL_FILES or file.name.startswith(("tokenizer", "special_tokens", "added_tokens")):
             (directory / file.name).write_bytes(file.read_bytes())
 
 
 def skeleton(model: str) -> nn.Module:
     """The causal LM of a hub name, a directory, a .gguf file or a packaged name, in float32 with its weights on the
-    meta device. Buffers that are computed (rotary frequencies) have their values.
-    """
+    meta device. Buffers that are computed (rotary frequencies) have their values."""
     name, gguf = locate(model)
     config = transformers.AutoConfig.from_pretrained(name, **NO_CODE, **({"gguf_file": gguf} if gguf else {}))
     lm = without_weights(config)
     # Without weights a tied weight becomes two.
     lm.tie_weights()
-    whole: nn.Module = lm.eval()
-    return whole
+    return lm.eval()
 
 
 def without_weights(config: Any) -> Any:
@@ -263,16 +252,11 @@ def _untouched() -> Iterator[None]:
 
 
 def load_model(directory: str | os.PathLike[str]) -> nn.Module:
-    """The causal LM of a checkpoint directory, in float32.
-
-    Raises:
-        ValueError: the checkpoint lacks some of its weights.
-    """
+    """The causal LM of a checkpoint directory, in float32. Raises ValueError if some of its weights are missing."""
     model, missing = load_weights(transformers.AutoModelForCausalLM, str(directory), local_files_only=True)
     if missing is not None:
         raise ValueError(f"{directory}: has no weights for {missing}")
-    whole: nn.Module = model
-    return whole
+    return model
 
 
 def load_weights(family: Any, name: str, **options: Any) -> tuple[Any, str | None]:

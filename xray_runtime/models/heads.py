@@ -35,10 +35,9 @@ HEAD_PREFIX = "scalar."
 
 
 class HeadedLM(nn.Module):
-    """A causal LM with an optional scalar head on its last hidden state.
+    """A Hugging Face causal LM with an optional scalar head on its last hidden state.
 
     Args:
-        lm: a Hugging Face causal LM.
         scalar_head: add a linear head to one number a position (value or reward).
         trainable_layers: train only this many top layers, the final norm and the head; None: everything.
         branches: frozen models on the same trunk.
@@ -211,14 +210,12 @@ class HeadedLM(nn.Module):
         layer = self.lm.get_output_embeddings()
         if not isinstance(layer.forward, _ForwardInChunks):
             layer.forward = _ForwardInChunks(layer.forward)
-        found: T = layer(hidden, compute)
-        return found
+        return layer(hidden, compute)
 
     def scalars(self, hidden: Tensor) -> Tensor:
         """Scalar head's output [...] of hidden states [..., H]."""
         assert self.scalar is not None
-        out: Tensor = self.scalar(hidden).squeeze(-1)
-        return out
+        return self.scalar(hidden).squeeze(-1)
 
 
 class Branch(nn.Module):

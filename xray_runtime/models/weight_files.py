@@ -57,7 +57,7 @@ def read_tensor(files: Mapping[str, Path], name: str, dim: int = 0, low: int = 0
     # Opened for each tensor: pages of a mapped file stay in memory until it is closed.
     with safe_open(files[name], framework="pt") as file:
         whole = file.get_slice(name)
-        part: Tensor = whole[:] if high is None else whole[(*[slice(None)] * dim, slice(low, high))]
+        part = whole[:] if high is None else whole[(*[slice(None)] * dim, slice(low, high))]
         return part.to(torch.float32, copy=True)
 
 

@@ -112,8 +112,7 @@ class TrunkStates:
         """Token ids of some rows; for a pair, the chosen side, then the rejected one."""
         taken, width = self._rows.take(rows), len(self._names)
         sides = [taken[name] for name in self._names]
-        ids: Ragged = join_column(sides, [range(side, len(rows) * width, width) for side in range(width)])
-        return ids
+        return join_column(sides, [range(side, len(rows) * width, width) for side in range(width)])
 
     def _write(self, path: Path, model: ModelHandle) -> None:
         num_bytes = int(self._bounds[-1]) * self._hidden * self._dtype.itemsize
