@@ -63,7 +63,7 @@ ANEW = ("begun_anew", "stale")
 
 
 class AgentEpisodes:
-    """Samples the rollouts of one stage whose environment is an agent; `rl.episodes.EpisodeSampler`.
+    """Samples the rollouts of one stage whose environment is an agent, as `rl.episodes.Episodes` does of others.
 
     Args:
         sampling: parameters for one reply.
@@ -139,11 +139,8 @@ class AgentEpisodes:
         return self._rollouts.submit(self.sample, batch)
 
     def start(self, planned: Planned, step: int, stale: Played | None = None) -> Future[Played]:
-        """Play an episode in another thread, each call with the version of the policy that is then current.
-
-        Args:
-            stale: what it was before, of too old a version.
-        """
+        """Play an episode in another thread, each call with the version of the policy that is then current; `stale` is
+        the episode before, with a call of too old a version."""
         if stale is None:
             return self._threads.submit(self._play, None, step, planned)
         counts = Counter({name: stale.record["counts"][name] for name in ANEW})
@@ -196,11 +193,8 @@ class AgentEpisodes:
             return self._runner
 
     def _play(self, version: int | None, step: int, planned: Planned, anew: Counter[str] | None = None) -> Played:
-        """Run the agent of one episode until it has a result, or fails.
-
-        Args:
-            anew: how often it began anew, by `ANEW`; None: as journaled.
-        """
+        """Run the agent of one episode until it has a result, or fails. `anew` counts how often it began anew, by
+        `ANEW`; None: as journaled."""
         replayed = self._replays.played((planned.rollout, planned.row))
         if replayed is not None:
             return replayed

@@ -127,11 +127,7 @@ def read_calls(record: Mapping[str, Any]) -> dict[str, Call]:
 
 
 def agent_examples(record: Record, decode: Callable[[list[int]], str], name: str) -> Iterator[Example]:
-    """Each call in the loss as a row for SFT: its history in messages, and the reply.
-
-    Args:
-        name: of the conversation.
-    """
+    """Each call in the loss as a row for SFT of the conversation `name`: its history in messages, and the reply."""
     histories: dict[str | None, Messages] = {None: []}
     for number, (call, _) in enumerate(in_order(record)):
         messages = [*histories[call["parent"]], *call["messages"]]

@@ -21,12 +21,8 @@ def record_line(rollout: str, row: int, step: int, record: Record) -> dict[str, 
 
 
 class ReplayedEpisodes:
-    """Recorded episodes, of which each call in the loss is sampled again by its version of the policy.
-
-    Args:
-        generate: (prompts and seeds, sampling, version) → replies.
-        sampling: the stage's.
-    """
+    """Recorded episodes, of which each call in the loss is sampled again by its version of the policy. `generate`:
+    (prompts and seeds, sampling, version) → replies."""
 
     def __init__(
         self, generate: Callable[[Rows, Sampling, int], Rows], sampling: Sampling, records: Mapping[Place, Record]

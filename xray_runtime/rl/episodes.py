@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -191,12 +191,7 @@ class Episodes:
         return futures
 
 
-class EpisodeSampler(Protocol):
-    """`Episodes` or `AgentEpisodes`."""
-
-    def sample(self, batch: EpisodeBatch) -> Rollout: ...
-
-    def begin(self, batch: EpisodeBatch) -> Future[Rollout]: ...
+EpisodeSampler = Episodes | AgentEpisodes
 
 
 def sample_all(
@@ -208,12 +203,8 @@ def sample_all(
     side: str = "",
     done: Callable[[int], None] = lambda count: None,
 ) -> Rollout:
-    """`sample` batch by batch, for evaluations.
-
-    Args:
-        side: as in `EpisodeBatch`.
-        done: called with the number of finished episodes.
-    """
+    """`sample` batch by batch, for evaluations; `side` as in `EpisodeBatch`, `done` is called with the number of
+    finished episodes."""
     parts: list[Rollout] = []
     for start in range(0, len(prompts), GENERATION_BATCH):
         part = slice(start, start + GENERATION_BATCH)

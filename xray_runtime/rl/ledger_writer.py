@@ -50,12 +50,7 @@ HASH_DIGITS = 32
 
 
 class Ledger:
-    """Writes the ledger of one stage into its checkpoint.
-
-    Args:
-        out: directory of the checkpoint.
-        prompts: every prompt.
-    """
+    """Writes the ledger of one stage into its checkpoint `out`."""
 
     def __init__(
         self, stage: Stage[PPOConfig, PPOInputs], out: Path, prompts: UniquePrompts, rewards: RewardSources

@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 
 
 class PhaseClock:
-    """Measures the phases of one iteration.
-
-    Args:
-        where: stage and iteration, for errors about numbers that are not finite.
-    """
+    """Seconds per phase of an iteration; errors about numbers that are not finite name `where`, and the phase."""
 
     def __init__(self, where: str) -> None:
         self._where, self.seconds = where, dict[str, float]()
@@ -144,12 +140,7 @@ def metric_name(source: str) -> str:
 
 
 def rollout_metrics(config: PPOConfig, rollout: Rollout, scored: ScoredRollout, iteration: int) -> dict[str, float]:
-    """Metrics of the sampled replies.
-
-    Args:
-        rollout: the rollout as sampled.
-        scored: the scored rollout, with tied groups replaced.
-    """
+    """Metrics of the replies as sampled (`rollout`) and with tied groups replaced (`scored`)."""
     version, episodes = float(rollout.version.mean()), scored.rollout.episodes
     metrics = {"rollout/version": version, "rollout/lag": iteration - version}
     metrics["rollout/distinct_replies"] = len(set(scored.replies)) / len(scored.replies)

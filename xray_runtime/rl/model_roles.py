@@ -29,11 +29,7 @@ def sampling_models(config: Any, shape: str, data: str, *, rows: int, reply_toke
 
 def ppo_models(config: PPOConfig) -> dict[str, ModelRole]:
     """All models of a `ppo` stage."""
-    facts: dict[str, Any] = {
-        "data": "prompts",
-        "rows": config.rollout_size,
-        "reply_tokens": config.max_response_tokens,
-    }
+    facts: dict[str, Any] = {"data": "prompts", "rows": config.rollout_size, "reply_tokens": config.max_response_tokens}
     whole = config.trainable_layers is None
     steps: dict[str, Any] = {"batch_size": config.minibatch_size, "epochs": config.epochs, **facts}
     # With a frozen trunk, the reference is a branch of the policy.

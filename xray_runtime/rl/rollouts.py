@@ -78,8 +78,6 @@ class Rollouts:
     """Rollouts that were requested and not yet trained on.
 
     Args:
-        prompts: all prompts.
-        cursor: position in them.
         episodes: plays episodes instead of sampling single replies.
         in_flight: the episodes that run across updates, with `in_flight_updates`.
     """
@@ -122,11 +120,8 @@ class Rollouts:
         return self._checked(self._pending.pop(0))
 
     def sample_others(self, iteration: int, attempt: int, count: int) -> Rollout:
-        """Sample replies to the next `count` prompts with the policy version of `iteration`.
-
-        Args:
-            attempt: number of earlier calls in this iteration.
-        """
+        """Sample replies to the next `count` prompts with the policy version of `iteration`, in which there were
+        `attempt` calls before."""
         config = self._stage.config
         prompts = [prompt for prompt in self._cursor.take(count) for _ in range(config.samples_per_prompt)]
         return self._checked(self._sample(prompts, iteration, purpose_of(attempt + 1), iteration))

@@ -60,10 +60,8 @@ class _Done:
 
 
 def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, out: Path, recorder: Recorder) -> Groups:
-    """Sample and score replies of `policy` to the dataset's training prompts, each with its own seed.
-
-    Args:
-        out: the checkpoint, which keeps the records of agents.
+    """Sample and score replies of `policy` to the dataset's training prompts, each with its own seed. The checkpoint
+    `out` keeps the records of agents.
 
     Raises:
         ValueError: the dataset has no prompt that fits.

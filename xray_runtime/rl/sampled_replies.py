@@ -41,12 +41,8 @@ def sample_replies(
     version: int = 0,
     done: Callable[[int], None] = lambda count: None,
 ) -> list[list[int]]:
-    """Token ids of one reply per prompt; the seeds do not depend on the model.
-
-    Args:
-        version: version of the generator's weights.
-        done: called with the number of replies so far.
-    """
+    """Token ids of one reply per prompt by the generator's `version`; the seeds do not depend on the model. `done` is
+    called with the number of replies so far."""
     replies: list[list[int]] = []
     for start in range(0, len(prompts), GENERATION_BATCH):
         rows = prompt_rows(stage, prompts[start : start + GENERATION_BATCH], "sample", first=start)

@@ -191,12 +191,7 @@ class Scorer:
         return ScoredRollout(rollout, text, replies, Scores.read(outputs()), sources)
 
     def _inputs(self, rows: Rows, whole: Rows) -> dict[str, Rows]:
-        """Role → the rows that its model scores.
-
-        Args:
-            rows: the rows as sampled.
-            whole: the rows with an end of turn, for reward models.
-        """
+        """Role → the rows that its model scores; `rows` are as sampled, `whole` end each turn, for reward models."""
         models = self._models
         inputs = {role: rows for role in ("policy", "reference", "critic") if role in models}
         if self._rewards.branches:

@@ -52,11 +52,7 @@ class Update:
 
 
 class Updater:
-    """Trains the policy, and the critic where there is one, on experience.
-
-    Args:
-        skipped: counts the steps that models skip.
-    """
+    """Trains the policy, and the critic where there is one, on experience; `skipped` counts the steps they skip."""
 
     def __init__(
         self, stage: Stage[PPOConfig, PPOInputs], models: Mapping[str, ModelHandle], skipped: SkippedSteps
@@ -109,10 +105,8 @@ class Updater:
         engines = (self._config.engine, self._config.critic_engine or self._config.engine)
         count = min(self._per_epoch, num_replies // max(engine.data_parallel for engine in engines))
         if not count:
-            name = self._stage.name
-            raise RuntimeError(
-                f"{name}: only {num_replies} replies have a reward, fewer than the model's data-parallel ranks"
-            )
+            few = f"{self._stage.name}: only {num_replies} replies have a reward"
+            raise RuntimeError(f"{few}, fewer than the model's data-parallel ranks")
         return count
 
     def _step(self, batch: Rows, at: int, kl_coef: float) -> tuple[MinibatchStep, Ragged | None]:

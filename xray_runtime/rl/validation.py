@@ -39,10 +39,6 @@ if TYPE_CHECKING:
 class Validation:
     """Scores the policy every so many iterations; does nothing without `validation` in the config.
 
-    Args:
-        sampling: parameters of the rollouts.
-        stops: tokens that end a reply.
-
     Raises:
         ValueError: the dataset has no validation rows, or fewer than the ranks that score them.
     """
@@ -77,11 +73,7 @@ class Validation:
         return self._sources.specs() if self._own and self._config is not None else {}
 
     def sample(self, generator: ModelHandle, iteration: int, episodes: EpisodeSampler | None = None) -> Rollout | None:
-        """Replies of the generator's version, after `iteration` updates; None if no validation is due.
-
-        Args:
-            episodes: plays episodes instead of sampling single replies.
-        """
+        """Replies, or `episodes`, of the generator's version, after `iteration` updates; None if no validation is due."""
         due = self._config is not None and iteration % self._config.every == 0
         return self._replies(generator, iteration, episodes) if due else None
 

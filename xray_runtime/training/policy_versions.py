@@ -33,9 +33,8 @@ def save_policy(models: Mapping[str, ModelHandle], directory: Path) -> None:
 
 
 class PolicyVersions:
-    """Versions by number of updates: those that this attempt wrote or restored from its snapshot.
-
-    Other files in the directory are ignored.
+    """Versions by number of updates: those that this attempt wrote or restored from its snapshot. Other files in the
+    directory are ignored.
 
     Args:
         directory: the stage's kept directory, which outlives an attempt.
@@ -104,12 +103,8 @@ class BestState:
 
 
 class BestVersion:
-    """The best version so far, kept next to the snapshots and in them.
-
-    Args:
-        directory: the `directory` of `PolicyVersions`.
-        validation: which version to keep; None: the last.
-    """
+    """The version that `validation` keeps, the best one so far or the last (None); `directory` as for
+    `PolicyVersions`."""
 
     def __init__(self, directory: Path, validation: ValidationSchedule | None) -> None:
         self.versions = PolicyVersions(directory, "best")

@@ -30,13 +30,8 @@ def drawn(stage: Stage[Any, Any], count: int, wanted: int, purpose: str = "promp
 
 
 class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
-    """(messages, token ids) of each distinct prompt that fits, in order of first appearance, read lazily.
-
-    Args:
-        pairs: a side of a dataset.
-        max_prompt: the longest prompt that fits, in tokens.
-        seal: the run's seal.
-    """
+    """(messages, token ids) of each distinct prompt of `pairs`, a side of a dataset, that has at most `max_prompt`
+    tokens; in order of first appearance, read lazily."""
 
     def __init__(self, tokenizer: Any, pairs: Path, max_prompt: int, seal: Seal) -> None:
         self.max_prompt = max_prompt

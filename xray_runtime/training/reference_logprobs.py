@@ -33,13 +33,8 @@ CHUNK = 512
 
 
 class ReferenceLogprobs:
-    """The reference's log-probability of each whole reply.
-
-    Args:
-        stage: its `reference`, or else its initial `policy`, computes them.
-        dataset: they are kept next to this directory.
-        parts: name → replies.
-    """
+    """The log-probability of each whole reply of `parts` (name → replies) under the stage's `reference`, or else its
+    initial `policy`; they are kept next to the directory `dataset`."""
 
     def __init__(self, stage: Stage[Any, Any], dataset: Path, parts: Mapping[str, Replies], recorder: Recorder) -> None:
         self._parts, self._recorder = parts, recorder
