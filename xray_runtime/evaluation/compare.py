@@ -40,12 +40,11 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
     paths = {"candidate": inputs.policy.path, "champion": inputs.champion.path}
     tokenizers = {side: load_tokenizer(path) for side, path in paths.items()}
     excluded = champion_prompts(inputs)
-    prompts, columns = select_prompts(stage, tokenizers, excluded)
+    prompts, columns, limit = select_prompts(stage, tokenizers, excluded)
     human_judges = {}
     if inputs.verdicts is not None:
         human_judges[PEOPLE] = human_judge(inputs.verdicts.path, paths, inputs.prompts.path, excluded)
     prompt_texts = [prompt_text(messages) for messages in prompts]
-    limit = _max_prompt(stage)
     replies: dict[str, PolicyReplies] = {}
     for number, side in enumerate(SIDES, start=1):
         tokenizer, path = tokenizers[side], paths[side]
@@ -73,18 +72,14 @@ def champion_prompts(inputs: CompareInputs) -> TextSet:
     return TextSet(text for dataset in inputs.seen for text in pairs_of(dataset.path / TRAIN).prompt_texts())
 
 
-def _max_prompt(stage: Stage[EvaluationConfig, CompareInputs]) -> int:
-    inputs, reply = stage.inputs, stage.config.max_response_tokens
-    return min(max_prompt_tokens(inputs.prompts.path, one.path, reply) for one in (inputs.policy, inputs.champion))
-
-
 def select_prompts(
     stage: Stage[EvaluationConfig, CompareInputs], tokenizers: dict[str, Any], excluded: TextSet
-) -> tuple[list[Messages], dict[str, list[Any]]]:
-    """Held-out prompts in random order that fit both and that the champion has not `seen` in training; and what columns
-    the dataset carries for them."""
-    dataset = stage.inputs.prompts.path
-    limit = _max_prompt(stage)
+) -> tuple[list[Messages], dict[str, list[Any]], int]:
+    """(held-out prompts in random order that fit both models and are not `excluded`, the dataset's columns of these,
+    the longest prompt that fits)."""
+    inputs, reply_tokens = stage.inputs, stage.config.max_response_tokens
+    dataset, models = inputs.prompts.path, (inputs.policy, inputs.champion)
+    limit = min(max_prompt_tokens(dataset, model.path, reply_tokens) for model in models)
     heldout = UniquePrompts(tokenizers["candidate"], dataset / HELDOUT, limit, stage.seal)
     found = [messages for messages, _ in heldout]
     sizes = [len(ids) for ids in encode_prompts(tokenizers["champion"], found)]
@@ -95,4 +90,4 @@ def select_prompts(
             "evaluate both on a dataset neither was trained on, or set promotion.max_regression=null"
         )
     chosen = [fit[i] for i in drawn(stage, len(fit), stage.config.num_prompts)]
-    return [found[i] for i in chosen], heldout.columns(chosen)
+    return [found[i] for i in chosen], heldout.columns(chosen), limit

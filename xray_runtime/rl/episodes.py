@@ -185,7 +185,7 @@ class Episodes:
             episode.known = 1
         for reply in episode.replies[episode.known - 1 :]:
             if futures:
-                _wait(futures[-1])
+                futures[-1].exception()  # waits for it; a failure surfaces in the next answer
             futures.append(self._pool.step(episode.number, reply))
             episode.known += 1
         return futures
@@ -260,8 +260,3 @@ def _outcome(futures: list[Future[Any]]) -> dict[str, Any]:
         return {"answer": asdict([future.result() for future in futures][-1])}
     except EnvironmentFailure as error:
         return {"failure": str(error)}
-
-
-def _wait(future: Future[Any]) -> None:
-    """Wait until it is done; a failure surfaces in the next answer."""
-    future.exception()

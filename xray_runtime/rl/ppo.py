@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.algorithms.checking import check_advantages, check_loss
-from xray_runtime.algorithms.kl import make_kl_controller
+from xray_runtime.algorithms.kl import KLController, make_kl_controller
 from xray_runtime.algorithms.moments import RunningMoments
 from xray_runtime.config.sources import is_function
 from xray_runtime.data.batching import Cursor
@@ -62,7 +62,6 @@ from xray_runtime.workers.protocols import ModelHandle, get_all
 
 if TYPE_CHECKING:
     from xray_runtime.algorithms.estimators import AdvantageEstimator
-    from xray_runtime.algorithms.kl import AdaptiveKL, FixedKL
     from xray_runtime.config.ppo import PPOConfig
     from xray_runtime.graph.inputs import PPOInputs
     from xray_runtime.graph.kind import Recorder, Stage
@@ -130,7 +129,7 @@ class _Loop:
     scorer: Scorer
     estimator: AdvantageEstimator | None
     updater: Updater
-    kl: FixedKL | AdaptiveKL
+    kl: KLController
     moments: RunningMoments
     skipped: SkippedSteps
     gold: GoldScore | None
@@ -217,10 +216,12 @@ def _trained(models: Mapping[str, ModelHandle]) -> dict[str, ModelHandle]:
 def _without_ties(loop: _Loop, scored: ScoredRollout, iteration: int, clock: PhaseClock) -> ScoredRollout:
     """Replace prompts whose replies all score the same by other prompts, in up to `resample_rounds` rounds."""
     config = loop.stage.config
+    layouts = config.engine, config.critic_engine or config.engine, config.frozen
+    most_ranks = max(layout.data_parallel for layout in layouts)
     for attempt in range(config.resample_rounds):
         tied = scored.tied(loop.rewards.weights, config.samples_per_prompt)
-        if len(tied) < _most_ranks(config):
-            break  # none, or fewer than ranks
+        if len(tied) < most_ranks:
+            break  # none, or fewer than the ranks that would share them
         with clock.phase("generate"), loop.trainers_offloaded():
             others = loop.rollouts.sample_others(iteration, attempt, len(tied) // config.samples_per_prompt)
         with clock.phase("score"):
@@ -280,11 +281,6 @@ def _one_trunk(config: PPOConfig, specs: Mapping[str, ModelSpec | GeneratorSpec]
     if layers is None or "critic" not in specs or engine.precision != config.engine.precision:
         return False
     return same_trunk(specs["policy"].directory, specs["critic"].directory, layers)
-
-
-def _most_ranks(config: PPOConfig) -> int:
-    """The largest number of ranks that share the rows of one scoring."""
-    return max(layout.data_parallel for layout in (config.engine, config.critic_engine or config.engine, config.frozen))
 
 
 def _check_mismatch(mismatch: float, config: PPOConfig) -> None:

@@ -73,7 +73,7 @@ class Validation:
         return self._sources.specs() if self._own and self._config is not None else {}
 
     def sample(self, generator: ModelHandle, iteration: int, episodes: EpisodeSampler | None = None) -> Rollout | None:
-        """Replies, or `episodes`, of the generator's version, after `iteration` updates; None if no validation is due."""
+        """Replies, or `episodes`, of the policy after `iteration` updates, if a validation is due."""
         due = self._config is not None and iteration % self._config.every == 0
         return self._replies(generator, iteration, episodes) if due else None
 
