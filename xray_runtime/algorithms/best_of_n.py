@@ -27,7 +27,7 @@ def worst_of(rewards: Tensor) -> Tensor:
 
 
 def tied(rewards: Tensor) -> Tensor:
-    """Groups of which no two replies differ in reward [P], those with one reply or none among them."""
+    """Groups [P] in which no two replies differ in reward, also those with at most one."""
     valid = rewards.isfinite()
     highest = rewards.masked_fill(~valid, -torch.inf).amax(dim=1)
     lowest = rewards.masked_fill(~valid, torch.inf).amin(dim=1)

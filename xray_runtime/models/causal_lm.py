@@ -144,7 +144,7 @@ def complete_tokenizer(tokenizer: Any, field: str, model: str) -> None:
 
 
 def unloadable(field: str, model: str, error: Exception) -> ValueError:
-    """One line for what readers of damaged files raise, each in a way of its own."""
+    """One line for the errors of readers of damaged files, each in its own form."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return ValueError(f"{field}: {model!r} cannot be loaded ({reason})")
 
@@ -226,7 +226,7 @@ def published(lm: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tenso
 
 
 def check_publishable(lm: Any) -> None:
-    """See on paper, of names and shapes alone, that what is trained one tensor at a time can be saved so and read back.
+    """Check, from names and shapes alone, that tensors which are trained one at a time can be saved and read so.
 
     Raises:
         ValueError: transformers saves a tensor of `lm` under another name or shape where it stands by itself.
@@ -241,7 +241,7 @@ def check_publishable(lm: Any) -> None:
 
 @contextlib.contextmanager
 def _untouched() -> Iterator[None]:
-    """Deterministic algorithms write to what `torch.empty` gives, here memory that a meta tensor at once replaces."""
+    """Deterministic algorithms fill what `torch.empty` returns: here, memory that a meta tensor replaces at once."""
     settings: Any = torch.utils.deterministic
     before = settings.fill_uninitialized_memory
     settings.fill_uninitialized_memory = False
@@ -276,12 +276,9 @@ def load_weights(family: Any, name: str, **options: Any) -> tuple[Any, str | Non
 
 
 def stop_tokens(tokenizer: Any, recommended: int | Sequence[int] | None) -> tuple[int, ...]:
-    """The tokens that end a reply, wherever one is sampled or read: the one by which the chat template ends a turn,
-    first; the tokenizer's end-of-sequence token; those of the model's generation config.
-
-    Raises:
-        ValueError: the template ends a turn with no special token.
-    """
+    """The tokens that end a reply, wherever one is sampled or read: first the one by which the chat template ends a
+    turn, then the tokenizer's end-of-sequence token and those of the model's generation config. Raises ValueError if
+    the template ends a turn without a special token."""
     others = [recommended] if isinstance(recommended, int) else recommended or []
     return tuple(dict.fromkeys([chat_format(tokenizer).end_of_turn, tokenizer.eos_token_id, *others]))
 

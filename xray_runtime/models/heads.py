@@ -219,13 +219,11 @@ class HeadedLM(nn.Module):
 
 
 class Branch(nn.Module):
-    """A frozen model of which a `HeadedLM` with the same trunk keeps what stands above that.
+    """A frozen Hugging Face causal LM; a `HeadedLM` with the same trunk keeps its layers above that.
 
     Args:
-        role: what it scores as.
-        lm: a Hugging Face causal LM.
-        scalar: its head, of a reward model.
-        checkpoint: of a skeleton, where its weights are.
+        scalar: a reward model's head.
+        checkpoint: directory of a skeleton's weights.
     """
 
     layers: nn.ModuleList
@@ -256,7 +254,7 @@ class _ForwardInChunks:
 
 
 class ScalarHead(nn.Linear):
-    """One number a state, in float32 at least: eight bits of bfloat16 would make steps of a value or a reward."""
+    """One number a state, in float32 at least: the eight bits of bfloat16 would round values and rewards coarsely."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Numbers [..., 1] of hidden states [..., H]."""

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""How often the wait for an agent looks whether the generator failed."""
+"""Seconds between checks, while an agent runs, whether the generator failed."""
 ANEW = ("begun_anew", "stale")
 """Counts of why an episode began anew: other calls than the journal's; calls of too old a version."""
 
