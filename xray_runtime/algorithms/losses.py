@@ -151,8 +151,8 @@ def reply_means(x: Tensor, replies: Tensor, valid: Tensor) -> Tensor:
 def kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
     """Per-token terms whose expected gradient is that of KL(policy ‖ reference), any shape.
 
-    An estimator k alone has another gradient: k1's is 0, k3's that of the reverse KL. For k1 and k3 the gradient of ρ k,
-    ρ = exp(logp − old), is the right one; for k2 that of k is, weighted by ρ once the policy has moved.
+    An estimator k alone has another gradient: k1's is 0, k3's that of the reverse KL. For k1 and k3 the gradient of
+    ρ k, ρ = exp(logp − old), is the right one; for k2 that of k is, weighted by ρ once the policy has moved.
     """
     ratio = clamp_log_ratio(logprobs - old_logprobs).exp()
     return (ratio.detach() if estimator == "k2" else ratio) * kl_estimate(logprobs, ref_logprobs, estimator)

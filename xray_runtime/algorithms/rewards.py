@@ -38,8 +38,8 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int) -> Tensor:
 
 
 def lowest_where_cut(rewards: Tensor, ended: Tensor) -> Tensor:
-    """Rewards [B] in which a reply that was cut off gets at most the lowest reward of one that `ended` [B] bool; if none
-    ended, all get the lowest."""
+    """Rewards [B] in which a reply that was cut off gets at most the lowest reward of one that `ended` [B] bool; if
+    none ended, all get the lowest."""
     finished = rewards[ended] if ended.any() else rewards
     return torch.where(ended, rewards, rewards.clamp(max=float(finished.min())))
 

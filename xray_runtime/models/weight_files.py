@@ -108,8 +108,8 @@ def write_digests(source: Path, directory: Path, sha256: Mapping[str, str]) -> N
 
 
 def overwrite(directory: Path, weights: Iterable[tuple[str, Tensor]], number: int, writers: int) -> list[str]:
-    """Overwrite tensors of a checkpoint in place, in every `writers`-th file from the one `number` on. All `writers` get
-    the same `weights`. Returns the names of those that this one wrote."""
+    """Overwrite tensors of a checkpoint in place, in every `writers`-th file from the one `number` on. All `writers`
+    get the same `weights`. Returns the names of those that this one wrote."""
     files, written = weight_files(directory), []
     mine = sorted(set(files.values()))[number::writers]
     with contextlib.ExitStack() as stack:
