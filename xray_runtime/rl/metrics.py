@@ -20,8 +20,8 @@ from xray_runtime.rl.episode import episode_means
 from xray_runtime.training.finite import naming
 
 if TYPE_CHECKING:
+    from xray_runtime.algorithms.estimators import AdvantageInputs
     from xray_runtime.config.ppo import PPOConfig, PPOStageConfig
-    from xray_runtime.rl.experience import Padded
     from xray_runtime.rl.reward_sources import RewardSources
     from xray_runtime.rl.scoring import ScoredRollout
     from xray_runtime.rl.types import Experience, Rollout
@@ -78,22 +78,16 @@ def iteration_metrics(
 
 
 def experience_metrics(
-    config: PPOStageConfig,
-    padded: Padded,
-    rewards: Tensor,
-    groups: Tensor,
-    ended: Tensor,
-    returns: Tensor,
+    config: PPOStageConfig, inputs: AdvantageInputs, rewards: Tensor, ended: Tensor, returns: Tensor
 ) -> dict[str, float]:
     """Metrics of the replies that have a reward.
 
     Args:
         rewards: final reward of each reply [B].
-        groups: prompt number of each reply [B].
         ended: True if the reply was not cut off [B].
         returns: return of each token [B, T].
     """
-    mask = padded.mask
+    mask = inputs.mask
     metrics = {
         "reward/mean": float(rewards.mean()),
         # In float64 the deviation of equal rewards is exactly 0.
@@ -103,12 +97,12 @@ def experience_metrics(
     }
     if config.critic_in_use != "none":
         metrics |= {
-            "value/mean": float(masked_mean(padded.values, mask)),
+            "value/mean": float(masked_mean(inputs.values, mask)),
             "value/return": float(masked_mean(returns, mask)),
-            "value/explained_variance": explained_variance(padded.values, returns, mask),
+            "value/explained_variance": explained_variance(inputs.values, returns, mask),
         }
     if config.samples_per_prompt > 1:
-        metrics["rollout/tied_groups"] = float(tied_groups(rewards, groups).float().mean())
+        metrics["rollout/tied_groups"] = float(tied_groups(rewards, inputs.groups).float().mean())
     return metrics
 
 
