@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.algorithms.best_of_n import best_of, tied, worst_of
+from xray_runtime.algorithms.groups import best_of, tied, worst_of
 from xray_runtime.config.preferences import (
     CuratedPreferences,
     DatasetPreferences,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from xray_runtime.algorithms.best_of_n import NONE, best_of, tied
+from xray_runtime.algorithms.groups import NONE, best_of, tied
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, prompt_text, write_pairs
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rl.agent_records import agent_examples

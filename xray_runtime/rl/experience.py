@@ -18,8 +18,13 @@ from xray_runtime.algorithms.advantages import place_rewards, whiten
 from xray_runtime.algorithms.estimators import ESTIMATORS, AdvantageEstimator, AdvantageInputs, estimate
 from xray_runtime.algorithms.importance import importance_weights
 from xray_runtime.algorithms.kl import kl_estimate, kl_summary
-from xray_runtime.algorithms.moments import RunningMoments
-from xray_runtime.algorithms.rewards import SourceScores, lowest_where_cut, overlong_penalty, weighted_sum
+from xray_runtime.algorithms.rewards import (
+    RunningMoments,
+    SourceScores,
+    lowest_where_cut,
+    overlong_penalty,
+    weighted_sum,
+)
 from xray_runtime.data.rows import Ragged, first_alike, non_finite, row_keys
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.rl.metrics import experience_metrics, policy_metrics

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.algorithms.checking import check_advantages, check_loss
 from xray_runtime.algorithms.kl import KLController, make_kl_controller
-from xray_runtime.algorithms.moments import RunningMoments
+from xray_runtime.algorithms.rewards import RunningMoments
 from xray_runtime.config.sources import is_function
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.gold import GoldScore, import_function, load_gold

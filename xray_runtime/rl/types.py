@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from xray_runtime.data.rows import Ragged, Rows, join_column
+from xray_runtime.data.rows import Ragged, Rows, join_column, num_rows
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -158,7 +158,7 @@ def rows_at(columns: T, places: Sequence[int] | np.ndarray) -> T:
 
 def rows_joined(parts: Sequence[T]) -> T:
     """The rows of several parts, concatenated."""
-    ends = np.cumsum([0, *map(_num_rows, parts)]).tolist()
+    ends = np.cumsum([0, *(num_rows(to_rows(part)) for part in parts)]).tolist()
     places = [range(start, end) for start, end in pairwise(ends)]
     return _each(lambda *columns: join_column(columns, places), *parts)
 
@@ -173,10 +173,6 @@ def _each(function: Callable[..., Any], *parts: T) -> T:
         return _each(function, *values) if nested else function(*values)
 
     return type(parts[0])(**{f.name: of([getattr(part, f.name) for part in parts]) for f in fields(parts[0])})
-
-
-def _num_rows(columns: DataclassInstance) -> int:
-    return len(next(iter(to_rows(columns).values())))
 
 
 def _fields_in(kind: type[DataclassInstance], rows: Rows) -> dict[str, Any]:

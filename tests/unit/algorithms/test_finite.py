@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from xray_runtime.algorithms.finite import all_finite
 from xray_runtime.algorithms.kl import KLController
-from xray_runtime.algorithms.moments import RunningMoments
+from xray_runtime.algorithms.rewards import RunningMoments
 from xray_runtime.algorithms.statistics import explained_variance
 from xray_runtime.data.rows import Ragged, non_finite
 from xray_runtime.errors import NonFiniteError
