@@ -62,7 +62,6 @@ class KLController:
 
 
 def make_kl_controller(config: KLConfig) -> KLController:
-    """The controller that `config` asks for."""
     return KLController(config.coef, config.target if config.controller == "adaptive" else None, config.horizon)
 
 

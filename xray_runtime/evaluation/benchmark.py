@@ -58,8 +58,6 @@ BATCH = 512
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """The result of a suite."""
-
     numbers: dict[str, float | list[float]]
     prompts: list[str]
     """The distinct prompts."""

@@ -122,7 +122,6 @@ class AgentEpisodes:
         return self.rollout(planned, found, batch.version)
 
     def planned(self, batch: EpisodeBatch) -> list[Planned]:
-        """The episodes of a batch."""
         return [
             Planned(
                 f"{batch.purpose}-{batch.number}-{row}", batch.name, row, {"seed": seed} | task, seed, ids, batch.keep
@@ -131,7 +130,6 @@ class AgentEpisodes:
         ]
 
     def rollout(self, planned: Sequence[Planned], found: Sequence[Played], version: int) -> Rollout:
-        """As `rollout_of_records`."""
         return rollout_of_records(planned, found, self._format.end_of_turn, version)
 
     def begin(self, batch: EpisodeBatch) -> Future[Rollout]:
@@ -160,7 +158,6 @@ class AgentEpisodes:
         return None if entry is None else entry["groups"]
 
     def record_batch(self, iteration: int, groups: Sequence[int]) -> None:
-        """Journal the groups of an iteration."""
         self._journal.write_entries(iteration, [batch_line(iteration, groups)])
 
     def idle_share(self) -> float:
@@ -246,7 +243,6 @@ class AgentEpisodes:
     def _run(
         self, planned: Planned, name: str, known: Mapping[str, Call], version: int | None, step: int
     ) -> tuple[AgentEpisode, Outcome]:
-        """One run of an agent."""
         changed = threading.Event()
         policy = Policy(
             self._format,

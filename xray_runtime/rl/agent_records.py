@@ -55,7 +55,6 @@ class Planned:
     keep: bool
 
     def key(self, *parts: Any) -> str:
-        """A key of the journal."""
         return journal_key(self.rollout, self.row, *parts)
 
 
@@ -75,17 +74,14 @@ class Played:
 
 
 def journal_key(*parts: Any) -> str:
-    """Key of an entry of the journal."""
     return hashlib.sha256(repr((AGENT, *parts)).encode()).hexdigest()[:32]
 
 
 def journal_entry(key: str, step: int, **content: Any) -> dict[str, Any]:
-    """A line of the journal."""
     return {"key": key, "source": AGENT, "step": step, **content}
 
 
 def record_of(episode: AgentEpisode, outcome: Outcome) -> Record:
-    """The record of an episode that ended."""
     trained, failure = sorted(episode.trained()), _failure(episode, outcome)
     branches = max(0, len(rows(episode.calls(), frozenset(trained))) - 1)
     return {

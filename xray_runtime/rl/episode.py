@@ -54,7 +54,6 @@ class EpisodeBatch:
 
     @property
     def name(self) -> str:
-        """The rollout's."""
         return rollout_name(self.purpose, self.number, self.version) + (f"-{self.side}" if self.side else "")
 
     def starts(self, stage: Stage[Any, Any]) -> Iterator[tuple[int, dict[str, Any], int, list[int]]]:
@@ -69,8 +68,6 @@ class EpisodeBatch:
 
 @dataclass
 class Episode:
-    """One conversation of the policy with an environment."""
-
     number: int
     """In the pool."""
     row: int

@@ -76,7 +76,6 @@ class Episodes:
         self._format.observations([{"role": "user", "content": "a"}], self._format.end_of_turn)
 
     def sample(self, batch: EpisodeBatch) -> Rollout:
-        """Play the episodes of a batch."""
         assert batch.version is not None
         episodes = [Episode(row, row, task, seed, ids) for row, task, seed, ids in batch.starts(self._stage)]
         size = -(-len(episodes) // self._config.cohorts)

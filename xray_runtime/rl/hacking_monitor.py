@@ -159,12 +159,10 @@ class HackingMonitor:
         return self.end
 
     def save_state(self, directory: Path) -> None:
-        """Write the kept policies into a snapshot."""
         if self._keeps:
             self._versions.save_state(directory)
 
     def load_state(self, directory: Path) -> None:
-        """Restore what `save_state` wrote."""
         if self._keeps:
             self._versions.load_state(directory)
 

@@ -167,7 +167,6 @@ class Ledger:
         _link(self._directory, directory / LEDGER)
 
     def load_state(self, directory: Path) -> None:
-        """Restore the shards of a snapshot."""
         _link(directory / LEDGER, self._directory)
 
     def show(self, recorder: Recorder, tokenizer: Any) -> None:

@@ -54,8 +54,6 @@ def purpose_of(round: int) -> str:
 
 @dataclass(frozen=True)
 class PendingRollout:
-    """A rollout that was requested."""
-
     version: int
     """Version of the sampling policy: the number of updates before it."""
     prompts: list[int]
@@ -179,7 +177,6 @@ class Rollouts:
             save_rows(directory / f"rollout-{number:03}.safetensors", to_rows(rollout.get()))
 
     def load_state(self, directory: Path) -> None:
-        """Restore what `save_state` wrote."""
         for path in sorted(directory.glob("rollout-*.safetensors")):
             rollout = Rollout.read(load_rows(path))
             restored: Ref[Rollout] = Ready(rollout)

@@ -39,8 +39,6 @@ class MinibatchStep:
 
 @dataclass(frozen=True)
 class Update:
-    """Summary of an iteration's update."""
-
     steps: list[MinibatchStep]
     epochs: float
     stopped_early: bool

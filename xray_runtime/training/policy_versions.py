@@ -56,12 +56,10 @@ class PolicyVersions:
         self._own.add(updates)
 
     def remove(self, updates: int) -> None:
-        """Delete a version."""
         shutil.rmtree(self._directory / self._name(updates))
         self._own.remove(updates)
 
     def copy(self, updates: int, out: Path) -> None:
-        """Copy the files of a version into `out`."""
         shutil.copytree(self._directory / self._name(updates), out, dirs_exist_ok=True)
 
     def save_state(self, directory: Path) -> None:
@@ -70,7 +68,6 @@ class PolicyVersions:
             shutil.copytree(self._directory / name, directory / name, copy_function=link_or_copy)
 
     def load_state(self, directory: Path) -> None:
-        """Restore the versions of a snapshot."""
         for version in sorted(directory.glob(f"{self._prefix}*")):
             with self._writing(version.name) as temporary:
                 shutil.copytree(version, temporary, copy_function=link_or_copy)
