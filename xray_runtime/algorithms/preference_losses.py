@@ -43,12 +43,8 @@ def implicit_rewards(
 def pair_losses(
     chosen: Tensor, rejected: Tensor, loss: PairLoss, *, beta: float, label_smoothing: float = 0.0, gamma: float = 0.0
 ) -> Tensor:
-    """The loss of each pair [P].
-
-    Args:
-        chosen, rejected: implicit rewards [P].
-        gamma: SimPO's target margin, in rewards; the paper gives γ/β.
-    """
+    """The loss of each pair [P] of implicit rewards, `chosen` and `rejected` [P]. `gamma` is SimPO's target margin, in
+    rewards; the paper gives γ/β."""
     margin = chosen - rejected
     if loss == "ipo":
         return (margin / beta - 1 / (2 * beta)).square()

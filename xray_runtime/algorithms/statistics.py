@@ -65,12 +65,8 @@ def distinct_n(replies: Sequence[Sequence[int]], n: int) -> float:
 
 def variety(tokens: Tensor, lengths: Tensor, phrase: int) -> tuple[float, float]:
     """How varied B replies are: (mean over replies of distinct-2 within each (Li et al. 2016), 1 where one has no pairs
-    of tokens; largest share of replies that hold the same `phrase` tokens in a row, 0 where none is so long).
-
-    Args:
-        tokens: [N] int64, all replies in order.
-        lengths: [B] their lengths.
-    """
+    of tokens; largest share of replies that hold the same `phrase` tokens in a row, 0 where none is so long). `tokens`
+    [N] int64 are those of all replies in order, of `lengths` [B]."""
     count = len(lengths)
     reply = torch.repeat_interleave(torch.arange(count), lengths)
     pairs, of_pair = _runs(tokens, reply, 2)

@@ -49,11 +49,7 @@ class Panel:
 
 
 class Scoring:
-    """Scores replies with all sources of an evaluation.
-
-    Args:
-        tokenizer: the policy's, if replies have its tokens.
-    """
+    """Scores replies with all sources of an evaluation; `tokenizer` is the policy's, if replies have its tokens."""
 
     def __init__(self, stage: Stage[EvaluationConfig, Any], tokenizer: Any = None) -> None:
         self._rewards = RewardSources(stage, tokenizer)
@@ -77,12 +73,8 @@ class Scoring:
         columns: Mapping[str, Sequence[Any]],
         tokens: Rows | None = None,
     ) -> None:
-        """Add a side's replies to the panel. Equal replies to a prompt get equal scores, so they tie.
-
-        Args:
-            prompt_texts: the prompts as text.
-            tokens: as `RewardSources.requests` takes them.
-        """
+        """Add a side's replies to the panel. Equal replies to a prompt get equal scores, so they tie. `tokens`: as
+        `RewardSources.requests` takes them."""
         replies, episodes = answers.texts, answers.scores
         if self._gold is not None:
             self.panel.judges.setdefault(GOLD, {})[side] = torch.tensor(self._gold(prompt_texts, replies)).double()
@@ -121,10 +113,8 @@ def judge(
     """Win rate of side `better` over `worse`, and differences of scores, with 95% intervals.
 
     `judges` has them by judge. `win_rate` is that of the strictest judge, whose interval begins lowest; `judge` is
-    its name. It is null without judges. Ties count half, and their number is reported.
-
-    Args:
-        others: judges outside the panel, with their results.
+    its name. It is null without judges. Ties count half, and their number is reported. `others` are judges outside the
+    panel, with their results.
 
     Raises:
         RuntimeError: no pair of replies has both its scores.

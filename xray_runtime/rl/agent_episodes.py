@@ -66,7 +66,6 @@ class AgentEpisodes:
     """Samples the rollouts of one stage whose environment is an agent, as `rl.episodes.Episodes` does of others.
 
     Args:
-        sampling: parameters for one reply.
         max_prompt: the longest prompt of the dataset, which the context leaves room for.
         log_path: file for the agents' output.
         records: file for the records of batches to keep.

@@ -49,13 +49,8 @@ LOG, AGENT_LOG = "environments.log", "agents.log"
 
 
 class Episodes:
-    """Samples the rollouts of one stage whose config has an `environment`.
-
-    Args:
-        pool: the processes that run its environments.
-        sampling: parameters for one turn.
-        max_prompt: the most tokens that an episode may begin with.
-    """
+    """Samples the rollouts of one stage whose config has an `environment`; an episode may begin with at most
+    `max_prompt` tokens."""
 
     def __init__(
         self,

@@ -188,11 +188,8 @@ def _ragged(column: Tensor, like: Ragged) -> Ragged:
 def scaled_rewards(
     config: PPOStageConfig, rewards: RewardSources, sources: SourceScores, moments: RunningMoments
 ) -> Tensor:
-    """The reward of each reply [B], scaled by `config.reward_scaling` and clipped; NaN if it has none.
-
-    Args:
-        moments: running moments of the weighted sum; updated here when the config scales by them.
-    """
+    """The reward of each reply [B], scaled by `config.reward_scaling` and clipped; NaN if it has none. Updates the
+    running `moments` of the weighted sum when the config scales by them."""
     raw = weighted_sum(sources, rewards.weights)
     if config.reward_scaling == "reward_model":
         scaled = rewards.scaled(sources)

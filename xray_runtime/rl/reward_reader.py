@@ -47,7 +47,6 @@ class RewardReader:
         """Rows `input_ids` and `prompt_lengths`; the head reads the last token.
 
         Args:
-            replies: texts.
             tokens: the same prompts and replies in the policy's tokens, the end token last.
 
         Raises:

@@ -138,7 +138,6 @@ class RewardSources:
         """Start scoring with every model of `roles`; pass the requests to `scores`.
 
         Args:
-            replies: texts.
             tokens: rows of the same prompts and whole replies in the policy's tokens, for models that share them.
             at_once: number of models that work at the same time; by default only these.
         """
@@ -161,10 +160,8 @@ class RewardSources:
         """Each source's score of each reply. Functions, verifiers and judges score while the models do.
 
         Args:
-            requests: of `requests`.
             columns: ground truth of each row, by column of the dataset.
             of_branches: waits for the scores of `branches`, by role.
-            step: the iteration.
             episodes: the environment's score of each episode.
             tokens: the `tokens` of `requests`; rows with equal tokens, or else equal texts, get the same model score.
 

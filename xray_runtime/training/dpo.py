@@ -107,12 +107,8 @@ def _batch(pairs: Tokens, index: np.ndarray, known: dict[str, np.ndarray] | None
 def _without_training(
     policy: ModelHandle, objective: DPOObjective, replies: Replies, pairs: np.ndarray, reference: np.ndarray | None
 ) -> dict[str, float]:
-    """Current loss, accuracy and margin of some pairs.
-
-    Args:
-        replies: replies 2i and 2i + 1 belong to pair i.
-        reference: reference log-probability of each reply.
-    """
+    """Current loss, accuracy and margin of some pairs; replies 2i and 2i + 1 belong to pair i, `reference` is the
+    log-probability of each reply."""
     # All chosen replies, then all rejected ones.
     numbers = np.concatenate([2 * pairs, 2 * pairs + 1])
     rows = replies.take(numbers)
