@@ -98,7 +98,7 @@ def trained_model(stage: Stage[Any, Any], directory: Path, objective: Objective,
     """The model that `stage` trains from a checkpoint, as its config says; `fields` are further fields of the spec."""
     config: TrainingConfig = stage.config
     seed = derive_seed(stage.seed, stage.name, "adapters")
-    defaults = {"training": config, "trainable_layers": config.trainable_layers, "adapter_seed": seed}
+    defaults: dict[str, Any] = {"training": config, "trainable_layers": config.trainable_layers, "adapter_seed": seed}
     return ModelSpec(directory, objective, **(defaults | fields))
 
 
