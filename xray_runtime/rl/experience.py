@@ -18,19 +18,14 @@ from xray_runtime.algorithms.advantages import place_rewards, whiten
 from xray_runtime.algorithms.estimators import ESTIMATORS, AdvantageEstimator, AdvantageInputs, estimate
 from xray_runtime.algorithms.importance import importance_weights
 from xray_runtime.algorithms.kl import kl_estimate, kl_summary
-from xray_runtime.algorithms.rewards import (
-    RunningMoments,
-    SourceScores,
-    lowest_where_cut,
-    overlong_penalty,
-    weighted_sum,
-)
+from xray_runtime.algorithms.rewards import lowest_where_cut, overlong_penalty, weighted_sum
 from xray_runtime.data.rows import Ragged, first_alike, non_finite, row_keys
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.rl.metrics import experience_metrics, policy_metrics
 from xray_runtime.rl.types import Experience, Rollout, Scores, Text, UpdateRows, rows_at, to_rows
 
 if TYPE_CHECKING:
+    from xray_runtime.algorithms.rewards import RunningMoments, SourceScores
     from xray_runtime.config.ppo import PPOStageConfig
     from xray_runtime.rl.reward_sources import RewardSources
 
