@@ -38,6 +38,7 @@ def distill_models(config: DistillConfig) -> dict[str, xray.ModelRole]:
 @xray.stage_kind("distill", config=DistillConfig, inputs=DistillInputs, output=xray.Model, models=distill_models)
 def distill(stage: xray.Stage[DistillConfig, DistillInputs], out: Path, recorder: xray.Recorder) -> int:
     """Each step the teacher scores a batch, and the student learns the likelier half of it."""
+    from xray_runtime.algorithms.schedules import learning_rate
     from xray_runtime.data.batching import Cursor
     from xray_runtime.data.conversations import ConversationTokens
     from xray_runtime.data.rows import num_response_tokens, take
@@ -46,8 +47,7 @@ def distill(stage: xray.Stage[DistillConfig, DistillInputs], out: Path, recorder
     from xray_runtime.seeding import derive_seed
     from xray_runtime.training.dataset import max_prompt_tokens
     from xray_runtime.training.resumable import Resumable
-    from xray_runtime.training.schedule import lr_at
-    from xray_runtime.training.steps import SFTSums, StepTotals, read_step
+    from xray_runtime.training.steps import StepTotals, read_step
     from xray_runtime.workers.model_spec import ModelSpec
     from xray_runtime.workers.protocols import get
 
@@ -66,9 +66,9 @@ def distill(stage: xray.Stage[DistillConfig, DistillInputs], out: Path, recorder
             nll = get(models["teacher"].score.remote(batch))["nll"]
             likely = take(batch, np.argsort(nll, kind="stable")[: max(len(nll) // 2, 1)])
             tokens = num_response_tokens(likely)
-            totals, lr = StepTotals(tokens=tokens).to_wire(), lr_at(config, step, config.steps)
-            made = read_step(SFTSums, get(models["student"].train.remote(likely, totals, lr)))
-            recorder.metrics({"distill/loss": made.sums.nll / tokens}, step)
+            totals, lr = StepTotals(tokens=tokens).to_wire(), learning_rate(config, step, config.steps)
+            made = read_step(get(models["student"].train.remote(likely, totals, lr)))
+            recorder.metrics({"distill/loss": made.sums["nll"] / tokens}, step)
             recorder.progress(step + 1, config.steps, "steps")
             state.step_done(step + 1, config.steps)
         get(models["student"].save.remote(out))

@@ -1,8 +1,9 @@
-"""Atomic writes, also across a power failure."""
+"""Atomic writes, also across a power failure, and links in place of copies."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
 from pathlib import Path
 
@@ -29,3 +30,11 @@ def write_atomic(path: Path, content: str | bytes, mode: int = 0o666) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Hard-link a file that is never modified; copy it where the file system has no links, or to another disk."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

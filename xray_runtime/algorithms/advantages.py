@@ -60,7 +60,7 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-
     """`x` scaled to (population) deviation 1 over all valid tokens; 0 at masked ones.
 
     With `shift_mean` the mean becomes 0, else it is kept. A constant `x` becomes 0 (or its mean), exactly: in float32
-    the mean of equal numbers is another one, and of that difference `eps` alone would make up to 0.08.
+    the mean of equal numbers may differ from them, and `eps` alone would turn that into up to 0.08.
     """
     kept = x[mask.bool()]
     mean = kept[0] if len(kept) and (kept == kept[0]).all() else masked_mean(x, mask)

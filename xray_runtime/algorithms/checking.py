@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from xray_runtime.algorithms.estimators import AdvantageEstimator, AdvantageInputs, estimate
-from xray_runtime.algorithms.losses import PolicyLoss, PolicyLossInputs, TokenLoss
+from xray_runtime.algorithms.losses import PolicyLoss, PolicyLossInputs, token_loss
 
 LENGTHS = (4, 1, 3, 4, 2, 3, 3, 4)
 """Response tokens of the eight replies that are tried: two to each of four prompts."""
@@ -25,10 +25,7 @@ TOLERANCE = 1e-9
 
 
 def check_advantages(estimator: AdvantageEstimator, name: str = "it") -> None:
-    """Try an estimator on random rollouts.
-
-    Args:
-        name: of the estimator, for errors.
+    """Try an estimator, `name` in errors, on random rollouts.
 
     Raises:
         ValueError: what it returns has a wrong shape or is not finite; or depends on padding, or on the order of the
@@ -50,10 +47,9 @@ def check_advantages(estimator: AdvantageEstimator, name: str = "it") -> None:
 
 
 def check_loss(loss: PolicyLoss, name: str = "it", *, gradient: bool = True) -> None:
-    """Try a policy loss on random tokens.
+    """Try a policy loss, `name` in errors, on random tokens.
 
     Args:
-        name: of the loss, for errors.
         gradient: also hold its gradient against finite differences. False where it stops gradients on purpose, as CISPO
             does.
 
@@ -90,13 +86,7 @@ def _equal(left: Tensor, right: Tensor) -> bool:
 
 
 def _loss_of(loss: PolicyLoss, tokens: PolicyLossInputs, name: str) -> Tensor:
-    answer = loss(tokens)
-    found = answer.loss if isinstance(answer, TokenLoss) else answer
-    if not isinstance(found, Tensor) or found.shape != tokens.logprobs.shape:
-        shown = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise ValueError(
-            f"loss: {name} returned {shown}: it must return the loss of each token, {list(tokens.logprobs.shape)}"
-        )
+    found = token_loss(loss, tokens, name).loss
     if not found.isfinite().all():
         raise ValueError(f"loss: {name} returned {int((~found.isfinite()).sum())} numbers that are not finite")
     return found

@@ -13,11 +13,8 @@ MAX_WEIGHT = 0.5
 
 
 class ConfidenceSequence:
-    """The interval after each observation, and inside all intervals before it.
-
-    Args:
-        alpha: bound on the probability that the mean is ever outside.
-    """
+    """The interval after each observation, and inside all intervals before it; the mean is ever outside with a
+    probability of at most `alpha`."""
 
     def __init__(self, alpha: float) -> None:
         self.count, self.low, self.high = 0, 0.0, 1.0
@@ -27,7 +24,7 @@ class ConfidenceSequence:
 
     @property
     def mean(self) -> float | None:
-        """The interval of all observations; None before the first."""
+        """The mean of all observations; None before the first."""
         return self._sum / self.count if self.count else None
 
     def add(self, x: float) -> None:

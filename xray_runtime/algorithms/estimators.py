@@ -73,9 +73,7 @@ def estimate(estimator: AdvantageEstimator, rollout: AdvantageInputs, name: str)
     """(advantages [B, T], returns [B, T]) in the dtype of `values`, 0 at masked tokens.
 
     A reply's advantage [B] counts for each of its tokens. Where the estimator gives no returns they are the advantages.
-
-    Args:
-        name: of the estimator, for errors.
+    `name` is the estimator's, for errors.
 
     Raises:
         ValueError: it returned something else than one or two tensors of these shapes, or a number that is not finite.

@@ -1,6 +1,9 @@
-"""Advantages without a critic: replies to one prompt are compared with each other.
+"""Replies to one prompt compared with each other: advantages without a critic, and the best and worst of several.
 
 A reply whose score failed is NaN. It gets an advantage of 0 and counts in no mean: the others are as if it was absent.
+The best of n is a policy at most ln n − (n − 1)/n nats from the one that sampled (Beirami et al. 2024).
+
+Shapes: B replies in any order, or P prompts with n replies each.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import torch
 from torch import Tensor
 
 GroupBaseline = Literal["grpo", "dr_grpo", "rloo"]
+NONE = -1
+"""Index for a group in which no reply has a reward."""
 
 
 def group_advantages(rewards: Tensor, groups: Tensor, baseline: GroupBaseline) -> Tensor:
@@ -54,3 +59,24 @@ def tied_groups(rewards: Tensor, groups: Tensor) -> Tensor:
     lowest = bound.scatter_reduce(0, groups, rewards.nan_to_num(nan=torch.inf), "amin")
     highest = (-bound).scatter_reduce(0, groups, rewards.nan_to_num(nan=-torch.inf), "amax")
     return lowest >= highest
+
+
+def best_of(rewards: Tensor) -> Tensor:
+    """Place of each group's highest reward [P] int64, from `rewards` [P, n]: the first if several are equal, `NONE` if
+    none is finite."""
+    valid = rewards.isfinite()
+    places = rewards.masked_fill(~valid, -torch.inf).argmax(dim=1)
+    return torch.where(valid.any(dim=1), places, NONE)
+
+
+def worst_of(rewards: Tensor) -> Tensor:
+    """Place of each group's lowest reward, as `best_of`."""
+    return best_of(-rewards)
+
+
+def tied(rewards: Tensor) -> Tensor:
+    """Groups [P] in which no two replies differ in reward, also those with at most one."""
+    valid = rewards.isfinite()
+    highest = rewards.masked_fill(~valid, -torch.inf).amax(dim=1)
+    lowest = rewards.masked_fill(~valid, torch.inf).amin(dim=1)
+    return ~(highest > lowest)

@@ -142,7 +142,8 @@ def _pleased(
 
 def _rise(early: Points, late: Points, source: str) -> float | None:
     """By how many of its deviations a source rose; None where nothing is known of it."""
-    mean, std = _mean_of(source), _std_of(source)
+    mean = _mean_of(source)
+    std = "reward/gold_std" if source == GOLD else f"{SOURCE}{source}/std"
     if not (_known(early, late, mean) and _known(early, late, std)):
         return None
     risen = late[mean] - early[mean]
@@ -153,10 +154,6 @@ def _rise(early: Points, late: Points, source: str) -> float | None:
 
 def _mean_of(source: str) -> str:
     return "reward/gold" if source == GOLD else f"{SOURCE}{source}/mean"
-
-
-def _std_of(source: str) -> str:
-    return "reward/gold_std" if source == GOLD else f"{SOURCE}{source}/std"
 
 
 def _known(early: Points, late: Points, metric: str) -> bool:

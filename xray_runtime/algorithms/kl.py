@@ -39,40 +39,30 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) 
 
 
 @dataclass
-class FixedKL:
-    """A constant weight."""
-
-    coef: float
-
-    def update(self, kl_per_reply: float, num_replies: int) -> None:
-        pass
-
-
-@dataclass
-class AdaptiveKL:
-    """Steers the weight so that KL approaches a target (Ziegler et al. 2019, §2.2).
+class KLController:
+    """The weight of the KL: constant without a `target`, else steered so that KL approaches it (Ziegler et al. 2019,
+    §2.2).
 
     coef ← coef · (1 + clip(KL / target − 1, ±0.2) · n / horizon), where KL is the mean over replies of the *sum* over
     a reply's tokens, and n counts replies. `coef` is the whole state.
     """
 
     coef: float
-    target: float
+    target: float | None
     horizon: float
 
     def update(self, kl_per_reply: float, num_replies: int) -> None:
-        """Raises NonFiniteError: of NaN no bound keeps the weight from becoming NaN too."""
+        """Raises NonFiniteError: no bound keeps the weight from becoming NaN with the KL."""
+        if self.target is None:
+            return
         if not math.isfinite(kl_per_reply):
             raise NonFiniteError(f"the KL to the reference is {kl_per_reply}")
         error = min(max(kl_per_reply / self.target - 1.0, -0.2), 0.2)
         self.coef *= 1.0 + error * num_replies / self.horizon
 
 
-def make_kl_controller(config: KLConfig) -> FixedKL | AdaptiveKL:
-    """The controller that `config` asks for."""
-    if config.controller == "fixed":
-        return FixedKL(config.coef)
-    return AdaptiveKL(config.coef, config.target, config.horizon)
+def make_kl_controller(config: KLConfig) -> KLController:
+    return KLController(config.coef, config.target if config.controller == "adaptive" else None, config.horizon)
 
 
 def kl_summary(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> dict[str, Any]:

@@ -85,6 +85,18 @@ def _clipped_loss(tokens: PolicyLossInputs, log_ratio: Tensor) -> TokenLoss:
     return TokenLoss(loss, clipped < plain, dual)
 
 
+def token_loss(loss: PolicyLoss, tokens: PolicyLossInputs, name: str) -> TokenLoss:
+    """The loss of each token. Raises ValueError, with `name`, if `loss` does not return one number a token."""
+    answer = loss(tokens)
+    made = answer if isinstance(answer, TokenLoss) else TokenLoss(answer)
+    if not isinstance(made.loss, Tensor) or made.loss.shape != tokens.logprobs.shape:
+        shown = list(made.loss.shape) if isinstance(made.loss, Tensor) else type(made.loss).__name__
+        raise ValueError(
+            f"loss: {name} returned {shown}: it must return the loss of each token, {list(tokens.logprobs.shape)}"
+        )
+    return made
+
+
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -114,11 +126,8 @@ def policy_loss(
     """
     valid = mask.to(logprobs.dtype)
     high = clip_range if clip_range_high is None else clip_range_high
-    answer = loss(PolicyLossInputs(logprobs, old_logprobs, advantages, mask, replies, clip_range, high, dual_clip))
-    made = answer if isinstance(answer, TokenLoss) else TokenLoss(answer)
-    if not isinstance(made.loss, Tensor) or made.loss.shape != logprobs.shape:
-        shown = list(made.loss.shape) if isinstance(made.loss, Tensor) else type(made.loss).__name__
-        raise ValueError(f"loss: it returned {shown}: it must return the loss of each token, {list(logprobs.shape)}")
+    inputs = PolicyLossInputs(logprobs, old_logprobs, advantages, mask, replies, clip_range, high, dual_clip)
+    made = token_loss(loss, inputs, "it")
     total = made.loss if weights is None else made.loss * weights
     with torch.no_grad():
         nothing = torch.zeros_like(mask, dtype=torch.bool)
@@ -142,8 +151,8 @@ def reply_means(x: Tensor, replies: Tensor, valid: Tensor) -> Tensor:
 def kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
     """Per-token terms whose expected gradient is that of KL(policy ‖ reference), any shape.
 
-    An estimator alone has another one as a loss: k1's is 0, k3's that of the reverse KL. ρ k with ρ = exp(logp − old)
-    differentiated has the right one for k1 and k3; k2 alone has it, weighted by ρ once the policy has moved.
+    An estimator k alone has another gradient: k1's is 0, k3's that of the reverse KL. For k1 and k3 the gradient of
+    ρ k, ρ = exp(logp − old), is the right one; for k2 that of k is, weighted by ρ once the policy has moved.
     """
     ratio = clamp_log_ratio(logprobs - old_logprobs).exp()
     return (ratio.detach() if estimator == "k2" else ratio) * kl_estimate(logprobs, ref_logprobs, estimator)

@@ -25,8 +25,6 @@ from torch.nn.functional import logsigmoid
 PairLoss = Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "simpo"]
 BY_LENGTH: frozenset[PairLoss] = frozenset({"sigmoid_norm", "ipo", "simpo"})
 """Losses over means, not sums, of a reply's tokens."""
-SMOOTHED: frozenset[PairLoss] = frozenset({"sigmoid", "sigmoid_norm", "simpo"})
-"""Losses that `label_smoothing` goes with."""
 
 
 def implicit_rewards(
@@ -45,12 +43,8 @@ def implicit_rewards(
 def pair_losses(
     chosen: Tensor, rejected: Tensor, loss: PairLoss, *, beta: float, label_smoothing: float = 0.0, gamma: float = 0.0
 ) -> Tensor:
-    """The loss of each pair [P].
-
-    Args:
-        chosen, rejected: implicit rewards [P].
-        gamma: SimPO's target margin, in rewards; the paper gives γ/β.
-    """
+    """The loss of each pair [P] of implicit rewards, `chosen` and `rejected` [P]. `gamma` is SimPO's target margin, in
+    rewards; the paper gives γ/β."""
     margin = chosen - rejected
     if loss == "ipo":
         return (margin / beta - 1 / (2 * beta)).square()
@@ -79,13 +73,8 @@ def kto_losses(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """λ_D (1 − σ(β (r − z))) of a desirable reply, λ_U (1 − σ(β (z − r))) of another, r its log-ratio [B].
-
-    Args:
-        log_ratios: [B].
-        desirable: bool [B].
-        baseline: z, of `kto_baseline`.
-    """
+    """λ_D (1 − σ(β (r − z))) of a `desirable` reply [B], λ_U (1 − σ(β (z − r))) of another; r is its log-ratio [B], z
+    the `baseline`."""
     gain = beta * (log_ratios - baseline)
     good, bad = desirable_weight * torch.sigmoid(-gain), undesirable_weight * torch.sigmoid(gain)
     return torch.where(desirable, good, bad)

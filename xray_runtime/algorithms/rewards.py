@@ -1,4 +1,4 @@
-"""Several sources of reward as one number a reply. Shapes: B replies.
+"""Several sources of reward as one number a reply, and the moments to scale it by. Shapes: B replies.
 
 A score that failed is NaN, and so is the reward of its row: whoever reads rewards leaves such rows out, as if they were
 absent. A source that does not apply to a row is another thing: it contributes nothing there.
@@ -6,11 +6,14 @@ absent. A source that does not apply to a row is another thing: it contributes n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from xray_runtime.errors import NonFiniteError
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,8 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int) -> Tensor:
 
 
 def lowest_where_cut(rewards: Tensor, ended: Tensor) -> Tensor:
-    """Rewards [B] of which a reply that was cut off has no more than the worst that came to its end (`ended` [B] bool);
-    where none did, all have the least."""
+    """Rewards [B] in which a reply that was cut off gets at most the lowest reward of one that `ended` [B] bool; if
+    none ended, all get the lowest."""
     finished = rewards[ended] if ended.any() else rewards
     return torch.where(ended, rewards, rewards.clamp(max=float(finished.min())))
 
@@ -88,3 +91,35 @@ def statistics(scores: SourceScores) -> dict[str, dict[str, float]]:
             numbers["disagreement"] = float(scores.disagreements[source].double().mean())
         found[source] = numbers
     return found
+
+
+@dataclass
+class RunningMoments:
+    """Mean and population deviation of all batches so far (Chan, Golub & LeVeque 1979); the three fields are the whole
+    state."""
+
+    count: int = 0
+    mean: float = 0.0
+    sum_squares: float = 0.0
+    """Σ (x − mean)²."""
+
+    def update(self, batch: Sequence[float]) -> None:
+        """Add a batch. Raises NonFiniteError: one NaN would stay in the moments for good."""
+        if not batch:
+            return
+        if not all(map(math.isfinite, batch)):
+            raise NonFiniteError("a reward in the running moments is not finite")
+        n = len(batch)
+        batch_mean = math.fsum(batch) / n
+        batch_squares = math.fsum((x - batch_mean) ** 2 for x in batch)
+        delta = batch_mean - self.mean
+        total = self.count + n
+        self.sum_squares += batch_squares + delta * delta * self.count * n / total
+        self.mean += delta * n / total
+        self.count = total
+
+    @property
+    def std(self) -> float:
+        """Population deviation; 1 before there are two different values, so that dividing by it is safe."""
+        variance = self.sum_squares / self.count if self.count else 0.0
+        return math.sqrt(variance) or 1.0

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from xray_runtime.config.engines import TrainingConfig
 
 
-def learning_rate(
-    step: int,
-    total_steps: int,
-    *,
-    peak: float,
-    schedule: Literal["constant", "linear", "cosine"],
-    warmup_fraction: float,
-    final_lr_ratio: float,
-) -> float:
-    """Learning rate of step `step` (from 0) of `total_steps`.
+def learning_rate(config: TrainingConfig, step: int, total_steps: int, peak: float | None = None) -> float:
+    """Learning rate of step `step` (from 0) of `total_steps` on the config's schedule; `peak` replaces `config.lr`.
 
     Rises linearly over the first `warmup_fraction` of the steps (step 0 already has a share of the peak), then stays,
     or falls to `peak · final_lr_ratio` at the last step.
     """
-    warmup = round(total_steps * warmup_fraction)
+    peak = config.lr if peak is None else peak
+    warmup = round(total_steps * config.warmup_fraction)
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
-    if schedule == "constant":
+    if config.schedule == "constant":
         return peak
     progress = min((step - warmup) / max(total_steps - 1 - warmup, 1), 1.0)
-    shape = 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return peak * (final_lr_ratio + (1.0 - final_lr_ratio) * shape)
+    shape = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return peak * (config.final_lr_ratio + (1.0 - config.final_lr_ratio) * shape)

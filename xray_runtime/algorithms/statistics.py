@@ -23,12 +23,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 def bootstrap_interval(x: Tensor, num_samples: int, seed: int) -> tuple[float, float, float]:
     """(mean, low, high) of `x` [n]: percentile bootstrap, 95% (Efron 1979), over resampled items."""
-    x = x.double()
-    generator = torch.Generator().manual_seed(seed)
-    index = torch.randint(len(x), (num_samples, len(x)), generator=generator)
-    means = x[index].mean(-1)
-    low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return float(x.mean()), low, high
+    return bootstrap_ratio(x, torch.ones_like(x), num_samples, seed)
 
 
 def bootstrap_ratio(x: Tensor, y: Tensor, num_samples: int, seed: int) -> tuple[float, float, float]:
@@ -70,12 +65,8 @@ def distinct_n(replies: Sequence[Sequence[int]], n: int) -> float:
 
 def variety(tokens: Tensor, lengths: Tensor, phrase: int) -> tuple[float, float]:
     """How varied B replies are: (mean over replies of distinct-2 within each (Li et al. 2016), 1 where one has no pairs
-    of tokens; largest share of replies that hold the same `phrase` tokens in a row, 0 where none is so long).
-
-    Args:
-        tokens: [N] int64, all replies in order.
-        lengths: [B] their lengths.
-    """
+    of tokens; largest share of replies that hold the same `phrase` tokens in a row, 0 where none is so long). `tokens`
+    [N] int64 are those of all replies in order, of `lengths` [B]."""
     count = len(lengths)
     reply = torch.repeat_interleave(torch.arange(count), lengths)
     pairs, of_pair = _runs(tokens, reply, 2)

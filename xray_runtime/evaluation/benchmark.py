@@ -41,7 +41,7 @@ from xray_runtime.rl.sampled_replies import sample_replies, sampling_of
 from xray_runtime.rl.scoring import shown_episodes
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.dataset import max_prompt_tokens, max_reply_tokens, tokenizing
-from xray_runtime.training.prompts import UniquePrompts
+from xray_runtime.training.prompts import UniquePrompts, drawn
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import get
@@ -58,8 +58,6 @@ BATCH = 512
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """The result of a suite."""
-
     numbers: dict[str, float | list[float]]
     prompts: list[str]
     """The distinct prompts."""
@@ -102,8 +100,7 @@ def _perplexity(stage: Stage[PerplexitySuite, BenchmarkInputs], recorder: Record
     sums, lengths = (torch.from_numpy(np.concatenate(parts)).double() for parts in (nll, counts))
     mean, low, high = bootstrap_ratio(sums, lengths, config.bootstrap_samples, _resamples(stage))
     numbers: dict[str, Any] = {"perplexity": math.exp(mean), "perplexity_ci95": [math.exp(low), math.exp(high)]}
-    numbers |= {"nll": mean, "rows": len(rows), "tokens": int(lengths.sum())}
-    numbers |= {"left_out_too_long": int((~fits).sum())}
+    numbers |= {"nll": mean, "rows": len(rows), "tokens": int(lengths.sum()), "left_out_too_long": int((~fits).sum())}
     prompt_texts = [prompt_text(pairs[row].prompt) for row in rows.tolist()]
     per_token = (sums / lengths).tolist()
     shown = [
@@ -230,9 +227,7 @@ def _side(stage: Stage[Any, BenchmarkInputs]) -> tuple[Path, Path]:
 def _chosen(stage: Stage[Any, Any], rows: np.ndarray, count: int) -> np.ndarray:
     if not len(rows):
         raise ValueError(f"{stage.name}: no row of the dataset fits")
-    order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(rows))
-    chosen: np.ndarray = rows[order[:count]]
-    return chosen
+    return rows[drawn(stage, len(rows), count)]
 
 
 def _resamples(stage: Stage[Any, Any]) -> int:
@@ -248,15 +243,11 @@ def _sampled(
     tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.max_new_tokens)
     found = UniquePrompts(tokenizer, side, limit, stage.seal)
     chosen = _chosen(stage, np.arange(len(found)), config.num_prompts).tolist()
-    prompt_texts = [found[i] for i in chosen]
-    ids = [tokens for _, tokens in prompt_texts for _ in range(samples)]
+    prompts = [found[i] for i in chosen]
+    ids = [tokens for _, tokens in prompts for _ in range(samples)]
     sampling = sampling_of(config, policy, tokenizer)
     spec = GeneratorSpec(policy, limit + config.max_new_tokens, config.generator)
-
-    def done(count: int) -> None:
-        recorder.progress(count, len(ids), "replies", "sampled")
-
+    done = partial(recorder.progress, total=len(ids), unit="replies", note="sampled")
     with stage.open_models({"generator": spec}) as models:
         sampled = sample_replies(models["generator"], stage, sampling, ids, done=done)
-    replies = decode_replies(tokenizer, sampled)
-    return [messages for messages, _ in prompt_texts], found.columns(chosen), replies
+    return [messages for messages, _ in prompts], found.columns(chosen), decode_replies(tokenizer, sampled)

@@ -9,19 +9,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from xray_runtime.config.evaluate import PEOPLE
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Messages, pairs_of, prompt_text
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.data.tokenizing import encode_prompts
 from xray_runtime.evaluation.human_verdicts import human_judge
-from xray_runtime.evaluation.judging import Panel, Scoring, judge, record_replies
+from xray_runtime.evaluation.judging import Scoring, judge, record_replies
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rl.policy_replies import PolicyReplies, sample_policy
-from xray_runtime.seeding import derive_seed
 from xray_runtime.training.dataset import max_prompt_tokens
-from xray_runtime.training.prompts import UniquePrompts
+from xray_runtime.training.prompts import UniquePrompts, drawn
 from xray_runtime.workers.generator_spec import GeneratorSpec
 
 if TYPE_CHECKING:
@@ -43,12 +40,11 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
     paths = {"candidate": inputs.policy.path, "champion": inputs.champion.path}
     tokenizers = {side: load_tokenizer(path) for side, path in paths.items()}
     excluded = champion_prompts(inputs)
-    prompts, columns = select_prompts(stage, tokenizers, excluded)
+    prompts, columns, limit = select_prompts(stage, tokenizers, excluded)
     human_judges = {}
     if inputs.verdicts is not None:
         human_judges[PEOPLE] = human_judge(inputs.verdicts.path, paths, inputs.prompts.path, excluded)
     prompt_texts = [prompt_text(messages) for messages in prompts]
-    limit = _max_prompt(stage)
     replies: dict[str, PolicyReplies] = {}
     for number, side in enumerate(SIDES, start=1):
         tokenizer, path = tokenizers[side], paths[side]
@@ -59,10 +55,13 @@ def run(stage: Stage[EvaluationConfig, CompareInputs], out: Path, recorder: Reco
                 stage, models["generator"], path, tokenizer, begun, columns, limit, recorder.log_dir, out, side
             )
         recorder.progress(number, 3, "steps", f"sampled the {side}")
-    panel = _judged(stage, prompts, prompt_texts, replies, columns)
+    scoring = Scoring(stage)
+    with stage.open_models(scoring.specs()) as models:
+        for side in SIDES:
+            scoring.score(side, models, prompts, prompt_texts, replies[side], columns)
     comparison: dict[str, Any] = {"samples": len(prompt_texts)}
-    comparison |= judge(config, stage.seed, stage.name, "candidate", "champion", panel, human_judges)
-    record_replies(out, recorder, "comparison", "compare", comparison, prompt_texts, replies, panel, config)
+    comparison |= judge(config, stage.seed, stage.name, "candidate", "champion", scoring.panel, human_judges)
+    record_replies(out, recorder, "comparison", "compare", comparison, prompt_texts, replies, scoring.panel, config)
     rate = comparison["win_rate"]
     recorder.progress(3, 3, "steps", "no judge" if rate is None else f"win rate over the champion {rate:.2f}")
     return 0
@@ -73,18 +72,14 @@ def champion_prompts(inputs: CompareInputs) -> TextSet:
     return TextSet(text for dataset in inputs.seen for text in pairs_of(dataset.path / TRAIN).prompt_texts())
 
 
-def _max_prompt(stage: Stage[EvaluationConfig, CompareInputs]) -> int:
-    inputs, reply = stage.inputs, stage.config.max_response_tokens
-    return min(max_prompt_tokens(inputs.prompts.path, one.path, reply) for one in (inputs.policy, inputs.champion))
-
-
 def select_prompts(
     stage: Stage[EvaluationConfig, CompareInputs], tokenizers: dict[str, Any], excluded: TextSet
-) -> tuple[list[Messages], dict[str, list[Any]]]:
-    """Held-out prompts in random order that fit both and that the champion has not `seen` in training; and what columns
-    the dataset carries for them."""
-    dataset = stage.inputs.prompts.path
-    limit = _max_prompt(stage)
+) -> tuple[list[Messages], dict[str, list[Any]], int]:
+    """(held-out prompts in random order that fit both models and are not `excluded`, the dataset's columns of these,
+    the longest prompt that fits)."""
+    inputs, reply_tokens = stage.inputs, stage.config.max_response_tokens
+    dataset, models = inputs.prompts.path, (inputs.policy, inputs.champion)
+    limit = min(max_prompt_tokens(dataset, model.path, reply_tokens) for model in models)
     heldout = UniquePrompts(tokenizers["candidate"], dataset / HELDOUT, limit, stage.seal)
     found = [messages for messages, _ in heldout]
     sizes = [len(ids) for ids in encode_prompts(tokenizers["champion"], found)]
@@ -94,22 +89,5 @@ def select_prompts(
             f"{len(fit)} held-out prompts remain on which the champion was not trained, but {MIN_PROMPTS} are needed: "
             "evaluate both on a dataset neither was trained on, or set promotion.max_regression=null"
         )
-    order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(fit))
-    chosen = [fit[i] for i in order[: stage.config.num_prompts]]
-    return [found[i] for i in chosen], heldout.columns(chosen)
-
-
-def _judged(
-    stage: Stage[EvaluationConfig, CompareInputs],
-    prompts: list[Messages],
-    prompt_texts: list[str],
-    replies: dict[str, PolicyReplies],
-    columns: dict[str, list[Any]],
-) -> Panel:
-    """The judgement of each reply, with texts encoded for each model."""
-    scoring = Scoring(stage)
-    with stage.open_models(scoring.specs()) as models:
-        for side in SIDES:
-            answers = replies[side]
-            scoring.score(side, models, prompts, prompt_texts, answers.texts, columns, episodes=answers.scores)
-    return scoring.panel
+    chosen = [fit[i] for i in drawn(stage, len(fit), stage.config.num_prompts)]
+    return [found[i] for i in chosen], heldout.columns(chosen), limit

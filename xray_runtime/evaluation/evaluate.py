@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from xray_runtime.algorithms.kl import kl_summary
@@ -19,9 +18,8 @@ from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.rl.agent_rows import split_branches
 from xray_runtime.rl.policy_replies import PolicyReplies, sample_policy
-from xray_runtime.seeding import derive_seed
 from xray_runtime.training.dataset import max_prompt_tokens
-from xray_runtime.training.prompts import UniquePrompts
+from xray_runtime.training.prompts import UniquePrompts, drawn
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
@@ -46,8 +44,7 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
     found = UniquePrompts(tokenizer, dataset / HELDOUT, limit, stage.seal)
     if dropped := found.metrics():
         recorder.metrics(dropped, step=0)
-    order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(found))
-    chosen = order[: config.num_prompts].tolist()
+    chosen = drawn(stage, len(found), config.num_prompts)
     prompts, columns = [found[i] for i in chosen], found.columns(chosen)
     prompt_texts = [prompt_text(messages) for messages, _ in prompts]
     human_judges = {}
@@ -72,8 +69,7 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
         for side in SIDES:
             answers = replies[side]
             tokens = text_rows(answers.begun, [with_end_of_turn(reply, stops) for reply in answers.ids])
-            messages = [messages for messages, _ in prompts]
-            scoring.score(side, models, messages, prompt_texts, answers.texts, columns, tokens, answers.scores)
+            scoring.score(side, models, [messages for messages, _ in prompts], prompt_texts, answers, columns, tokens)
 
     evaluation: dict[str, Any] = {"samples": len(prompts), "kl": kl}
     evaluation |= judge(config, stage.seed, stage.name, "after", "before", scoring.panel, human_judges)
@@ -92,5 +88,4 @@ def _kl(models: dict[str, ModelHandle], replies: PolicyReplies) -> float:
     logprobs, ref_logprobs = after["ref_logprobs"], before["ref_logprobs"]
     chosen = logprobs.mask() if replies.mask is None else replies.mask.dense()
     padded = (torch.from_numpy(x) for x in (logprobs.dense(), ref_logprobs.dense(), chosen))
-    summary = kl_summary(*padded)
-    return float(summary["k1"])
+    return float(kl_summary(*padded)["k1"])

@@ -48,10 +48,7 @@ class HarnessTasks:
 
 
 def read_tasks(directory: Path, field: str) -> HarnessTasks:
-    """The .yaml files in `directory`, with their includes.
-
-    Args:
-        field: the config field, for errors.
+    """The .yaml files in `directory`, with their includes; errors begin with the config's `field`.
 
     Raises:
         ValueError: it is not a single task or group, calls code, or its data are not files in the directory.

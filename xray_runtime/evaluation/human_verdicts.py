@@ -46,8 +46,7 @@ def human_judge(
     if not shares:
         raise ValueError(
             f"verdicts: {verdicts.name} has no verdict on replies of {better.name} and {worse.name} to held-out "
-            f"prompts "
-            f"of {prompts.name}: make some with `xray compare` and publish them with `xray preferences`"
+            f"prompts of {prompts.name}: make some with `xray compare` and publish them with `xray preferences`"
         )
     rate, (low, high) = mean_share(shares.values())
     return {

@@ -54,11 +54,8 @@ class TrainedItem:
 def dependent_judges(
     policy: TrainedItem, config: EvaluationConfig, models: Mapping[str, TrainedItem]
 ) -> dict[str, str]:
-    """Judge that is not independent of `policy` → why. `gold` may be one of them.
-
-    Args:
-        models: role → reward model in `config.judges`.
-    """
+    """Judge that is not independent of `policy` → why. `gold` may be one of them. `models`: role → reward model in
+    `config.judges`."""
     opposed = list(_trained_against(policy))
     found = {}
     if config.gold is not None and (why := _same(RewardTerm.model_construct(function=config.gold), opposed)):

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from xray_runtime.data.pairs import Messages
     from xray_runtime.data.rows import Rows
     from xray_runtime.graph.kind import Recorder, Stage
-    from xray_runtime.rewards.source import Score
     from xray_runtime.rl.policy_replies import PolicyReplies
     from xray_runtime.workers.model_spec import ModelSpec
 
@@ -50,11 +49,7 @@ class Panel:
 
 
 class Scoring:
-    """Scores replies with all sources of an evaluation.
-
-    Args:
-        tokenizer: the policy's, if replies have its tokens.
-    """
+    """Scores replies with all sources of an evaluation; `tokenizer` is the policy's, if replies have its tokens."""
 
     def __init__(self, stage: Stage[EvaluationConfig, Any], tokenizer: Any = None) -> None:
         self._rewards = RewardSources(stage, tokenizer)
@@ -74,32 +69,23 @@ class Scoring:
         models: Mapping[str, ModelHandle],
         prompts: Sequence[Messages],
         prompt_texts: Sequence[str],
-        replies: Sequence[str],
+        answers: PolicyReplies,
         columns: Mapping[str, Sequence[Any]],
         tokens: Rows | None = None,
-        episodes: Sequence[Score] | None = None,
     ) -> None:
-        """Add a side's replies to the panel. Equal replies to a prompt get equal scores, so they tie.
-
-        Args:
-            prompt_texts: the prompts as text.
-            tokens: as `RewardSources.requests` takes them.
-            episodes: the environment's scores, if there is one.
-        """
+        """Add a side's replies to the panel. Equal replies to a prompt get equal scores, so they tie. `tokens`: as
+        `RewardSources.requests` takes them."""
+        replies, episodes = answers.texts, answers.scores
         if self._gold is not None:
             self.panel.judges.setdefault(GOLD, {})[side] = torch.tensor(self._gold(prompt_texts, replies)).double()
         both = (self._rewards, self._judges)
         at_once = sum(len(sources.roles) for sources in both)
         of_rewards, of_judges = (s.requests(models, prompts, replies, tokens, at_once or None) for s in both)
         if self._rewards.weights:
-            scores = self._rewards.scores(
-                of_rewards, prompt_texts, replies, messages=prompts, columns=columns, episodes=episodes, tokens=tokens
-            )
+            scores = self._rewards.scores(of_rewards, prompts, replies, columns, episodes=episodes, tokens=tokens)
             self.panel.rewards[side] = self._rewards.scaled(scores).double()
         if self._judges.weights:
-            scores = self._judges.scores(
-                of_judges, prompt_texts, replies, messages=prompts, columns=columns, tokens=tokens
-            )
+            scores = self._judges.scores(of_judges, prompts, replies, columns, tokens=tokens)
             for name, of_judge in self._judges.each(scores).items():
                 self.panel.judges.setdefault(name, {})[side] = of_judge
         if episodes is None:
@@ -127,10 +113,8 @@ def judge(
     """Win rate of side `better` over `worse`, and differences of scores, with 95% intervals.
 
     `judges` has them by judge. `win_rate` is that of the strictest judge, whose interval begins lowest; `judge` is
-    its name. It is null without judges. Ties count half, and their number is reported.
-
-    Args:
-        others: judges outside the panel, with their results.
+    its name. It is null without judges. Ties count half, and their number is reported. `others` are judges outside the
+    panel, with their results.
 
     Raises:
         RuntimeError: no pair of replies has both its scores.

@@ -24,6 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.files import link_or_copy
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.keys import RETIRED, TRUSTED, adopt, retirement_files, root_keys
@@ -251,7 +252,8 @@ def import_checkpoints(
         if not there.exists():
             # After a crash, the next build of this key removes it there.
             temporary = building_folder(there) / f"{os.getpid()}-{sha[:8]}"
-            shutil.copytree(directory, temporary, symlinks=True, copy_function=_link_or_copy)
+            # Published files never change, so two directories can share them.
+            shutil.copytree(directory, temporary, symlinks=True, copy_function=link_or_copy)
             os.rename(temporary, there)
             with contextlib.suppress(OSError):
                 temporary.parent.rmdir()
@@ -259,14 +261,6 @@ def import_checkpoints(
     log_checkpoints(output, signing_key(output), imported, here=False)
     if tracking_uri is not None:
         _record(open_lineage_store(output, tracking_uri), order, tracking_uri, experiment)
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    # Published files never change, so two directories can share them.
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
 
 
 def _record(store: LineageStore, order: Sequence[str], tracking_uri: str, experiment: str) -> None:

@@ -33,6 +33,7 @@ ATTENTION = "sdpa"
 CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 """Config fields by which families name their context."""
 WEIGHTS = (WEIGHTS_FILE, WEIGHTS_INDEX)
+SMALL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", "merges.txt", "vocab.json")
 SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Config fields by which some families change logits after the output layer."""
 PLAIN_FAMILIES = (None, "llama")
@@ -143,7 +144,7 @@ def complete_tokenizer(tokenizer: Any, field: str, model: str) -> None:
 
 
 def unloadable(field: str, model: str, error: Exception) -> ValueError:
-    """One line for what readers of damaged files raise, each in a way of its own."""
+    """One line for the errors of readers of damaged files, each in its own form."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return ValueError(f"{field}: {model!r} cannot be loaded ({reason})")
 
@@ -184,11 +185,8 @@ def save_model(
 
 
 def copy_model(like: Path, directory: Path, number: int = 0, copiers: int = 1) -> None:
-    """Copy a checkpoint in Hugging Face form, for its weights to be overwritten by those that were trained.
-
-    Args:
-        number: of this copier among the `copiers` that divide the files.
-    """
+    """Copy a checkpoint in Hugging Face form, for its weights to be overwritten by those that were trained; this is
+    copier `number` of the `copiers` that divide the files."""
     directory.mkdir(parents=True, exist_ok=True)
     copy_weights(like, directory, number, copiers)
     if not number:
@@ -198,28 +196,19 @@ def copy_model(like: Path, directory: Path, number: int = 0, copiers: int = 1) -
 def copy_small_files(source: Path, directory: Path) -> None:
     """Copy config and tokenizer files (everything of Hugging Face form but the weights)."""
     for file in sorted(source.iterdir()):
-        known = file.name in (
-            "config.json",
-            "generation_config.json",
-            "chat_template.jinja",
-            "merges.txt",
-            "vocab.json",
-        )
-        if known or file.name.startswith(("tokenizer", "special_tokens", "added_tokens")):
+        if file.name in SMALL_FILES or file.name.startswith(("tokenizer", "special_tokens", "added_tokens")):
             (directory / file.name).write_bytes(file.read_bytes())
 
 
 def skeleton(model: str) -> nn.Module:
     """The causal LM of a hub name, a directory, a .gguf file or a packaged name, in float32 with its weights on the
-    meta device. Buffers that are computed (rotary frequencies) have their values.
-    """
+    meta device. Buffers that are computed (rotary frequencies) have their values."""
     name, gguf = locate(model)
     config = transformers.AutoConfig.from_pretrained(name, **NO_CODE, **({"gguf_file": gguf} if gguf else {}))
     lm = without_weights(config)
     # Without weights a tied weight becomes two.
     lm.tie_weights()
-    whole: nn.Module = lm.eval()
-    return whole
+    return lm.eval()
 
 
 def without_weights(config: Any) -> Any:
@@ -237,7 +226,7 @@ def published(lm: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tenso
 
 
 def check_publishable(lm: Any) -> None:
-    """See on paper, of names and shapes alone, that what is trained one tensor at a time can be saved so and read back.
+    """Check, from names and shapes alone, that tensors which are trained one at a time can be saved and read so.
 
     Raises:
         ValueError: transformers saves a tensor of `lm` under another name or shape where it stands by itself.
@@ -252,7 +241,7 @@ def check_publishable(lm: Any) -> None:
 
 @contextlib.contextmanager
 def _untouched() -> Iterator[None]:
-    """Deterministic algorithms write to what `torch.empty` gives, here memory that a meta tensor at once replaces."""
+    """Deterministic algorithms fill what `torch.empty` returns: here, memory that a meta tensor replaces at once."""
     settings: Any = torch.utils.deterministic
     before = settings.fill_uninitialized_memory
     settings.fill_uninitialized_memory = False
@@ -263,16 +252,11 @@ def _untouched() -> Iterator[None]:
 
 
 def load_model(directory: str | os.PathLike[str]) -> nn.Module:
-    """The causal LM of a checkpoint directory, in float32.
-
-    Raises:
-        ValueError: the checkpoint lacks some of its weights.
-    """
+    """The causal LM of a checkpoint directory, in float32. Raises ValueError if some of its weights are missing."""
     model, missing = load_weights(transformers.AutoModelForCausalLM, str(directory), local_files_only=True)
     if missing is not None:
         raise ValueError(f"{directory}: has no weights for {missing}")
-    whole: nn.Module = model
-    return whole
+    return model
 
 
 def load_weights(family: Any, name: str, **options: Any) -> tuple[Any, str | None]:
@@ -292,12 +276,9 @@ def load_weights(family: Any, name: str, **options: Any) -> tuple[Any, str | Non
 
 
 def stop_tokens(tokenizer: Any, recommended: int | Sequence[int] | None) -> tuple[int, ...]:
-    """The tokens that end a reply, wherever one is sampled or read: the one by which the chat template ends a turn,
-    first; the tokenizer's end-of-sequence token; those of the model's generation config.
-
-    Raises:
-        ValueError: the template ends a turn with no special token.
-    """
+    """The tokens that end a reply, wherever one is sampled or read: first the one by which the chat template ends a
+    turn, then the tokenizer's end-of-sequence token and those of the model's generation config. Raises ValueError if
+    the template ends a turn without a special token."""
     others = [recommended] if isinstance(recommended, int) else recommended or []
     return tuple(dict.fromkeys([chat_format(tokenizer).end_of_turn, tokenizer.eos_token_id, *others]))
 

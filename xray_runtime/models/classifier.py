@@ -24,10 +24,7 @@ TRIED_TOKENS, RELATIVE, ABSOLUTE = 8, 1e-3, 1e-4
 
 
 def load_classifier(model: str, field: str) -> tuple[HeadedLM, Any]:
-    """(reward model, tokenizer) in float32, from a hub name or a directory.
-
-    Args:
-        field: where the config names it; errors begin with it.
+    """(reward model, tokenizer) in float32, from a hub name or a directory; errors begin with the config's `field`.
 
     Raises:
         ValueError: `model` cannot be found, or not be loaded without running code of its own, or gives no single score

@@ -35,10 +35,9 @@ HEAD_PREFIX = "scalar."
 
 
 class HeadedLM(nn.Module):
-    """A causal LM with an optional scalar head on its last hidden state.
+    """A Hugging Face causal LM with an optional scalar head on its last hidden state.
 
     Args:
-        lm: a Hugging Face causal LM.
         scalar_head: add a linear head to one number a position (value or reward).
         trainable_layers: train only this many top layers, the final norm and the head; None: everything.
         branches: frozen models on the same trunk.
@@ -211,24 +210,20 @@ class HeadedLM(nn.Module):
         layer = self.lm.get_output_embeddings()
         if not isinstance(layer.forward, _ForwardInChunks):
             layer.forward = _ForwardInChunks(layer.forward)
-        found: T = layer(hidden, compute)
-        return found
+        return layer(hidden, compute)
 
     def scalars(self, hidden: Tensor) -> Tensor:
         """Scalar head's output [...] of hidden states [..., H]."""
         assert self.scalar is not None
-        out: Tensor = self.scalar(hidden).squeeze(-1)
-        return out
+        return self.scalar(hidden).squeeze(-1)
 
 
 class Branch(nn.Module):
-    """A frozen model of which a `HeadedLM` with the same trunk keeps what stands above that.
+    """A frozen Hugging Face causal LM; a `HeadedLM` with the same trunk keeps its layers above that.
 
     Args:
-        role: what it scores as.
-        lm: a Hugging Face causal LM.
-        scalar: its head, of a reward model.
-        checkpoint: of a skeleton, where its weights are.
+        scalar: a reward model's head.
+        checkpoint: directory of a skeleton's weights.
     """
 
     layers: nn.ModuleList
@@ -259,7 +254,7 @@ class _ForwardInChunks:
 
 
 class ScalarHead(nn.Linear):
-    """One number a state, in float32 at least: eight bits of bfloat16 would make steps of a value or a reward."""
+    """One number a state, in float32 at least: the eight bits of bfloat16 would round values and rewards coarsely."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Numbers [..., 1] of hidden states [..., H]."""

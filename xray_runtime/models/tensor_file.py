@@ -49,11 +49,8 @@ def float32_header(
 
 
 def check_file(path: Path, where: str) -> None:
-    """Look at every tensor of a safetensors file, which `where` names, one at a time.
-
-    Raises:
-        NonFiniteError: one has numbers that are not finite.
-    """
+    """Check each tensor of a safetensors file. Raises NonFiniteError, beginning with `where`, if one has numbers that
+    are not finite."""
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118, it is no dict
             if not all_finite(file.get_tensor(name)):

@@ -57,7 +57,7 @@ def read_tensor(files: Mapping[str, Path], name: str, dim: int = 0, low: int = 0
     # Opened for each tensor: pages of a mapped file stay in memory until it is closed.
     with safe_open(files[name], framework="pt") as file:
         whole = file.get_slice(name)
-        part: Tensor = whole[:] if high is None else whole[(*[slice(None)] * dim, slice(low, high))]
+        part = whole[:] if high is None else whole[(*[slice(None)] * dim, slice(low, high))]
         return part.to(torch.float32, copy=True)
 
 
@@ -108,10 +108,8 @@ def write_digests(source: Path, directory: Path, sha256: Mapping[str, str]) -> N
 
 
 def overwrite(directory: Path, weights: Iterable[tuple[str, Tensor]], number: int, writers: int) -> list[str]:
-    """Overwrite tensors of a checkpoint in place, in every `writers`-th file from the one `number` on.
-
-    All `writers` get the same `weights`. Returns the names of those that this one wrote.
-    """
+    """Overwrite tensors of a checkpoint in place, in every `writers`-th file from the one `number` on. All `writers`
+    get the same `weights`. Returns the names of those that this one wrote."""
     files, written = weight_files(directory), []
     mine = sorted(set(files.values()))[number::writers]
     with contextlib.ExitStack() as stack:
@@ -144,8 +142,8 @@ def copy_tensors(source: Path, target: Path, names: Iterable[str]) -> None:
 
 
 def check_finite(directory: Path) -> None:
-    """Look at every tensor of the safetensors files below `directory`, but for those that a rank looked at before it
-    recorded their digests.
+    """Check the tensors of all safetensors files below `directory`, except those that a rank checked when it recorded
+    their digests.
 
     Raises:
         NonFiniteError: one has numbers that are not finite.
@@ -159,7 +157,7 @@ def check_finite(directory: Path) -> None:
 def same_trunk(one: Path, other: Path, top_layers: int, number: int = 0, checkers: int = 1) -> bool:
     """Whether two checkpoints differ in nothing but the weights of `top_layers` upper layers and the final norm.
 
-    Of `checkers` that divide the tensors, the one with this `number` sees its own alone.
+    Checker `number` of the `checkers` that divide the tensors compares its own only.
     """
     if one == other:
         return True

@@ -7,9 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from xray_runtime.algorithms.best_of_n import best_of, tied, worst_of
+from xray_runtime.algorithms.groups import best_of, tied, worst_of
 from xray_runtime.config.preferences import (
     CuratedPreferences,
     DatasetPreferences,
@@ -34,7 +32,7 @@ from xray_runtime.rl.sampled_groups import sample_groups
 from xray_runtime.rl.sampled_replies import sample_replies, sampling_of
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.dataset import max_prompt_tokens
-from xray_runtime.training.prompts import UniquePrompts
+from xray_runtime.training.prompts import UniquePrompts, drawn
 from xray_runtime.workers.generator_spec import GeneratorSpec
 
 if TYPE_CHECKING:
@@ -125,8 +123,7 @@ def _from_gold(
     gold = load_gold(config.gold, stage.functions)
     limit = max_prompt_tokens(data, policy, config.max_new_tokens)
     found = UniquePrompts(tokenizer, data / TRAIN, limit, stage.seal)
-    order = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts")).permutation(len(found))
-    prompts = [found[i] for i in order[: config.num_pairs]]
+    prompts = [found[i] for i in drawn(stage, len(found), config.num_pairs)]
     if len(prompts) < config.num_pairs:
         raise ValueError(
             f"{stage.name}.num_pairs: {config.num_pairs} is not allowed: the dataset has only {len(prompts)} prompts"

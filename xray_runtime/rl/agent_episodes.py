@@ -11,7 +11,6 @@ With `in_flight_updates` an episode may have calls of several versions of the po
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 import time
@@ -19,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,12 +33,17 @@ from xray_runtime.data.rows import Rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rl.agent_records import (
+    AGENT,
+    Planned,
+    Played,
+    journal_entry,
+    journal_key,
     read_episodes,
     record_of,
     rollout_of_records,
     write_episodes,
 )
-from xray_runtime.rl.agent_replay import AGENT, Played, ReplayedEpisodes
+from xray_runtime.rl.agent_replay import ReplayedEpisodes
 from xray_runtime.rl.episode import EpisodeBatch
 from xray_runtime.rl.types import Rollout
 from xray_runtime.seeding import derive_seed
@@ -53,35 +57,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
-"""How often the wait for an agent looks whether the generator failed."""
+"""Seconds between checks, while an agent runs, whether the generator failed."""
 ANEW = ("begun_anew", "stale")
 """Counts of why an episode began anew: other calls than the journal's; calls of too old a version."""
 
 
-@dataclass(frozen=True)
-class Planned:
-    """An episode to play."""
-
-    name: str
-    """In its rollout; seeds derive from it."""
-    rollout: str
-    row: int
-    task: dict[str, Any]
-    seed: int
-    """The task's, shared by a group."""
-    prompt: list[int]
-    keep: bool
-
-    def key(self, *parts: Any) -> str:
-        """A key of the journal."""
-        return hashlib.sha256(repr((AGENT, self.rollout, self.row, *parts)).encode()).hexdigest()[:32]
-
-
 class AgentEpisodes:
-    """Samples the rollouts of one stage whose environment is an agent; `rl.episodes.EpisodeSampler`.
+    """Samples the rollouts of one stage whose environment is an agent, as `rl.episodes.Episodes` does of others.
 
     Args:
-        sampling: parameters for one reply.
         max_prompt: the longest prompt of the dataset, which the context leaves room for.
         log_path: file for the agents' output.
         records: file for the records of batches to keep.
@@ -137,7 +121,6 @@ class AgentEpisodes:
         return self.rollout(planned, found, batch.version)
 
     def planned(self, batch: EpisodeBatch) -> list[Planned]:
-        """The episodes of a batch."""
         return [
             Planned(
                 f"{batch.purpose}-{batch.number}-{row}", batch.name, row, {"seed": seed} | task, seed, ids, batch.keep
@@ -146,28 +129,15 @@ class AgentEpisodes:
         ]
 
     def rollout(self, planned: Sequence[Planned], found: Sequence[Played], version: int) -> Rollout:
-        """Episodes that ended as the rows of a rollout; `version` is that of one without calls."""
-        return rollout_of_records(
-            [episode.record for episode in found],
-            [episode.calls for episode in found],
-            [episode.prompt for episode in planned],
-            [episode.seed for episode in planned],
-            [episode.row for episode in planned],
-            [episode.ran_again for episode in found],
-            self._format.end_of_turn,
-            [episode.version(version) for episode in found],
-        )
+        return rollout_of_records(planned, found, self._format.end_of_turn, version)
 
     def begin(self, batch: EpisodeBatch) -> Future[Rollout]:
         """Call `sample` in another thread, after earlier calls of `begin`."""
         return self._rollouts.submit(self.sample, batch)
 
     def start(self, planned: Planned, step: int, stale: Played | None = None) -> Future[Played]:
-        """Play an episode in another thread, each call with the version of the policy that is then current.
-
-        Args:
-            stale: what it was before, of too old a version.
-        """
+        """Play an episode in another thread, each call with the version of the policy that is then current; `stale` is
+        the episode before, with a call of too old a version."""
         if stale is None:
             return self._threads.submit(self._play, None, step, planned)
         counts = Counter({name: stale.record["counts"][name] for name in ANEW})
@@ -183,11 +153,10 @@ class AgentEpisodes:
 
     def recorded_batch(self, iteration: int) -> list[int] | None:
         """The groups that an earlier attempt, or the run that is replayed, trained on in an iteration."""
-        entry = self._journal.entry(batch_key(iteration))
+        entry = self._journal.entry(journal_key("batch", iteration))
         return None if entry is None else entry["groups"]
 
     def record_batch(self, iteration: int, groups: Sequence[int]) -> None:
-        """Journal the groups of an iteration."""
         self._journal.write_entries(iteration, [batch_line(iteration, groups)])
 
     def idle_share(self) -> float:
@@ -220,11 +189,8 @@ class AgentEpisodes:
             return self._runner
 
     def _play(self, version: int | None, step: int, planned: Planned, anew: Counter[str] | None = None) -> Played:
-        """Run the agent of one episode until it has a result, or fails.
-
-        Args:
-            anew: how often it began anew, by `ANEW`; None: as journaled.
-        """
+        """Run the agent of one episode until it has a result, or fails. `anew` counts how often it began anew, by
+        `ANEW`; None: as journaled."""
         replayed = self._replays.played((planned.rollout, planned.row))
         if replayed is not None:
             return replayed
@@ -256,8 +222,8 @@ class AgentEpisodes:
         record = record_of(episode, outcome)
         record["counts"] |= {why: counts[why] for why in ANEW}
         kept = {"kept": [planned.rollout, planned.row]} if planned.keep else {}
-        ended = {"record": record, "ran_again": ran_again} | kept
-        self._journal.write_entries(step, [_entry(planned.key("end", attempt), step) | ended])
+        ended = journal_entry(planned.key("end", attempt), step, record=record, ran_again=ran_again, **kept)
+        self._journal.write_entries(step, [ended])
         if record["failure"]:
             log.warning("%s: %s", name, record["failure"])
         return Played(record, episode.calls(), ran_again)
@@ -270,13 +236,12 @@ class AgentEpisodes:
 
     def _begin_anew(self, planned: Planned, step: int, counts: Counter[str], why: str) -> None:
         """Journal that an episode begins anew, and count it; `counts` are those before."""
-        self._journal.write_entries(step, [_entry(planned.key("anew", counts.total()), step) | {"why": why}])
+        self._journal.write_entries(step, [journal_entry(planned.key("anew", counts.total()), step, why=why)])
         counts[why] += 1
 
     def _run(
         self, planned: Planned, name: str, known: Mapping[str, Call], version: int | None, step: int
     ) -> tuple[AgentEpisode, Outcome]:
-        """One run of an agent."""
         changed = threading.Event()
         policy = Policy(
             self._format,
@@ -305,26 +270,15 @@ class AgentEpisodes:
         return episode, outcome
 
     def _keep(self, planned: Planned, name: str, step: int, calls: Iterable[Call]) -> None:
-        entries = [
-            _entry(planned.key(name, call.key), step)
-            | {"episode": f"{planned.rollout}/{name}", "call": call_to_json(call)}
-            for call in calls
-        ]
+        episode = f"{planned.rollout}/{name}"
+        keyed = [(planned.key(name, call.key), call_to_json(call)) for call in calls]
+        entries = [journal_entry(key, step, episode=episode, call=call) for key, call in keyed]
         self._journal.write_entries(step, entries)
 
 
 def batch_line(iteration: int, groups: Sequence[int]) -> dict[str, Any]:
     """A line of the journal: the groups that an iteration trains on (`rl.in_flight`)."""
-    return _entry(batch_key(iteration), iteration) | {"groups": list(groups)}
-
-
-def batch_key(iteration: int) -> str:
-    """Journal key of `batch_line`."""
-    return hashlib.sha256(repr((AGENT, "batch", iteration)).encode()).hexdigest()[:32]
-
-
-def _entry(key: str, step: int) -> dict[str, Any]:
-    return {"key": key, "source": AGENT, "step": step}
+    return journal_entry(journal_key("batch", iteration), iteration, groups=list(groups))
 
 
 def _take(episode: AgentEpisode, outcome: Outcome) -> None:

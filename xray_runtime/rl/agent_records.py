@@ -1,4 +1,4 @@
-"""The record of an agent's episode: in the ledger (`answers`), and from there into a rollout.
+"""The record of an agent's episode: in the journal and the ledger (`answers`), and from there into a rollout.
 
     {"calls": [{"key", "parent", "prompt", "seed", "ids", "ended", "version", "is_trained", "options",
                 "messages"}],
@@ -10,8 +10,10 @@ A call's `prompt` and `messages` leave out those of its parent. A failure begins
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +27,61 @@ from xray_runtime.data.agent_conversations import in_order
 from xray_runtime.data.pairs import Example, Messages
 from xray_runtime.data.rows import Ragged
 from xray_runtime.rl.agent_rows import encoded_branches
+from xray_runtime.rl.episode import shortened
 from xray_runtime.rl.types import EpisodeColumns, Rollout
 
 Record = dict[str, Any]
 Place = tuple[str, int]
 """(rollout, row) of an episode."""
 
+AGENT = "agent"
+"""The journal's source."""
 SORTS = {"broke": "broke", "unusable": "failed_unusable", "infrastructure": "failed_infrastructure"}
 """Sort of failure → its metric."""
-FAILURE_CHARS = 500
+
+
+@dataclass(frozen=True)
+class Planned:
+    """An episode to play."""
+
+    name: str
+    """In its rollout; seeds derive from it."""
+    rollout: str
+    row: int
+    task: dict[str, Any]
+    seed: int
+    """The task's, shared by a group."""
+    prompt: list[int]
+    keep: bool
+
+    def key(self, *parts: Any) -> str:
+        return journal_key(self.rollout, self.row, *parts)
+
+
+@dataclass(frozen=True)
+class Played:
+    """An episode that has ended."""
+
+    record: Record
+    calls: list[Call]
+    """With log-probabilities."""
+    ran_again: int = 0
+    """How often infrastructure failed, so that the agent ran again."""
+
+    def version(self, default: int) -> int:
+        """The oldest version of the policy among the calls; `default` if there are none."""
+        return min((call.version for call in self.calls), default=default)
+
+
+def journal_key(*parts: Any) -> str:
+    return hashlib.sha256(repr((AGENT, *parts)).encode()).hexdigest()[:32]
+
+
+def journal_entry(key: str, step: int, **content: Any) -> dict[str, Any]:
+    return {"key": key, "source": AGENT, "step": step, **content}
 
 
 def record_of(episode: AgentEpisode, outcome: Outcome) -> Record:
-    """The record of an episode that ended."""
     trained, failure = sorted(episode.trained()), _failure(episode, outcome)
     branches = max(0, len(rows(episode.calls(), frozenset(trained))) - 1)
     return {
@@ -45,7 +89,7 @@ def record_of(episode: AgentEpisode, outcome: Outcome) -> Record:
         "trained": trained,
         "reward": None if failure else episode.reward,
         "info": episode.info,
-        "failure": " ".join(failure.split())[:FAILURE_CHARS],
+        "failure": shortened(failure),
         "counts": episode.counts | {"branches": branches},
     }
 
@@ -79,11 +123,7 @@ def read_calls(record: Mapping[str, Any]) -> dict[str, Call]:
 
 
 def agent_examples(record: Record, decode: Callable[[list[int]], str], name: str) -> Iterator[Example]:
-    """Each call in the loss as a row for SFT: its history in messages, and the reply.
-
-    Args:
-        name: of the conversation.
-    """
+    """Each call in the loss as a row for SFT of the conversation `name`: its history in messages, and the reply."""
     histories: dict[str | None, Messages] = {None: []}
     for number, (call, _) in enumerate(in_order(record)):
         messages = [*histories[call["parent"]], *call["messages"]]
@@ -118,27 +158,10 @@ def read_episodes(path: Path) -> dict[Place, Record]:
         raise ValueError(f"{path}: damaged ({error})") from None
 
 
-def rollout_of_records(
-    records: Sequence[Record],
-    calls: Sequence[Sequence[Call]],
-    prompts: Sequence[Sequence[int]],
-    seeds: Sequence[int],
-    rows_of: Sequence[int],
-    ran_again: Sequence[int],
-    end_of_turn: int,
-    versions: Sequence[int],
-) -> Rollout:
-    """Episodes as the rows of a rollout.
-
-    Args:
-        calls: of each episode, with log-probabilities.
-        prompts: tokens of the dataset's prompts, for episodes without a call to train on.
-        seeds: of the episodes' tasks.
-        rows_of: each episode's number in the rollout.
-        ran_again: how often infrastructure failed in each episode, so that its agent ran again.
-        versions: the oldest version of the policy in each episode.
-    """
-    split = [_rows(*given, end_of_turn) for given in zip(records, calls, prompts, strict=True)]
+def rollout_of_records(planned: Sequence[Planned], played: Sequence[Played], end_of_turn: int, version: int) -> Rollout:
+    """Episodes as the rows of a rollout; `version` is that of an episode without calls."""
+    split = [_rows(episode, plan.prompt, end_of_turn) for plan, episode in zip(planned, played, strict=True)]
+    records = [episode.record for episode in played]
     failures = [record["failure"] for record in records]
     rewards = [np.nan if record["failure"] else record["reward"] for record in records]
     masks = [[own for row in branches for own in row.sampled] for branches in split]
@@ -153,15 +176,15 @@ def rollout_of_records(
         info=np.array([json.dumps(record["info"], sort_keys=True) for record in records], object),
         answers=np.array([json.dumps(record, sort_keys=True) for record in records], object),
         branches=Ragged.of(encoded_branches(branches) for branches in split),
-        ran_again=np.array(ran_again, np.int32),
+        ran_again=np.array([episode.ran_again for episode in played], np.int32),
     )
     return Rollout(
         response_ids=Ragged.of([i for row in branches for i in row.ids] for branches in split),
         rollout_logprobs=Ragged.of(([p for row in branches for p in row.logprobs] for branches in split), np.float32),
         ended=np.array([not failure for failure in failures]),
-        seed=np.array(seeds),
-        version=np.array(versions),
-        prompt=np.array(rows_of),
+        seed=np.array([plan.seed for plan in planned]),
+        version=np.array([episode.version(version) for episode in played]),
+        prompt=np.array([plan.row for plan in planned]),
         episodes=columns,
     )
 
@@ -178,8 +201,8 @@ def agent_metrics(answers: Sequence[str], ran_again: int) -> dict[str, float]:
     return {f"agent/{name}": count for name, count in totals.items()}
 
 
-def _rows(record: Record, calls: Sequence[Call], prompt: Sequence[int], end_of_turn: int) -> list[Row]:
-    found = rows(calls, frozenset(record["trained"]))
+def _rows(episode: Played, prompt: Sequence[int], end_of_turn: int) -> list[Row]:
+    found = rows(episode.calls, frozenset(episode.record["trained"]))
     # A row must have a token; nothing learns from a row without a reward.
     return found or [Row(list(prompt), [end_of_turn], [0.0], [True])]
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,45 +11,18 @@ import numpy as np
 from xray_runtime.agents.segments import Call
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.engines.generation.sampling import Sampling
-from xray_runtime.rl.agent_records import Place, Record, read_calls
-
-AGENT = "agent"
-"""The journal's source."""
-
-
-@dataclass(frozen=True)
-class Played:
-    """An episode that has ended."""
-
-    record: Record
-    calls: list[Call]
-    """With log-probabilities."""
-    ran_again: int = 0
-    """How often infrastructure failed, so that the agent ran again."""
-
-    def version(self, default: int) -> int:
-        """The oldest version of the policy among the calls; `default` if there are none."""
-        return min((call.version for call in self.calls), default=default)
+from xray_runtime.rl.agent_records import Place, Played, Record, journal_entry, journal_key, read_calls
 
 
 def record_line(rollout: str, row: int, step: int, record: Record) -> dict[str, Any]:
     """A line of the journal with a record from the ledger."""
-    place = [rollout, row]
-    return {"key": record_key(rollout, row), "source": AGENT, "step": step, "replay": place, "record": record}
-
-
-def record_key(rollout: str, row: int) -> str:
-    """Journal key of a record that a replay takes from the ledger."""
-    return hashlib.sha256(repr((AGENT, "replay", rollout, row)).encode()).hexdigest()[:32]
+    key = journal_key("replay", rollout, row)
+    return journal_entry(key, step, replay=[rollout, row], record=record)
 
 
 class ReplayedEpisodes:
-    """Recorded episodes, of which each call in the loss is sampled again by its version of the policy.
-
-    Args:
-        generate: (prompts and seeds, sampling, version) → replies.
-        sampling: the stage's.
-    """
+    """Recorded episodes, of which each call in the loss is sampled again by its version of the policy. `generate`:
+    (prompts and seeds, sampling, version) → replies."""
 
     def __init__(
         self, generate: Callable[[Rows, Sampling, int], Rows], sampling: Sampling, records: Mapping[Place, Record]

@@ -51,13 +51,10 @@ def split_branches(rows: Rows, branches: Ragged | None) -> tuple[Rows, Callable[
 
 @dataclass(frozen=True)
 class BranchRows:
-    """Rows for the models, and how to undo the split.
-
-    Args:
-        rows: one row a branch, without `branches`.
-    """
+    """Rows for the models, and how to undo the split."""
 
     rows: Rows
+    """One row a branch, without `branches`."""
     counts: np.ndarray
     """Number of branches of each episode [B]."""
     offsets: np.ndarray

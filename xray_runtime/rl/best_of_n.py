@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from xray_runtime.algorithms.best_of_n import NONE, best_of, tied
+from xray_runtime.algorithms.groups import NONE, best_of, tied
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, prompt_text, write_pairs
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rl.agent_records import agent_examples
@@ -78,11 +78,8 @@ def _examples(
 
 
 def kept(rewards: torch.Tensor, min_reward: float | None, skip_tied: bool) -> tuple[torch.Tensor, dict[str, float]]:
-    """(index of each prompt's best reply [P], `NONE` if the prompt is skipped; number skipped, by the first reason).
-
-    Args:
-        rewards: [P, n]; NaN if a reply cannot be chosen.
-    """
+    """(index of each prompt's best reply [P], `NONE` if the prompt is skipped; number skipped, by the first reason);
+    `rewards` [P, n] are NaN if a reply cannot be chosen."""
     best = best_of(rewards)
     without = best == NONE
     highest = rewards.gather(1, best.clamp(min=0)[:, None]).squeeze(1)

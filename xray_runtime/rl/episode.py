@@ -54,7 +54,6 @@ class EpisodeBatch:
 
     @property
     def name(self) -> str:
-        """The rollout's."""
         return rollout_name(self.purpose, self.number, self.version) + (f"-{self.side}" if self.side else "")
 
     def starts(self, stage: Stage[Any, Any]) -> Iterator[tuple[int, dict[str, Any], int, list[int]]]:
@@ -69,8 +68,6 @@ class EpisodeBatch:
 
 @dataclass
 class Episode:
-    """One conversation of the policy with an environment."""
-
     number: int
     """In the pool."""
     row: int
@@ -124,7 +121,12 @@ class Episode:
                 self.info[name] = self.info.get(name, 0.0) + value
 
     def fail(self, why: str) -> None:
-        self.failure, self.over = " ".join(why.split())[:FAILURE_CHARS], True
+        self.failure, self.over = shortened(why), True
+
+
+def shortened(failure: str) -> str:
+    """The reason of a failure in one line."""
+    return " ".join(failure.split())[:FAILURE_CHARS]
 
 
 def rollout_of(episodes: Sequence[Episode], version: int) -> Rollout:

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -50,13 +50,8 @@ LOG, AGENT_LOG = "environments.log", "agents.log"
 
 
 class Episodes:
-    """Samples the rollouts of one stage whose config has an `environment`.
-
-    Args:
-        pool: the processes that run its environments.
-        sampling: parameters for one turn.
-        max_prompt: the most tokens that an episode may begin with.
-    """
+    """Samples the rollouts of one stage whose config has an `environment`; an episode may begin with at most
+    `max_prompt` tokens."""
 
     def __init__(
         self,
@@ -77,7 +72,6 @@ class Episodes:
         self._format.observations([{"role": "user", "content": "a"}], self._format.end_of_turn)
 
     def sample(self, batch: EpisodeBatch) -> Rollout:
-        """Play the episodes of a batch."""
         assert batch.version is not None
         episodes = [Episode(row, row, task, seed, ids) for row, task, seed, ids in batch.starts(self._stage)]
         size = -(-len(episodes) // self._config.cohorts)
@@ -186,18 +180,13 @@ class Episodes:
             episode.known = 1
         for reply in episode.replies[episode.known - 1 :]:
             if futures:
-                _wait(futures[-1])
+                futures[-1].exception()  # waits for it; a failure surfaces in the next answer
             futures.append(self._pool.step(episode.number, reply))
             episode.known += 1
         return futures
 
 
-class EpisodeSampler(Protocol):
-    """`Episodes` or `AgentEpisodes`."""
-
-    def sample(self, batch: EpisodeBatch) -> Rollout: ...
-
-    def begin(self, batch: EpisodeBatch) -> Future[Rollout]: ...
+EpisodeSampler = Episodes | AgentEpisodes
 
 
 def sample_all(
@@ -209,12 +198,8 @@ def sample_all(
     side: str = "",
     done: Callable[[int], None] = lambda count: None,
 ) -> Rollout:
-    """`sample` batch by batch, for evaluations.
-
-    Args:
-        side: as in `EpisodeBatch`.
-        done: called with the number of finished episodes.
-    """
+    """`sample` batch by batch, for evaluations; `side` as in `EpisodeBatch`, `done` is called with the number of
+    finished episodes."""
     parts: list[Rollout] = []
     for start in range(0, len(prompts), GENERATION_BATCH):
         part = slice(start, start + GENERATION_BATCH)
@@ -270,8 +255,3 @@ def _outcome(futures: list[Future[Any]]) -> dict[str, Any]:
         return {"answer": asdict([future.result() for future in futures][-1])}
     except EnvironmentFailure as error:
         return {"failure": str(error)}
-
-
-def _wait(future: Future[Any]) -> None:
-    """Wait until it is done; a failure surfaces in the next answer."""
-    future.exception()

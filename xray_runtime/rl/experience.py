@@ -7,7 +7,7 @@ Shapes: B replies, T response tokens of the longest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,46 +18,16 @@ from xray_runtime.algorithms.advantages import place_rewards, whiten
 from xray_runtime.algorithms.estimators import ESTIMATORS, AdvantageEstimator, AdvantageInputs, estimate
 from xray_runtime.algorithms.importance import importance_weights
 from xray_runtime.algorithms.kl import kl_estimate, kl_summary
-from xray_runtime.algorithms.moments import RunningMoments
-from xray_runtime.algorithms.rewards import SourceScores, lowest_where_cut, overlong_penalty, weighted_sum
+from xray_runtime.algorithms.rewards import lowest_where_cut, overlong_penalty, weighted_sum
 from xray_runtime.data.rows import Ragged, first_alike, non_finite, row_keys
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.rl.metrics import experience_metrics, policy_metrics
 from xray_runtime.rl.types import Experience, Rollout, Scores, Text, UpdateRows, rows_at, to_rows
 
 if TYPE_CHECKING:
+    from xray_runtime.algorithms.rewards import RunningMoments, SourceScores
     from xray_runtime.config.ppo import PPOStageConfig
     from xray_runtime.rl.reward_sources import RewardSources
-
-
-@dataclass(frozen=True, eq=False)
-class Padded:
-    """The response tokens of a rollout in rows of one length [B, T], 0 where a row has no token."""
-
-    valid: Tensor
-    """True where the row has a token."""
-    mask: Tensor
-    """True where the policy sampled the token; an episode of many turns also has tokens that it read."""
-    values: Tensor
-    """0 without a critic."""
-    turn_rewards: Tensor
-    """0 for replies that are not episodes."""
-
-    @classmethod
-    def of(cls, rollout: Rollout, scores: Scores, has_critic: bool) -> Padded:
-        """Pad the rows; only advantages need it, since they run over all replies at once, from the last token back."""
-        valid, episodes = torch.from_numpy(rollout.rollout_logprobs.mask()), rollout.episodes
-        zeros = torch.zeros(valid.shape)
-        return cls(
-            valid=valid,
-            mask=_mask(rollout),
-            values=_dense(scores.values) if has_critic and scores.values is not None else zeros,
-            turn_rewards=zeros if episodes is None else _dense(episodes.turn_rewards),
-        )
-
-    def ragged(self, column: Tensor, offsets: np.ndarray) -> Ragged:
-        """A column [B, T] as rows of their own lengths."""
-        return Ragged(column[self.valid].float().numpy(), offsets)
 
 
 def build_experience(
@@ -90,31 +60,26 @@ def build_experience(
         rewards, groups = rewards[scored], torch.unique(groups[scored], return_inverse=True)[1]
         kept = scored.numpy()
         text, rollout, scores = rows_at(text, kept), rows_at(rollout, kept), rows_at(scores, kept)
-    has_critic, offsets = config.critic_in_use != "none", rollout.rollout_logprobs.offsets
-    padded, ended = Padded.of(rollout, scores, has_critic), torch.tensor(rollout.ended)
-    rewards, bootstrap = _final_rewards(config, rewards, ended, padded.mask, scores)
-    penalties = torch.zeros_like(padded.values)
-    if config.kl.place == "reward" and kl_coef:
-        logprobs, ref_logprobs = _dense(scores.logprobs), _dense(scores.ref_logprobs)
-        penalties = kl_coef * kl_estimate(logprobs, ref_logprobs, config.kl.estimator)
-    inputs = _advantage_inputs(config, padded, rewards, bootstrap, groups, text, penalties)
+    ended, mask, has_critic = torch.tensor(rollout.ended), _mask(rollout), config.critic_in_use != "none"
+    rewards, bootstrap = _final_rewards(config, rewards, ended, mask, scores)
+    inputs = _advantage_inputs(config, text, rollout, scores, rewards, bootstrap, groups, kl_coef)
     advantages, returns = estimate(estimator or ESTIMATORS[config.advantages], inputs, config.advantages)
     if config.whiten_advantages:
-        advantages = whiten(advantages, padded.mask)
+        advantages = whiten(advantages, mask)
     rows = UpdateRows(
         text=text,
         old_logprobs=scores.logprobs,
-        advantages=padded.ragged(advantages, offsets),
+        advantages=_ragged(advantages, rollout.rollout_logprobs),
         weights=scores.logprobs,
         rollout_logprobs=rollout.rollout_logprobs,
         values=scores.values if has_critic else None,
-        returns=padded.ragged(returns, offsets) if has_critic else None,
+        returns=_ragged(returns, rollout.rollout_logprobs) if has_critic else None,
         ref_logprobs=scores.ref_logprobs if config.kl.place == "loss" else None,
         response_mask=None if rollout.episodes is None else rollout.episodes.response_mask,
         branches=None if rollout.episodes is None else rollout.episodes.branches,
     )
-    metrics = experience_metrics(config, padded, rewards, groups, ended, returns)
-    made = Experience(rows, rollout, scores.ref_logprobs, int(padded.mask.sum()), 0.0, 0.0, metrics)
+    metrics = experience_metrics(config, inputs, rewards, ended, returns)
+    made = Experience(rows, rollout, scores.ref_logprobs, int(mask.sum()), 0.0, 0.0, metrics)
     return measured(config, made, scores.logprobs)
 
 
@@ -136,7 +101,7 @@ def measured(config: PPOStageConfig, experience: Experience, logprobs: Ragged) -
         cap=config.importance_cap,
         level=config.importance_level,
     )
-    ragged = Ragged(weights[torch.from_numpy(rollout.rollout_logprobs.mask())].float().numpy(), logprobs.offsets)
+    ragged = Ragged(_ragged(weights, rollout.rollout_logprobs).values, logprobs.offsets)
     rows = replace(experience.rows, old_logprobs=logprobs, weights=ragged)
     wrong = non_finite(to_rows(rows))
     if wrong is not None:
@@ -168,26 +133,34 @@ def _final_rewards(
 
 def _advantage_inputs(
     config: PPOStageConfig,
-    padded: Padded,
+    text: Text,
+    rollout: Rollout,
+    scores: Scores,
     rewards: Tensor,
     bootstrap: Tensor,
     groups: Tensor,
-    text: Text,
-    penalties: Tensor,
+    kl_coef: float,
 ) -> AdvantageInputs:
-    mask = padded.mask
+    """The rollout in padded rows [B, T], which only advantages need: they run over all replies at once, from the last
+    token back."""
+    mask, episodes, has_critic = _mask(rollout), rollout.episodes, config.critic_in_use != "none"
+    penalties = zeros = torch.zeros(mask.shape)
+    if config.kl.place == "reward" and kl_coef:
+        logprobs, ref_logprobs = _dense(scores.logprobs), _dense(scores.ref_logprobs)
+        penalties = kl_coef * kl_estimate(logprobs, ref_logprobs, config.kl.estimator)
+    turn_rewards = zeros if episodes is None else _dense(episodes.turn_rewards)
     # Equal replies get one KL: differences in the last bits would be amplified by the group's deviation.
     alike = torch.from_numpy(first_alike(row_keys(to_rows(text))))
     return AdvantageInputs(
         scores=rewards - (penalties * mask).sum(-1)[alike],
         # Rewards that belong to no turn, from other sources or for a cut, go on the last token.
-        rewards=place_rewards(rewards - padded.turn_rewards.sum(-1), penalties, mask) + padded.turn_rewards,
+        rewards=place_rewards(rewards - turn_rewards.sum(-1), penalties, mask) + turn_rewards,
         mask=mask,
         groups=groups,
-        values=padded.values,
+        values=_dense(scores.values) if has_critic and scores.values is not None else zeros,
         bootstrap_values=bootstrap,
         gamma=config.gamma,
-        gae_lambda=config.gae_lambda if config.critic_in_use != "none" else 1.0,
+        gae_lambda=config.gae_lambda if has_critic else 1.0,
     )
 
 
@@ -202,14 +175,16 @@ def _dense(column: Ragged) -> Tensor:
     return torch.from_numpy(column.dense())
 
 
+def _ragged(column: Tensor, like: Ragged) -> Ragged:
+    """A padded column [B, T] as rows of the lengths of `like`."""
+    return Ragged(column[torch.from_numpy(like.mask())].float().numpy(), like.offsets)
+
+
 def scaled_rewards(
     config: PPOStageConfig, rewards: RewardSources, sources: SourceScores, moments: RunningMoments
 ) -> Tensor:
-    """The reward of each reply [B], scaled by `config.reward_scaling` and clipped; NaN if it has none.
-
-    Args:
-        moments: running moments of the weighted sum; updated here when the config scales by them.
-    """
+    """The reward of each reply [B], scaled by `config.reward_scaling` and clipped; NaN if it has none. Updates the
+    running `moments` of the weighted sum when the config scales by them."""
     raw = weighted_sum(sources, rewards.weights)
     if config.reward_scaling == "reward_model":
         scaled = rewards.scaled(sources)

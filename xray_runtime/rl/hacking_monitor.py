@@ -49,11 +49,7 @@ class MonitorState:
 
 
 class HackingMonitor:
-    """The monitor of one stage.
-
-    Args:
-        weights: source of reward → its weight.
-    """
+    """The monitor of one stage; `weights`: source of reward → its weight."""
 
     def __init__(self, stage: Stage[PPOConfig, PPOInputs], recorder: Recorder, weights: Mapping[str, float]) -> None:
         self._stage, self._config, self._recorder = stage, stage.config.watch, recorder
@@ -73,20 +69,13 @@ class HackingMonitor:
     @property
     def _directory(self) -> Path:
         if self._stage.kept is None:
-            raise RuntimeError(
-                f"{self._stage.name}: watch.action = {self._config.action!r} needs a directory that outlives "
-                f"the attempt"
-            )
+            action = f"{self._stage.name}: watch.action = {self._config.action!r}"
+            raise RuntimeError(f"{action} needs a directory that outlives the attempt")
         return self._stage.kept
 
     def check(self, iteration: int, metrics: Mapping[str, float], rollout: Rollout) -> dict[str, float]:
         """Compare this iteration with the first ones. Returns the metrics `rollout/…`, the variety of the replies, and
-        `hacking/…`, 1 for each sign. Afterwards `end` is set if the stage ends.
-
-        Args:
-            metrics: the iteration's metrics so far.
-            rollout: the iteration's replies.
-        """
+        `hacking/…`, 1 for each sign. Afterwards `end` is set if the stage ends."""
         if self._config.action == "off":
             return {}
         ids = rollout.own_tokens()
@@ -170,12 +159,10 @@ class HackingMonitor:
         return self.end
 
     def save_state(self, directory: Path) -> None:
-        """Write the kept policies into a snapshot."""
         if self._keeps:
             self._versions.save_state(directory)
 
     def load_state(self, directory: Path) -> None:
-        """Restore what `save_state` wrote."""
         if self._keeps:
             self._versions.load_state(directory)
 

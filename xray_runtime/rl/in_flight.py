@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xray_runtime.rl.agent_episodes import AgentEpisodes, Planned
-from xray_runtime.rl.agent_replay import Played
+from xray_runtime.rl.agent_episodes import AgentEpisodes
+from xray_runtime.rl.agent_records import Planned, Played
 from xray_runtime.rl.episode import EpisodeBatch
 from xray_runtime.rl.types import Rollout
 

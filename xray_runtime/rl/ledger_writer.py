@@ -7,8 +7,6 @@ attempt restores those and writes the later ones again with the same bytes.
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +33,7 @@ from xray_runtime.data.ledger import (
     table_of,
 )
 from xray_runtime.data.rows import Ragged, join_column
+from xray_runtime.files import link_or_copy
 from xray_runtime.graph.artifacts import SHOWN_ROLLOUTS
 from xray_runtime.store.manifest import LEDGER, MANIFEST
 
@@ -51,12 +50,7 @@ HASH_DIGITS = 32
 
 
 class Ledger:
-    """Writes the ledger of one stage into its checkpoint.
-
-    Args:
-        out: directory of the checkpoint.
-        prompts: every prompt.
-    """
+    """Writes the ledger of one stage into its checkpoint `out`."""
 
     def __init__(
         self, stage: Stage[PPOConfig, PPOInputs], out: Path, prompts: UniquePrompts, rewards: RewardSources
@@ -173,7 +167,6 @@ class Ledger:
         _link(self._directory, directory / LEDGER)
 
     def load_state(self, directory: Path) -> None:
-        """Restore the shards of a snapshot."""
         _link(directory / LEDGER, self._directory)
 
     def show(self, recorder: Recorder, tokenizer: Any) -> None:
@@ -230,7 +223,4 @@ def _link(source: Path, target: Path) -> None:
     for number in iterations(source):
         target.mkdir(exist_ok=True)
         path = shard_path(source, number)
-        try:
-            os.link(path, target / path.name)
-        except OSError:  # no hard links, or another disk
-            shutil.copyfile(path, target / path.name)
+        link_or_copy(path, target / path.name)

@@ -1,9 +1,11 @@
-"""The metrics of an iteration, as documented in docs/metrics.md."""
+"""The metrics of an iteration, as documented in docs/metrics.md, and the clock of its phases."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,17 +17,36 @@ from xray_runtime.algorithms.rewards import SourceScores, statistics, weighted_s
 from xray_runtime.algorithms.statistics import explained_variance
 from xray_runtime.rl.agent_records import agent_metrics
 from xray_runtime.rl.episode import episode_means
+from xray_runtime.training.finite import naming
 
 if TYPE_CHECKING:
+    from xray_runtime.algorithms.estimators import AdvantageInputs
     from xray_runtime.config.ppo import PPOConfig, PPOStageConfig
-    from xray_runtime.rl.experience import Padded
     from xray_runtime.rl.reward_sources import RewardSources
     from xray_runtime.rl.scoring import ScoredRollout
     from xray_runtime.rl.types import Experience, Rollout
     from xray_runtime.rl.update import Update
-    from xray_runtime.training.clock import PhaseClock
     from xray_runtime.training.prompts import UniquePrompts
-    from xray_runtime.training.steps import PolicySums, ValueSums
+
+
+class PhaseClock:
+    """Seconds per phase of an iteration; errors about numbers that are not finite name `where`, and the phase."""
+
+    def __init__(self, where: str) -> None:
+        self._where, self.seconds = where, dict[str, float]()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            with naming(f"{self._where} ({name})"):
+                yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        total = sum(self.seconds.values())
+        return {f"seconds/{name}": s for name, s in self.seconds.items()} | {"seconds/total": total}
 
 
 def iteration_metrics(
@@ -56,22 +77,16 @@ def iteration_metrics(
 
 
 def experience_metrics(
-    config: PPOStageConfig,
-    padded: Padded,
-    rewards: Tensor,
-    groups: Tensor,
-    ended: Tensor,
-    returns: Tensor,
+    config: PPOStageConfig, inputs: AdvantageInputs, rewards: Tensor, ended: Tensor, returns: Tensor
 ) -> dict[str, float]:
     """Metrics of the replies that have a reward.
 
     Args:
         rewards: final reward of each reply [B].
-        groups: prompt number of each reply [B].
         ended: True if the reply was not cut off [B].
         returns: return of each token [B, T].
     """
-    mask = padded.mask
+    mask = inputs.mask
     metrics = {
         "reward/mean": float(rewards.mean()),
         # In float64 the deviation of equal rewards is exactly 0.
@@ -81,12 +96,12 @@ def experience_metrics(
     }
     if config.critic_in_use != "none":
         metrics |= {
-            "value/mean": float(masked_mean(padded.values, mask)),
+            "value/mean": float(masked_mean(inputs.values, mask)),
             "value/return": float(masked_mean(returns, mask)),
-            "value/explained_variance": explained_variance(padded.values, returns, mask),
+            "value/explained_variance": explained_variance(inputs.values, returns, mask),
         }
     if config.samples_per_prompt > 1:
-        metrics["rollout/tied_groups"] = float(tied_groups(rewards, groups).float().mean())
+        metrics["rollout/tied_groups"] = float(tied_groups(rewards, inputs.groups).float().mean())
     return metrics
 
 
@@ -118,12 +133,7 @@ def metric_name(source: str) -> str:
 
 
 def rollout_metrics(config: PPOConfig, rollout: Rollout, scored: ScoredRollout, iteration: int) -> dict[str, float]:
-    """Metrics of the sampled replies.
-
-    Args:
-        rollout: the rollout as sampled.
-        scored: the scored rollout, with tied groups replaced.
-    """
+    """Metrics of the replies as sampled (`rollout`) and with tied groups replaced (`scored`)."""
     version, episodes = float(rollout.version.mean()), scored.rollout.episodes
     metrics = {"rollout/version": version, "rollout/lag": iteration - version}
     metrics["rollout/distinct_replies"] = len(set(scored.replies)) / len(scored.replies)
@@ -142,17 +152,16 @@ def update_metrics(update: Update) -> dict[str, float]:
     steps = update.steps
     taken = [step for step in steps if step.taken]
     policies, critics = [step.policy for step in taken], [step.critic for step in taken if step.critic is not None]
-    values: list[ValueSums | PolicySums] = [critic.sums for critic in critics]
-    values = values or [policy.sums for policy in policies]
+    values = [step.sums for step in critics or policies]
     num_tokens = max(sum(step.num_tokens for step in taken), 1.0)
     sums = {
-        "policy/loss": [policy.sums.policy_loss for policy in policies],
-        "policy/entropy": [policy.sums.entropy_sum for policy in policies],
-        "policy/clip_fraction": [policy.sums.clip_count for policy in policies],
-        "policy/dual_clip_fraction": [policy.sums.dual_clip_count for policy in policies],
-        "policy/approx_kl": [policy.sums.approx_kl_sum for policy in policies],
-        "value/loss": [value.value_loss for value in values if value.value_loss is not None],
-        "value/clip_fraction": [value.value_clip_count for value in values if value.value_clip_count is not None],
+        "policy/loss": [policy.sums["policy_loss"] for policy in policies],
+        "policy/entropy": [policy.sums["entropy_sum"] for policy in policies],
+        "policy/clip_fraction": [policy.sums["clip_count"] for policy in policies],
+        "policy/dual_clip_fraction": [policy.sums["dual_clip_count"] for policy in policies],
+        "policy/approx_kl": [policy.sums["approx_kl_sum"] for policy in policies],
+        "value/loss": [value["value_loss"] for value in values if "value_loss" in value],
+        "value/clip_fraction": [value["value_clip_count"] for value in values if "value_clip_count" in value],
     }
     metrics = {name: sum(numbers) / num_tokens for name, numbers in sums.items() if numbers}
     metrics |= {"policy/grad_norm": sum(p.grad_norm for p in policies) / len(steps), "policy/lr": steps[-1].lr}

@@ -16,9 +16,8 @@ def scoring_models(config: JudgingConfig, *, trunk: str | None = None, **facts: 
         facts: fields of `ModelRole` about the rows they score.
     """
     terms = [*config.rewards, *getattr(config, "judges", [])]
-    inputs = dict.fromkeys(name for term in terms for name in term.roles)
-    trunks = {name: trunk if name.startswith("rewards.") else None for name in inputs}
-    return {name: frozen(config.frozen, name, scores_tokens=False, trunk=trunks[name], **facts) for name in inputs}
+    trunks = {name: trunk if name.startswith("rewards.") else None for term in terms for name in term.roles}
+    return {name: frozen(config.frozen, name, scores_tokens=False, trunk=of, **facts) for name, of in trunks.items()}
 
 
 def sampling_models(config: Any, shape: str, data: str, *, rows: int, reply_tokens: int) -> dict[str, ModelRole]:
@@ -29,11 +28,7 @@ def sampling_models(config: Any, shape: str, data: str, *, rows: int, reply_toke
 
 def ppo_models(config: PPOConfig) -> dict[str, ModelRole]:
     """All models of a `ppo` stage."""
-    facts: dict[str, Any] = {
-        "data": "prompts",
-        "rows": config.rollout_size,
-        "reply_tokens": config.max_response_tokens,
-    }
+    facts: dict[str, Any] = {"data": "prompts", "rows": config.rollout_size, "reply_tokens": config.max_response_tokens}
     whole = config.trainable_layers is None
     steps: dict[str, Any] = {"batch_size": config.minibatch_size, "epochs": config.epochs, **facts}
     # With a frozen trunk, the reference is a branch of the policy.

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.algorithms.checking import check_advantages, check_loss
-from xray_runtime.algorithms.kl import make_kl_controller
-from xray_runtime.algorithms.moments import RunningMoments
+from xray_runtime.algorithms.kl import KLController, make_kl_controller
+from xray_runtime.algorithms.rewards import RunningMoments
 from xray_runtime.config.sources import is_function
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.gold import GoldScore, import_function, load_gold
@@ -44,7 +44,7 @@ from xray_runtime.rl.experience import build_experience, scaled_rewards
 from xray_runtime.rl.hacking_monitor import HackingMonitor
 from xray_runtime.rl.in_flight import InFlightEpisodes
 from xray_runtime.rl.ledger_writer import Ledger
-from xray_runtime.rl.metrics import iteration_metrics, summary
+from xray_runtime.rl.metrics import PhaseClock, iteration_metrics, summary
 from xray_runtime.rl.model_roles import ppo_models
 from xray_runtime.rl.reward_sources import RewardSources
 from xray_runtime.rl.rollouts import Rollouts, purpose_of
@@ -52,7 +52,6 @@ from xray_runtime.rl.scoring import ScoredRollout, Scorer
 from xray_runtime.rl.update import Updater, first_minibatch
 from xray_runtime.rl.validation import Validation
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.clock import PhaseClock
 from xray_runtime.training.dataset import max_prompt_tokens
 from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.prompts import UniquePrompts
@@ -63,7 +62,6 @@ from xray_runtime.workers.protocols import ModelHandle, get_all
 
 if TYPE_CHECKING:
     from xray_runtime.algorithms.estimators import AdvantageEstimator
-    from xray_runtime.algorithms.kl import AdaptiveKL, FixedKL
     from xray_runtime.config.ppo import PPOConfig
     from xray_runtime.graph.inputs import PPOInputs
     from xray_runtime.graph.kind import Recorder, Stage
@@ -131,7 +129,7 @@ class _Loop:
     scorer: Scorer
     estimator: AdvantageEstimator | None
     updater: Updater
-    kl: FixedKL | AdaptiveKL
+    kl: KLController
     moments: RunningMoments
     skipped: SkippedSteps
     gold: GoldScore | None
@@ -181,7 +179,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
             assert isinstance(episodes, AgentEpisodes)
             in_flight = InFlightEpisodes(episodes, config, purpose_of(0), prompts)
         rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor, episodes, in_flight)
-        keep_files: list[KeepsFiles] = [rollouts, monitor, validation.best, ledger]
+        keep_files: list[KeepsFiles] = [rollouts, monitor, validation.best.versions, ledger]
         state = {"skipped": skipped, "watch": monitor.state, "validation": validation.best.state}
         state |= {"cursor": cursor, "kl": kl, "moments": moments}
         state |= {} if in_flight is None else {"in_flight": in_flight.state}
@@ -218,10 +216,12 @@ def _trained(models: Mapping[str, ModelHandle]) -> dict[str, ModelHandle]:
 def _without_ties(loop: _Loop, scored: ScoredRollout, iteration: int, clock: PhaseClock) -> ScoredRollout:
     """Replace prompts whose replies all score the same by other prompts, in up to `resample_rounds` rounds."""
     config = loop.stage.config
+    layouts = config.engine, config.critic_engine or config.engine, config.frozen
+    most_ranks = max(layout.data_parallel for layout in layouts)
     for attempt in range(config.resample_rounds):
         tied = scored.tied(loop.rewards.weights, config.samples_per_prompt)
-        if len(tied) < _most_ranks(config):
-            break  # none, or fewer than ranks
+        if len(tied) < most_ranks:
+            break  # none, or fewer than the ranks that would share them
         with clock.phase("generate"), loop.trainers_offloaded():
             others = loop.rollouts.sample_others(iteration, attempt, len(tied) // config.samples_per_prompt)
         with clock.phase("score"):
@@ -281,11 +281,6 @@ def _one_trunk(config: PPOConfig, specs: Mapping[str, ModelSpec | GeneratorSpec]
     if layers is None or "critic" not in specs or engine.precision != config.engine.precision:
         return False
     return same_trunk(specs["policy"].directory, specs["critic"].directory, layers)
-
-
-def _most_ranks(config: PPOConfig) -> int:
-    """The largest number of ranks that share the rows of one scoring."""
-    return max(layout.data_parallel for layout in (config.engine, config.critic_engine or config.engine, config.frozen))
 
 
 def _check_mismatch(mismatch: float, config: PPOConfig) -> None:

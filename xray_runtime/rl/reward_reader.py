@@ -35,7 +35,9 @@ class RewardReader:
 
     def __init__(self, directory: Path, where: str, tokenizer: Any = None) -> None:
         self._where, self._tokenizer = where, load_tokenizer(directory)
-        self._whole = json.loads((directory / "reward.json").read_text()).get(READS) == CONVERSATION
+        self.summary: dict[str, Any] = json.loads((directory / "reward.json").read_text())
+        """The content of its reward.json."""
+        self._whole = self.summary.get(READS) == CONVERSATION
         self.takes_tokens = not self._whole and tokenizer is not None and _same(self._tokenizer, tokenizer)
         """Whether it reads the policy's own tokens."""
         config = json.loads((directory / "config.json").read_text()) if self._whole else {}
@@ -45,7 +47,6 @@ class RewardReader:
         """Rows `input_ids` and `prompt_lengths`; the head reads the last token.
 
         Args:
-            replies: texts.
             tokens: the same prompts and replies in the policy's tokens, the end token last.
 
         Raises:

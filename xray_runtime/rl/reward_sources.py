@@ -6,7 +6,6 @@ them. Answers of functions, verifiers, services and judges are journaled for the
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ import torch
 from xray_runtime.algorithms.rewards import SourceScores, uncertainty_penalized, weighted_sum
 from xray_runtime.config.rewards import source_names
 from xray_runtime.data.gold import import_function
+from xray_runtime.data.pairs import Messages, prompt_text
 from xray_runtime.data.rows import first_alike, non_finite, row_keys
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.graph.artifacts import REWARD_HEAD
@@ -39,7 +39,6 @@ from xray_runtime.workers.protocols import get_all
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import JudgingConfig
     from xray_runtime.config.rewards import RewardTerm
-    from xray_runtime.data.pairs import Messages
     from xray_runtime.data.rows import Rows
     from xray_runtime.graph.kind import Stage
     from xray_runtime.workers.protocols import ModelHandle, Ref
@@ -89,20 +88,18 @@ class RewardSources:
         models = {f"{field}.{n}": model.path for n, model in enumerate(getattr(stage.inputs, field))}
         used = [role for role in models if any(role in term.roles for term in self._terms.values())]
         self._models = {role: models[role] for role in used}
-        summaries = {role: json.loads((path / "reward.json").read_text()) for role, path in self._models.items()}
-        self._members = {role: (s["mean"], s["std"]) for role, s in summaries.items()}
-        self.moments = {s: self._members[term.model] for s, term in self._terms.items() if term.model is not None}
-        """Reward model source → mean and standard deviation of its scores on held-out replies."""
         self._readers = {
             role: RewardReader(path, f"{stage.name}.{role}", tokenizer) for role, path in self._models.items()
         }
+        self._members = {role: (of.summary["mean"], of.summary["std"]) for role, of in self._readers.items()}
+        self.moments = {s: self._members[term.model] for s, term in self._terms.items() if term.model is not None}
+        """Reward model source → mean and standard deviation of its scores on held-out replies."""
 
         self.branches: dict[str, BranchSpec] = {}
         """Reward models that share `trunk` and tokens with its model, which computes their scores."""
         if trunk is not None:
-            for role, reader in self._readers.items():
-                path = self._models[role]
-                if reader.takes_tokens and same_trunk(path, *trunk):
+            for role, path in self._models.items():
+                if self._readers[role].takes_tokens and same_trunk(path, *trunk):
                     self.branches[role] = BranchSpec(path, path / REWARD_HEAD)
 
     def _open(self, source: str, term: RewardTerm, functions: Mapping[str, Any]) -> Source:
@@ -124,10 +121,10 @@ class RewardSources:
 
     def specs(self) -> dict[str, ModelSpec]:
         """Specs of `roles`, to open with the stage's other models."""
-        paths = {role: self._models[role] for role in self.roles}
         return {
             role: ModelSpec(path, RewardObjective(), head=path / REWARD_HEAD, frozen=self._frozen)
-            for role, path in paths.items()
+            for role, path in self._models.items()
+            if role not in self.branches
         }
 
     def requests(
@@ -141,7 +138,6 @@ class RewardSources:
         """Start scoring with every model of `roles`; pass the requests to `scores`.
 
         Args:
-            replies: texts.
             tokens: rows of the same prompts and whole replies in the policy's tokens, for models that share them.
             at_once: number of models that work at the same time; by default only these.
         """
@@ -152,12 +148,11 @@ class RewardSources:
     def scores(
         self,
         requests: Sequence[Ref[Rows]],
-        prompts: Sequence[str],
+        prompts: Sequence[Messages],
         replies: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
         of_branches: Callable[[], Rows] | None = None,
         *,
-        messages: Sequence[Messages] | None = None,
-        columns: Mapping[str, Sequence[Any]] | None = None,
         step: int = 0,
         episodes: Sequence[Score] | None = None,
         tokens: Rows | None = None,
@@ -165,12 +160,8 @@ class RewardSources:
         """Each source's score of each reply. Functions, verifiers and judges score while the models do.
 
         Args:
-            requests: of `requests`.
-            prompts: the prompts as text.
-            of_branches: waits for the scores of `branches`, by role.
-            messages: the prompts as messages; by default one user message each.
             columns: ground truth of each row, by column of the dataset.
-            step: the iteration.
+            of_branches: waits for the scores of `branches`, by role.
             episodes: the environment's score of each episode.
             tokens: the `tokens` of `requests`; rows with equal tokens, or else equal texts, get the same model score.
 
@@ -181,10 +172,10 @@ class RewardSources:
         """
         if not self.weights:
             return SourceScores({}, {})
-        messages = messages or [[{"role": "user", "content": text}] for text in prompts]
-        batch = Batch(prompts, replies, messages, columns or {}, {"stage": self._stage, "step": step})
+        texts = [prompt_text(messages) for messages in prompts]
+        batch = Batch(texts, replies, prompts, columns, {"stage": self._stage, "step": step})
         applies = {source: self._applies(source, batch) for source in self._terms}
-        alike = first_alike(zip(map(repr, messages), replies, strict=True) if tokens is None else row_keys(tokens))
+        alike = first_alike(zip(map(repr, prompts), replies, strict=True) if tokens is None else row_keys(tokens))
         keys = {source: self._journal.keys(f"{self._field}/{source}", batch) for source in self._external}
         found = self._score_external(batch, applies, keys)
         answered = self._by_role(get_all(requests), of_branches() if of_branches else {}, alike)
@@ -201,7 +192,7 @@ class RewardSources:
         apart = {source: scores.std(0, correction=0) for source, scores in members.items()}
         reasons = {s: [_why(by_row.get(row)) for row in range(len(replies))] for s, by_row in given.items()}
         scored = SourceScores({source: values[source] for source in self.weights}, applies, apart, reasons)
-        self._check_models(answered, prompts, replies)
+        self._check_models(answered, batch)
         self._check(scored, given)
         # Failures are journaled only after the checks: if the stage fails, its next attempt asks again.
         for source, by_row in found.items():
@@ -214,8 +205,8 @@ class RewardSources:
 
         A score's last bits depend on its batch, and normalizing by a group's deviation would amplify them.
         """
-        own = {role: answer["scores"] for role, answer in zip(self.roles, answers, strict=True)}
-        answered = own | {role: of_branches[role] for role in self.branches}
+        answered = {role: answer["scores"] for role, answer in zip(self.roles, answers, strict=True)}
+        answered |= {role: of_branches[role] for role in self.branches}
         return {role: given[alike] for role, given in answered.items()}
 
     def _score_external(
@@ -273,9 +264,9 @@ class RewardSources:
             known = fresh | known
         return {row: known[row] for row in rows}
 
-    def _check_models(self, answered: Rows, prompts: Sequence[str], replies: Sequence[str]) -> None:
+    def _check_models(self, answered: Rows, batch: Batch) -> None:
         """Raise if a reward model is broken: NaN, or the same score for all texts."""
-        texts = len(set(zip(prompts, replies, strict=True)))
+        texts = len(set(zip(batch.prompts, batch.replies, strict=True)))
         for role in self._models:
             given = answered[role]
             wrong = non_finite({"scores": given})

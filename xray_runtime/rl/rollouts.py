@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xray_runtime.data.rows import Ragged, Rows, load_rows, save_rows
+from xray_runtime.data.rows import Rows, load_rows, save_rows
 from xray_runtime.data.text_rows import text_rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.rl.agent_episodes import AgentEpisodes
 from xray_runtime.rl.episode import EpisodeBatch
 from xray_runtime.rl.in_flight import InFlightEpisodes
+from xray_runtime.rl.sampled_replies import prompt_rows
 from xray_runtime.rl.types import Rollout, to_rows
-from xray_runtime.seeding import derive_seed
 from xray_runtime.training.finite import check_rollout
 from xray_runtime.training.prompts import UniquePrompts
 from xray_runtime.workers.protocols import Local, ModelHandle, Ready, Ref, get, get_all
@@ -54,8 +54,6 @@ def purpose_of(round: int) -> str:
 
 @dataclass(frozen=True)
 class PendingRollout:
-    """A rollout that was requested."""
-
     version: int
     """Version of the sampling policy: the number of updates before it."""
     prompts: list[int]
@@ -78,8 +76,6 @@ class Rollouts:
     """Rollouts that were requested and not yet trained on.
 
     Args:
-        prompts: all prompts.
-        cursor: position in them.
         episodes: plays episodes instead of sampling single replies.
         in_flight: the episodes that run across updates, with `in_flight_updates`.
     """
@@ -122,11 +118,8 @@ class Rollouts:
         return self._checked(self._pending.pop(0))
 
     def sample_others(self, iteration: int, attempt: int, count: int) -> Rollout:
-        """Sample replies to the next `count` prompts with the policy version of `iteration`.
-
-        Args:
-            attempt: number of earlier calls in this iteration.
-        """
+        """Sample replies to the next `count` prompts with the policy version of `iteration`, in which there were
+        `attempt` calls before."""
         config = self._stage.config
         prompts = [prompt for prompt in self._cursor.take(count) for _ in range(config.samples_per_prompt)]
         return self._checked(self._sample(prompts, iteration, purpose_of(attempt + 1), iteration))
@@ -168,8 +161,7 @@ class Rollouts:
     def _generate(
         self, prompts: list[int], sampling: Sampling, version: int, purpose: str, number: int
     ) -> PendingRollout:
-        seeds = [derive_seed(self._stage.seed, self._stage.name, purpose, number, row) for row in range(len(prompts))]
-        rows: Rows = {"input_ids": Ragged.of(self._prompts[i][1] for i in prompts), "seed": np.array(seeds)}
+        rows = prompt_rows(self._stage, [self._prompts[i][1] for i in prompts], purpose, number)
         replies = self._generator.generate.remote(rows, sampling, version)
         return PendingRollout(version, prompts, replies, rows["seed"])
 
@@ -185,7 +177,6 @@ class Rollouts:
             save_rows(directory / f"rollout-{number:03}.safetensors", to_rows(rollout.get()))
 
     def load_state(self, directory: Path) -> None:
-        """Restore what `save_state` wrote."""
         for path in sorted(directory.glob("rollout-*.safetensors")):
             rollout = Rollout.read(load_rows(path))
             restored: Ref[Rollout] = Ready(rollout)

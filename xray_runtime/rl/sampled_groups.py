@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,31 +11,25 @@ import torch
 
 from xray_runtime.data.gold import GoldScore, load_gold
 from xray_runtime.data.pairs import TRAIN, Messages, prompt_text
-from xray_runtime.data.rows import Ragged
 from xray_runtime.data.tokenizing import decode_replies
-from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.rl.episode import EpisodeBatch, Prompt
+from xray_runtime.rl.episode import EpisodeBatch
 from xray_runtime.rl.episodes import open_episodes
 from xray_runtime.rl.reward_sources import RewardSources
-from xray_runtime.rl.sampled_replies import sampling_of
+from xray_runtime.rl.sampled_replies import GENERATION_BATCH, prompt_rows, sampling_of
 from xray_runtime.rl.scoring import episode_scores, own_texts
 from xray_runtime.rl.types import to_rows
-from xray_runtime.seeding import derive_seed
 from xray_runtime.training.dataset import max_prompt_tokens
-from xray_runtime.training.prompts import UniquePrompts
+from xray_runtime.training.prompts import UniquePrompts, drawn
 from xray_runtime.training.resumable import Resumable
 from xray_runtime.workers.generator_spec import GeneratorSpec
-from xray_runtime.workers.protocols import ModelHandle, get
+from xray_runtime.workers.protocols import get
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from xray_runtime.config.best_of_n import GroupsConfig
     from xray_runtime.graph.kind import Recorder, Stage
-
-GENERATION_BATCH = 512
-"""Number of replies that are sampled and scored at a time."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +60,8 @@ class _Done:
 
 
 def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, out: Path, recorder: Recorder) -> Groups:
-    """Sample and score replies of `policy` to the dataset's training prompts, each with its own seed.
-
-    Args:
-        out: the checkpoint, which keeps the records of agents.
+    """Sample and score replies of `policy` to the dataset's training prompts, each with its own seed. The checkpoint
+    `out` keeps the records of agents.
 
     Raises:
         ValueError: the dataset has no prompt that fits.
@@ -81,8 +72,7 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, out: Path
     found = UniquePrompts(tokenizer, dataset / TRAIN, limit, stage.seal)
     if not len(found):
         raise ValueError(f"{stage.name}: no prompt has at most {limit} tokens")
-    random = np.random.default_rng(derive_seed(stage.seed, stage.name, "prompts"))
-    order = random.permutation(len(found))[: config.num_prompts]
+    order = drawn(stage, len(found), config.num_prompts)
     num_replies = len(order) * config.samples
     # Batches of equal size: a small last one might have fewer rows than a reward model has ranks.
     batches = np.array_split(order, max(num_replies // GENERATION_BATCH, 1))
@@ -99,21 +89,17 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, out: Path
             batch = [found[i] for i in numbers]
             first, columns = len(done.replies), found.columns(numbers)
             if agents is None:
-                replies, ended = _single(stage, models["generator"], sampling, tokenizer, batch, first)
-                episodes = None
+                rows = prompt_rows(stage, [ids for _, ids in batch], "sample", first=first)
+                answer = get(models["generator"].generate.remote(rows, sampling, 0))
+                replies = decode_replies(tokenizer, list(answer["response_ids"]))
+                ended, episodes = answer["ended"].tolist(), None
             else:
                 played = agents.sample(EpisodeBatch(batch, columns, 0, "sample", 0, config.samples, first, keep=True))
                 replies, ended, episodes = own_texts(tokenizer, played), played.ended.tolist(), episode_scores(played)
                 done.episodes += to_rows(played)["answers"].tolist()
             prompts = [messages for messages, _ in batch]
             scores = sources.scores(
-                sources.requests(models, prompts, replies),
-                [prompt_text(m) for m in prompts],
-                replies,
-                messages=prompts,
-                columns=columns,
-                step=number,
-                episodes=episodes,
+                sources.requests(models, prompts, replies), prompts, replies, columns, step=number, episodes=episodes
             )
             for name, of_source in scores.values.items():
                 done.scores.setdefault(name, []).extend(of_source.tolist())
@@ -124,21 +110,6 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, out: Path
             state.step_done(number + 1, len(batches))
     gold = load_gold(config.gold, stage.functions) if config.gold is not None else None
     return _groups(config, [found[i][0] for i in order], done, gold)
-
-
-def _single(
-    stage: Stage[Any, Any],
-    generator: ModelHandle,
-    sampling: Sampling,
-    tokenizer: Any,
-    batch: Sequence[Prompt],
-    first: int,
-) -> tuple[list[str], list[bool]]:
-    """(text, whether it ended) of one reply to each prompt; `first` is the number of replies before them."""
-    seeds = [derive_seed(stage.seed, stage.name, "sample", first + row) for row in range(len(batch))]
-    rows = {"input_ids": Ragged.of(ids for _, ids in batch), "seed": np.array(seeds)}
-    answer = get(generator.generate.remote(rows, sampling, 0))
-    return decode_replies(tokenizer, list(answer["response_ids"])), answer["ended"].tolist()
 
 
 def _groups(config: GroupsConfig, prompts: list[Messages], done: _Done, gold: GoldScore | None = None) -> Groups:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xray_runtime.data.rows import Ragged
+from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import stops_of
 from xray_runtime.seeding import derive_seed
@@ -27,6 +27,12 @@ def sampling_of(config: SamplingConfig, model: Path, tokenizer: Any) -> Sampling
     return Sampling.of(config, stops_of(model, tokenizer), tokenizer.pad_token_id)
 
 
+def prompt_rows(stage: Stage[Any, Any], prompts: Sequence[Sequence[int]], *purpose: Any, first: int = 0) -> Rows:
+    """The rows that a generator takes; a reply's seed derives from `purpose` and its number, counted from `first`."""
+    seeds = [derive_seed(stage.seed, stage.name, *purpose, first + row) for row in range(len(prompts))]
+    return {"input_ids": Ragged.of(prompts), "seed": np.array(seeds)}
+
+
 def sample_replies(
     generator: ModelHandle,
     stage: Stage[Any, Any],
@@ -35,17 +41,11 @@ def sample_replies(
     version: int = 0,
     done: Callable[[int], None] = lambda count: None,
 ) -> list[list[int]]:
-    """Token ids of one reply per prompt; the seeds do not depend on the model.
-
-    Args:
-        version: version of the generator's weights.
-        done: called with the number of replies so far.
-    """
+    """Token ids of one reply per prompt by the generator's `version`; the seeds do not depend on the model. `done` is
+    called with the number of replies so far."""
     replies: list[list[int]] = []
     for start in range(0, len(prompts), GENERATION_BATCH):
-        part = prompts[start : start + GENERATION_BATCH]
-        seeds = [derive_seed(stage.seed, stage.name, "sample", start + row) for row in range(len(part))]
-        rows = {"input_ids": Ragged.of(part), "seed": np.array(seeds)}
+        rows = prompt_rows(stage, prompts[start : start + GENERATION_BATCH], "sample", first=start)
         answer = get(generator.generate.remote(rows, sampling, version))
         replies += [reply.tolist() for reply in answer["response_ids"]]
         done(len(replies))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,13 +15,12 @@ import torch
 from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.rewards import SourceScores, weighted_sum
 from xray_runtime.data.agent_conversations import conversation, conversation_text
-from xray_runtime.data.pairs import prompt_text
 from xray_runtime.data.rows import Ragged, Rows, take
 from xray_runtime.data.text_rows import text_rows, with_end_of_turn
 from xray_runtime.data.tokenizing import decode_replies, own_text, transcript
 from xray_runtime.rewards.source import Score, failure
 from xray_runtime.rl.agent_rows import decoded_branches, split_branches
-from xray_runtime.rl.types import Rollout, Scores, Text, rows_at, rows_replaced, to_rows
+from xray_runtime.rl.types import Rollout, Scores, Text, rows_at, rows_joined, to_rows
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
 
 if TYPE_CHECKING:
@@ -87,51 +87,42 @@ class ScoredRollout:
     def num_dropped(self) -> int:
         return sum(len(round.replies) for round in self.dropped)
 
-    def at(self, places: Sequence[int]) -> ScoredRollout:
-        """The rows at `places`."""
-        index = torch.tensor(places)
-        values, applies, apart = self.sources.values, self.sources.applies, self.sources.disagreements
-        return ScoredRollout(
-            rows_at(self.rollout, places),
-            rows_at(self.text, places),
-            [self.replies[place] for place in places],
-            rows_at(self.scores, places),
-            SourceScores(
-                {name: of[index] for name, of in values.items()},
-                {name: of[index] for name, of in applies.items()},
-                {name: of[index] for name, of in apart.items()},
-                {name: [reasons[place] for place in places] for name, reasons in self.sources.failures.items()},
-            ),
-        )
-
     def replaced(self, places: Sequence[int], by: ScoredRollout) -> ScoredRollout:
         """The same with `by` in the rows at `places`."""
-
-        def column(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-            return old.index_copy(0, torch.tensor(places), new)
-
-        def listed(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
-            changes = dict(zip(places, new, strict=True))
-            return [changes.get(place, value) for place, value in enumerate(old)]
-
-        values = {name: column(old, by.sources.values[name]) for name, old in self.sources.values.items()}
-        applies = {name: column(old, by.sources.applies[name]) for name, old in self.sources.applies.items()}
-        apart = {name: column(old, by.sources.disagreements[name]) for name, old in self.sources.disagreements.items()}
-        failures = {name: listed(old, by.sources.failures[name]) for name, old in self.sources.failures.items()}
-        return ScoredRollout(
-            rows_replaced(self.rollout, places, by.rollout),
-            rows_replaced(self.text, places, by.text),
-            listed(self.replies, by.replies),
-            rows_replaced(self.scores, places, by.scores),
-            SourceScores(values, applies, apart, failures),
-            (*self.dropped, self.at(places)),
-        )
+        index = np.arange(len(self.replies))
+        index[places] = len(index) + np.arange(len(places))
+        return replace(_gathered([self, by], index.tolist()), dropped=(*self.dropped, _gathered([self], places)))
 
     def tied(self, weights: Mapping[str, float], group_size: int) -> list[int]:
         """Rows of the groups (`group_size` replies to one prompt) whose raw rewards are all equal."""
         groups = torch.arange(len(self.replies)) // group_size
         tied: list[int] = tied_groups(weighted_sum(self.sources, weights), groups)[groups].nonzero()[:, 0].tolist()
         return tied
+
+
+def _gathered(parts: Sequence[ScoredRollout], places: Sequence[int]) -> ScoredRollout:
+    """The rows at `places` of the parts, which follow one another."""
+    index, sources = torch.tensor(places), [part.sources for part in parts]
+
+    def tensors(columns: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {name: torch.cat([of[name] for of in columns])[index] for name in columns[0]}
+
+    def listed(columns: Sequence[Sequence[Any]]) -> list[Any]:
+        every = list(chain(*columns))
+        return [every[place] for place in places]
+
+    return ScoredRollout(
+        rows_at(rows_joined([part.rollout for part in parts]), places),
+        rows_at(rows_joined([part.text for part in parts]), places),
+        listed([part.replies for part in parts]),
+        rows_at(rows_joined([part.scores for part in parts]), places),
+        SourceScores(
+            tensors([of.values for of in sources]),
+            tensors([of.applies for of in sources]),
+            tensors([of.disagreements for of in sources]),
+            {name: listed([of.failures[name] for of in sources]) for name in sources[0].failures},
+        ),
+    )
 
 
 class Scorer:
@@ -190,11 +181,10 @@ class Scorer:
 
         sources = rewards.scores(
             rewards.requests(models, messages, replies, whole, at_once),
-            [prompt_text(message) for message in messages],
+            messages,
             replies,
+            self._prompts.columns(prompts),
             outputs,
-            messages=messages,
-            columns=self._prompts.columns(prompts),
             step=iteration,
             episodes=episode_scores(rollout),
             tokens=whole,
@@ -202,12 +192,7 @@ class Scorer:
         return ScoredRollout(rollout, text, replies, Scores.read(outputs()), sources)
 
     def _inputs(self, rows: Rows, whole: Rows) -> dict[str, Rows]:
-        """Role → the rows that its model scores.
-
-        Args:
-            rows: the rows as sampled.
-            whole: the rows with an end of turn, for reward models.
-        """
+        """Role → the rows that its model scores; `rows` are as sampled, `whole` end each turn, for reward models."""
         models = self._models
         inputs = {role: rows for role in ("policy", "reference", "critic") if role in models}
         if self._rewards.branches:

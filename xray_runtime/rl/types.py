@@ -1,7 +1,7 @@
 """Data of one iteration: frozen dataclasses whose fields are columns of B rows.
 
-`xray_runtime.data.columns` documents every column: shape, dtype, writer, readers. `Rows`, a plain dictionary, is the
-form in which columns are sent to actors and back; `to_rows` and `read` convert.
+`xray_runtime.data.columns` documents every column: shape, dtype, writer, readers, meaning; here is what it leaves out.
+`Rows`, a plain dictionary, is the form in which columns are sent to actors and back; `to_rows` and `read` convert.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from xray_runtime.data.rows import Ragged, Rows, join_column
+from xray_runtime.data.rows import Ragged, Rows, join_column, num_rows
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -36,16 +36,12 @@ class EpisodeColumns:
     """Additional columns of replies that are episodes."""
 
     prompt_ids: Ragged
-    """Tokens that the environment began the episode with."""
     response_mask: Ragged
     """True where the policy sampled the token; it read the others between its turns."""
     turn_rewards: Ragged
-    """Reward of each turn, on the turn's last token."""
     turns: np.ndarray
     episode_reward: np.ndarray
-    """NaN: the episode failed."""
     failure: np.ndarray
-    """Why it failed; empty if it did not."""
     info: np.ndarray
     """JSON: numbers that the environment reported with rewards, each summed over the turns."""
     answers: np.ndarray
@@ -64,13 +60,9 @@ class Rollout:
     rollout_logprobs: Ragged
     """By the generator, at the sampling temperature."""
     ended: np.ndarray
-    """False: cut off."""
     seed: np.ndarray
-    """Seed of each reply."""
     version: np.ndarray
-    """Version of the sampling policy: the number of updates before it."""
     prompt: np.ndarray
-    """Number of each reply's prompt among the stage's prompts."""
     episodes: EpisodeColumns | None = None
 
     @classmethod
@@ -97,7 +89,6 @@ class Scores:
     values: Ragged | None = None
     """Absent without a critic; so is `final_values`."""
     final_values: np.ndarray | None = None
-    """Value of the state after the last token."""
 
     @classmethod
     def read(cls, rows: Rows) -> Scores:
@@ -165,19 +156,9 @@ def rows_at(columns: T, places: Sequence[int] | np.ndarray) -> T:
     return _each(lambda column: column[index], columns)
 
 
-def rows_replaced(columns: T, places: Sequence[int], by: T) -> T:
-    """The rows, with those of `by` at `places`."""
-    kept = np.setdiff1d(np.arange(_num_rows(columns)), places)
-
-    def replaced(old: Any, new: Any) -> Any:
-        return join_column([old[kept], new], [kept.tolist(), places])
-
-    return _each(replaced, columns, by)
-
-
 def rows_joined(parts: Sequence[T]) -> T:
     """The rows of several parts, concatenated."""
-    ends = np.cumsum([0, *map(_num_rows, parts)]).tolist()
+    ends = np.cumsum([0, *(num_rows(to_rows(part)) for part in parts)]).tolist()
     places = [range(start, end) for start, end in pairwise(ends)]
     return _each(lambda *columns: join_column(columns, places), *parts)
 
@@ -192,10 +173,6 @@ def _each(function: Callable[..., Any], *parts: T) -> T:
         return _each(function, *values) if nested else function(*values)
 
     return type(parts[0])(**{f.name: of([getattr(part, f.name) for part in parts]) for f in fields(parts[0])})
-
-
-def _num_rows(columns: DataclassInstance) -> int:
-    return len(next(iter(to_rows(columns).values())))
 
 
 def _fields_in(kind: type[DataclassInstance], rows: Rows) -> dict[str, Any]:

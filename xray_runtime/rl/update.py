@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.data.rows import Ragged, Rows, alike_prompts, join_column, num_response_tokens, take
 from xray_runtime.rl.agent_rows import BRANCHES, BranchRows
 from xray_runtime.rl.experience import measured
 from xray_runtime.rl.types import Experience, to_rows
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.finite import SkippedSteps
-from xray_runtime.training.schedule import lr_at
-from xray_runtime.training.steps import PolicySums, StepStatistics, StepTotals, ValueSums, read_step
+from xray_runtime.training.steps import StepStatistics, StepTotals, read_step
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ class MinibatchStep:
 
     num_tokens: float
     lr: float
-    policy: StepStatistics[PolicySums]
-    critic: StepStatistics[ValueSums] | None
+    policy: StepStatistics
+    critic: StepStatistics | None
     """Only for a separate critic."""
     taken: bool
     """False: a model skipped it."""
@@ -39,8 +39,6 @@ class MinibatchStep:
 
 @dataclass(frozen=True)
 class Update:
-    """Summary of an iteration's update."""
-
     steps: list[MinibatchStep]
     epochs: float
     stopped_early: bool
@@ -52,11 +50,7 @@ class Update:
 
 
 class Updater:
-    """Trains the policy, and the critic where there is one, on experience.
-
-    Args:
-        skipped: counts the steps that models skip.
-    """
+    """Trains the policy, and the critic where there is one, on experience; `skipped` counts the steps they skip."""
 
     def __init__(
         self, stage: Stage[PPOConfig, PPOInputs], models: Mapping[str, ModelHandle], skipped: SkippedSteps
@@ -109,10 +103,8 @@ class Updater:
         engines = (self._config.engine, self._config.critic_engine or self._config.engine)
         count = min(self._per_epoch, num_replies // max(engine.data_parallel for engine in engines))
         if not count:
-            name = self._stage.name
-            raise RuntimeError(
-                f"{name}: only {num_replies} replies have a reward, fewer than the model's data-parallel ranks"
-            )
+            few = f"{self._stage.name}: only {num_replies} replies have a reward"
+            raise RuntimeError(f"{few}, fewer than the model's data-parallel ranks")
         return count
 
     def _step(self, batch: Rows, at: int, kl_coef: float) -> tuple[MinibatchStep, Ragged | None]:
@@ -124,16 +116,16 @@ class Updater:
         config, tokens = self._config, float(num_response_tokens(batch))
         totals = StepTotals(tokens=tokens, rows=len(batch["id"]), kl_coef=kl_coef).to_wire()
         at_once = (1 if self._critic is None else 2) + bool(config.lag)
-        lr = lr_at(config, at, self._planned)
+        lr = learning_rate(config, at, self._planned)
         train = self._policy.train_and_score if first else self._policy.train
         calls: list[Any] = [train.remote(batch, totals, lr, at_once)]
         if self._critic is not None:
-            critic_lr = lr_at(config, at, self._planned, peak=config.critic_lr)
+            critic_lr = learning_rate(config, at, self._planned, peak=config.critic_lr)
             calls.append(self._critic.train.remote(batch, totals, critic_lr, at_once))
         answers = get_all(calls)
         sums, columns = answers[0] if first else (answers[0], {})
-        policy = read_step(PolicySums, sums)
-        critic = read_step(ValueSums, answers[1]) if self._critic is not None else None
+        policy = read_step(sums)
+        critic = read_step(answers[1]) if self._critic is not None else None
         # Each model steps or skips on its own, so both are counted.
         taken = self._skipped.check_step(self._stage, "policy", at, policy)
         if critic is not None:
@@ -142,7 +134,7 @@ class Updater:
 
     def _moved_too_far(self, step: MinibatchStep) -> bool:
         limit = self._config.stop_kl
-        return limit is not None and not step.policy.sums.approx_kl_sum / step.num_tokens <= limit  # NaN too
+        return limit is not None and not step.policy.sums["approx_kl_sum"] / step.num_tokens <= limit  # NaN too
 
 
 def first_minibatch(stage: Stage[PPOConfig, PPOInputs], rows: Rows, iteration: int) -> np.ndarray:

@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from xray_runtime.data.pairs import prompt_text
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.rows import Rows
 from xray_runtime.data.text_rows import text_rows, with_end_of_turn
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.rl.episode import EpisodeBatch
 from xray_runtime.rl.reward_sources import RewardSources
+from xray_runtime.rl.sampled_replies import prompt_rows
 from xray_runtime.rl.scoring import episode_scores, own_texts, prompt_tokens
 from xray_runtime.rl.types import Rollout
-from xray_runtime.seeding import derive_seed
 from xray_runtime.training.dataset import validation_file
 from xray_runtime.training.policy_versions import BestVersion, save_policy
-from xray_runtime.training.prompts import UniquePrompts
+from xray_runtime.training.prompts import UniquePrompts, drawn
 from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
@@ -39,10 +38,6 @@ if TYPE_CHECKING:
 
 class Validation:
     """Scores the policy every so many iterations; does nothing without `validation` in the config.
-
-    Args:
-        sampling: parameters of the rollouts.
-        stops: tokens that end a reply.
 
     Raises:
         ValueError: the dataset has no validation rows, or fewer than the ranks that score them.
@@ -67,8 +62,7 @@ class Validation:
             return
         dataset = stage.inputs.prompts.path
         prompts = UniquePrompts(tokenizer, validation_file(stage.name, dataset), max_prompt, stage.seal)
-        order = np.random.default_rng(derive_seed(stage.seed, stage.name, "validation")).permutation(len(prompts))
-        chosen = order[: self._config.num_prompts].tolist()
+        chosen = drawn(stage, len(prompts), self._config.num_prompts, "validation")
         if len(chosen) < stage.config.frozen.data_parallel:
             few = f"{stage.name}.validation: {len(chosen)} prompts are fewer than the ranks that score them"
             raise ValueError(f"{few}: raise data.validation_fraction")
@@ -79,11 +73,7 @@ class Validation:
         return self._sources.specs() if self._own and self._config is not None else {}
 
     def sample(self, generator: ModelHandle, iteration: int, episodes: EpisodeSampler | None = None) -> Rollout | None:
-        """Replies of the generator's version, after `iteration` updates; None if no validation is due.
-
-        Args:
-            episodes: plays episodes instead of sampling single replies.
-        """
+        """Replies, or `episodes`, of the policy after `iteration` updates, if a validation is due."""
         due = self._config is not None and iteration % self._config.every == 0
         return self._replies(generator, iteration, episodes) if due else None
 
@@ -92,11 +82,8 @@ class Validation:
             kept = self._stage.config.ledger
             keep = kept.keep != "none" and kept.tokens == "kept"
             return episodes.sample(EpisodeBatch(self._prompts, self._columns, version, "validation", keep=keep))
-        name = self._stage.seed, self._stage.name, "validation"
-        seeds = np.array([derive_seed(*name, row) for row in range(len(self._prompts))])
-        rows = {"input_ids": Ragged.of(ids for _, ids in self._prompts), "seed": seeds}
-        count = len(self._prompts)
-        columns = {"seed": seeds, "version": np.full(count, version), "prompt": np.arange(count)}
+        rows, count = prompt_rows(self._stage, [ids for _, ids in self._prompts], "validation"), len(self._prompts)
+        columns = {"seed": rows["seed"], "version": np.full(count, version), "prompt": np.arange(count)}
         return Rollout.read(get(generator.generate.remote(rows, self._sampling, version)) | columns)
 
     def score(self, models: Mapping[str, ModelHandle], replies: Rollout | None, iteration: int) -> dict[str, float]:
@@ -121,11 +108,10 @@ class Validation:
             branches = partial(get, models["policy"].score.remote(rows | whole | added))
         scores = self._sources.scores(
             requests,
-            [prompt_text(prompt) for prompt in messages],
+            messages,
             texts,
+            self._columns,
             branches,
-            messages=messages,
-            columns=self._columns,
             step=iteration,
             episodes=episode_scores(replies),
             tokens=whole,

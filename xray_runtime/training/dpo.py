@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.heldout import draw_left_out
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample
@@ -25,8 +26,7 @@ from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.policy_versions import BestVersion
 from xray_runtime.training.reference_logprobs import ReferenceLogprobs, open_policy
 from xray_runtime.training.resumable import Resumable
-from xray_runtime.training.schedule import lr_at
-from xray_runtime.training.steps import DPOSums, StepTotals, read_step
+from xray_runtime.training.steps import StepTotals, read_step
 from xray_runtime.training.trunk_states import TrunkStates
 from xray_runtime.workers.protocols import ModelHandle, get
 
@@ -61,20 +61,20 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
     with open_policy(stage, objective, reference) as (policy, known):
         states.compute(policy)
         skipped, models = SkippedSteps(), {"policy": policy}
-        state = Resumable(recorder, models, [best], cursor=cursor, skipped=skipped, validation=best.state)
+        state = Resumable(recorder, models, [best.versions], cursor=cursor, skipped=skipped, validation=best.state)
         for step in range(state.restore(), steps):
             index = trained[cursor.take(config.batch_size)]
-            lr = lr_at(config, step, steps)
+            lr = learning_rate(config, step, steps)
             rows = _batch(train, index, known) | states.columns(index)
             totals = StepTotals(pairs=config.batch_size)
-            result = read_step(DPOSums, get(policy.train.remote(rows, totals.to_wire(), lr)))
+            result = read_step(get(policy.train.remote(rows, totals.to_wire(), lr)))
             skipped.check_step(stage, "policy", step, result)
             metrics = {
-                "dpo/loss": result.sums.loss / config.batch_size,
-                "dpo/accuracy": result.sums.correct / config.batch_size,
-                "dpo/margin": result.sums.margin / config.batch_size,
-                "dpo/chosen_logprobs": result.sums.chosen_logprobs / config.batch_size,
-                "dpo/rejected_logprobs": result.sums.rejected_logprobs / config.batch_size,
+                "dpo/loss": result.sums["loss"] / config.batch_size,
+                "dpo/accuracy": result.sums["correct"] / config.batch_size,
+                "dpo/margin": result.sums["margin"] / config.batch_size,
+                "dpo/chosen_logprobs": result.sums["chosen_logprobs"] / config.batch_size,
+                "dpo/rejected_logprobs": result.sums["rejected_logprobs"] / config.batch_size,
                 "dpo/grad_norm": result.grad_norm,
                 "dpo/lr": lr,
                 "speed/computed_tokens": result.computed_tokens,
@@ -107,12 +107,8 @@ def _batch(pairs: Tokens, index: np.ndarray, known: dict[str, np.ndarray] | None
 def _without_training(
     policy: ModelHandle, objective: DPOObjective, replies: Replies, pairs: np.ndarray, reference: np.ndarray | None
 ) -> dict[str, float]:
-    """Current loss, accuracy and margin of some pairs.
-
-    Args:
-        replies: replies 2i and 2i + 1 belong to pair i.
-        reference: reference log-probability of each reply.
-    """
+    """Current loss, accuracy and margin of some pairs; replies 2i and 2i + 1 belong to pair i, `reference` is the
+    log-probability of each reply."""
     # All chosen replies, then all rejected ones.
     numbers = np.concatenate([2 * pairs, 2 * pairs + 1])
     rows = replies.take(numbers)

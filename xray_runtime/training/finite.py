@@ -48,7 +48,7 @@ class SkippedSteps:
 
     count: int = 0
 
-    def check_step(self, stage: Stage[Any, Any], role: str, step: int, statistics: StepStatistics[Any]) -> bool:
+    def check_step(self, stage: Stage[Any, Any], role: str, step: int, statistics: StepStatistics) -> bool:
         """Whether the optimizer of `role` took this step; False: its engine skipped it.
 
         Raises:
@@ -58,10 +58,11 @@ class SkippedSteps:
         if wrong is None and math.isfinite(statistics.grad_norm):
             return True
         self.count += 1
-        cause = f"its gradient's norm is {statistics.grad_norm}, while its loss is finite on every rank"
         if wrong is not None:
             rank = f" on rank {statistics.refused_by}" if statistics.refused_by is not None else ""
             cause = f"{wrong[0]} is {wrong[1]}{rank}"
+        else:
+            cause = f"its gradient's norm is {statistics.grad_norm}, while its loss is finite on every rank"
         allowed = stage.config.max_skipped_steps
         text = f"{stage.name}, optimizer step {step}: {role!r} skipped it, because {cause}"
         if self.count > allowed:
@@ -76,11 +77,7 @@ class SkippedSteps:
 
 
 def check_rollout(sampled: Rows, num_prompts: int, sampling: Sampling) -> None:
-    """Reject replies that no generator can have sampled.
-
-    Args:
-        sampled: result of `Generation.generate`.
-        num_prompts: number of prompts in the request.
+    """Reject answers of a generator that it cannot have sampled for `num_prompts` prompts.
 
     Raises:
         NonFiniteError: a log-probability is NaN or infinite.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.config.engines import ValidationSchedule
-from xray_runtime.files import sync
+from xray_runtime.files import link_or_copy, sync
 from xray_runtime.graph.artifacts import VALUE_HEAD
 from xray_runtime.workers.protocols import ModelHandle, get
 
@@ -33,9 +33,8 @@ def save_policy(models: Mapping[str, ModelHandle], directory: Path) -> None:
 
 
 class PolicyVersions:
-    """Versions by number of updates: those that this attempt wrote or restored from its snapshot.
-
-    Other files in the directory are ignored.
+    """Versions by number of updates: those that this attempt wrote or restored from its snapshot. Other files in the
+    directory are ignored.
 
     Args:
         directory: the stage's kept directory, which outlives an attempt.
@@ -57,24 +56,21 @@ class PolicyVersions:
         self._own.add(updates)
 
     def remove(self, updates: int) -> None:
-        """Delete a version."""
         shutil.rmtree(self._directory / self._name(updates))
         self._own.remove(updates)
 
     def copy(self, updates: int, out: Path) -> None:
-        """Copy the files of a version into `out`."""
         shutil.copytree(self._directory / self._name(updates), out, dirs_exist_ok=True)
 
     def save_state(self, directory: Path) -> None:
         """Link all versions into a snapshot."""
         for name in map(self._name, self.numbers()):
-            shutil.copytree(self._directory / name, directory / name, copy_function=_link)
+            shutil.copytree(self._directory / name, directory / name, copy_function=link_or_copy)
 
     def load_state(self, directory: Path) -> None:
-        """Restore the versions of a snapshot."""
         for version in sorted(directory.glob(f"{self._prefix}*")):
             with self._writing(version.name) as temporary:
-                shutil.copytree(version, temporary, copy_function=_link)
+                shutil.copytree(version, temporary, copy_function=link_or_copy)
             self._own.add(int(version.name.removeprefix(self._prefix)))
 
     def _name(self, updates: int) -> str:
@@ -104,15 +100,11 @@ class BestState:
 
 
 class BestVersion:
-    """The best version so far, kept next to the snapshots and in them.
-
-    Args:
-        directory: the `directory` of `PolicyVersions`.
-        validation: which version to keep; None: the last.
-    """
+    """The version that `validation` keeps, the best one so far or the last (None); `directory` as for
+    `PolicyVersions`."""
 
     def __init__(self, directory: Path, validation: ValidationSchedule | None) -> None:
-        self._versions = PolicyVersions(directory, "best")
+        self.versions = PolicyVersions(directory, "best")
         self._keep = validation.keep if validation is not None else "last"
         self.state = BestState()
 
@@ -122,35 +114,19 @@ class BestVersion:
         if score > self.state.scores.get(str(self.state.best), -math.inf):
             self.state.best = updates
             if self._keep == "best":
-                self._versions.write(models, updates)
-                for other in self._versions.numbers():
+                self.versions.write(models, updates)
+                for other in self.versions.numbers():
                     if other != updates:
-                        self._versions.remove(other)
+                        self.versions.remove(other)
 
     def save(self, models: Mapping[str, ModelHandle], out: Path, updates: int, record: Mapping[str, Any]) -> int:
         """Write the kept version into `out`, with all scores and `record` in `RECORD`. The current policy has made
         `updates`. Returns the number of updates of the kept version."""
         kept = self.state.best if self._keep == "best" and self.state.best >= 0 else updates
-        if kept in self._versions.numbers():
-            self._versions.copy(kept, out)
+        if kept in self.versions.numbers():
+            self.versions.copy(kept, out)
         else:
             save_policy(models, out)
         content = {"kept": kept, "scores": self.state.scores, **record}
         (out / RECORD).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
         return kept
-
-    def save_state(self, directory: Path) -> None:
-        """Link the best version into a snapshot."""
-        self._versions.save_state(directory)
-
-    def load_state(self, directory: Path) -> None:
-        """Restore what `save_state` wrote."""
-        self._versions.load_state(directory)
-
-
-def _link(source: str, target: str) -> None:
-    """Hard-link a file that nobody modifies; copy it if the file system has no links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)

@@ -7,24 +7,31 @@ import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from xray_runtime.data.pairs import Example, Messages, Pairs
 from xray_runtime.data.tokens import Tokens
+from xray_runtime.seeding import derive_seed
 from xray_runtime.store.seal import Seal
+
+if TYPE_CHECKING:
+    from xray_runtime.graph.kind import Stage
 
 CACHED_ROWS = 1024
 """An iteration reads the same rows several times for each reply, and every read decodes a batch of rows."""
 
 
-class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
-    """(messages, token ids) of each distinct prompt that fits, in order of first appearance, read lazily.
+def drawn(stage: Stage[Any, Any], count: int, wanted: int, purpose: str = "prompts") -> list[int]:
+    """`wanted` of the numbers below `count`, or all, in an order that the stage's seed and `purpose` decide."""
+    order: list[int] = np.random.default_rng(derive_seed(stage.seed, stage.name, purpose)).permutation(count).tolist()
+    return order[:wanted]
 
-    Args:
-        pairs: a side of a dataset.
-        max_prompt: the longest prompt that fits, in tokens.
-        seal: the run's seal.
-    """
+
+class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
+    """(messages, token ids) of each distinct prompt of `pairs`, a side of a dataset, that has at most `max_prompt`
+    tokens; in order of first appearance, read lazily."""
 
     def __init__(self, tokenizer: Any, pairs: Path, max_prompt: int, seal: Seal) -> None:
         self.max_prompt = max_prompt

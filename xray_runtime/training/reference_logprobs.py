@@ -18,10 +18,9 @@ import numpy as np
 from xray_runtime.data.derived import Derived, computed_key
 from xray_runtime.data.replies import Replies
 from xray_runtime.data.rows import Rows, load_rows, save_rows
-from xray_runtime.seeding import derive_seed
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import MANIFEST
-from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.model_spec import trained_model
 from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
@@ -34,21 +33,10 @@ CHUNK = 512
 
 
 class ReferenceLogprobs:
-    """The reference's log-probability of each whole reply.
+    """The log-probability of each whole reply of `parts` (name → replies) under the stage's `reference`, or else its
+    initial `policy`; they are kept next to the directory `dataset`."""
 
-    Args:
-        stage: its `reference`, or else its initial `policy`, computes them.
-        dataset: they are kept next to this directory.
-        parts: name → replies.
-    """
-
-    def __init__(
-        self,
-        stage: Stage[Any, Any],
-        dataset: Path,
-        parts: Mapping[str, Replies],
-        recorder: Recorder,
-    ) -> None:
+    def __init__(self, stage: Stage[Any, Any], dataset: Path, parts: Mapping[str, Replies], recorder: Recorder) -> None:
         self._parts, self._recorder = parts, recorder
         self.model: Path = (stage.inputs.reference or stage.inputs.policy).path
         """The checkpoint of the reference."""
@@ -92,23 +80,11 @@ def open_policy(
     Reference and policy are never open at the same time, so the reference needs no memory of its own and no branch on a
     frozen trunk. If the initial policy is the reference, the policy itself computes them.
     """
-    config, start = stage.config, stage.inputs.policy.path
-
-    def model(directory: Path) -> dict[str, ModelSpec]:
-        spec = ModelSpec(
-            directory,
-            objective,
-            training=config,
-            trainable_layers=config.trainable_layers,
-            adapter_seed=derive_seed(stage.seed, stage.name, "adapters"),
-        )
-        return {"policy": spec}
-
-    known = reference.load() if reference is not None else None
+    start, known = stage.inputs.policy.path, reference.load() if reference is not None else None
     if reference is not None and known is None and reference.model != start:
-        with stage.open_models(model(reference.model)) as models:
+        with stage.open_models({"policy": trained_model(stage, reference.model, objective)}) as models:
             known = reference.compute(models["policy"])
-    with stage.open_models(model(start)) as models:
+    with stage.open_models({"policy": trained_model(stage, start, objective)}) as models:
         if reference is not None and known is None:
             known = reference.compute(models["policy"])
         yield models["policy"], known

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.algorithms.statistics import wins
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.length_baseline import length_baseline_accuracy
@@ -22,10 +23,9 @@ from xray_runtime.seeding import derive_seed
 from xray_runtime.training.dataset import preference_tokens
 from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.resumable import Resumable
-from xray_runtime.training.schedule import lr_at
-from xray_runtime.training.steps import PairSums, StepTotals, read_step
+from xray_runtime.training.steps import StepTotals, read_step
 from xray_runtime.training.trunk_states import TrunkStates
-from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.model_spec import trained_model
 from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
@@ -45,14 +45,7 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
     heldout_rows = both_sides(heldout).take(numbers)
     steps = max(1, config.epochs * len(train) // config.batch_size)
     cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"))
-    model = ModelSpec(
-        start,
-        RewardObjective(),
-        training=config,
-        new_head=True,
-        trainable_layers=config.trainable_layers,
-        adapter_seed=derive_seed(stage.seed, stage.name, "adapters"),
-    )
+    model = trained_model(stage, start, RewardObjective(), new_head=True)
     states = TrunkStates(stage, start, dataset, train, cursor.ahead(steps * config.batch_size), recorder)
     baseline = length_baseline_accuracy(*(Pairs(dataset / side, PreferenceExample) for side in (TRAIN, HELDOUT)))
 
@@ -64,12 +57,12 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
         for step in range(state.restore(), steps):
             index = cursor.take(config.batch_size)
             batch = train.take(index) | states.columns(index)
-            lr, totals = lr_at(config, step, steps), StepTotals(rows=config.batch_size)
-            result = read_step(PairSums, get(reward.train.remote(batch, totals.to_wire(), lr)))
+            lr, totals = learning_rate(config, step, steps), StepTotals(rows=config.batch_size)
+            result = read_step(get(reward.train.remote(batch, totals.to_wire(), lr)))
             skipped.check_step(stage, "reward", step, result)
             metrics = {
-                "reward_model/loss": result.sums.loss / config.batch_size,
-                "reward_model/accuracy": result.sums.correct / config.batch_size,
+                "reward_model/loss": result.sums["loss"] / config.batch_size,
+                "reward_model/accuracy": result.sums["correct"] / config.batch_size,
                 "reward_model/grad_norm": result.grad_norm,
                 "reward_model/lr": lr,
                 "speed/computed_tokens": result.computed_tokens,

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.conversations import ConversationTokens
 from xray_runtime.data.dropped import DroppedRows
@@ -18,14 +19,13 @@ from xray_runtime.training.dataset import is_in_order, max_prompt_tokens, max_re
 from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.policy_versions import BestVersion
 from xray_runtime.training.resumable import Resumable
-from xray_runtime.training.schedule import lr_at
-from xray_runtime.training.steps import SFTSums, StepTotals, read_step
+from xray_runtime.training.steps import StepTotals, read_step
 from xray_runtime.training.trunk_states import TrunkStates
-from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.model_spec import trained_model
 from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
-    from xray_runtime.config.sft import SFTConfig, SFTValidation
+    from xray_runtime.config.sft import SFTConfig
     from xray_runtime.graph.inputs import SFTInputs
     from xray_runtime.graph.kind import Recorder, Stage
 
@@ -41,19 +41,16 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
     tokenizer = load_tokenizer(base)
     longest = max_reply_tokens(config.max_response_tokens, base)
     limits = (max_prompt_tokens(dataset, base, longest), longest)
-    train, heldout_rows = _data(stage, tokenizer, limits, recorder)
-    validation_rows = (
-        _validation_rows(stage, validation, tokenizer, limits, recorder) if validation is not None else None
-    )
+    train, heldout_rows, validation_rows = _data(stage, tokenizer, limits, recorder)
     best = BestVersion(stage.kept or recorder.log_dir, validation)
     cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"), shuffled=not is_in_order(dataset))
     states = TrunkStates(stage, base, dataset, train, cursor.ahead(config.steps * config.batch_size), recorder)
 
-    with stage.open_models({"policy": _spec(stage)}) as models:
+    with stage.open_models({"policy": trained_model(stage, base, SFTObjective())}) as models:
         policy = models["policy"]
         states.compute(policy)
         skipped = SkippedSteps()
-        state = Resumable(recorder, models, [best], cursor=cursor, skipped=skipped, validation=best.state)
+        state = Resumable(recorder, models, [best.versions], cursor=cursor, skipped=skipped, validation=best.state)
         done = state.restore()
         if not done:
             recorder.metrics(_data_metrics(train, limits), 0)
@@ -61,11 +58,11 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
             start = time.perf_counter()
             index = cursor.take(config.batch_size)
             batch = train.take(index) | states.columns(index)
-            tokens, lr = num_response_tokens(batch), lr_at(config, step, config.steps)
-            result = read_step(SFTSums, get(policy.train.remote(batch, StepTotals(tokens=tokens).to_wire(), lr)))
+            tokens, lr = num_response_tokens(batch), learning_rate(config, step, config.steps)
+            result = read_step(get(policy.train.remote(batch, StepTotals(tokens=tokens).to_wire(), lr)))
             skipped.check_step(stage, "policy", step, result)
             seconds = time.perf_counter() - start
-            loss = result.sums.nll / tokens
+            loss = result.sums["nll"] / tokens
             metrics = {
                 "sft/loss": loss,
                 "sft/grad_norm": result.grad_norm,
@@ -90,29 +87,27 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
     return done
 
 
-def _spec(stage: Stage[SFTConfig, SFTInputs]) -> ModelSpec:
-    return ModelSpec(
-        stage.inputs.base.path,
-        SFTObjective(),
-        training=stage.config,
-        trainable_layers=stage.config.trainable_layers,
-        adapter_seed=derive_seed(stage.seed, stage.name, "adapters"),
-    )
-
-
 def _data(
     stage: Stage[SFTConfig, SFTInputs], tokenizer: Any, limits: tuple[int, int], recorder: Recorder
-) -> tuple[ConversationTokens, Rows]:
-    """(training rows, first held-out rows). Raises ValueError if no row of one side fits."""
-    train, heldout = (
-        ConversationTokens(stage.inputs.data.path / side, tokenizer, *limits, stage.seal, tokenizing(recorder))
-        for side in (TRAIN, HELDOUT)
-    )
+) -> tuple[ConversationTokens, Rows, Rows | None]:
+    """(training rows, first held-out rows, rows for `validation`). Raises ValueError if no row of one side fits."""
+
+    def tokens(file: Path) -> ConversationTokens:
+        return ConversationTokens(file, tokenizer, *limits, stage.seal, tokenizing(recorder))
+
+    dataset, validation = stage.inputs.data.path, stage.config.validation
+    train, heldout = tokens(dataset / TRAIN), tokens(dataset / HELDOUT)
     if not len(train) or not len(heldout):
         raise ValueError(
             f"{stage.name}: no pairs fit max_prompt_tokens = {limits[0]} and max_response_tokens = {limits[1]}"
         )
-    return train, heldout.take(range(min(HELDOUT_ROWS, len(heldout))))
+    heldout_rows = heldout.take(range(min(HELDOUT_ROWS, len(heldout))))
+    if validation is None:
+        return train, heldout_rows, None
+    found = tokens(validation_file(stage.name, dataset))
+    if not len(found):
+        raise ValueError(f"{stage.name}.validation: no validation row fits: raise data.validation_fraction")
+    return train, heldout_rows, found.take(range(min(validation.num_conversations, len(found))))
 
 
 def _data_metrics(train: ConversationTokens, limits: tuple[int, int]) -> dict[str, float]:
@@ -120,21 +115,6 @@ def _data_metrics(train: ConversationTokens, limits: tuple[int, int]) -> dict[st
     metrics: dict[str, float] = {"sft/pairs": train.num_replies, "sft/conversations": len(train)}
     metrics |= {"sft/max_prompt_tokens": limits[0], "sft/max_response_tokens": limits[1]}
     return metrics | {f"sft/dropped_{reason}": count for reason, count in train.num_dropped.items()}
-
-
-def _validation_rows(
-    stage: Stage[SFTConfig, SFTInputs],
-    validation: SFTValidation,
-    tokenizer: Any,
-    limits: tuple[int, int],
-    recorder: Recorder,
-) -> Rows:
-    found = ConversationTokens(
-        validation_file(stage.name, stage.inputs.data.path), tokenizer, *limits, stage.seal, tokenizing(recorder)
-    )
-    if not len(found):
-        raise ValueError(f"{stage.name}.validation: no validation row fits: raise data.validation_fraction")
-    return found.take(range(min(validation.num_conversations, len(found))))
 
 
 def _loss(policy: ModelHandle, rows: Rows) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
@@ -75,7 +75,7 @@ class TrunkStates:
         digest = hashlib.sha256()
         lengths: list[np.ndarray] = []
         total, limit = 0, MAX_BYTES // (self._hidden * self._dtype.itemsize)
-        for part in _parts(used, max(len(used) // CHUNK_ROWS, 1)):
+        for part in np.array_split(used, max(len(used) // CHUNK_ROWS, 1)):
             ids = self._sequences(part)
             digest.update(ids.values.tobytes())
             lengths.append(ids.lengths)
@@ -112,8 +112,7 @@ class TrunkStates:
         """Token ids of some rows; for a pair, the chosen side, then the rejected one."""
         taken, width = self._rows.take(rows), len(self._names)
         sides = [taken[name] for name in self._names]
-        ids: Ragged = join_column(sides, [range(side, len(rows) * width, width) for side in range(width)])
-        return ids
+        return join_column(sides, [range(side, len(rows) * width, width) for side in range(width)])
 
     def _write(self, path: Path, model: ModelHandle) -> None:
         num_bytes = int(self._bounds[-1]) * self._hidden * self._dtype.itemsize
@@ -121,7 +120,7 @@ class TrunkStates:
         most = max(len(self._used) // self._replicas, 1)
         done = 0
         with path.open("wb") as file:
-            for part in _parts(self._used, min(max(num_bytes // CHUNK_BYTES, 1), most)):
+            for part in np.array_split(self._used, min(max(num_bytes // CHUNK_BYTES, 1), most)):
                 self._recorder.progress(done, len(self._used), "rows", "through the frozen trunk")
                 states = get(model.trunk.remote({"input_ids": self._sequences(part)}))["trunk"].values
                 if (states.dtype, states.shape[1]) != (self._dtype, self._hidden):
@@ -141,7 +140,3 @@ class TrunkStates:
             if os.preadv(self._file.fileno(), [into.data], int(start) * size) != into.nbytes:
                 raise OSError(f"{self._file.name}: too short")
         return Ragged(values, offsets)
-
-
-def _parts(used: np.ndarray, count: int) -> Iterator[np.ndarray]:
-    return iter(np.array_split(used, count))

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.engines import FrozenConfig, LayoutConfig, TrainingConfig
+from xray_runtime.seeding import derive_seed
 from xray_runtime.workers.libraries import TRAINING
 
 if TYPE_CHECKING:
+    from xray_runtime.graph.kind import Stage
     from xray_runtime.models.heads import Branch
     from xray_runtime.models.objectives import Objective
     from xray_runtime.workers.whole_model import WholeModel
@@ -90,6 +92,14 @@ class ModelSpec:
             for role, branch in self.branches.items()
         }
         return replace(self, directory=find(self.directory), branches=branches, head=_located(self.head, find))
+
+
+def trained_model(stage: Stage[Any, Any], directory: Path, objective: Objective, **fields: Any) -> ModelSpec:
+    """The model that `stage` trains from a checkpoint, as its config says; `fields` are further fields of the spec."""
+    config: TrainingConfig = stage.config
+    seed = derive_seed(stage.seed, stage.name, "adapters")
+    defaults: dict[str, Any] = {"training": config, "trainable_layers": config.trainable_layers, "adapter_seed": seed}
+    return ModelSpec(directory, objective, **(defaults | fields))
 
 
 def _located(head: Path | None, find: Callable[[Path], Path]) -> Path | None:

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from xray_runtime.algorithms.best_of_n import NONE, best_of, tied, worst_of
+from xray_runtime.algorithms.groups import NONE, best_of, tied, worst_of
 
 NAN, INF = math.nan, math.inf
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from xray_runtime.algorithms.finite import all_finite
-from xray_runtime.algorithms.kl import AdaptiveKL
-from xray_runtime.algorithms.moments import RunningMoments
+from xray_runtime.algorithms.kl import KLController
+from xray_runtime.algorithms.rewards import RunningMoments
 from xray_runtime.algorithms.statistics import explained_variance
 from xray_runtime.data.rows import Ragged, non_finite
 from xray_runtime.errors import NonFiniteError
@@ -62,7 +62,7 @@ def test_rows_are_named() -> None:
 
 @pytest.mark.parametrize("value", WRONG)
 def test_nothing_that_is_carried_on_takes_one_in(value: float) -> None:
-    kl = AdaptiveKL(0.1, 4.0, 2000.0)
+    kl = KLController(0.1, 4.0, 2000.0)
     with pytest.raises(NonFiniteError, match=f"^the KL to the reference is {value}$"):
         kl.update(value, 8)
     assert kl.coef == 0.1

@@ -10,8 +10,7 @@ from hypothesis import given, strategies as st
 
 from xray_runtime.algorithms.kl import (
     LOG_RATIO_BOUND,
-    AdaptiveKL,
-    FixedKL,
+    KLController,
     clamp_log_ratio,
     kl_estimate,
     kl_summary,
@@ -78,7 +77,7 @@ def test_extremes_in_float32() -> None:
 
 
 def test_fixed_controller_keeps_its_weight() -> None:
-    controller = FixedKL(0.3)
+    controller = make_kl_controller(KLConfig(controller="fixed", coef=0.3))
     controller.update(1e9, 1000)
     assert controller.coef == 0.3
 
@@ -95,16 +94,16 @@ def test_fixed_controller_keeps_its_weight() -> None:
     ],
 )
 def test_adaptive_controller_by_hand(kl: float, replies: int, expected: float) -> None:
-    controller = AdaptiveKL(0.1, target=4.0, horizon=1000.0)
+    controller = KLController(0.1, target=4.0, horizon=1000.0)
     controller.update(kl, replies)
     assert controller.coef == pytest.approx(expected, rel=1e-12)
 
 
 def test_adaptive_controller_remembers_only_its_weight() -> None:
-    first = AdaptiveKL(0.1, target=4.0, horizon=100.0)
+    first = KLController(0.1, target=4.0, horizon=100.0)
     for kl in (10.0, 1.0, 4.2):
         first.update(kl, 10)
-    resumed = AdaptiveKL(first.coef, target=4.0, horizon=100.0)
+    resumed = KLController(first.coef, target=4.0, horizon=100.0)
     first.update(5.0, 10)
     resumed.update(5.0, 10)
     assert resumed == first
@@ -112,10 +111,9 @@ def test_adaptive_controller_remembers_only_its_weight() -> None:
     assert first.coef == pytest.approx(0.1 * 1.02 * 0.98 * 1.005 * 1.02, rel=1e-12)
 
 
-def test_controllers_from_config() -> None:
-    assert make_kl_controller(KLConfig(controller="fixed", coef=0.2)) == FixedKL(0.2)
+def test_the_adaptive_controller_of_a_config() -> None:
     config = KLConfig(controller="adaptive", coef=0.3, target=5.0, horizon=70.0)
-    assert make_kl_controller(config) == AdaptiveKL(0.3, 5.0, 70.0)
+    assert make_kl_controller(config) == KLController(0.3, 5.0, 70.0)
 
 
 def test_summary_is_a_mean_over_replies_of_sums() -> None:

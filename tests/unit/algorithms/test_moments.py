@@ -9,7 +9,7 @@ from dataclasses import asdict
 import pytest
 from hypothesis import given, strategies as st
 
-from xray_runtime.algorithms.moments import RunningMoments
+from xray_runtime.algorithms.rewards import RunningMoments
 
 finite = st.floats(-1e6, 1e6)
 

@@ -10,11 +10,15 @@ import pytest
 from hypothesis import given, strategies as st
 
 from xray_runtime.algorithms.schedules import learning_rate
+from xray_runtime.config.engines import TrainingConfig
+
+
+def config(peak: float = 1.0, **changes: Any) -> TrainingConfig:
+    return TrainingConfig(lr=peak, **{"schedule": "linear", "warmup_fraction": 0.0, "final_lr_ratio": 0.0} | changes)
 
 
 def rates(total: int, **changes: Any) -> list[float]:
-    options = {"peak": 1.0, "schedule": "linear", "warmup_fraction": 0.0, "final_lr_ratio": 0.0} | changes
-    return [learning_rate(step, total, **options) for step in range(total)]
+    return [learning_rate(config(**changes), step, total) for step in range(total)]
 
 
 def test_linear_by_hand() -> None:
@@ -60,9 +64,13 @@ def test_a_run_rises_then_never_rises_again(
 
 
 def test_beyond_the_end_stays_at_the_end() -> None:
-    options: dict[str, Any] = {"peak": 2.0, "warmup_fraction": 0.0, "final_lr_ratio": 0.1}
     for schedule in ("linear", "cosine"):
-        assert learning_rate(99, 10, schedule=schedule, **options) == pytest.approx(0.2)
+        given = config(peak=2.0, schedule=schedule, final_lr_ratio=0.1)
+        assert learning_rate(given, 99, 10) == pytest.approx(0.2)
+
+
+def test_another_peak_replaces_the_configs() -> None:
+    assert learning_rate(config(schedule="constant"), 0, 2, peak=3.0) == 3.0
 
 
 def test_one_step_is_taken_at_the_peak() -> None:

@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from tests.unit.rl.parts import typed
-from xray_runtime.algorithms.moments import RunningMoments
-from xray_runtime.algorithms.rewards import SourceScores
+from xray_runtime.algorithms.rewards import RunningMoments, SourceScores
 from xray_runtime.config.ppo import KLConfig, PPOStageConfig
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.rl.experience import build_experience, scaled_rewards

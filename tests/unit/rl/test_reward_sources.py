@@ -38,11 +38,13 @@ from xray_runtime.store.shared import SharedFolder, SharedStore
 from xray_runtime.workers.protocols import Local, Ready
 
 NAN = math.nan
+PROMPT = [{"role": "user", "content": "p"}]
 Function = Callable[[list[str], list[str]], list[Any]]
 
 
 def score(found: RewardSources, replies: Sequence[str], answers: Sequence[Rows] = (), **more: Any) -> SourceScores:
-    return found.scores([Ready(answer) for answer in answers], ["p"] * len(replies), replies, **more)
+    given = {"prompts": [PROMPT] * len(replies), "columns": {}} | more
+    return found.scores([Ready(answer) for answer in answers], replies=replies, **given)
 
 
 def as_is(prompts: list[str], replies: list[str]) -> list[Any]:
@@ -163,7 +165,7 @@ def test_functions_score_while_models_do(models: list[Path]) -> None:
         return [1.0, 2.0]
 
     found = sources(RewardTerm(model="rewards.1"), RewardTerm(function="f"), models=models, f=function)
-    scores = found.scores([Local(Later())], ["p"] * 2, ["3", "4"])
+    scores = found.scores([Local(Later())], [PROMPT] * 2, ["3", "4"], {})
     # Mean 1 and deviation 2: (5 − 1) / 2 + 1 and (1 − 1) / 2 + 2.
     assert found.scaled(scores).tolist() == [3.0, 2.0]
 
@@ -205,7 +207,7 @@ def test_replies_alike_have_one_score_whatever_they_went_through_with(models: li
     assert group_advantages(rewards(), groups, "grpo").tolist() == [0.0] * 4
     # To other prompts they are other replies; and so they are in other tokens, of what was said between the turns, say.
     texts = [[{"role": "user", "content": text}] for text in "aabb"]
-    alike = rewards(messages=texts)[:3].tolist()
+    alike = rewards(prompts=texts)[:3].tolist()
     assert alike[0] == alike[1] != alike[2]
     ids = {"input_ids": Ragged.of([[5, 6], [5, 7], [5, 6], [5, 6]]), "prompt_lengths": np.array([1, 1, 1, 2])}
     alike = rewards(tokens=ids)[:3].tolist()
