@@ -9,9 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from xray.flows.lifecycle_graph import recorded_graph
 from xray.flows.subject import Subject
-from xray_runtime.config.loading import validate
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.graph import Graph, StageCall
 from xray_runtime.graph.stage_identity import identify
@@ -31,24 +29,22 @@ from xray_runtime.workers.device import local_device
 MAX_SHOWN = 6
 
 
-def explain(job: Mapping[str, Any], output: Path, console: Console) -> int:
-    """Print one line per stage; returns exit code 0. Raises ConfigError if the graph cannot be built."""
-    graphs, waits_for = _graphs(job, output)
+def explain(subject: Subject, output: Path, console: Console, *, replace_output: bool) -> None:
+    """Print one line per stage. Raises ConfigError if the graph cannot be built.
+
+    Args:
+        replace_output: whether `output` replaces the directory of a flow's own workspace.
+    """
+    waits_for = None
+    if subject.config is not None:
+        graphs = [(output, subject.recorded())]
+    else:
+        graphs, waits_for = subject.recorded_graphs()
     for directory, graph in graphs:
-        print_table(console, ("stage", "", "why"), explained(graph, directory))
+        print_table(console, ("stage", "", "why"), explained(graph, output if replace_output else directory))
     if waits_for is not None:
         text = f"the flow reads the result of {waits_for}: stages that it calls afterwards are unknown until it runs"
         console.print(text, highlight=False)
-    return 0
-
-
-def _graphs(job: Mapping[str, Any], output: Path) -> tuple[list[tuple[Path, Graph]], str | None]:
-    """(output directory and graph of each workspace, the stage whose result the flow waits for or None)."""
-    if job.get("config") is not None:
-        return [(output, recorded_graph(validate(job["config"])))], None
-    subject = Subject(flow=job["flow"], parameters=job["parameters"], fields=job.get("fields", {}))
-    graphs, waits_for = subject.recorded_graphs()
-    return [(output if job["replace_output"] else directory, graph) for directory, graph in graphs], waits_for
 
 
 def explained(graph: Graph, output: Path) -> list[tuple[str, str, str]]:

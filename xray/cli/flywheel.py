@@ -58,19 +58,11 @@ def flywheel(
     if night.state == CANARY:
         console.print(f"night {night.number}: its canary runs; see `xray status`")
         return
-    runtime = saved_config(output).runtime
     parameters: dict[str, Any] = {"output": str(output.absolute()), "config": wanted.model_dump(mode="json")}
     if release is not None:
         parameters["release"] = f"{getpass.getuser()}: {release}"
-    code = supervise(
-        output.absolute(),
-        restarts=runtime.restarts,
-        stall_timeout_s=runtime.stall_timeout_s,
-        console=console,
-        flow=FLOW,
-        parameters=parameters,
-        to_stderr=as_json,
-    )
+    runtime, job = saved_config(output).runtime, {"flow": FLOW, "parameters": parameters, "to_stderr": as_json}
+    code = supervise(output.absolute(), runtime, console=console, **job)
     if code == 0:
         done = next(each for each in read_nights(output.absolute()) if each.number == night.number)
         if as_json:
