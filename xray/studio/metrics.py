@@ -54,17 +54,14 @@ class OutputCollector(Collector):
         yield from _of_runs(output)
         yield from _of_nights(output)
         yield from _of_canary(self._studio.store())
-        withdrawals = GaugeMetricFamily("xray_withdrawals", "Withdrawals in the signed log")
-        withdrawals.add_metric([], len(view(output).withdrawals))
-        yield withdrawals
-        if self._studio.audited is not None:
-            sound = GaugeMetricFamily("xray_audit_sound", "Whether the last audit found everything sound")
-            sound.add_metric([], float(self._studio.audited.is_sound))
-            broken = GaugeMetricFamily("xray_audit_broken_findings", "Findings that break the last audit")
-            broken.add_metric([], len(self._studio.audited.broken))
-            ended = GaugeMetricFamily("xray_audit_timestamp_seconds", "End of the last audit")
-            ended.add_metric([], self._studio.audited_at)
-            yield from (sound, broken, ended)
+        withdrawals = view(output).withdrawals
+        yield GaugeMetricFamily("xray_withdrawals", "Withdrawals in the signed log", len(withdrawals))
+        if (audited := self._studio.audited) is not None:
+            text = "Whether the last audit found everything sound"
+            yield GaugeMetricFamily("xray_audit_sound", text, float(audited.is_sound))
+            text = "Findings that break the last audit"
+            yield GaugeMetricFamily("xray_audit_broken_findings", text, len(audited.broken))
+            yield GaugeMetricFamily("xray_audit_timestamp_seconds", "End of the last audit", self._studio.audited_at)
 
 
 def _of_runs(output: Path) -> Iterator[GaugeMetricFamily]:
@@ -94,25 +91,23 @@ def _of_runs(output: Path) -> Iterator[GaugeMetricFamily]:
 
 
 def _of_nights(output: Path) -> Iterator[GaugeMetricFamily]:
-    sound = GaugeMetricFamily("xray_nights_sound", "Whether the nights' files are as the signed log has them")
+    text = "Whether the nights' files are as the signed log has them"
     try:
         nights = read_nights(output)
     except ConfigError:
-        sound.add_metric([], 0.0)
-        yield sound
+        yield GaugeMetricFamily("xray_nights_sound", text, 0.0)
         return
     if not nights:
         return
-    sound.add_metric([], 1.0)
+    yield GaugeMetricFamily("xray_nights_sound", text, 1.0)
     night = nights[-1]
     state = GaugeMetricFamily("xray_night_state", "State of the last night: 1 for one of them", labels=["state"])
     for name in ("begun", *DONE):
         state.add_metric([name], float(night.state == name))
-    number = GaugeMetricFamily("xray_night_number", "Number of the last night")
-    number.add_metric([], night.number)
-    changed = GaugeMetricFamily("xray_night_timestamp_seconds", "Last change of the last night's record")
-    changed.add_metric([], (place_of(output, night) / FILE).stat().st_mtime)
-    yield from (sound, state, number, changed)
+    yield state
+    yield GaugeMetricFamily("xray_night_number", "Number of the last night", night.number)
+    changed = (place_of(output, night) / FILE).stat().st_mtime
+    yield GaugeMetricFamily("xray_night_timestamp_seconds", "Last change of the last night's record", changed)
 
 
 def _of_canary(store: LineageStore) -> Iterator[GaugeMetricFamily]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from typing import Any
 
@@ -20,7 +19,7 @@ from xray_runtime.lineage.log import view
 from xray_runtime.lineage.reference import LineageStore, find, open_lineage_store, resolve
 from xray_runtime.lineage.render import entry, stage_name
 from xray_runtime.report.evaluations import Measured, SideBySide, figure, measured, side_by_side
-from xray_runtime.report.html import lineage_graph
+from xray_runtime.report.html import lineage_graph, svg
 from xray_runtime.store.identity import digest
 from xray_runtime.tracking.mlflow_tracker import flatten
 
@@ -97,13 +96,12 @@ def evaluations(request: Request) -> Response:
 
 @router.get("/evaluations.svg")
 def evaluations_figure(request: Request) -> Response:
-    drawn, buffer = figure(_evaluations(studio_of(request).store())), io.BytesIO()
+    drawn = figure(_evaluations(studio_of(request).store()))
     if drawn is None:
         return Response(status_code=404)
-    drawn.savefig(buffer, format="svg", transparent=True)
     # As an image, in which no script runs; its own styles are in attributes.
     policy = "default-src 'none'; style-src 'unsafe-inline'; sandbox"
-    return Response(buffer.getvalue(), media_type="image/svg+xml", headers={"Content-Security-Policy": policy})
+    return Response(svg(drawn), media_type="image/svg+xml", headers={"Content-Security-Policy": policy})
 
 
 @router.get("/promote")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query as Parameter, Request
 from fastapi.responses import Response
 
-from xray.studio.pages import Studio, page, studio_of
+from xray.studio.pages import page, studio_of
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.ledger import Query, iterations
 from xray_runtime.lineage.graph import Node
@@ -56,8 +56,8 @@ def _number(text: str, field: str) -> float | None:
         raise ConfigError(f"{field}: {text!r} is not allowed: must be a number") from None
 
 
-def _query(studio: Studio, ref: str, values: dict[str, str]) -> tuple[Node, Query, Order]:
-    node = find(ref, studio.store())
+def _selected(request: Request, ref: str) -> tuple[Node, Selection]:
+    node, values = find(ref, studio_of(request).store()), request.query_params
     iteration = _number(values.get("iteration", ""), "iteration")
     query = Query(
         [int(iteration)] if iteration is not None else [],
@@ -67,7 +67,7 @@ def _query(studio: Studio, ref: str, values: dict[str, str]) -> tuple[Node, Quer
         "failed" in values,
         "unused" in values,
     )
-    return node, query, checked_order(values.get("order", "row"))
+    return node, _selections.find(node, query, checked_order(values.get("order", "row")))
 
 
 @router.get("/rollouts")
@@ -80,14 +80,12 @@ def ledgers(request: Request) -> Response:
 
 @router.get("/rollouts/{ref}")
 def rollouts(request: Request, ref: str) -> Response:
-    studio, values = studio_of(request), dict(request.query_params)
-    node, query, order = _query(studio, ref, values)
-    selection = _selections.find(node, query, order)
+    node, selection = _selected(request, ref)
     return page(
         request,
         "rollouts.html",
         node=node,
-        values=values,
+        values=request.query_params,
         kept=iterations(node.directory / LEDGER),
         sources=selection.sources,
         total=len(selection),
@@ -102,9 +100,8 @@ def rollouts(request: Request, ref: str) -> Response:
 @router.get("/rollouts/{ref}/rows")
 def rows(request: Request, ref: str, start: Annotated[int, Parameter(ge=0)]) -> Response:
     """Rows from `start` on, which the browser asks for when they come into view."""
-    node, query, order = _query(studio_of(request), ref, dict(request.query_params))
-    found = _selections.find(node, query, order).page(start, PAGE_ROWS)
-    return page(request, "rows_part.html", part=found.rows, start=start)
+    _, selection = _selected(request, ref)
+    return page(request, "rows_part.html", part=selection.page(start, PAGE_ROWS).rows, start=start)
 
 
 @router.get("/rollouts/{ref}/diff")

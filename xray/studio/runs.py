@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from fastapi.responses import RedirectResponse, Response
 from xray.studio.access import Fields
 from xray.studio.pages import page, studio_of
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.lineage.log import RunBegan, is_at_work, read_run, view
+from xray_runtime.lineage.log import is_at_work, read_run, view
 from xray_runtime.report.figures import read_metrics
 from xray_runtime.report.stages import computed_text
 from xray_runtime.stages.kinds import find_kind
@@ -112,14 +113,9 @@ def working(output: Path, found: dict[str, Any]) -> list[Path]:
     if found["status"] != RUNNING:
         return []
     done = {f"{stage['name']}-{stage['key'][:12]}" for stage in found["stages"]}
-    began, paths = _began(output, found["run"]), sorted((output / RECORDS).glob(f"*/{METRICS}"))
+    began = datetime.fromisoformat(found["run"].at).timestamp() if found["run"].at else 0.0
+    paths = sorted((output / RECORDS).glob(f"*/{METRICS}"))
     return [path.parent for path in paths if path.parent.name not in done and path.stat().st_mtime >= began]
-
-
-def _began(output: Path, run: RunBegan) -> float:
-    from datetime import datetime
-
-    return datetime.fromisoformat(run.at).timestamp() if run.at else 0.0
 
 
 def curves(path: Path, kind: str | None) -> list[dict[str, Any]]:
