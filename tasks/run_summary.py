@@ -21,7 +21,7 @@ from xray_runtime.lineage.log import LIFECYCLE, REPORT, RunEnded, append, digest
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.report.evaluations import Measured, SideBySide, as_json, measured, side_by_side
 from xray_runtime.report.figures import FIGURE, StageRecord, read_metrics
-from xray_runtime.report.stages import computed_text
+from xray_runtime.report.rendering import computed_text
 from xray_runtime.stages.kinds import find_kind
 from xray_runtime.store.identity import digest
 from xray_runtime.tracking.mlflow_tracker import ARTIFACTS

@@ -12,8 +12,7 @@ from rich.console import Console
 from xray.cli.options import Overrides
 from xray.flows.subject import read_subject
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.planning.auto import GraphPlan
-from xray_runtime.planning.changes import Changes
+from xray_runtime.planning.auto import Changes, GraphPlan
 from xray_runtime.planning.description import as_dict, machine_of, show
 from xray_runtime.planning.processor import slow_precision
 from xray_runtime.planning.search import MAX_DEVICES, search

@@ -17,7 +17,7 @@ from xray.studio.pages import page, studio_of
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.log import is_at_work, read_run, view
 from xray_runtime.report.figures import read_metrics
-from xray_runtime.report.stages import computed_text
+from xray_runtime.report.rendering import computed_text
 from xray_runtime.stages.kinds import find_kind
 from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.tracking.recorder import METRICS, RECORDS, records_directory

@@ -11,7 +11,6 @@ import psutil
 from xray_runtime.config.engines import EngineConfig, LoRAConfig, with_precision
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.cores import usable_cores
-from xray_runtime.planning.generator_memory import generation_memory
 from xray_runtime.planning.memory import (
     FLOAT32_BYTES,
     HALF_BYTES,
@@ -19,9 +18,9 @@ from xray_runtime.planning.memory import (
     Layout,
     Memory,
     Options,
+    generation_memory,
     scoring_memory,
     training_memory,
-    trunk_bytes,
 )
 from xray_runtime.planning.roles import Use
 from xray_runtime.planning.shapes import ModelShape, ceil_div, from_parameter_count
@@ -174,7 +173,9 @@ class Workload:
         passes = (training.activations, training.logits), (scoring.activations, scoring.logits)
         activations, logits = max(passes, key=sum)
         if role.top_layers is not None:
-            activations += trunk_bytes(shape, self.sequence_tokens * ceil_div(self.rollout_size, layout.dp), width)
+            # A frozen trunk's output, w·h a token, is kept from a rollout to its updates.
+            tokens = self.sequence_tokens * ceil_div(self.rollout_size, layout.dp)
+            activations += width * tokens * shape.hidden_size
         return replace(training, activations=activations, logits=logits)
 
     def running_sequences(self, layout: Layout) -> int:

@@ -13,8 +13,7 @@ from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import SHOWN_ROLLOUTS
 from xray_runtime.report.evaluations import SideBySide, figure
 from xray_runtime.report.figures import FIGURE, StageRecord, read_metrics, training_figure
-from xray_runtime.report.rendering import template
-from xray_runtime.report.stages import computed_text, run_text
+from xray_runtime.report.rendering import computed_text, run_text, template
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
