@@ -1,4 +1,4 @@
-"""`xray up`, `xray down` and `xray status`: the servers a team's runs need, on one machine."""
+"""`xray up`, `xray down` and `xray status`: the servers a team's runs need, on one machine; `xray doctor`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +25,7 @@ from xray.deployments.servers import servers, start_missing, stop, worker
 from xray.deployments.service import Service
 from xray.deployments.status import service_status, show
 from xray.deployments.suspension import resolve_lost_runs, resume, suspend
-from xray_runtime.terminal import say
+from xray_runtime.terminal import print_indented, say
 
 Where = Annotated[
     Path | None,
@@ -72,6 +73,28 @@ def status(home: Where = None, as_json: AsJson = False) -> None:
     else:
         show(Console(), content)
     raise typer.Exit(0 if content["up"] else FAILED)
+
+
+def doctor(
+    output: Annotated[Path | None, typer.Option(help="Also look at this output directory.")] = None,
+    home: Where = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what is wrong with this installation: Python, disk, memory, libraries, GPU, ports, servers, results.
+
+    Exit codes: 0 healthy, 1 something is wrong, 2 bad input.
+    """
+    from xray.deployments.doctor import diagnose
+
+    found = diagnose(find_server_home(home), output)
+    if as_json:
+        print(json.dumps([asdict(diagnosis) for diagnosis in found], indent=2))
+    else:
+        console = Console()
+        for diagnosis in found:
+            for problem in diagnosis.problems or ("ok",):
+                print_indented(console, f"{diagnosis.name:10}", problem)
+    raise typer.Exit(FAILED if any(diagnosis.problems for diagnosis in found) else 0)
 
 
 def _up(home: ServerHome, host: str | None, ports: dict[str, int | None]) -> None:

@@ -191,11 +191,7 @@ def check_left_open(call: StageCall) -> None:
 
 def _layout_fields(layout: Layout) -> dict[str, Any]:
     """The fields of `LayoutConfig`."""
-    return {
-        "num_workhorses": layout.num_devices,
-        "tensor_parallel": layout.tp,
-        "pipeline_parallel": layout.pp,
-    }
+    return {"num_workhorses": layout.num_devices, "tensor_parallel": layout.tp, "pipeline_parallel": layout.pp}
 
 
 def _check_fits(plan: Plan, where: str = "") -> None:

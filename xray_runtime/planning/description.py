@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
 
 from xray_runtime.planning.auto import GraphPlan
 from xray_runtime.planning.cost import disk_bytes
-from xray_runtime.planning.memory import Layout, Memory
+from xray_runtime.planning.memory import Layout
 from xray_runtime.planning.plan import Plan
 from xray_runtime.planning.suggestions import Suggestion
 from xray_runtime.planning.workload import GIB, Machine, this_machine
@@ -66,14 +66,8 @@ def _stage(chosen: Plan) -> dict[str, Any]:
         "disk_gb": {what: _gb(size) for what, size in disk_bytes(chosen.workload).items()},
         "peak_gb": _gb(chosen.fullest.peak_bytes),
         "layout": {
-            p.role.name: {
-                "zero_stage": p.layout.zero_stage,
-                "tp": p.layout.tp,
-                "pp": p.layout.pp,
-                "dp": p.layout.dp,
-                "checkpointing": p.role.options.checkpointing,
-                "num_devices": p.layout.num_devices,
-            }
+            p.role.name: asdict(p.layout)
+            | {"checkpointing": p.role.options.checkpointing, "num_devices": p.layout.num_devices}
             for p in chosen.roles
         },
         "training": {
@@ -87,8 +81,7 @@ def _stage(chosen: Plan) -> dict[str, Any]:
         },
         "memory_gb": {p.role.name: _gb(p.memory.total) for p in chosen.roles},
         "breakdown_gb": {
-            p.role.name: {field.name: _gb(getattr(p.memory, field.name)) for field in fields(Memory)}
-            for p in chosen.roles
+            p.role.name: {part: _gb(size) for part, size in asdict(p.memory).items()} for p in chosen.roles
         },
     }
 
