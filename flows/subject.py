@@ -78,12 +78,6 @@ class Subject(BaseModel):
         """All fields, for digests and records."""
         return self.model_dump(mode="json", exclude_defaults=self.config is None)
 
-    def job(self) -> dict[str, Any]:
-        """The fields of a `Job` that define the subject."""
-        return self.model_dump(
-            mode="json", include={"config"} if self.config is not None else {"flow", "parameters", "fields"}
-        )
-
     def recorded(self) -> Graph:
         """The graph, as far as it is known before it runs. Raises ConfigError like `recorded_graphs`."""
         if self.config is not None:

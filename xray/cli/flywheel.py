@@ -12,6 +12,7 @@ from rich.console import Console
 
 from xray.cli.options import Root
 from xray.cli.supervisor import supervise
+from xray.flows.subject import Subject
 from xray.tasks.output_directory import saved_config
 from xray.tasks.preflight import check_ray_address
 from xray_runtime.config.flywheel import FlywheelConfig
@@ -61,8 +62,8 @@ def flywheel(
     parameters: dict[str, Any] = {"output": str(output.absolute()), "config": wanted.model_dump(mode="json")}
     if release is not None:
         parameters["release"] = f"{getpass.getuser()}: {release}"
-    runtime, job = saved_config(output).runtime, {"flow": FLOW, "parameters": parameters, "to_stderr": as_json}
-    code = supervise(output.absolute(), runtime, console=console, **job)
+    subject, runtime = Subject(flow=FLOW, parameters=parameters), saved_config(output).runtime
+    code = supervise(output.absolute(), subject, runtime, console, to_stderr=as_json)
     if code == 0:
         done = next(each for each in read_nights(output.absolute()) if each.number == night.number)
         if as_json:

@@ -6,7 +6,7 @@ import json
 import tempfile
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -74,14 +74,14 @@ def run(
     if subject.config is not None:
         write_atomic(directory / CONFIG, resolved_yaml(subject.config))
         log_files(directory, signing_key(directory), [directory / CONFIG], "config")
-    job = subject.job() | {"replace_output": output is not None}
     if verify:
-        raise typer.Exit(verify_determinism(job, runtime, directory, console))
+        raise typer.Exit(verify_determinism(subject, runtime, directory, console))
     if graph is not None and (slow := slow_precision(graph, this_machine(runtime.device).device)):
         console.print(f"note: {slow}", soft_wrap=True, highlight=False)
     for stage, step in interrupted_stages(directory).items():
         console.print(f"[dim]found: {stage} interrupted after step {step}[/dim]", highlight=False)
-    raise typer.Exit(supervise(directory, runtime, console=console, as_json=as_json, until=until, **job))
+    fields = {"replace_output": output is not None, "until": until, "as_json": as_json}
+    raise typer.Exit(supervise(directory, subject, runtime, console, **fields))
 
 
 def _flow_runtime(subject: Subject) -> RuntimeConfig:
@@ -99,19 +99,19 @@ def _move_away(directory: Path, console: Console) -> None:
     console.print(f"the previous content was moved to {aside}", soft_wrap=True, highlight=False)
 
 
-def verify_determinism(job: dict[str, Any], runtime: RuntimeConfig, directory: Path, console: Console) -> int:
+def verify_determinism(subject: Subject, runtime: RuntimeConfig, directory: Path, console: Console) -> int:
     """Run the shortened graph twice below `directory`; returns 0 if every checkpoint has the same bytes, else 1."""
-    job |= {"replace_output": True, "shorten": True}
-    if "config" in job:
+    if subject.config is not None:
         # A shared store would supply the second result.
-        job["config"]["runtime"]["storage"] = None
+        subject = subject.with_values({"runtime.storage": None})
+    once = runtime.model_copy(update={"restarts": 0})
     digests: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory(dir=directory, prefix="determinism-") as root:
         for name in ("first", "second"):
             output = Path(root) / name
             output.mkdir()
             console.print(f"{name} run, a step or two of each stage", highlight=False)
-            code = supervise(output, runtime.model_copy(update={"restarts": 0}), console=console, **job)
+            code = supervise(output, subject, once, console, replace_output=True, shorten=True)
             if code:
                 return code
             content = json.loads((output / LIFECYCLE).read_text())

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from xray.cli.job import FAILED, INTERRUPTED, SIGNALS, Job
 from xray.deployments.local_services import LOST
+from xray.flows.subject import Subject
 from xray.tasks.lost_runs import close_lost_runs, command_to_close, outputs_in
 from xray.tasks.output_directory import resume_point
 from xray_runtime.config.runtime import RuntimeConfig
@@ -31,7 +32,7 @@ from xray_runtime.processes import end_well, kill_tagged, start_reaper
 POLL_SECONDS = 0.2
 
 
-def supervise(output: Path, runtime: RuntimeConfig, *, console: Console, **fields: Any) -> int:
+def supervise(output: Path, subject: Subject, runtime: RuntimeConfig, console: Console, **fields: Any) -> int:
     """Run a job and close its records however it ends; returns the exit code.
 
     Args:
@@ -39,7 +40,7 @@ def supervise(output: Path, runtime: RuntimeConfig, *, console: Console, **field
         runtime: its limits on restarts and stalls.
         fields: the other fields of a `Job`.
     """
-    job = Job(directory=output / "jobs" / uuid.uuid4().hex[:12], output=output, **fields)
+    job = Job(directory=output / "jobs" / uuid.uuid4().hex[:12], output=output, subject=subject, **fields)
     job.directory.mkdir(parents=True)
     write_atomic(job.file, job.model_dump_json())
     # The reaper closes the records if this process is killed.

@@ -52,6 +52,6 @@ def tune(
         if subject.config is not None:
             write_atomic(directory / CONFIG, resolved_yaml(subject.config))
         write_atomic(directory / SEARCH, yaml.safe_dump(wanted.model_dump(mode="json"), sort_keys=False))
-        console, job = Console(stderr=as_json), subject.job()
-        code = supervise(root, graph.runtime, console=console, as_json=as_json, search=wanted.name, **job)
+        console = Console(stderr=as_json)
+        code = supervise(root, subject, graph.runtime, console, search=wanted.name, as_json=as_json)
     raise typer.Exit(code)

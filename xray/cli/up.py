@@ -105,17 +105,16 @@ def _up(home: ServerHome, host: str | None, ports: dict[str, int | None]) -> Non
         home.save(state)
         runs = worker(home, state)
         prefect, *others = servers(home, state)
-        if runs.find() is not None:
-            _start(home, state, [prefect, *others])
-            _install(home, state)
-        else:
-            # This must precede Prefect's own check for runs without a process.
-            _start(home, state, [prefect, *others], {prefect.name: lambda: resolve_lost_runs(_api(home, state), state)})
-            _install(home, state)
+        is_working = runs.find() is not None
+        # This must precede Prefect's own check for runs without a process.
+        lost = {} if is_working else {prefect.name: lambda: resolve_lost_runs(_api(home, state), state)}
+        _start(home, state, [prefect, *others], lost)
+        _install(home, state)
+        if not is_working:
             assert prefect.record is not None
             if resumed := resume(_api(home, state), prefect.record.created):
                 say(f"resumed: {', '.join(resumed)}")
-        _start(home, state, [runs])
+        _start(home, state, [runs], {})
     variables = home.environment(state)
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
         say(f"export {name}={variables[name]}")
@@ -124,9 +123,7 @@ def _up(home: ServerHome, host: str | None, ports: dict[str, int | None]) -> Non
     say(f"output   {home.output}")
 
 
-def _start(
-    home: ServerHome, state: State, services: list[Service], after: Mapping[str, Callable[[], None]] | None = None
-) -> None:
+def _start(home: ServerHome, state: State, services: list[Service], after: Mapping[str, Callable[[], None]]) -> None:
     """Start missing `services` and wait until all are healthy; call `after[name]` once that service is."""
     started = start_missing(home, state, services)
     if running := [service.title for service in services if service.name not in started]:
@@ -148,7 +145,7 @@ def _start(
         service, error = ended.get()
         if error is not None:
             raise error
-        if after is not None and service.name in after:
+        if service.name in after:
             after[service.name]()
         say(f"{service.title:8} {service.address}")
 

@@ -50,13 +50,6 @@ def runs(output: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _run(output: Path, run_id: str) -> dict[str, Any]:
-    found = next((run for run in runs(output) if run["id"] == run_id), None)
-    if found is None:
-        raise ConfigError(f"run: {run_id!r} is not in the log of {str(output)!r}")
-    return found
-
-
 @router.get("/")
 def run_list(request: Request) -> Response:
     return page(request, "runs.html", runs=runs(studio_of(request).output))
@@ -74,15 +67,21 @@ def audit_all(request: Request, fields: Fields) -> Response:
 
 @router.get("/runs/{run_id}")
 def run_page(request: Request, run_id: str) -> Response:
-    found = _run(studio_of(request).output, run_id)
-    return page(request, "run.html", found=found, stages=list(stages(studio_of(request).output, found)))
+    return _run_page(request, run_id, "run.html")
 
 
 @router.get("/runs/{run_id}/live")
 def live(request: Request, run_id: str) -> Response:
     """The part of the page that changes; htmx asks for it while the run goes on."""
-    found = _run(studio_of(request).output, run_id)
-    return page(request, "run_part.html", found=found, stages=list(stages(studio_of(request).output, found)))
+    return _run_page(request, run_id, "run_part.html")
+
+
+def _run_page(request: Request, run_id: str, template: str) -> Response:
+    output = studio_of(request).output
+    found = next((run for run in runs(output) if run["id"] == run_id), None)
+    if found is None:
+        raise ConfigError(f"run: {run_id!r} is not in the log of {str(output)!r}")
+    return page(request, template, found=found, stages=list(stages(output, found)))
 
 
 def stages(output: Path, found: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -16,6 +16,7 @@ from xray.cli import supervisor
 from xray.cli.job import FAILED, INTERRUPTED, Job
 from xray.cli.supervisor import supervise
 from xray.deployments.local_services import LOST
+from xray.flows.subject import Subject
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.lineage.audit.log import read_log
 from xray_runtime.lineage.keys import trusted_keys
@@ -51,7 +52,7 @@ def supervised(
         monkeypatch.setattr(supervisor, name, lambda tag: None)
     said = io.StringIO()
     runtime = RuntimeConfig(restarts=restarts, stall_timeout_s=60.0)
-    code = supervise(tmp_path, runtime, console=Console(file=said), config={})
+    code = supervise(tmp_path, Subject(), runtime, Console(file=said))
     assert list((tmp_path / "jobs").iterdir()) == []
     return code, made, said.getvalue()
 
