@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from xray.flows.nights import DONE, FILE, place_of, read_nights
 from xray.studio.pages import Studio, studio_of
@@ -33,35 +33,29 @@ STATUSES = ("completed", "failed", "interrupted", RUNNING)
 
 @router.get("/metrics")
 def metrics(request: Request) -> Response:
-    registry = CollectorRegistry()
-    registry.register(OutputCollector(studio_of(request)))
-    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(OutputCollector(studio_of(request))), media_type=CONTENT_TYPE_LATEST)
 
 
-class OutputCollector(Collector):
+@dataclass(frozen=True)
+class OutputCollector:
     """Reads the output directory of a studio."""
 
-    def __init__(self, studio: Studio) -> None:
-        self._studio = studio
-
-    def describe(self) -> list[GaugeMetricFamily]:
-        """Nothing: to register the collector must not read the directory."""
-        return []
+    studio: Studio
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Every metric, with its value now."""
-        output = self._studio.output
+        output = self.studio.output
         yield from _of_runs(output)
         yield from _of_nights(output)
-        yield from _of_canary(self._studio.store())
+        yield from _of_canary(self.studio.store())
         withdrawals = view(output).withdrawals
         yield GaugeMetricFamily("xray_withdrawals", "Withdrawals in the signed log", len(withdrawals))
-        if (audited := self._studio.audited) is not None:
+        if (audited := self.studio.audited) is not None:
             text = "Whether the last audit found everything sound"
             yield GaugeMetricFamily("xray_audit_sound", text, float(audited.is_sound))
             text = "Findings that break the last audit"
             yield GaugeMetricFamily("xray_audit_broken_findings", text, len(audited.broken))
-            yield GaugeMetricFamily("xray_audit_timestamp_seconds", "End of the last audit", self._studio.audited_at)
+            yield GaugeMetricFamily("xray_audit_timestamp_seconds", "End of the last audit", self.studio.audited_at)
 
 
 def _of_runs(output: Path) -> Iterator[GaugeMetricFamily]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query as Parameter, Request
@@ -15,7 +14,7 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.ledger import Query, iterations
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.reference import find
-from xray_runtime.lineage.rollouts import Order, Selection, checked_order, diff_iterations
+from xray_runtime.lineage.rollouts import Selection, checked_order, diff_iterations
 from xray_runtime.store.manifest import LEDGER
 
 router = APIRouter()
@@ -25,28 +24,9 @@ MAX_DIFFS = 50
 MAX_SELECTIONS = 8
 
 
-class Selections:
-    """The last selections: their rows are found once, and read a page at a time."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[Any, Selection] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def find(self, node: Node, query: Query, order: Order) -> Selection:
-        """The rows that match; a ledger that was changed since is read again."""
-        ledger: Path = node.directory / LEDGER
-        state = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(ledger.glob("*")))
-        key = (node.sha256, state, repr(query), order)
-        with self._lock:
-            if key not in self._kept:
-                self._kept[key] = Selection(node, query, order)
-            self._kept.move_to_end(key)
-            while len(self._kept) > MAX_SELECTIONS:
-                self._kept.popitem(last=False)
-            return self._kept[key]
-
-
-_selections = Selections()
+_kept: OrderedDict[Any, Selection] = OrderedDict()
+"""The last selections: their rows are found once, and read a page at a time."""
+_lock = threading.Lock()
 
 
 def _number(text: str, field: str) -> float | None:
@@ -67,7 +47,18 @@ def _selected(request: Request, ref: str) -> tuple[Node, Selection]:
         "failed" in values,
         "unused" in values,
     )
-    return node, _selections.find(node, query, checked_order(values.get("order", "row")))
+    order = checked_order(values.get("order", "row"))
+    # A ledger that was changed since is read again.
+    ledger = sorted((node.directory / LEDGER).glob("*"))
+    state = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in ledger)
+    key = (node.sha256, state, repr(query), order)
+    with _lock:
+        if key not in _kept:
+            _kept[key] = Selection(node, query, order)
+        _kept.move_to_end(key)
+        if len(_kept) > MAX_SELECTIONS:
+            _kept.popitem(last=False)
+        return node, _kept[key]
 
 
 @router.get("/rollouts")

@@ -139,7 +139,9 @@ class Workload:
     def memory(self, role: Role, layout: Layout) -> Memory:
         """Memory of `role` on one of its devices."""
         shape, width = role.shape, role.weight_bytes
-        scored_length = self.sequence_tokens if self._keeps_scores(role) else 0
+        # On CUDA, torch has no fused attention for float32 with grouped heads.
+        keeps_scores = self.device == "cuda" and width == FLOAT32_BYTES and shape.num_kv_heads < shape.num_heads
+        scored_length = self.sequence_tokens if keeps_scores else 0
         if role.use == "sampled":
             sequences = min(CACHED_SEQUENCES * self.cache_scale, ceil_div(self.rollout_size, layout.dp))
             most = CACHED_TOKENS * self.cache_scale
@@ -182,11 +184,6 @@ class Workload:
         """Sequences that one replica of the generator samples at a time."""
         cached = max(CACHED_TOKENS * self.cache_scale // self.sequence_tokens, 1)
         return min(CACHED_SEQUENCES * self.cache_scale, ceil_div(self.rollout_size, layout.dp), cached)
-
-    def _keeps_scores(self, role: Role) -> bool:
-        # On CUDA, torch has no fused attention for float32 with grouped heads.
-        grouped = role.shape.num_kv_heads < role.shape.num_heads
-        return self.device == "cuda" and role.weight_bytes == FLOAT32_BYTES and grouped
 
     def _pass(self, role: Role, max_tokens: int) -> tuple[int, int]:
         """(tokens, positions that get logits) of one pass; a sequence longer than `max_tokens` is a pass of its own."""
