@@ -22,8 +22,7 @@ PATIENCE_S = 20.0
 def prune(
     output: Root,
     keep: Annotated[
-        list[str] | None,
-        typer.Option(metavar="REF", help="Also keep this checkpoint and its ancestors; repeatable."),
+        list[str] | None, typer.Option(metavar="REF", help="Also keep this checkpoint and its ancestors; repeatable.")
     ] = None,
     yes: Annotated[
         bool, typer.Option("--yes", help="Remove them. Without it, only list what would be removed.")
@@ -91,8 +90,7 @@ def import_(
 def fetch(
     output: Annotated[Path, typer.Option(help="Output directory to import into.")],
     storage: Annotated[
-        str | None,
-        typer.Option(help="URL of the shared store. Default: the one of the directory's last run."),
+        str | None, typer.Option(help="URL of the shared store. Default: the one of the directory's last run.")
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Every checkpoint in the store, not only those lifecycle.json names.")

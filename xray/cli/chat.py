@@ -39,8 +39,7 @@ def chat(
     max_new_tokens: MaxNewTokens = None,
     seed: Seed = 0,
     environment: Annotated[
-        str | None,
-        typer.Option(metavar="MODULE:NAME", help="Environment that answers replies, as in training."),
+        str | None, typer.Option(metavar="MODULE:NAME", help="Environment that answers replies, as in training.")
     ] = None,
     tracking_uri: Tracking = None,
 ) -> None:

@@ -33,8 +33,7 @@ def promote(
     ] = None,
     by: By = None,
     note: Annotated[
-        str | None,
-        typer.Option(help="Approve without a prompt; the note is recorded with the decision."),
+        str | None, typer.Option(help="Approve without a prompt; the note is recorded with the decision.")
     ] = None,
     gates: Annotated[
         list[str] | None,

@@ -45,8 +45,7 @@ def run(
         bool, typer.Option("--explain", help="Run nothing; for each stage, explain why it is cached or what changed.")
     ] = False,
     verify: Annotated[
-        bool,
-        typer.Option("--verify-determinism", help="Run a step or two of each stage twice and compare the bytes."),
+        bool, typer.Option("--verify-determinism", help="Run a step or two of each stage twice and compare the bytes.")
     ] = False,
 ) -> None:
     """Run a lifecycle: data → SFT → reward model → PPO stages → evaluation → registration.

@@ -54,8 +54,7 @@ def serve(
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     replicas: Annotated[int, typer.Option(min=1, max=1024, help="Number of engines that share the requests.")] = 1,
     tensor_parallel: Annotated[
-        int,
-        typer.Option(min=1, max=64, help="Number of devices that each engine is split across."),
+        int, typer.Option(min=1, max=64, help="Number of devices that each engine is split across.")
     ] = 1,
     record: Annotated[
         bool, typer.Option("--record", help="Keep answers to people who agreed, encrypted and signed: docs/serving.md.")

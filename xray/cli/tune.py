@@ -26,8 +26,7 @@ def tune(
     overrides: Overrides = None,
     trials: Annotated[int | None, typer.Option("--trials", help="Number of trials. Default: the search's.")] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", help="Directory for everything the trials write. Default: runs/<name>."),
+        Path | None, typer.Option("--output", help="Directory for everything the trials write. Default: runs/<name>.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print results.json to stdout, all else to stderr.")] = False,
 ) -> None:

@@ -28,8 +28,7 @@ from xray.deployments.suspension import resolve_lost_runs, resume, suspend
 from xray_runtime.terminal import print_indented, say
 
 Where = Annotated[
-    Path | None,
-    typer.Option(help="Server home: the directory of its files. Default: XRAY_HOME, else ~/.xray."),
+    Path | None, typer.Option(help="Server home: the directory of its files. Default: XRAY_HOME, else ~/.xray.")
 ]
 
 

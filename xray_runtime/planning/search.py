@@ -22,11 +22,7 @@ MAX_DEVICES = 65_536
 """Largest number of devices that a plan may be asked for."""
 
 
-def search(
-    workload: Workload,
-    machine: Machine,
-    accept: Callable[[Plan], object] = lambda plan: None,
-) -> Plan:
+def search(workload: Workload, machine: Machine, accept: Callable[[Plan], object] = lambda plan: None) -> Plan:
     """The preferred plan that fits and is accepted; if none fits, the nearest.
 
     Args:
