@@ -23,7 +23,7 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import write_atomic
 from xray_runtime.lineage.log import LIFECYCLE, log_files
 from xray_runtime.lineage.signing import signing_key
-from xray_runtime.planning.processor import slow_precision
+from xray_runtime.planning.description import slow_precision
 from xray_runtime.planning.workload import this_machine
 from xray_runtime.terminal import print_table
 

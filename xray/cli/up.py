@@ -57,7 +57,21 @@ def down(home: Where = None) -> None:
     Exit codes: 0 done, 2 bad input.
     """
     with _interruptible():
-        _down(find_server_home(home))
+        found = find_server_home(home)
+        state = found.load() if found.path.is_dir() else None
+        if state is None:
+            say(f"nothing was started in {found.path}")
+            return
+        with found.locked():
+            prefect, *others = servers(found, state)
+            runs = worker(found, state)
+            if (process := runs.find()) is not None:
+                # Kill the worker first: it would start the next run and mark suspended ones as crashed.
+                process.kill()
+                _suspend(_api(found, state), runs)
+            # Clients stop before their servers.
+            ended = stop(found, state, [runs, *reversed(others), prefect])
+        say(f"stopped {', '.join(ended)}" if ended else "nothing was running")
 
 
 def status(home: Where = None, as_json: AsJson = False) -> None:
@@ -161,23 +175,6 @@ def _install(home: ServerHome, state: State) -> None:
     if done.returncode:
         raise NotUpError(f"Prefect refused the deployments. {end_of(log)}")
     say("deployments, schedules and automations are in place")
-
-
-def _down(home: ServerHome) -> None:
-    state = home.load() if home.path.is_dir() else None
-    if state is None:
-        say(f"nothing was started in {home.path}")
-        return
-    with home.locked():
-        prefect, *others = servers(home, state)
-        runs = worker(home, state)
-        if (process := runs.find()) is not None:
-            # Kill the worker first: it would start the next run and mark suspended ones as crashed.
-            process.kill()
-            _suspend(_api(home, state), runs)
-        # Clients stop before their servers.
-        ended = stop(home, state, [runs, *reversed(others), prefect])
-    say(f"stopped {', '.join(ended)}" if ended else "nothing was running")
 
 
 def _suspend(api: str, runs: Service) -> None:
