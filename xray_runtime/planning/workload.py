@@ -60,7 +60,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """One model of a stage with its shape."""
+    """One model of a stage with its shape; `ModelRole` says what the fields without a text are."""
 
     name: str
     shape: ModelShape
@@ -68,10 +68,9 @@ class Role:
     weight_bytes: int
     """2 for a trained role means mixed precision: the optimizer works in float32."""
     scores_tokens: bool = True
-    """True if it computes logits; a critic or reward model computes one number instead."""
     top_layers: int | None = None
+    """Its trainable layers; None: all."""
     branches: int = 0
-    """Number of frozen models that are branches of its trunk."""
     options: Options = PLAIN
     """Only for a trained role."""
     in_one_piece: bool = False
@@ -79,11 +78,8 @@ class Role:
     model: str | None = None
     """Its pretrained base model, which may not support splitting; None: a Llama."""
     epochs: int = 1
-    """Passes over each rollout."""
     sequences_per_row: int = 1
-    """2 for pairs."""
     kept_rollouts: int = 0
-    """Only for a sampled role: rollouts that the stage keeps in its checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
