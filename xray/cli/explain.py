@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -81,36 +82,29 @@ def _explain_stage(call: StageCall, graph: Graph, output: Path, known: dict[str,
     if before is None:
         return "compute", "never computed in this directory"
     changes = differences(before.identity, identity)
-    shown = "; ".join(changes[:MAX_SHOWN])
-    if len(changes) > MAX_SHOWN:
-        shown += f"; and {len(changes) - MAX_SHOWN} more"
-    return "compute", shown or "its checkpoint is missing or damaged"
+    more = [f"and {len(changes) - MAX_SHOWN} more"] if len(changes) > MAX_SHOWN else []
+    return "compute", "; ".join([*changes[:MAX_SHOWN], *more]) or "its checkpoint is missing or damaged"
 
 
 def _newest(store: Path, stage: str) -> Manifest | None:
     """The manifest of the newest checkpoint of `stage`."""
     paths = sorted(store.glob(f"{stage}-*/{MANIFEST}"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in paths:
-        try:
+        with contextlib.suppress(ValueError):
             manifest = read_manifest(path.parent)[0]
-        except ValueError:
-            continue
-        if manifest.stage == stage:
-            return manifest
+            if manifest.stage == stage:
+                return manifest
     return None
 
 
 def differences(before: Identity, after: Identity) -> list[str]:
     """The changes from one identity to another, one phrase each."""
-    changes = []
-    if before.kind != after.kind:
-        changes.append(f"kind {before.kind} → {after.kind}")
-    if before.seed != after.seed:
-        changes.append(f"seed {before.seed} → {after.seed}")
-    for field, (old, new) in changed(_flat(before.config), _flat(after.config)).items():
-        changes.append(f"{field} {_show(old)} → {_show(new)}")
-    for role, (old, new) in changed(before.parents, after.parents).items():
-        changes.append(f"parent {role} {_short(old)} → {_short(new)}")
+    plain = [("kind", before.kind, after.kind), ("seed", before.seed, after.seed)]
+    changes = [f"{name} {old} → {new}" for name, old, new in plain if old != new]
+    fields = changed(_flat(before.config), _flat(after.config))
+    changes += [f"{field} {_show(old)} → {_show(new)}" for field, (old, new) in fields.items()]
+    parents = changed(before.parents, after.parents)
+    changes += [f"parent {role} {_short(old)} → {_short(new)}" for role, (old, new) in parents.items()]
     for function in sorted(before.functions.keys() | after.functions.keys()):
         modules = changed(before.functions.get(function, {}), after.functions.get(function, {}))
         changes += [f"function {function}: module {module}" for module in modules]
