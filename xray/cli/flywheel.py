@@ -48,7 +48,10 @@ def flywheel(
     from xray.flows.flywheel import begin_night
     from xray.flows.nights import CANARY, night_markdown, place_of, read_nights
 
-    wanted = _config(config, overrides or [])
+    data = read_mapping(config) if config is not None else {}
+    for field, value in parse_overrides(overrides or []).items():
+        put(data, field, value, f"--set {field}")
+    wanted = validate_as(FlywheelConfig, data)
     check_ray_address()
     # Bad input is named before a server starts; the flow goes on with this very night.
     night = begin_night(output.absolute(), wanted, release is not None)
@@ -72,11 +75,3 @@ def flywheel(
             print(night_markdown(done))
             print(f"records: {place_of(output, done)}")
     raise typer.Exit(code)
-
-
-def _config(path: Path | None, overrides: list[str]) -> FlywheelConfig:
-    """Raises ConfigError."""
-    data = read_mapping(path) if path is not None else {}
-    for field, value in parse_overrides(overrides).items():
-        put(data, field, value, f"--set {field}")
-    return validate_as(FlywheelConfig, data)

@@ -88,23 +88,12 @@ def stages(output: Path, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The stages of a run, those at work last: name, state, curves, tables of samples, findings."""
     for stage in found["stages"]:
         directory = records_directory(output, stage["name"], stage["key"])
-        yield {
-            "name": stage["name"],
-            "state": computed_text(stage),
-            "sha256": stage["checkpoint"]["sha256"],
-            "findings": stage["findings"],
-            "curves": curves(directory / METRICS, stage["kind"]),
-            "tables": tables(directory),
-        }
+        sha256, drawn = stage["checkpoint"]["sha256"], curves(directory / METRICS, stage["kind"])
+        facts = {"name": stage["name"], "state": computed_text(stage), "sha256": sha256, "findings": stage["findings"]}
+        yield facts | {"curves": drawn, "tables": tables(directory)}
     for directory in working(output, found):
-        yield {
-            "name": directory.name.rpartition("-")[0],
-            "state": "at work",
-            "sha256": None,
-            "findings": [],
-            "curves": curves(directory / METRICS, None),
-            "tables": tables(directory),
-        }
+        facts = {"name": directory.name.rpartition("-")[0], "state": "at work", "sha256": None, "findings": []}
+        yield facts | {"curves": curves(directory / METRICS, None), "tables": tables(directory)}
 
 
 def working(output: Path, found: dict[str, Any]) -> list[Path]:
