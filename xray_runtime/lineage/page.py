@@ -48,7 +48,7 @@ def drawing(graph: Graph, chosen: list[str]) -> dict[str, Any]:
 
     stages = [
         {
-            "name": graph.nodes[sha].manifest.stage if sha in graph.nodes else "missing",
+            "name": stage_name(graph, sha),
             "checkpoint": {"sha256": sha},
             "parents": sorted({parent for _, parent in graph.parents(sha)}),
             "cached": False,
