@@ -31,7 +31,7 @@ from xray_runtime.planning.cost import (
 from xray_runtime.planning.memory import Layout, Memory
 from xray_runtime.planning.plan import Placement, Plan, plan_of
 from xray_runtime.planning.roles import ALL_USES, Use
-from xray_runtime.planning.splits import DEGREES, MAX_RANKS, groups, least_zero_stage, splits, zero3_shards, zero_stages
+from xray_runtime.planning.splits import DEGREES, MAX_RANKS, groups, splits, trained_layouts, zero3_shards
 from xray_runtime.planning.workload import Machine, Workload
 
 CACHE_SCALES = (1, 4, 8, 16, 32)
@@ -177,8 +177,7 @@ class _Search:
         for tp, pp in splits(self._trained, machine):
             most = min(groups_of(tp) // pp, workload.batch_size, MAX_RANKS // (tp * pp))
             for dp in _counts(most, fewer):
-                for stage in zero_stages(least_zero_stage(workload), dp, split=tp * pp > 1):
-                    layout = Layout(zero_stage=stage, tp=tp, pp=pp, dp=dp)
+                for layout in trained_layouts(workload, tp, pp, dp):
                     for found in self._trained_choices(variants, layout, shared=shared):
                         _keep(front.setdefault((tp, pp, dp) if fewer else (), []), found)
         yield from (choice for choices in front.values() for choice in choices)

@@ -15,7 +15,7 @@ from xray_runtime.planning import on_gpus
 from xray_runtime.planning.memory import Layout
 from xray_runtime.planning.plan import Plan, plan_of
 from xray_runtime.planning.roles import Use
-from xray_runtime.planning.splits import MAX_RANKS, groups, least_zero_stage, splits, zero_stages
+from xray_runtime.planning.splits import MAX_RANKS, groups, splits, trained_layouts
 from xray_runtime.planning.workload import Machine, Workload
 
 MAX_DEVICES = 65_536
@@ -70,7 +70,6 @@ def _cpu_plans(workload: Workload, machine: Machine) -> Iterator[Plan]:
 
 def _cpu_layouts(workload: Workload, machine: Machine) -> Iterator[Plan]:
     generating, trained = Layout(dp=workload.generator_replicas), workload.of_use("trained")
-    least, tokens = least_zero_stage(workload), workload.batch_size * workload.sequence_tokens
 
     def plan(layout: Layout) -> Plan:
         layouts: dict[Use, Layout] = {"trained": layout, "frozen": Layout(), "sampled": generating}
@@ -78,10 +77,10 @@ def _cpu_layouts(workload: Workload, machine: Machine) -> Iterator[Plan]:
 
     if not trained:
         yield plan(Layout())
+    tokens = workload.batch_size * workload.sequence_tokens
     useful = min(math.ceil(tokens / workload.micro_batch_tokens), workload.batch_size)
     for tp, pp in splits(trained, machine):
         most = min(groups(machine, tp, []) // pp, workload.batch_size, MAX_RANKS // (tp * pp))
         # A single replica has the most memory per device and needs the fewest other resources.
         for dp in dict.fromkeys((min(useful, most), most, min(1, most))) if most else ():
-            for stage in zero_stages(least, dp, split=tp * pp > 1):
-                yield plan(Layout(zero_stage=stage, tp=tp, pp=pp, dp=dp))
+            yield from map(plan, trained_layouts(workload, tp, pp, dp))
