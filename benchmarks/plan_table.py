@@ -13,9 +13,8 @@ from typing import Any
 from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.config.loading import validate
 from xray_runtime.graph.graph import Graph
-from xray_runtime.planning.auto import GraphPlan, plan_call
-from xray_runtime.planning.changes import Changes
-from xray_runtime.planning.gpus import GPUS, Gpu
+from xray_runtime.planning.auto import Changes, GraphPlan, plan_call
+from xray_runtime.planning.cost import GPUS, Gpu
 from xray_runtime.planning.plan import Plan
 from xray_runtime.planning.suggestions import suggest
 from xray_runtime.planning.workload import Machine

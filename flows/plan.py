@@ -12,9 +12,8 @@ from rich.console import Console
 
 from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.planning.changes import UNCHANGED
-from xray_runtime.planning.description import as_dict, machine_of, show
-from xray_runtime.planning.processor import slow_precision
+from xray_runtime.planning.auto import UNCHANGED
+from xray_runtime.planning.description import as_dict, machine_of, show, slow_precision
 from xray_runtime.planning.search import MAX_DEVICES
 from xray_runtime.planning.suggestions import planner_of, suggest
 

@@ -78,12 +78,6 @@ class Subject(BaseModel):
         """All fields, for digests and records."""
         return self.model_dump(mode="json", exclude_defaults=self.config is None)
 
-    def job(self) -> dict[str, Any]:
-        """The fields of a `Job` that define the subject."""
-        return self.model_dump(
-            mode="json", include={"config"} if self.config is not None else {"flow", "parameters", "fields"}
-        )
-
     def recorded(self) -> Graph:
         """The graph, as far as it is known before it runs. Raises ConfigError like `recorded_graphs`."""
         if self.config is not None:
@@ -150,9 +144,13 @@ def read_subject(target: str, overrides: Sequence[str] = ()) -> Subject:
     return Subject(flow=target).with_values(parse_overrides(overrides), "--set ")
 
 
-def output_name(target: str) -> str:
-    """Name of the default output directory in runs/."""
-    return target.rpartition(":")[2] if is_flow(target) else Path(target).stem
+def output_directory(target: str, output: Path | None) -> Path:
+    """`output`, by default runs/NAME after the target. Raises ConfigError if it is not a directory."""
+    name = target.rpartition(":")[2] if is_flow(target) else Path(target).stem
+    directory = (output or Path("runs") / name).absolute()
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"--output: {str(directory)!r} is not a directory")
+    return directory
 
 
 def is_flow(target: str) -> bool:

@@ -20,8 +20,8 @@ from xray_runtime.lineage.attestation import read_statement
 from xray_runtime.lineage.log import LIFECYCLE, REPORT, RunEnded, append, digests, view
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.report.evaluations import Measured, SideBySide, as_json, measured, side_by_side
-from xray_runtime.report.figures import FIGURE, read_metrics
-from xray_runtime.report.stages import computed_text
+from xray_runtime.report.figures import FIGURE, StageRecord, read_metrics
+from xray_runtime.report.rendering import computed_text
 from xray_runtime.stages.kinds import find_kind
 from xray_runtime.store.identity import digest
 from xray_runtime.tracking.mlflow_tracker import ARTIFACTS
@@ -121,7 +121,7 @@ class RunSummary:
         return self._text()
 
     def _report(self) -> None:
-        from xray_runtime.report.html import StageRecord, write_report
+        from xray_runtime.report.html import write_report
 
         held = view(self._output).files
         records = [

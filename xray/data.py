@@ -13,13 +13,4 @@ from xray_runtime.data.pairs import (
     write_pairs,
 )
 
-__all__ = [
-    "HELDOUT",
-    "TRAIN",
-    "VALIDATION",
-    "Example",
-    "Pairs",
-    "PairsWriter",
-    "PreferenceExample",
-    "write_pairs",
-]
+__all__ = ["HELDOUT", "TRAIN", "VALIDATION", "Example", "Pairs", "PairsWriter", "PreferenceExample", "write_pairs"]

@@ -12,7 +12,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sources import SourceTerms
 from xray_runtime.config.validation import validate_as
 from xray_runtime.graph.artifacts import Evaluation, Model
-from xray_runtime.graph.current import Planning, current_graph, is_planning
+from xray_runtime.graph.current import current_graph, is_planning
 from xray_runtime.graph.graph import Graph
 from xray_runtime.graph.handles import Handle
 
@@ -59,9 +59,12 @@ def workspace(
     Raises:
         ConfigError: an option is not allowed.
     """
-    planned = is_planning()
+    if not isinstance(runtime, RuntimeConfig):
+        runtime = validate_as(RuntimeConfig, dict(runtime or {}), where="runtime")
+    output, planned = Path(output).absolute(), is_planning()
     if planned is not None:
-        with _recorded(planned, Path(output).absolute(), seed, runtime, defaults) as graph:
+        with Graph(seed, runtime, defaults, fields=planned.fields) as graph:
+            planned.graphs.append((output, graph))
             yield graph
         return
     options = defaults | {"project": project, "seed": seed, "runtime": runtime, "until": until, "gates": gates}
@@ -72,35 +75,19 @@ def workspace(
         if not is_commanded():
             from xray.script import Script
 
-            script = stack.enter_context(Script(Path(output).absolute()))
+            script = stack.enter_context(Script(output))
         yield stack.enter_context(_opened(output, options, script))
 
 
 @contextlib.contextmanager
-def _recorded(
-    planned: Planning,
-    output: Path,
-    seed: int,
-    runtime: RuntimeConfig | Mapping[str, Any] | None,
-    defaults: dict[str, Any],
-) -> Iterator[Graph]:
-    """A graph that is planned and not run."""
-    if not isinstance(runtime, RuntimeConfig):
-        runtime = validate_as(RuntimeConfig, dict(runtime or {}), where="runtime")
-    with Graph(seed, runtime, defaults, fields=planned.fields) as graph:
-        planned.graphs.append((output, graph))
-        yield graph
-
-
-@contextlib.contextmanager
-def _opened(output: str | Path, options: dict[str, Any], script: Script | None) -> Iterator[Workspace]:
+def _opened(output: Path, options: dict[str, Any], script: Script | None) -> Iterator[Workspace]:
     from xray.deployments.local_ray import temporary_environment
     from xray.deployments.local_services import local_services, quiet_environment
 
     quiet_environment()
     with contextlib.ExitStack() as stack:
         with temporary_environment(script.tag() if script is not None else {}):
-            stack.enter_context(local_services(Path(output).absolute()))
+            stack.enter_context(local_services(output))
         # Imported now: Prefect reads its settings from the environment once.
         from xray.tasks.workspace import Workspace
 

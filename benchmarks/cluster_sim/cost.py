@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from xray_runtime.planning.cost import SNAPSHOT_BYTES, iteration_seconds, score_seconds
-from xray_runtime.planning.gpus import GPUS
+from xray_runtime.planning.cost import GPUS, SNAPSHOT_BYTES, iteration_seconds, score_seconds
 from xray_runtime.planning.memory import HALF_BYTES, Layout
 from xray_runtime.planning.roles import Use
 from xray_runtime.planning.shapes import from_parameter_count

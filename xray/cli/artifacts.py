@@ -22,8 +22,7 @@ PATIENCE_S = 20.0
 def prune(
     output: Root,
     keep: Annotated[
-        list[str] | None,
-        typer.Option(metavar="REF", help="Also keep this checkpoint and its ancestors; repeatable."),
+        list[str] | None, typer.Option(metavar="REF", help="Also keep this checkpoint and its ancestors; repeatable.")
     ] = None,
     yes: Annotated[
         bool, typer.Option("--yes", help="Remove them. Without it, only list what would be removed.")
@@ -91,8 +90,7 @@ def import_(
 def fetch(
     output: Annotated[Path, typer.Option(help="Output directory to import into.")],
     storage: Annotated[
-        str | None,
-        typer.Option(help="URL of the shared store. Default: the one of the directory's last run."),
+        str | None, typer.Option(help="URL of the shared store. Default: the one of the directory's last run.")
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Every checkpoint in the store, not only those lifecycle.json names.")
@@ -102,11 +100,6 @@ def fetch(
 
     Exit codes: 0 all are present and sound, 1 the store lacks some, 2 bad input.
     """
-    raise typer.Exit(FAILED if _fetch(output.absolute(), storage, everything) else 0)
-
-
-def _fetch(output: Path, storage: str | None, everything: bool) -> list[str]:
-    """Fetch and print one line per checkpoint; returns the names of missing ones."""
     from xray_runtime.lineage.keys import exchange_keys
     from xray_runtime.lineage.log import log_checkpoints
     from xray_runtime.lineage.signing import signing_key
@@ -120,6 +113,7 @@ def _fetch(output: Path, storage: str | None, everything: bool) -> list[str]:
             f"--storage: a login in {strip_credentials(storage)!r} is not allowed: credentials come from the "
             "environment"
         )
+    output = output.absolute()
     url = storage or saved_config(output).runtime.storage
     if url is None:
         raise ConfigError("--storage: is not set, and the directory's config.yaml names no store; give its URL")
@@ -141,7 +135,7 @@ def _fetch(output: Path, storage: str | None, everything: bool) -> list[str]:
             print(f"{'present' if sound else 'fetched' if fetched else 'missing'}  {name}")
     except StorageError as error:
         raise ConfigError(f"--storage: {error}") from None
-    return missing
+    raise typer.Exit(FAILED if missing else 0)
 
 
 def _recorded(output: Path) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,8 +39,7 @@ def chat(
     max_new_tokens: MaxNewTokens = None,
     seed: Seed = 0,
     environment: Annotated[
-        str | None,
-        typer.Option(metavar="MODULE:NAME", help="Environment that answers replies, as in training."),
+        str | None, typer.Option(metavar="MODULE:NAME", help="Environment that answers replies, as in training.")
     ] = None,
     tracking_uri: Tracking = None,
 ) -> None:
@@ -107,20 +106,16 @@ def _environment(node: Node, path: str | None) -> EnvironmentConfig | None:
     return config
 
 
-@contextmanager
-def _pool(config: EnvironmentConfig | None) -> Iterator[EnvironmentPool | None]:
+def _pool(config: EnvironmentConfig | None) -> AbstractContextManager[EnvironmentPool | None]:
     from xray_runtime.environments.pool import EnvironmentPool
 
     if config is None:
-        yield None
-        return
+        return nullcontext()
     add_working_directory()
     try:
-        pool = EnvironmentPool(config.path, 1, config.timeout_s, config.memory_mb)
+        return EnvironmentPool(config.path, 1, config.timeout_s, config.memory_mb)
     except RuntimeError as error:
         raise ConfigError(f"--environment: {error}") from None
-    with pool:
-        yield pool
 
 
 def _chat(

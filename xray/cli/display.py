@@ -26,7 +26,7 @@ from xray.tasks.summary import evaluation_rows
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import tracking_address
 from xray_runtime.errors import root_cause
-from xray_runtime.report.stages import computed_text
+from xray_runtime.report.rendering import computed_text
 from xray_runtime.terminal import print_indented, print_table
 
 if TYPE_CHECKING:

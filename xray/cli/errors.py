@@ -27,29 +27,22 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         quiet_environment()
-        with one_line():
+        try:
             return super().invoke(ctx)
-
-
-@contextlib.contextmanager
-def one_line() -> Iterator[None]:
-    """Turn errors into a line on stderr and `typer.Exit`."""
-    try:
-        yield
-    except (typer.Exit, typer.Abort, TyperException, BrokenPipeError):
-        raise
-    except (ConfigError, OSError) as error:
-        print_error("error", str(error))
-        raise typer.Exit(BAD_INPUT) from None
-    except NotUpError as error:
-        print_error("failed", str(error))
-        raise typer.Exit(FAILED) from None
-    except Exception as error:
-        descriptor, path = tempfile.mkstemp(prefix="xray-error-", suffix=".log")
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-            traceback.print_exception(error, file=file)
-        print_error("failed", f"{type(error).__name__}: {error} (please report it, with {path})")
-        raise typer.Exit(FAILED) from None
+        except (typer.Exit, typer.Abort, TyperException, BrokenPipeError):
+            raise
+        except (ConfigError, OSError) as error:
+            print_error("error", str(error))
+            raise typer.Exit(BAD_INPUT) from None
+        except NotUpError as error:
+            print_error("failed", str(error))
+            raise typer.Exit(FAILED) from None
+        except Exception as error:
+            descriptor, path = tempfile.mkstemp(prefix="xray-error-", suffix=".log")
+            with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+                traceback.print_exception(error, file=file)
+            print_error("failed", f"{type(error).__name__}: {error} (please report it, with {path})")
+            raise typer.Exit(FAILED) from None
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,9 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from xray.flows.lifecycle_graph import recorded_graph
 from xray.flows.subject import Subject
-from xray_runtime.config.loading import validate
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.graph import Graph, StageCall
 from xray_runtime.graph.stage_identity import identify
@@ -31,24 +30,22 @@ from xray_runtime.workers.device import local_device
 MAX_SHOWN = 6
 
 
-def explain(job: Mapping[str, Any], output: Path, console: Console) -> int:
-    """Print one line per stage; returns exit code 0. Raises ConfigError if the graph cannot be built."""
-    graphs, waits_for = _graphs(job, output)
+def explain(subject: Subject, output: Path, console: Console, *, replace_output: bool) -> None:
+    """Print one line per stage. Raises ConfigError if the graph cannot be built.
+
+    Args:
+        replace_output: whether `output` replaces the directory of a flow's own workspace.
+    """
+    waits_for = None
+    if subject.config is not None:
+        graphs = [(output, subject.recorded())]
+    else:
+        graphs, waits_for = subject.recorded_graphs()
     for directory, graph in graphs:
-        print_table(console, ("stage", "", "why"), explained(graph, directory))
+        print_table(console, ("stage", "", "why"), explained(graph, output if replace_output else directory))
     if waits_for is not None:
         text = f"the flow reads the result of {waits_for}: stages that it calls afterwards are unknown until it runs"
         console.print(text, highlight=False)
-    return 0
-
-
-def _graphs(job: Mapping[str, Any], output: Path) -> tuple[list[tuple[Path, Graph]], str | None]:
-    """(output directory and graph of each workspace, the stage whose result the flow waits for or None)."""
-    if job.get("config") is not None:
-        return [(output, recorded_graph(validate(job["config"])))], None
-    subject = Subject(flow=job["flow"], parameters=job["parameters"], fields=job.get("fields", {}))
-    graphs, waits_for = subject.recorded_graphs()
-    return [(output if job["replace_output"] else directory, graph) for directory, graph in graphs], waits_for
 
 
 def explained(graph: Graph, output: Path) -> list[tuple[str, str, str]]:
@@ -85,36 +82,29 @@ def _explain_stage(call: StageCall, graph: Graph, output: Path, known: dict[str,
     if before is None:
         return "compute", "never computed in this directory"
     changes = differences(before.identity, identity)
-    shown = "; ".join(changes[:MAX_SHOWN])
-    if len(changes) > MAX_SHOWN:
-        shown += f"; and {len(changes) - MAX_SHOWN} more"
-    return "compute", shown or "its checkpoint is missing or damaged"
+    more = [f"and {len(changes) - MAX_SHOWN} more"] if len(changes) > MAX_SHOWN else []
+    return "compute", "; ".join([*changes[:MAX_SHOWN], *more]) or "its checkpoint is missing or damaged"
 
 
 def _newest(store: Path, stage: str) -> Manifest | None:
     """The manifest of the newest checkpoint of `stage`."""
     paths = sorted(store.glob(f"{stage}-*/{MANIFEST}"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in paths:
-        try:
+        with contextlib.suppress(ValueError):
             manifest = read_manifest(path.parent)[0]
-        except ValueError:
-            continue
-        if manifest.stage == stage:
-            return manifest
+            if manifest.stage == stage:
+                return manifest
     return None
 
 
 def differences(before: Identity, after: Identity) -> list[str]:
     """The changes from one identity to another, one phrase each."""
-    changes = []
-    if before.kind != after.kind:
-        changes.append(f"kind {before.kind} → {after.kind}")
-    if before.seed != after.seed:
-        changes.append(f"seed {before.seed} → {after.seed}")
-    for field, (old, new) in changed(_flat(before.config), _flat(after.config)).items():
-        changes.append(f"{field} {_show(old)} → {_show(new)}")
-    for role, (old, new) in changed(before.parents, after.parents).items():
-        changes.append(f"parent {role} {_short(old)} → {_short(new)}")
+    plain = [("kind", before.kind, after.kind), ("seed", before.seed, after.seed)]
+    changes = [f"{name} {old} → {new}" for name, old, new in plain if old != new]
+    fields = changed(_flat(before.config), _flat(after.config))
+    changes += [f"{field} {_show(old)} → {_show(new)}" for field, (old, new) in fields.items()]
+    parents = changed(before.parents, after.parents)
+    changes += [f"parent {role} {_short(old)} → {_short(new)}" for role, (old, new) in parents.items()]
     for function in sorted(before.functions.keys() | after.functions.keys()):
         modules = changed(before.functions.get(function, {}), after.functions.get(function, {}))
         changes += [f"function {function}: module {module}" for module in modules]

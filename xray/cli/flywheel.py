@@ -12,6 +12,7 @@ from rich.console import Console
 
 from xray.cli.options import Root
 from xray.cli.supervisor import supervise
+from xray.flows.subject import Subject
 from xray.tasks.output_directory import saved_config
 from xray.tasks.preflight import check_ray_address
 from xray_runtime.config.flywheel import FlywheelConfig
@@ -47,7 +48,10 @@ def flywheel(
     from xray.flows.flywheel import begin_night
     from xray.flows.nights import CANARY, night_markdown, place_of, read_nights
 
-    wanted = _config(config, overrides or [])
+    data = read_mapping(config) if config is not None else {}
+    for field, value in parse_overrides(overrides or []).items():
+        put(data, field, value, f"--set {field}")
+    wanted = validate_as(FlywheelConfig, data)
     check_ray_address()
     # Bad input is named before a server starts; the flow goes on with this very night.
     night = begin_night(output.absolute(), wanted, release is not None)
@@ -58,19 +62,11 @@ def flywheel(
     if night.state == CANARY:
         console.print(f"night {night.number}: its canary runs; see `xray status`")
         return
-    runtime = saved_config(output).runtime
     parameters: dict[str, Any] = {"output": str(output.absolute()), "config": wanted.model_dump(mode="json")}
     if release is not None:
         parameters["release"] = f"{getpass.getuser()}: {release}"
-    code = supervise(
-        output.absolute(),
-        restarts=runtime.restarts,
-        stall_timeout_s=runtime.stall_timeout_s,
-        console=console,
-        flow=FLOW,
-        parameters=parameters,
-        to_stderr=as_json,
-    )
+    subject, runtime = Subject(flow=FLOW, parameters=parameters), saved_config(output).runtime
+    code = supervise(output.absolute(), subject, runtime, console, to_stderr=as_json)
     if code == 0:
         done = next(each for each in read_nights(output.absolute()) if each.number == night.number)
         if as_json:
@@ -79,11 +75,3 @@ def flywheel(
             print(night_markdown(done))
             print(f"records: {place_of(output, done)}")
     raise typer.Exit(code)
-
-
-def _config(path: Path | None, overrides: list[str]) -> FlywheelConfig:
-    """Raises ConfigError."""
-    data = read_mapping(path) if path is not None else {}
-    for field, value in parse_overrides(overrides).items():
-        put(data, field, value, f"--set {field}")
-    return validate_as(FlywheelConfig, data)

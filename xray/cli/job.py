@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from xray.flows.subject import Subject
-from xray_runtime.config.loading import validate
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals that stop a run."""
@@ -25,14 +23,8 @@ class Job(BaseModel):
     directory: Path
     """Directory of this job's own files."""
     output: Path
-    """Directory of servers and logs and, with `config`, of the run."""
-    config: dict[str, Any] | None = None
-    """Config of the shipped lifecycle."""
-    flow: str | None = None
-    """A user's own flow, as `module:flow`."""
-    parameters: dict[str, Any] = {}
-    fields: dict[str, Any] = {}
-    """`STAGE.FIELD` or `runtime.FIELD` → value; overrides the flow."""
+    """Directory of servers and logs and, with a config, of the run."""
+    subject: Subject
     replace_output: bool = False
     """Whether the workspace of the flow uses `output` instead of its own directory."""
     until: str | None = None
@@ -42,11 +34,6 @@ class Job(BaseModel):
     """Whether the result goes to stdout as JSON, and all else to stderr."""
     to_stderr: bool = False
     """Whether all goes to stderr: whoever started the job has something of its own for stdout."""
-
-    def subject(self) -> Subject:
-        """The config or flow to run. Raises ConfigError if the config is not allowed."""
-        config = validate(self.config) if self.config is not None else None
-        return Subject(config=config, flow=self.flow, parameters=self.parameters, fields=self.fields)
 
     @property
     def file(self) -> Path:

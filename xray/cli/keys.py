@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
 from xray.cli.options import By, Root
 from xray.tasks.output_directory import file_lock, require_no_run
 from xray_runtime.config.validation import ConfigError
-
-T = TypeVar("T")
 
 app = typer.Typer(no_args_is_help=True, help="Show the keys that sign records, or rotate them.")
 
@@ -26,8 +25,9 @@ def show(output: Root) -> None:
     """
     from xray_runtime.lineage.keys import trusted_keys
 
-    for key in _usable(lambda: trusted_keys(output)):
-        print(f"{key.sha256}  {'signs' if key.until is None else f'retired {key.until.isoformat()}'}  {key.path}")
+    with _bad_input():
+        for key in trusted_keys(output):
+            print(f"{key.sha256}  {'signs' if key.until is None else f'retired {key.until.isoformat()}'}  {key.path}")
 
 
 @app.command()
@@ -36,8 +36,7 @@ def rotate(
     note: Annotated[str, typer.Option(help="Your reason; it is recorded with the change.")],
     by: By = None,
     new_key: Annotated[
-        Path | None,
-        typer.Option(help="PEM file of the new key, if kept elsewhere; it is created if missing."),
+        Path | None, typer.Option(help="PEM file of the new key, if kept elsewhere; it is created if missing.")
     ] = None,
 ) -> None:
     """Sign with a new key from now on; earlier signatures stay valid.
@@ -49,18 +48,19 @@ def rotate(
     from xray_runtime.lineage.signing import public_key
 
     open_lineage_store(output, None)
-    with file_lock(output):
+    with file_lock(output), _bad_input():
         require_no_run(output)
-        rotation = _usable(lambda: run_rotate(output, by=by or getpass.getuser(), note=note, new_key=new_key))
+        rotation = run_rotate(output, by=by or getpass.getuser(), note=note, new_key=new_key)
     print(f"{rotation.retired[:16]} retired, {rotation.successor[:16]} signs from now on")
     print(f"keep a copy of {public_key(output)} elsewhere")
     if new_key is not None:
         print(f"set XRAY_SIGNING_KEY={new_key.absolute()} from now on")
 
 
-def _usable(call: Callable[[], T]) -> T:
-    """Call `call`; an unusable public key is bad input."""
+@contextlib.contextmanager
+def _bad_input() -> Iterator[None]:
+    """An unusable public key is bad input."""
     try:
-        return call()
+        yield
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -80,8 +80,7 @@ def audit(
     public_key: PublicKey = None,
     hashing: Annotated[bool, typer.Option("--hash/--no-hash", help="Read weights, or only check their sizes.")] = True,
     since_verified: Annotated[
-        bool,
-        typer.Option("--since-verified", help="With --all: read only what changed since the last sound audit."),
+        bool, typer.Option("--since-verified", help="With --all: read only what changed since the last sound audit.")
     ] = False,
     expect: Annotated[
         str | None,

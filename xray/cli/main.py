@@ -9,7 +9,6 @@ from typing import Any
 import typer
 
 from xray.cli import artifacts, chat, compare, keys, lineage, rollouts, tune, up
-from xray.cli.doctor import doctor
 from xray.cli.errors import Commands
 from xray.cli.flywheel import flywheel
 from xray.cli.plan import plan
@@ -40,7 +39,7 @@ def automations() -> None:
 
 
 COMMANDS: tuple[Any, ...] = (
-    *(run, plan, tune.tune, up.up, up.down, up.status, doctor),
+    *(run, plan, tune.tune, up.up, up.down, up.status, up.doctor),
     *(lineage.lineage, lineage.diff, lineage.audit, rollouts.rollouts, rollouts.replay),
     *(chat.chat, compare.compare, compare.preferences, promote, serve, recorded, reviews, flywheel, studio, withdraw),
     *(artifacts.prune, artifacts.export, artifacts.import_, artifacts.fetch),

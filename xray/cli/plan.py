@@ -12,10 +12,8 @@ from rich.console import Console
 from xray.cli.options import Overrides
 from xray.flows.subject import read_subject
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.planning.auto import GraphPlan
-from xray_runtime.planning.changes import Changes
-from xray_runtime.planning.description import as_dict, machine_of, show
-from xray_runtime.planning.processor import slow_precision
+from xray_runtime.planning.auto import Changes, GraphPlan
+from xray_runtime.planning.description import as_dict, machine_of, show, slow_precision
 from xray_runtime.planning.search import MAX_DEVICES, search
 from xray_runtime.planning.suggestions import Planner, planner_of, suggest
 from xray_runtime.planning.workload import Machine

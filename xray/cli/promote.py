@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import getpass
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,8 +33,7 @@ def promote(
     ] = None,
     by: By = None,
     note: Annotated[
-        str | None,
-        typer.Option(help="Approve without a prompt; the note is recorded with the decision."),
+        str | None, typer.Option(help="Approve without a prompt; the note is recorded with the decision.")
     ] = None,
     gates: Annotated[
         list[str] | None,
@@ -62,15 +59,20 @@ def promote(
     tag = start_reaper()
     try:
         logs = f"; logs: {output / 'logs'}"
-        with prefect_server(output.absolute()), private_ray(), root_cause_only(logs), _refusals():
+        with prefect_server(output.absolute()), private_ray(), root_cause_only(logs):
             from xray.flows import promote as flows
+            from xray_runtime.lineage.gates import NotPromoted
 
             who = by or getpass.getuser()
-            if rollback:
-                done = flows.rollback(str(output), name, who, note or typer.prompt("Why"), tracking_uri)
-            else:
-                promote_here = flows.promote_flow(lambda text: _ask(text, who, note))
-                done = promote_here(str(output), name, ref, bounds, tracking_uri, verdicts=verdicts)
+            try:
+                if rollback:
+                    done = flows.rollback(str(output), name, who, note or typer.prompt("Why"), tracking_uri)
+                else:
+                    promote_here = flows.promote_flow(lambda text: _ask(text, who, note))
+                    done = promote_here(str(output), name, ref, bounds, tracking_uri, verdicts=verdicts)
+            except NotPromoted as error:
+                print("\n  ".join(["not promoted:", *error.reasons]))
+                raise typer.Exit(FAILED) from None
     finally:
         kill_tagged(tag)
     if "gates_from" in done:
@@ -106,18 +108,6 @@ def _check(
         if node.manifest.kind != JUDGEMENTS:
             raise ConfigError(f"--verdicts: {node.name} is not allowed: must be a dataset of `xray preferences`")
     return bounds
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """A refused promotion is printed with its reasons; exit code 1."""
-    from xray_runtime.lineage.gates import NotPromoted
-
-    try:
-        yield
-    except NotPromoted as error:
-        print("\n  ".join(["not promoted:", *error.reasons]))
-        raise typer.Exit(FAILED) from None
 
 
 def _ask(text: str, by: str, note: str | None) -> Approval:

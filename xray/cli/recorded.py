@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,8 +15,6 @@ from xray.cli.job import FAILED
 from xray.cli.options import AsJson, PublicKey
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.terminal import print_indented
-
-GONE = "(deleted)"
 
 
 def recorded(
@@ -75,15 +72,8 @@ def _show(console: Console, rows: list[dict[str, Any]]) -> None:
             print_indented(console, "  numbers  ", numbers + ("" if row["complete"] else ", broken off"))
         else:
             print_indented(console, "  about    ", row["answer"])
-        for name, text in _texts(row["texts"]):
+        texts = row["texts"] if row["texts"] is not None else {"texts": "(deleted)"}
+        for name, value in texts.items():
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             print_indented(console, f"  {name:9}", shown(text))
         console.print()
-
-
-def _texts(texts: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
-    """(name, text) of a record's texts."""
-    if texts is None:
-        yield "texts", GONE
-        return
-    for name, value in texts.items():
-        yield name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

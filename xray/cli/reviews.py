@@ -7,7 +7,7 @@ import os
 import sys
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,11 +16,6 @@ from xray.cli.options import AsJson, Root, Tracking
 from xray.tasks.output_directory import file_lock, saved_config
 from xray_runtime.config.reviews import ReviewsConfig
 from xray_runtime.config.validation import validate_as
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from xray_runtime.feedback.recorded_review import RecordedAnswer
 
 FEEDBACK_KEY = "XRAY_FEEDBACK_KEY"
 APPLICATION = "mlflow"
@@ -53,11 +48,15 @@ def reviews(
     from xray_runtime.feedback.recorded_review import keep_feedback
     from xray_runtime.lineage.reference import open_lineage_store
 
+    take = partial(keep_feedback, output, APPLICATION)
     key = os.environ.pop(FEEDBACK_KEY, "")
+    if serve is not None:
+        from xray.studio.feedback_client import send_feedback
+
+        take = partial(send_feedback, serve.rstrip("/").removesuffix("/v1"), key)
     fields = {"judges": tuple(judge or ()), "queue": queue, "limit": limit, "most_of_one": most_of_one}
     config = validate_as(ReviewsConfig, fields)
     store = open_lineage_store(output, tracking_uri)
-    take = partial(keep_feedback, output, APPLICATION) if serve is None else partial(_send, serve.rstrip("/"), key)
     with file_lock(output / "locks", "reviews.lock"):
         done = synchronize(store, saved_config(output).project, config, take)
     if as_json:
@@ -72,10 +71,3 @@ def reviews(
     for finding in done.findings:
         print(f"NOT TAKEN {finding}", file=sys.stderr)
     raise typer.Exit(FAILED if done.findings else 0)
-
-
-def _send(address: str, key: str, feedback: Sequence[tuple[RecordedAnswer, str, dict[str, Any]]]) -> None:
-    from xray.studio.feedback_client import send_feedback
-
-    for answer, judge, signals in feedback:
-        send_feedback(address.removesuffix("/v1"), key, answer, judge, signals)

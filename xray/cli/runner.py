@@ -21,7 +21,6 @@ from xray.cli.job import BAD_INPUT, FAILED, INTERRUPTED, SIGNALS, Job
 from xray.deployments.local_services import LOST, Health, quiet_environment, services
 from xray.deployments.patience import NotUpError
 from xray.tasks.command import Command, commanded
-from xray_runtime.config.loading import validate
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import root_cause
 
@@ -69,10 +68,11 @@ def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
     from xray.cli.display import LiveStages, print_summary
 
     display = LiveStages(console, job.heartbeat)
-    if job.config is not None and not job.shorten:
+    subject = job.subject
+    if subject.config is not None and not job.shorten:
         from xray.flows.cached import take_cached
 
-        content = take_cached(validate(job.config), job.output, job.until, lambda _: job.heartbeat.touch())
+        content = take_cached(subject.config, job.output, job.until, lambda _: job.heartbeat.touch())
         if content is not None:
             print_summary(console, content, job.output)
             return content
@@ -90,15 +90,15 @@ def _run(job: Job, console: Console, health: Health) -> dict[str, Any]:
             # The display calls Ray, so it must stop before Ray does.
             stack.enter_context(display.watching(workspace.progress))
 
-        stack.enter_context(commanded(Command(output, job.until, job.shorten, watch, job.fields)))
-        if job.config is not None:
+        stack.enter_context(commanded(Command(output, job.until, job.shorten, watch, subject.fields)))
+        if subject.config is not None:
             from xray.flows.lifecycle import lifecycle
 
-            lifecycle(validate(job.config), str(job.output), job.until)
+            lifecycle(subject.config, str(job.output), job.until)
         else:
-            run_flow(str(job.flow), job.parameters)
+            run_flow(subject.name, subject.parameters)
     if not opened:
-        raise ConfigError(f"{job.flow}: the flow must open a workspace")
+        raise ConfigError(f"{subject.name}: the flow must open a workspace")
     for workspace in opened:
         print_summary(console, workspace.run_record.summary.content, workspace.output)
     return opened[-1].run_record.summary.content
@@ -134,9 +134,9 @@ def _search(job: Job, console: Console, health: Health) -> dict[str, Any]:
         # Ray replaced the handler when it started.
         signal.signal(signal.SIGTERM, _interrupt)
         directory = search_directory(job.output, str(job.search))
-        search, subject = load_search(directory / SEARCH), job.subject()
+        search = load_search(directory / SEARCH)
         with display.watching_trials():
-            content: dict[str, Any] = tune_flow(display.show_event)(subject, search, str(job.output))
+            content: dict[str, Any] = tune_flow(display.show_event)(job.subject, search, str(job.output))
     print_results(console, content, search, directory)
     return content
 

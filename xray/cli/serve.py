@@ -10,8 +10,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -56,8 +54,7 @@ def serve(
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     replicas: Annotated[int, typer.Option(min=1, max=1024, help="Number of engines that share the requests.")] = 1,
     tensor_parallel: Annotated[
-        int,
-        typer.Option(min=1, max=64, help="Number of devices that each engine is split across."),
+        int, typer.Option(min=1, max=64, help="Number of devices that each engine is split across.")
     ] = 1,
     record: Annotated[
         bool, typer.Option("--record", help="Keep answers to people who agreed, encrypted and signed: docs/serving.md.")
@@ -82,28 +79,19 @@ def serve(
     recording = recording_options(record, overrides or [], key)
     options = _Options(ref, output, tracking_uri, public_key, host, port, replicas, tensor_parallel, key, recording)
     try:
-        with _refusals():
-            name, choice = _choose(options)
+        name, choice = _choose(options)
         tag = start_reaper()
         try:
-            with _refusals():
-                _run(options, name, choice)
+            _run(options, name, choice)
         finally:
             for number in STOPS:
                 signal.signal(number, signal.SIG_IGN)
             kill_tagged(tag)
-    except KeyboardInterrupt:
-        say("stopped at once")
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """A refused model is a line on stderr and exit code 1."""
-    try:
-        yield
     except NotServedError as error:
         print_error("refused", str(error))
         raise typer.Exit(FAILED) from None
+    except KeyboardInterrupt:
+        say("stopped at once")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,13 +77,11 @@ def _redaction(config: RecordingConfig) -> dict[str, str]:
         raise ConfigError(str(error)) from None
 
 
-@contextlib.contextmanager
-def recording_lock(recording: Recording | None, store: LineageStore) -> Iterator[None]:
+def recording_lock(recording: Recording | None, store: LineageStore) -> contextlib.AbstractContextManager[object]:
     """One command records into an output directory at a time. Raises ConfigError where another one does."""
     from xray_runtime.lineage.recorded import recorded_lock
 
-    with contextlib.nullcontext() if recording is None else recorded_lock(store.output):
-        yield
+    return contextlib.nullcontext() if recording is None else recorded_lock(store.output)
 
 
 def start(recording: Recording, store: LineageStore, logs: Path) -> RecorderHandle:

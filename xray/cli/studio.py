@@ -25,8 +25,7 @@ def studio(
     host: Annotated[str, typer.Option(help="Address to listen on; other than loopback demands a login.")] = LOOPBACK,
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8100,
     serve: Annotated[
-        str | None,
-        typer.Option(help=f"Address of `xray serve`, to chat with its model; its key comes from {API_KEY}."),
+        str | None, typer.Option(help=f"Address of `xray serve`, to chat with its model; its key comes from {API_KEY}.")
     ] = None,
     audit_every: Annotated[
         float | None,

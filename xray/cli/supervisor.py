@@ -21,8 +21,10 @@ from rich.console import Console
 
 from xray.cli.job import FAILED, INTERRUPTED, SIGNALS, Job
 from xray.deployments.local_services import LOST
+from xray.flows.subject import Subject
 from xray.tasks.lost_runs import close_lost_runs, command_to_close, outputs_in
 from xray.tasks.output_directory import resume_point
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.cores import load
 from xray_runtime.files import write_atomic
 from xray_runtime.processes import end_well, kill_tagged, start_reaper
@@ -30,22 +32,23 @@ from xray_runtime.processes import end_well, kill_tagged, start_reaper
 POLL_SECONDS = 0.2
 
 
-def supervise(output: Path, *, restarts: int, stall_timeout_s: float, console: Console, **fields: Any) -> int:
+def supervise(output: Path, subject: Subject, runtime: RuntimeConfig, console: Console, **fields: Any) -> int:
     """Run a job and close its records however it ends; returns the exit code.
 
     Args:
         output: directory of logs and results.
+        runtime: its limits on restarts and stalls.
         fields: the other fields of a `Job`.
     """
-    job = Job(directory=output / "jobs" / uuid.uuid4().hex[:12], output=output, **fields)
+    job = Job(directory=output / "jobs" / uuid.uuid4().hex[:12], output=output, subject=subject, **fields)
     job.directory.mkdir(parents=True)
     write_atomic(job.file, job.model_dump_json())
     # The reaper closes the records if this process is killed.
     tag = start_reaper(*command_to_close(output, job.outputs))
-    attempts = _Attempts(job, stall_timeout_s, console)
+    attempts = _Attempts(job, runtime.stall_timeout_s, console)
     try:
         with attempts.handling_signals():
-            for attempt in range(restarts + 1):
+            for attempt in range(runtime.restarts + 1):
                 code = attempts.run()
                 kill_tagged(tag)
                 if attempts.interrupts:
@@ -55,7 +58,10 @@ def supervise(output: Path, *, restarts: int, stall_timeout_s: float, console: C
                 reason = attempts.stalled or _why_lost(job, code)
                 if reason is None:
                     return code
-                again = f"starting again ({attempt + 1} of {restarts})" if attempt < restarts else _given_up(output)
+                again = f"starting again ({attempt + 1} of {runtime.restarts})"
+                if attempt == runtime.restarts:
+                    point, logs = resume_point(output), output / "logs"
+                    again = f"giving up. Run the same command again to continue from {point}; logs: {logs}"
                 console.print(f"the run was lost ({reason}); {again}", style="yellow", highlight=False, soft_wrap=True)
             return FAILED
     finally:
@@ -72,10 +78,6 @@ def _why_lost(job: Job, code: int) -> str | None:
         return (job.ended.read_text(encoding="utf-8") or "Ray or Prefect stopped") if code == LOST else None
     # A failed assertion in Ray ends the process with an ordinary exit code and no exception.
     return "Ray or Prefect stopped" if code == LOST else f"its process ended unexpectedly with code {code}"
-
-
-def _given_up(output: Path) -> str:
-    return f"giving up. Run the same command again to continue from {resume_point(output)}; logs: {output / 'logs'}"
 
 
 class _Attempts:

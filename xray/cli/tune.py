@@ -12,7 +12,7 @@ from rich.console import Console
 from xray.cli.options import Overrides, Target
 from xray.cli.supervisor import supervise
 from xray.flows.search import load_search, search_space
-from xray.flows.subject import output_name, read_subject
+from xray.flows.subject import output_directory, read_subject
 from xray.tasks.output_directory import CONFIG, SEARCH, file_lock
 from xray.tasks.preflight import check_before_start, check_ray_address
 from xray_runtime.config.loading import resolved_yaml
@@ -26,8 +26,7 @@ def tune(
     overrides: Overrides = None,
     trials: Annotated[int | None, typer.Option("--trials", help="Number of trials. Default: the search's.")] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", help="Directory for everything the trials write. Default: runs/<name>."),
+        Path | None, typer.Option("--output", help="Directory for everything the trials write. Default: runs/<name>.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print results.json to stdout, all else to stderr.")] = False,
 ) -> None:
@@ -42,26 +41,16 @@ def tune(
         search_space(subject, wanted)
     except ConfigError as error:
         raise ConfigError(f"{search}: {error}") from None
-    root = (output or Path("runs") / output_name(target)).absolute()
-    if root.exists() and not root.is_dir():
-        raise ConfigError(f"--output: {str(root)!r} is not a directory")
+    root = output_directory(target, output)
     check_ray_address()
     graph = subject.recorded()
     check_before_start(graph)
     directory = root / "searches" / wanted.name
     directory.mkdir(parents=True, exist_ok=True)
-    lock = file_lock(directory)
-    if subject.config is not None:
-        write_atomic(directory / CONFIG, resolved_yaml(subject.config))
-    write_atomic(directory / SEARCH, yaml.safe_dump(wanted.model_dump(mode="json"), sort_keys=False))
-    code = supervise(
-        root,
-        as_json=as_json,
-        restarts=graph.runtime.restarts,
-        stall_timeout_s=graph.runtime.stall_timeout_s,
-        console=Console(stderr=as_json),
-        search=wanted.name,
-        **subject.job(),
-    )
-    lock.lock.release()
+    with file_lock(directory):
+        if subject.config is not None:
+            write_atomic(directory / CONFIG, resolved_yaml(subject.config))
+        write_atomic(directory / SEARCH, yaml.safe_dump(wanted.model_dump(mode="json"), sort_keys=False))
+        console = Console(stderr=as_json)
+        code = supervise(root, subject, graph.runtime, console, search=wanted.name, as_json=as_json)
     raise typer.Exit(code)

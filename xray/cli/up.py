@@ -1,4 +1,4 @@
-"""`xray up`, `xray down` and `xray status`: the servers a team's runs need, on one machine."""
+"""`xray up`, `xray down` and `xray status`: the servers a team's runs need, on one machine; `xray doctor`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -24,11 +25,10 @@ from xray.deployments.servers import servers, start_missing, stop, worker
 from xray.deployments.service import Service
 from xray.deployments.status import service_status, show
 from xray.deployments.suspension import resolve_lost_runs, resume, suspend
-from xray_runtime.terminal import say
+from xray_runtime.terminal import print_indented, say
 
 Where = Annotated[
-    Path | None,
-    typer.Option(help="Server home: the directory of its files. Default: XRAY_HOME, else ~/.xray."),
+    Path | None, typer.Option(help="Server home: the directory of its files. Default: XRAY_HOME, else ~/.xray.")
 ]
 
 
@@ -57,7 +57,21 @@ def down(home: Where = None) -> None:
     Exit codes: 0 done, 2 bad input.
     """
     with _interruptible():
-        _down(find_server_home(home))
+        found = find_server_home(home)
+        state = found.load() if found.path.is_dir() else None
+        if state is None:
+            say(f"nothing was started in {found.path}")
+            return
+        with found.locked():
+            prefect, *others = servers(found, state)
+            runs = worker(found, state)
+            if (process := runs.find()) is not None:
+                # Kill the worker first: it would start the next run and mark suspended ones as crashed.
+                process.kill()
+                _suspend(_api(found, state), runs)
+            # Clients stop before their servers.
+            ended = stop(found, state, [runs, *reversed(others), prefect])
+        say(f"stopped {', '.join(ended)}" if ended else "nothing was running")
 
 
 def status(home: Where = None, as_json: AsJson = False) -> None:
@@ -74,6 +88,28 @@ def status(home: Where = None, as_json: AsJson = False) -> None:
     raise typer.Exit(0 if content["up"] else FAILED)
 
 
+def doctor(
+    output: Annotated[Path | None, typer.Option(help="Also look at this output directory.")] = None,
+    home: Where = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what is wrong with this installation: Python, disk, memory, libraries, GPU, ports, servers, results.
+
+    Exit codes: 0 healthy, 1 something is wrong, 2 bad input.
+    """
+    from xray.deployments.doctor import diagnose
+
+    found = diagnose(find_server_home(home), output)
+    if as_json:
+        print(json.dumps([asdict(diagnosis) for diagnosis in found], indent=2))
+    else:
+        console = Console()
+        for diagnosis in found:
+            for problem in diagnosis.problems or ("ok",):
+                print_indented(console, f"{diagnosis.name:10}", problem)
+    raise typer.Exit(FAILED if any(diagnosis.problems for diagnosis in found) else 0)
+
+
 def _up(home: ServerHome, host: str | None, ports: dict[str, int | None]) -> None:
     home.make()
     with home.locked():
@@ -82,17 +118,16 @@ def _up(home: ServerHome, host: str | None, ports: dict[str, int | None]) -> Non
         home.save(state)
         runs = worker(home, state)
         prefect, *others = servers(home, state)
-        if runs.find() is not None:
-            _start(home, state, [prefect, *others])
-            _install(home, state)
-        else:
-            # This must precede Prefect's own check for runs without a process.
-            _start(home, state, [prefect, *others], {prefect.name: lambda: resolve_lost_runs(_api(home, state), state)})
-            _install(home, state)
+        is_working = runs.find() is not None
+        # This must precede Prefect's own check for runs without a process.
+        lost = {} if is_working else {prefect.name: lambda: resolve_lost_runs(_api(home, state), state)}
+        _start(home, state, [prefect, *others], lost)
+        _install(home, state)
+        if not is_working:
             assert prefect.record is not None
             if resumed := resume(_api(home, state), prefect.record.created):
                 say(f"resumed: {', '.join(resumed)}")
-        _start(home, state, [runs])
+        _start(home, state, [runs], {})
     variables = home.environment(state)
     for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
         say(f"export {name}={variables[name]}")
@@ -101,9 +136,7 @@ def _up(home: ServerHome, host: str | None, ports: dict[str, int | None]) -> Non
     say(f"output   {home.output}")
 
 
-def _start(
-    home: ServerHome, state: State, services: list[Service], after: Mapping[str, Callable[[], None]] | None = None
-) -> None:
+def _start(home: ServerHome, state: State, services: list[Service], after: Mapping[str, Callable[[], None]]) -> None:
     """Start missing `services` and wait until all are healthy; call `after[name]` once that service is."""
     started = start_missing(home, state, services)
     if running := [service.title for service in services if service.name not in started]:
@@ -125,7 +158,7 @@ def _start(
         service, error = ended.get()
         if error is not None:
             raise error
-        if after is not None and service.name in after:
+        if service.name in after:
             after[service.name]()
         say(f"{service.title:8} {service.address}")
 
@@ -142,23 +175,6 @@ def _install(home: ServerHome, state: State) -> None:
     if done.returncode:
         raise NotUpError(f"Prefect refused the deployments. {end_of(log)}")
     say("deployments, schedules and automations are in place")
-
-
-def _down(home: ServerHome) -> None:
-    state = home.load() if home.path.is_dir() else None
-    if state is None:
-        say(f"nothing was started in {home.path}")
-        return
-    with home.locked():
-        prefect, *others = servers(home, state)
-        runs = worker(home, state)
-        if (process := runs.find()) is not None:
-            # Kill the worker first: it would start the next run and mark suspended ones as crashed.
-            process.kill()
-            _suspend(_api(home, state), runs)
-        # Clients stop before their servers.
-        ended = stop(home, state, [runs, *reversed(others), prefect])
-    say(f"stopped {', '.join(ended)}" if ended else "nothing was running")
 
 
 def _suspend(api: str, runs: Service) -> None:

@@ -37,13 +37,18 @@ def withdraw(
     Exit codes: 0 done, 1 something is left, 2 bad input.
     """
     from xray_runtime.lineage.reference import open_lineage_store
-    from xray_runtime.lineage.withdrawal import plan_source, plan_user, withdraw as run_withdraw
+    from xray_runtime.lineage.withdrawal import plan_source, plan_user, verify as run_verify, withdraw as run_withdraw
 
     if [user is not None, source is not None, verify].count(True) != 1:
         raise ConfigError("--user, --source, --verify: exactly one is required")
     store = open_lineage_store(output, None)
     if verify:
-        _verify(store, as_json)
+        found = run_verify(store)
+        if as_json:
+            print(json.dumps({"clean": not found, "found": found}, indent=2))
+        else:
+            print("\n".join(found) or "no live model descends from what was withdrawn, and what was erased is gone")
+        raise typer.Exit(FAILED if found else 0)
     left: list[str] = []
     with file_lock(output / "locks", "withdraw.lock"):
         plan = plan_user(store, user) if user is not None else plan_source(store, source or "")
@@ -80,16 +85,3 @@ def _schedule(output: Path) -> None:
     name = schedule_night(output)
     print(f"scheduled: the flow run {name!r} trains again without it" if name else "the next night trains without it")
     print(f"retrain now: xray flywheel [CONFIG] --output {output}")
-
-
-def _verify(store: object, as_json: bool) -> None:
-    from xray_runtime.lineage.reference import LineageStore
-    from xray_runtime.lineage.withdrawal import verify as run_verify
-
-    assert isinstance(store, LineageStore)
-    found = run_verify(store)
-    if as_json:
-        print(json.dumps({"clean": not found, "found": found}, indent=2))
-    else:
-        print("\n".join(found) or "no live model descends from what was withdrawn, and what was erased is gone")
-    raise typer.Exit(FAILED if found else 0)

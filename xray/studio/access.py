@@ -92,7 +92,7 @@ class Access:
             if self.token is not None and not is_open:
                 return _to_login(request)
             cookie = "" if self.token is not None else self.begin(new, secure=False)
-        request.state.cookie, request.state.csrf = cookie, self.csrf(cookie) if cookie else ""
+        request.state.csrf = self.csrf(cookie) if cookie else ""
         response = await call_next(request)
         for name, value in new.raw_headers:
             if name == b"set-cookie":

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import HTTPException, RequestValidationError
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse, Response
 from fastapi.staticfiles import StaticFiles
-from starlette.exceptions import HTTPException as AnyHTTPException
+from starlette.exceptions import HTTPException
 
 from xray.studio import chat, metrics, models, review, rollouts, runs, withdrawals
 from xray.studio.access import Access, Fields
@@ -44,7 +44,7 @@ def make_app(studio: Studio, access: Access) -> FastAPI:
         """Bad input and refusals are a page with one line."""
         if isinstance(error, NotPromoted):
             lines, status = error.reasons, 409
-        elif isinstance(error, HTTPException | AnyHTTPException):
+        elif isinstance(error, HTTPException):
             lines, status = [str(error.detail)], error.status_code
         elif isinstance(error, RequestValidationError):
             lines, status = [f"{e['loc'][-1]}: {e['input']!r} is not allowed ({e['msg']})" for e in error.errors()], 400
@@ -53,6 +53,6 @@ def make_app(studio: Studio, access: Access) -> FastAPI:
         name = "error_part.html" if "hx-request" in request.headers else "error.html"
         return page(request, name, status, lines=lines)
 
-    for kind in (ConfigError, NotPromoted, AnyHTTPException, RequestValidationError):
+    for kind in (ConfigError, NotPromoted, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, refused)
     return app

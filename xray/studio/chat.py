@@ -55,7 +55,8 @@ def chat(request: Request, fields: Fields) -> Response:
         content["temperature"] = -1.0
     if not 0 <= content["temperature"] <= 2:
         raise ConfigError(f"temperature: {given!r} is not allowed: must be a number from 0 to 2")
-    return StreamingResponse(_lines(studio, content), media_type="application/x-ndjson")
+    lines = (json.dumps(part) + "\n" for part in _reply(studio, content))
+    return StreamingResponse(lines, media_type="application/x-ndjson")
 
 
 def _list(fields: dict[str, str], name: str) -> list[Any]:
@@ -66,11 +67,6 @@ def _list(fields: dict[str, str], name: str) -> list[Any]:
     if not isinstance(found, list):
         raise ConfigError(f"{name}: {fields.get(name, '')[:80]!r} is not allowed: must be a JSON list")
     return found
-
-
-def _lines(studio: Studio, content: dict[str, Any]) -> Iterator[str]:
-    for part in _reply(studio, content):
-        yield json.dumps(part) + "\n"
 
 
 def _reply(studio: Studio, content: dict[str, Any]) -> Iterator[dict[str, Any]]:

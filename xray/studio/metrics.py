@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from xray.flows.nights import DONE, FILE, place_of, read_nights
 from xray.studio.pages import Studio, studio_of
@@ -33,38 +33,29 @@ STATUSES = ("completed", "failed", "interrupted", RUNNING)
 
 @router.get("/metrics")
 def metrics(request: Request) -> Response:
-    registry = CollectorRegistry()
-    registry.register(OutputCollector(studio_of(request)))
-    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(OutputCollector(studio_of(request))), media_type=CONTENT_TYPE_LATEST)
 
 
-class OutputCollector(Collector):
+@dataclass(frozen=True)
+class OutputCollector:
     """Reads the output directory of a studio."""
 
-    def __init__(self, studio: Studio) -> None:
-        self._studio = studio
-
-    def describe(self) -> list[GaugeMetricFamily]:
-        """Nothing: to register the collector must not read the directory."""
-        return []
+    studio: Studio
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Every metric, with its value now."""
-        output = self._studio.output
+        output = self.studio.output
         yield from _of_runs(output)
         yield from _of_nights(output)
-        yield from _of_canary(self._studio.store())
-        withdrawals = GaugeMetricFamily("xray_withdrawals", "Withdrawals in the signed log")
-        withdrawals.add_metric([], len(view(output).withdrawals))
-        yield withdrawals
-        if self._studio.audited is not None:
-            sound = GaugeMetricFamily("xray_audit_sound", "Whether the last audit found everything sound")
-            sound.add_metric([], float(self._studio.audited.is_sound))
-            broken = GaugeMetricFamily("xray_audit_broken_findings", "Findings that break the last audit")
-            broken.add_metric([], len(self._studio.audited.broken))
-            ended = GaugeMetricFamily("xray_audit_timestamp_seconds", "End of the last audit")
-            ended.add_metric([], self._studio.audited_at)
-            yield from (sound, broken, ended)
+        yield from _of_canary(self.studio.store())
+        withdrawals = view(output).withdrawals
+        yield GaugeMetricFamily("xray_withdrawals", "Withdrawals in the signed log", len(withdrawals))
+        if (audited := self.studio.audited) is not None:
+            text = "Whether the last audit found everything sound"
+            yield GaugeMetricFamily("xray_audit_sound", text, float(audited.is_sound))
+            text = "Findings that break the last audit"
+            yield GaugeMetricFamily("xray_audit_broken_findings", text, len(audited.broken))
+            yield GaugeMetricFamily("xray_audit_timestamp_seconds", "End of the last audit", self.studio.audited_at)
 
 
 def _of_runs(output: Path) -> Iterator[GaugeMetricFamily]:
@@ -94,25 +85,23 @@ def _of_runs(output: Path) -> Iterator[GaugeMetricFamily]:
 
 
 def _of_nights(output: Path) -> Iterator[GaugeMetricFamily]:
-    sound = GaugeMetricFamily("xray_nights_sound", "Whether the nights' files are as the signed log has them")
+    text = "Whether the nights' files are as the signed log has them"
     try:
         nights = read_nights(output)
     except ConfigError:
-        sound.add_metric([], 0.0)
-        yield sound
+        yield GaugeMetricFamily("xray_nights_sound", text, 0.0)
         return
     if not nights:
         return
-    sound.add_metric([], 1.0)
+    yield GaugeMetricFamily("xray_nights_sound", text, 1.0)
     night = nights[-1]
     state = GaugeMetricFamily("xray_night_state", "State of the last night: 1 for one of them", labels=["state"])
     for name in ("begun", *DONE):
         state.add_metric([name], float(night.state == name))
-    number = GaugeMetricFamily("xray_night_number", "Number of the last night")
-    number.add_metric([], night.number)
-    changed = GaugeMetricFamily("xray_night_timestamp_seconds", "Last change of the last night's record")
-    changed.add_metric([], (place_of(output, night) / FILE).stat().st_mtime)
-    yield from (sound, state, number, changed)
+    yield state
+    yield GaugeMetricFamily("xray_night_number", "Number of the last night", night.number)
+    changed = (place_of(output, night) / FILE).stat().st_mtime
+    yield GaugeMetricFamily("xray_night_timestamp_seconds", "Last change of the last night's record", changed)
 
 
 def _of_canary(store: LineageStore) -> Iterator[GaugeMetricFamily]:

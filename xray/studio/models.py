@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from typing import Any
 
@@ -17,10 +16,11 @@ from xray_runtime.lineage.canary import summary
 from xray_runtime.lineage.gates import NotPromoted
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.log import view
+from xray_runtime.lineage.page import drawing
 from xray_runtime.lineage.reference import LineageStore, find, open_lineage_store, resolve
 from xray_runtime.lineage.render import entry, stage_name
 from xray_runtime.report.evaluations import Measured, SideBySide, figure, measured, side_by_side
-from xray_runtime.report.html import lineage_graph
+from xray_runtime.report.html import svg
 from xray_runtime.store.identity import digest
 from xray_runtime.tracking.mlflow_tracker import flatten
 
@@ -33,15 +33,6 @@ def lineage(request: Request) -> Response:
     studio = studio_of(request)
     graph = studio.store().graph
     order = [sha for sha in graph.ancestors(sorted(graph.nodes)) if sha in graph.nodes]
-    stages = [
-        {
-            "name": graph.nodes[sha].manifest.stage,
-            "checkpoint": {"sha256": sha},
-            "parents": sorted({parent for _, parent in graph.parents(sha)}),
-            "cached": False,
-        }
-        for sha in order
-    ]
     aliases: dict[str, list[str]] = {}
     for (name, alias), decision in view(studio.output).decided.items():
         aliases.setdefault(decision.checkpoint, []).append(f"{name}@{alias}")
@@ -49,7 +40,7 @@ def lineage(request: Request) -> Response:
         {"node": graph.nodes[sha], "state": _state(studio, graph.nodes[sha]), "aliases": aliases.get(sha, [])}
         for sha in order
     ]
-    return page(request, "lineage.html", graph=lineage_graph(stages), listed=listed)
+    return page(request, "lineage.html", graph=drawing(graph, order), listed=listed)
 
 
 def _state(studio: Studio, node: Node) -> str:
@@ -97,13 +88,12 @@ def evaluations(request: Request) -> Response:
 
 @router.get("/evaluations.svg")
 def evaluations_figure(request: Request) -> Response:
-    drawn, buffer = figure(_evaluations(studio_of(request).store())), io.BytesIO()
+    drawn = figure(_evaluations(studio_of(request).store()))
     if drawn is None:
         return Response(status_code=404)
-    drawn.savefig(buffer, format="svg", transparent=True)
     # As an image, in which no script runs; its own styles are in attributes.
     policy = "default-src 'none'; style-src 'unsafe-inline'; sandbox"
-    return Response(buffer.getvalue(), media_type="image/svg+xml", headers={"Content-Security-Policy": policy})
+    return Response(svg(drawn), media_type="image/svg+xml", headers={"Content-Security-Policy": policy})
 
 
 @router.get("/promote")

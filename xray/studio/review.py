@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 
 from xray.studio.access import Fields
-from xray.studio.feedback_client import send_verdict
+from xray.studio.feedback_client import send_feedback
 from xray.studio.pages import Studio, page, studio_of
 from xray.tasks.output_directory import file_lock, saved_config
 from xray_runtime.config.validation import ConfigError
@@ -17,7 +17,7 @@ from xray_runtime.data.pairs import prompt_text
 from xray_runtime.data.recorded import RECORDED
 from xray_runtime.feedback.judgements import KEYS, left_model
 from xray_runtime.feedback.publication import publish
-from xray_runtime.feedback.recorded_review import keep_verdict, recorded_questions
+from xray_runtime.feedback.recorded_review import keep_feedback, recorded_questions, signals_of
 from xray_runtime.feedback.session import Session, read_sessions
 from xray_runtime.lineage.comparisons import SESSION, SESSIONS
 
@@ -78,10 +78,11 @@ def judge_recorded(request: Request, fields: Fields) -> Response:
         raise ConfigError("question: it was judged already, or is gone: load the page again")
     key, correction = fields.get("key", ""), fields.get("correction", "").strip() or None
     if key != "s":
+        feedback = [(answer, judge, signals) for answer, signals in signals_of(question, key, correction)]
         if studio.serve and studio.feedback_key:
-            send_verdict(studio.serve, studio.feedback_key, question, key, judge, correction)
+            send_feedback(studio.serve, studio.feedback_key, feedback)
         else:
-            keep_verdict(studio.output, question, key, judge, correction)
+            keep_feedback(studio.output, "studio", feedback)
     return _recorded_page(request, "question_part.html", question.id if key == "s" else "")
 
 
@@ -132,13 +133,9 @@ def _page(request: Request, template: str, session: Session, number: int | None,
     found = session.open_questions(judge)
     question = next((q for q in session.questions if q.number == number), None) if number is not None else None
     question = question or next(iter(found), None)
-    replies = []
-    if question is not None:
-        replies = (
-            [question.a, question.b]
-            if left_model(session.setup.seed, judge, question.number) == "a"
-            else [question.b, question.a]
-        )
+    replies = [question.a, question.b] if question is not None else []
+    if question is not None and left_model(session.setup.seed, judge, question.number) == "b":
+        replies.reverse()
     return page(
         request,
         template,

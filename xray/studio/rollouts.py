@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query as Parameter, Request
 from fastapi.responses import Response
 
-from xray.studio.pages import Studio, page, studio_of
+from xray.studio.pages import page, studio_of
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.ledger import Query, iterations
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.reference import find
-from xray_runtime.lineage.rollouts import Order, Selection, checked_order, diff_iterations
+from xray_runtime.lineage.rollouts import Selection, checked_order, diff_iterations
 from xray_runtime.store.manifest import LEDGER
 
 router = APIRouter()
@@ -25,28 +24,9 @@ MAX_DIFFS = 50
 MAX_SELECTIONS = 8
 
 
-class Selections:
-    """The last selections: their rows are found once, and read a page at a time."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[Any, Selection] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def find(self, node: Node, query: Query, order: Order) -> Selection:
-        """The rows that match; a ledger that was changed since is read again."""
-        ledger: Path = node.directory / LEDGER
-        state = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(ledger.glob("*")))
-        key = (node.sha256, state, repr(query), order)
-        with self._lock:
-            if key not in self._kept:
-                self._kept[key] = Selection(node, query, order)
-            self._kept.move_to_end(key)
-            while len(self._kept) > MAX_SELECTIONS:
-                self._kept.popitem(last=False)
-            return self._kept[key]
-
-
-_selections = Selections()
+_kept: OrderedDict[Any, Selection] = OrderedDict()
+"""The last selections: their rows are found once, and read a page at a time."""
+_lock = threading.Lock()
 
 
 def _number(text: str, field: str) -> float | None:
@@ -56,8 +36,8 @@ def _number(text: str, field: str) -> float | None:
         raise ConfigError(f"{field}: {text!r} is not allowed: must be a number") from None
 
 
-def _query(studio: Studio, ref: str, values: dict[str, str]) -> tuple[Node, Query, Order]:
-    node = find(ref, studio.store())
+def _selected(request: Request, ref: str) -> tuple[Node, Selection]:
+    node, values = find(ref, studio_of(request).store()), request.query_params
     iteration = _number(values.get("iteration", ""), "iteration")
     query = Query(
         [int(iteration)] if iteration is not None else [],
@@ -67,7 +47,18 @@ def _query(studio: Studio, ref: str, values: dict[str, str]) -> tuple[Node, Quer
         "failed" in values,
         "unused" in values,
     )
-    return node, query, checked_order(values.get("order", "row"))
+    order = checked_order(values.get("order", "row"))
+    # A ledger that was changed since is read again.
+    ledger = sorted((node.directory / LEDGER).glob("*"))
+    state = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in ledger)
+    key = (node.sha256, state, repr(query), order)
+    with _lock:
+        if key not in _kept:
+            _kept[key] = Selection(node, query, order)
+        _kept.move_to_end(key)
+        if len(_kept) > MAX_SELECTIONS:
+            _kept.popitem(last=False)
+        return node, _kept[key]
 
 
 @router.get("/rollouts")
@@ -80,14 +71,12 @@ def ledgers(request: Request) -> Response:
 
 @router.get("/rollouts/{ref}")
 def rollouts(request: Request, ref: str) -> Response:
-    studio, values = studio_of(request), dict(request.query_params)
-    node, query, order = _query(studio, ref, values)
-    selection = _selections.find(node, query, order)
+    node, selection = _selected(request, ref)
     return page(
         request,
         "rollouts.html",
         node=node,
-        values=values,
+        values=request.query_params,
         kept=iterations(node.directory / LEDGER),
         sources=selection.sources,
         total=len(selection),
@@ -102,9 +91,8 @@ def rollouts(request: Request, ref: str) -> Response:
 @router.get("/rollouts/{ref}/rows")
 def rows(request: Request, ref: str, start: Annotated[int, Parameter(ge=0)]) -> Response:
     """Rows from `start` on, which the browser asks for when they come into view."""
-    node, query, order = _query(studio_of(request), ref, dict(request.query_params))
-    found = _selections.find(node, query, order).page(start, PAGE_ROWS)
-    return page(request, "rows_part.html", part=found.rows, start=start)
+    _, selection = _selected(request, ref)
+    return page(request, "rows_part.html", part=selection.page(start, PAGE_ROWS).rows, start=start)
 
 
 @router.get("/rollouts/{ref}/diff")

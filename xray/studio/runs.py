@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from fastapi.responses import RedirectResponse, Response
 from xray.studio.access import Fields
 from xray.studio.pages import page, studio_of
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.lineage.log import RunBegan, is_at_work, read_run, view
+from xray_runtime.lineage.log import is_at_work, read_run, view
 from xray_runtime.report.figures import read_metrics
-from xray_runtime.report.stages import computed_text
+from xray_runtime.report.rendering import computed_text
 from xray_runtime.stages.kinds import find_kind
 from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.tracking.recorder import METRICS, RECORDS, records_directory
@@ -49,13 +50,6 @@ def runs(output: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _run(output: Path, run_id: str) -> dict[str, Any]:
-    found = next((run for run in runs(output) if run["id"] == run_id), None)
-    if found is None:
-        raise ConfigError(f"run: {run_id!r} is not in the log of {str(output)!r}")
-    return found
-
-
 @router.get("/")
 def run_list(request: Request) -> Response:
     return page(request, "runs.html", runs=runs(studio_of(request).output))
@@ -73,38 +67,33 @@ def audit_all(request: Request, fields: Fields) -> Response:
 
 @router.get("/runs/{run_id}")
 def run_page(request: Request, run_id: str) -> Response:
-    found = _run(studio_of(request).output, run_id)
-    return page(request, "run.html", found=found, stages=list(stages(studio_of(request).output, found)))
+    return _run_page(request, run_id, "run.html")
 
 
 @router.get("/runs/{run_id}/live")
 def live(request: Request, run_id: str) -> Response:
     """The part of the page that changes; htmx asks for it while the run goes on."""
-    found = _run(studio_of(request).output, run_id)
-    return page(request, "run_part.html", found=found, stages=list(stages(studio_of(request).output, found)))
+    return _run_page(request, run_id, "run_part.html")
+
+
+def _run_page(request: Request, run_id: str, template: str) -> Response:
+    output = studio_of(request).output
+    found = next((run for run in runs(output) if run["id"] == run_id), None)
+    if found is None:
+        raise ConfigError(f"run: {run_id!r} is not in the log of {str(output)!r}")
+    return page(request, template, found=found, stages=list(stages(output, found)))
 
 
 def stages(output: Path, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The stages of a run, those at work last: name, state, curves, tables of samples, findings."""
     for stage in found["stages"]:
         directory = records_directory(output, stage["name"], stage["key"])
-        yield {
-            "name": stage["name"],
-            "state": computed_text(stage),
-            "sha256": stage["checkpoint"]["sha256"],
-            "findings": stage["findings"],
-            "curves": curves(directory / METRICS, stage["kind"]),
-            "tables": tables(directory),
-        }
+        sha256, drawn = stage["checkpoint"]["sha256"], curves(directory / METRICS, stage["kind"])
+        facts = {"name": stage["name"], "state": computed_text(stage), "sha256": sha256, "findings": stage["findings"]}
+        yield facts | {"curves": drawn, "tables": tables(directory)}
     for directory in working(output, found):
-        yield {
-            "name": directory.name.rpartition("-")[0],
-            "state": "at work",
-            "sha256": None,
-            "findings": [],
-            "curves": curves(directory / METRICS, None),
-            "tables": tables(directory),
-        }
+        facts = {"name": directory.name.rpartition("-")[0], "state": "at work", "sha256": None, "findings": []}
+        yield facts | {"curves": curves(directory / METRICS, None), "tables": tables(directory)}
 
 
 def working(output: Path, found: dict[str, Any]) -> list[Path]:
@@ -112,14 +101,9 @@ def working(output: Path, found: dict[str, Any]) -> list[Path]:
     if found["status"] != RUNNING:
         return []
     done = {f"{stage['name']}-{stage['key'][:12]}" for stage in found["stages"]}
-    began, paths = _began(output, found["run"]), sorted((output / RECORDS).glob(f"*/{METRICS}"))
+    began = datetime.fromisoformat(found["run"].at).timestamp() if found["run"].at else 0.0
+    paths = sorted((output / RECORDS).glob(f"*/{METRICS}"))
     return [path.parent for path in paths if path.parent.name not in done and path.stat().st_mtime >= began]
-
-
-def _began(output: Path, run: RunBegan) -> float:
-    from datetime import datetime
-
-    return datetime.fromisoformat(run.at).timestamp() if run.at else 0.0
 
 
 def curves(path: Path, kind: str | None) -> list[dict[str, Any]]:

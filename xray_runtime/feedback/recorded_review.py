@@ -19,7 +19,6 @@ from xray_runtime.lineage.recorded import RecordedReader, SegmentWriter, recorde
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.seeding import derive_seed
 
-APPLICATION = "studio"
 MAX_ROWS = 5000
 """Newest rows from which questions are made."""
 NEVER_EXPIRES_DAYS = 36500
@@ -136,17 +135,6 @@ def signals_of(
         for answer in question.answers:
             found[answer] = found.get(answer, {}) | {"correction": correction}
     return list(found.items())
-
-
-def keep_verdict(output: Path, question: RecordedQuestion, key: str, judge: str, correction: str | None = None) -> None:
-    """Write a verdict into the signed store; it is on disk when this returns.
-
-    Raises:
-        ConfigError: the key says nothing here, or `xray serve --record` is writing to the store.
-    """
-    keep_feedback(
-        output, APPLICATION, [(a, judge, statement) for a, statement in signals_of(question, key, correction)]
-    )
 
 
 def keep_feedback(

@@ -32,9 +32,21 @@ def write_html(path: Path, store: LineageStore, node: Node, chosen: list[str]) -
     Args:
         chosen: digests of the checkpoints to show, parents first.
     """
+    graph = store.graph
+    siblings = _siblings(graph, chosen)
+    shown = set(chosen)
+    sections = [_section(store, sha, siblings.get(sha), shown) for sha in chosen]
+    sources = node.statement.predicate.build.internal.sources if node.statement else []
+    stream = template("lineage.html").stream(of=node, graph=drawing(graph, chosen), sections=sections, sources=sources)
+    temporary = path.with_name(f"{path.name}.writing")
+    stream.dump(str(temporary), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def drawing(graph: Graph, chosen: list[str]) -> dict[str, Any]:
+    """The `lineage_graph` of the checkpoints with these digests, parents first."""
     from xray_runtime.report.html import lineage_graph
 
-    graph = store.graph
     stages = [
         {
             "name": stage_name(graph, sha),
@@ -44,14 +56,7 @@ def write_html(path: Path, store: LineageStore, node: Node, chosen: list[str]) -
         }
         for sha in chosen
     ]
-    siblings = _siblings(graph, chosen)
-    shown = set(chosen)
-    sections = [_section(store, sha, siblings.get(sha), shown) for sha in chosen]
-    sources = node.statement.predicate.build.internal.sources if node.statement else []
-    stream = template("lineage.html").stream(of=node, graph=lineage_graph(stages), sections=sections, sources=sources)
-    temporary = path.with_name(f"{path.name}.writing")
-    stream.dump(str(temporary), encoding="utf-8")
-    os.replace(temporary, path)
+    return lineage_graph(stages)
 
 
 def _siblings(graph: Graph, chosen: list[str]) -> dict[str, str]:

@@ -12,20 +12,59 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.paths import section
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.planning.changes import UNCHANGED, Changes
 from xray_runtime.planning.demand import Resources, check_call
-from xray_runtime.planning.memory import Layout
+from xray_runtime.planning.memory import Layout, Options
 from xray_runtime.planning.plan import Plan
 from xray_runtime.planning.roles import CHOSEN
 from xray_runtime.planning.search import search
 from xray_runtime.planning.stage_workload import stage_workload
-from xray_runtime.planning.workload import Machine, Workload
+from xray_runtime.planning.workload import Machine, Workload, from_parameters
 
 if TYPE_CHECKING:
     from xray_runtime.graph.graph import Graph, StageCall
 
 GENERATOR_SHARE = 0.9
 """Memory fraction of a GPU that vLLM does not share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """Changes to a graph that `xray plan` takes as options and suggests; None and False keep the graph's value."""
+
+    lora_rank: int | None = None
+    offload: bool = False
+    """Optimizer states in host memory."""
+    micro_batch_tokens: int | None = None
+
+    def of_call(self, call: StageCall) -> StageCall:
+        """`call` with these changes to every trained model, and without layouts. Raises ConfigError."""
+        data: dict[str, Any] = call.config.model_dump(mode="json")
+        engine: dict[str, Any] = {"offload": "cpu", "nvme_path": None} if self.offload else {}
+        if self.micro_batch_tokens is not None:
+            engine["micro_batch_tokens"] = self.micro_batch_tokens
+        for role in call.kind.models(call.config).values():
+            layout = section(data, role.field)
+            for field in CHOSEN:
+                layout.pop(field, None)
+            if role.use != "trained":
+                continue
+            layout.update(engine)
+            if self.lora_rank is not None:
+                section(data, role.field.rpartition(".")[0])["lora"] = {"rank": self.lora_rank}
+        runtime = call.runtime.model_copy(update={"parallel": "auto"})
+        return replace(call, config=call.kind.validated(data, where=call.name), runtime=runtime)
+
+    def of_parameters(self, count: float, sequence_tokens: int) -> Workload:
+        """The models of PPO with `count` parameters each, with these changes."""
+        options = Options(lora_rank=self.lora_rank, offload=self.offload, least_zero_stage=int(self.offload))
+        workload = from_parameters(count, sequence_tokens, options)
+        if self.micro_batch_tokens is None:
+            return workload
+        others = workload.open_choices - {"micro_batch_tokens"}
+        return replace(workload, micro_batch_tokens=self.micro_batch_tokens, open_choices=others)
+
+
+UNCHANGED = Changes()
 
 
 @dataclass(frozen=True)
@@ -88,10 +127,7 @@ def choose_layouts(
     found = plan_call(call, machine, nodes)
     if found is None:
         return call, None
-    try:
-        _check_fits(found)
-    except ConfigError as error:
-        raise ConfigError(f"{call.name}: {error}") from None
+    _check_fits(found, f"{call.name}: ")
     return with_layouts(call, found), f"{call.name}: runtime.parallel: auto chooses {_described(found)}"
 
 
@@ -155,17 +191,13 @@ def check_left_open(call: StageCall) -> None:
 
 def _layout_fields(layout: Layout) -> dict[str, Any]:
     """The fields of `LayoutConfig`."""
-    return {
-        "num_workhorses": layout.num_devices,
-        "tensor_parallel": layout.tp,
-        "pipeline_parallel": layout.pp,
-    }
+    return {"num_workhorses": layout.num_devices, "tensor_parallel": layout.tp, "pipeline_parallel": layout.pp}
 
 
-def _check_fits(plan: Plan) -> None:
+def _check_fits(plan: Plan, where: str = "") -> None:
     if not plan.fits:
         raise ConfigError(
-            f'runtime.parallel: "auto" is not allowed: no plan fits; the nearest is {_described(plan)} (run '
+            f'{where}runtime.parallel: "auto" is not allowed: no plan fits; the nearest is {_described(plan)} (run '
             "`xray plan` for changes that would fit)"
         )
 

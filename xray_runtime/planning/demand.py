@@ -120,7 +120,13 @@ def check_call(call: StageCall, device: str, nodes: Sequence[Resources] | None) 
         call.config.check_runtime(runtime)
     except ValueError as error:
         raise ConfigError(f"{call.name}.{error}") from None
-    _check_engines(_engines(call.config, call.name), device)
+    for name, engine in _engines(call.config, call.name).items():
+        if device == "cpu" and engine.cuda_only:
+            raise ConfigError(
+                f"{name}.{engine.cuda_only} is not allowed on CPU: Megatron-core supports it only on CUDA"
+            )
+        if engine.offload == "nvme" and device != "cuda":
+            raise ConfigError(f'{name}.offload: "nvme" is not allowed on CPU: it needs CUDA; set it to "cpu" or "none"')
     if runtime.parallel != "auto" and nodes is not None:
         check(call.name, call_demands(call, device), nodes)
 
@@ -137,16 +143,6 @@ def _engines(value: Any, path: str) -> dict[str, EngineConfig]:
     elif isinstance(value, dict):
         inside = value
     return {name: engine for key, item in inside.items() for name, engine in _engines(item, f"{path}.{key}").items()}
-
-
-def _check_engines(engines: Mapping[str, EngineConfig], device: str) -> None:
-    for name, engine in engines.items():
-        if device == "cpu" and engine.cuda_only:
-            raise ConfigError(
-                f"{name}.{engine.cuda_only} is not allowed on CPU: Megatron-core supports it only on CUDA"
-            )
-        if engine.offload == "nvme" and device != "cuda":
-            raise ConfigError(f'{name}.offload: "nvme" is not allowed on CPU: it needs CUDA; set it to "cpu" or "none"')
 
 
 def check(what: str, demands: Sequence[Demand], nodes: Sequence[Resources]) -> None:

@@ -1,19 +1,23 @@
-"""Output of `xray plan`: the table, the JSON, and the machine it describes."""
+"""Output of `xray plan`: the table, the JSON, the machine it describes, and whether its processor is slow."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from xray_runtime.planning.auto import GraphPlan
 from xray_runtime.planning.cost import disk_bytes
-from xray_runtime.planning.memory import Layout, Memory
+from xray_runtime.planning.memory import Layout
 from xray_runtime.planning.plan import Plan
 from xray_runtime.planning.suggestions import Suggestion
 from xray_runtime.planning.workload import GIB, Machine, this_machine
 from xray_runtime.terminal import print_table
+
+if TYPE_CHECKING:
+    from xray_runtime.graph.graph import Graph
 
 COLUMNS = {
     "states": ("weights", "gradients", "optimizer"),
@@ -22,6 +26,9 @@ COLUMNS = {
     "other": ("buffers", "process"),
 }
 """Column of the table → fields of `Memory`; the JSON has every field."""
+CPUINFO = Path("/proc/cpuinfo")
+INSTRUCTIONS = frozenset(("avx512_bf16", "amx_bf16", "bf16"))
+"""Linux's names: the first two on x86, the last on ARM."""
 
 
 def as_dict(planned: GraphPlan, suggestions: list[Suggestion], note: str | None) -> dict[str, Any]:
@@ -66,14 +73,8 @@ def _stage(chosen: Plan) -> dict[str, Any]:
         "disk_gb": {what: _gb(size) for what, size in disk_bytes(chosen.workload).items()},
         "peak_gb": _gb(chosen.fullest.peak_bytes),
         "layout": {
-            p.role.name: {
-                "zero_stage": p.layout.zero_stage,
-                "tp": p.layout.tp,
-                "pp": p.layout.pp,
-                "dp": p.layout.dp,
-                "checkpointing": p.role.options.checkpointing,
-                "num_devices": p.layout.num_devices,
-            }
+            p.role.name: asdict(p.layout)
+            | {"checkpointing": p.role.options.checkpointing, "num_devices": p.layout.num_devices}
             for p in chosen.roles
         },
         "training": {
@@ -87,8 +88,7 @@ def _stage(chosen: Plan) -> dict[str, Any]:
         },
         "memory_gb": {p.role.name: _gb(p.memory.total) for p in chosen.roles},
         "breakdown_gb": {
-            p.role.name: {field.name: _gb(getattr(p.memory, field.name)) for field in fields(Memory)}
-            for p in chosen.roles
+            p.role.name: {part: _gb(size) for part, size in asdict(p.memory).items()} for p in chosen.roles
         },
     }
 
@@ -162,6 +162,32 @@ def machine_of(device: str, num_devices: float | None, memory_gib: float | None,
     count = local.num_devices if num_devices is None else int(num_devices)
     each = local.memory_bytes if local.device == "cuda" else local.memory_bytes * local.num_devices // count
     return replace(local, num_devices=count, memory_bytes=each if memory_gib is None else int(memory_gib * GIB))
+
+
+def has_bfloat16(cpuinfo: Path = CPUINFO) -> bool | None:
+    """Whether the processor has instructions for bfloat16, which is emulated many times slower; None if unknown."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    flags = [line.partition(":")[2].split() for line in lines if line.lower().startswith(("flags", "features"))]
+    return bool(INSTRUCTIONS & set(flags[0])) if flags else None
+
+
+def slow_precision(graph: Graph, device: str, cpuinfo: Path = CPUINFO) -> str | None:
+    """A warning if `graph` uses bfloat16 on a processor without instructions for it."""
+    precisions = {
+        f"{call.name}.{role.field}.precision": getattr(role.layout, "precision", "float32")
+        for call in graph.calls.values()
+        for role in call.kind.models(call.config).values()
+    }
+    fields = [name for name, precision in precisions.items() if precision == "bfloat16"]
+    if device != "cpu" or not fields or has_bfloat16(cpuinfo) is not False:
+        return None
+    return (
+        f"this processor has no bfloat16 instructions (avx512_bf16, amx_bf16): {', '.join(fields)} = bfloat16 will be "
+        "several times slower than float32"
+    )
 
 
 def _short(size: int) -> str:

@@ -29,6 +29,13 @@ MAX_LOGITS = 2**24
 PROCESS_BYTES = 500_000_000
 """A Workhorse's process without a model: private memory after imports on CPU (measured: 0.43 GB with DeepSpeed, 0.58 GB
 with vLLM), about a CUDA context on a GPU."""
+GENERATOR_BATCH_TOKENS = 16_384
+"""Tokens of vLLM's prefill pass (default of `max_num_batched_tokens` on large GPUs)."""
+GRAPH_BYTES = 20 * 2**20
+"""CUDA graphs of one layer for all captured batch sizes: an assumption, after the 0.5 to 1.5 GiB that vLLM logs for
+models of 30 to 80 layers."""
+WORKSPACE_BYTES = 512 * 2**20
+"""Workspace of the attention and sampling kernels: an assumption, FlashInfer's 394 MiB and more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +163,9 @@ def lora_parameters(
     return ceil_div(shape.num_layers, pp) * sum(ceil_div(rank * size, tp) for size in chosen)
 
 
-def layer_activation_bytes(shape: ModelShape, tokens: int, weight_bytes: int, tp: int = 1) -> int:
+def layer_activation_bytes(
+    shape: ModelShape, tokens: int, weight_bytes: int, tp: int = 1, scored_length: int = 0
+) -> int:
     """Bytes that one layer keeps for its backward pass over `tokens` tokens.
 
     Per token: two RMSNorms, each with its float32 input, the normalized and the scaled input, and one float32 root,
@@ -164,18 +173,16 @@ def layer_activation_bytes(shape: ModelShape, tokens: int, weight_bytes: int, tp
     sequences, w·(3a + 2k)·d + 4·a; the MLP's gate, its SiLU, up and their product, 4w·i. Tensor parallelism splits
     attention and MLP, not the norms (Korthikanti et al. 2022, eq. 2; their GPT layer keeps 34·h + 5·a·s bytes per
     token, of which 24·h and the second term are split).
+
+    Args:
+        scored_length: tokens of a sequence whose attention scores are kept, the softmax's output, w·a·s² for each; 0:
+            fused attention keeps none.
     """
     w, d = weight_bytes, shape.head_size
     norms = 2 * ((FLOAT32_BYTES + 2 * w) * shape.hidden_size + FLOAT32_BYTES)
     heads, kv_heads = ceil_div(shape.num_heads, tp), ceil_div(shape.num_kv_heads, tp)
-    attention = w * (3 * heads + 2 * kv_heads) * d + FLOAT32_BYTES * heads
+    attention = w * (3 * heads + 2 * kv_heads) * d + FLOAT32_BYTES * heads + w * heads * scored_length
     return tokens * (norms + attention + 4 * w * ceil_div(shape.intermediate_size, tp))
-
-
-def score_bytes(shape: ModelShape, tokens: int, length: int, weight_bytes: int, tp: int = 1) -> int:
-    """Attention scores that one layer without fused attention keeps: w·a·s² for each sequence of `length` tokens, the
-    softmax's output."""
-    return weight_bytes * ceil_div(shape.num_heads, tp) * tokens * length
 
 
 def activation_bytes(
@@ -196,11 +203,10 @@ def activation_bytes(
 
     Args:
         num_layers: number of trained layers (None: all).
-        scored_length: tokens of a sequence whose attention scores are kept; 0: fused attention keeps none.
+        scored_length: as in `layer_activation_bytes`.
     """
     layers = ceil_div(shape.num_layers if num_layers is None else num_layers, layout.pp) * layout.pp
-    layer = layer_activation_bytes(shape, tokens, weight_bytes, layout.tp)
-    layer += score_bytes(shape, tokens, scored_length, weight_bytes, layout.tp)
+    layer = layer_activation_bytes(shape, tokens, weight_bytes, layout.tp, scored_length)
     final_norm = tokens * ((FLOAT32_BYTES + 2 * weight_bytes) * shape.hidden_size + FLOAT32_BYTES)
     if checkpointing:
         return layers * tokens * weight_bytes * shape.hidden_size + layer + final_norm
@@ -214,11 +220,6 @@ def logit_bytes(shape: ModelShape, positions: int) -> int:
     """
     positions = min(positions, max(MAX_LOGITS // shape.vocab_size, 1))
     return 3 * FLOAT32_BYTES * positions * shape.vocab_size
-
-
-def trunk_bytes(shape: ModelShape, tokens: int, weight_bytes: int) -> int:
-    """A frozen trunk's output for `tokens` tokens, kept from a rollout to its updates: w·h each."""
-    return weight_bytes * tokens * shape.hidden_size
 
 
 def training_memory(
@@ -240,7 +241,7 @@ def training_memory(
         positions: number of these that get logits.
         top_layers: number of trained layers above a frozen trunk (None: all).
         branches: number of frozen models that share the trunk and add their own top layers.
-        scored_length: as in `activation_bytes`.
+        scored_length: as in `layer_activation_bytes`.
     """
     held = device_parameters(shape, layout.tp, layout.pp)
     trained = held
@@ -275,13 +276,40 @@ def scoring_memory(
     shape: ModelShape, weight_bytes: int, layout: Layout, *, tokens: int, positions: int, scored_length: int = 0
 ) -> Memory:
     """A frozen model that scores `tokens` tokens in one pass: one layer's activations at a time."""
-    scores = score_bytes(shape, tokens, scored_length, weight_bytes, layout.tp)
     held = device_parameters(shape, layout.tp, layout.pp)
     return Memory(
         weights=round(held * weight_bytes / (layout.dp if layout.zero_stage >= 3 else 1)),
         buffers=_gathered_bytes(held, weight_bytes, layout),
-        activations=layer_activation_bytes(shape, tokens, weight_bytes, layout.tp) + scores,
+        activations=layer_activation_bytes(shape, tokens, weight_bytes, layout.tp, scored_length),
         logits=logit_bytes(shape, positions),
+        loading=reading_bytes(shape, weight_bytes, layout),
+    )
+
+
+def kv_cache_bytes(shape: ModelShape, tokens: int, weight_bytes: int, tp: int = 1, pp: int = 1) -> int:
+    """Keys and values of `tokens` cached tokens: 2·L·k·d·w each, split by tp (whole heads) and pp (whole layers)."""
+    layers, kv_heads = ceil_div(shape.num_layers, pp), ceil_div(shape.num_kv_heads, tp)
+    return 2 * layers * kv_heads * shape.head_size * weight_bytes * tokens
+
+
+def generation_memory(
+    shape: ModelShape,
+    weight_bytes: int,
+    layout: Layout,
+    *,
+    sequences: int,
+    cached_tokens: int,
+    reserved_kv_bytes: int = 0,
+    on_gpu: bool = False,
+) -> Memory:
+    """vLLM with a KV cache of `cached_tokens`, at least `reserved_kv_bytes`, sampling `sequences` at a time."""
+    kv_cache = kv_cache_bytes(shape, cached_tokens, weight_bytes, layout.tp, layout.pp)
+    return Memory(
+        weights=device_parameters(shape, layout.tp, layout.pp, split_vocabulary=True) * weight_bytes,
+        activations=layer_activation_bytes(shape, GENERATOR_BATCH_TOKENS, weight_bytes, layout.tp),
+        logits=logit_bytes(shape, sequences),
+        kv_cache=max(kv_cache, reserved_kv_bytes),
+        buffers=WORKSPACE_BYTES + shape.num_layers * GRAPH_BYTES if on_gpu else 0,
         loading=reading_bytes(shape, weight_bytes, layout),
     )
 

@@ -31,7 +31,7 @@ from xray_runtime.planning.cost import (
 from xray_runtime.planning.memory import Layout, Memory
 from xray_runtime.planning.plan import Placement, Plan, plan_of
 from xray_runtime.planning.roles import ALL_USES, Use
-from xray_runtime.planning.splits import MAX_RANKS, groups, least_zero_stage, splits, zero3_shards, zero_stages
+from xray_runtime.planning.splits import DEGREES, MAX_RANKS, groups, splits, trained_layouts, zero3_shards
 from xray_runtime.planning.workload import Machine, Workload
 
 CACHE_SCALES = (1, 4, 8, 16, 32)
@@ -103,11 +103,7 @@ class _Search:
             cache_scale=sampled.cache_scale,
         )
         chosen = chosen.with_options(checkpointing=True) if trained.checkpointing else chosen
-        layouts: dict[Use, Layout] = {
-            "trained": trained.layout,
-            "frozen": frozen.layout,
-            "sampled": sampled.layout,
-        }
+        layouts: dict[Use, Layout] = {"trained": trained.layout, "frozen": frozen.layout, "sampled": sampled.layout}
         seconds = iteration_seconds(chosen, layouts, self._machine, shared=placement == "colocated")
         return replace(plan_of(chosen, self._machine, placement, layouts), seconds=seconds)
 
@@ -161,9 +157,9 @@ class _Search:
             others = alone + [sampled.layout.tp] * sampled.layout.dp * len(self._sampled)
             if sum(others) > machine.num_devices or (self._trained and sum(others) == machine.num_devices):
                 continue
-            left = tuple(groups(machine, tp, others) // max(len(self._trained), 1) for tp in (1, 2, 4, 8))
+            left = tuple(groups(machine, tp, others) // max(len(self._trained), 1) for tp in DEGREES)
             if left not in known:
-                by_degree = dict(zip((1, 2, 4, 8), left, strict=True))
+                by_degree = dict(zip(DEGREES, left, strict=True))
                 known[left] = list(self._training(by_degree.__getitem__, fewer=fewer, shared=False))
             for trained in known[left]:
                 yield trained.seconds + frozen.seconds + sampled.seconds, awake, trained, frozen, sampled
@@ -181,8 +177,7 @@ class _Search:
         for tp, pp in splits(self._trained, machine):
             most = min(groups_of(tp) // pp, workload.batch_size, MAX_RANKS // (tp * pp))
             for dp in _counts(most, fewer):
-                for stage in zero_stages(least_zero_stage(workload), dp, split=tp * pp > 1):
-                    layout = Layout(zero_stage=stage, tp=tp, pp=pp, dp=dp)
+                for layout in trained_layouts(workload, tp, pp, dp):
                     for found in self._trained_choices(variants, layout, shared=shared):
                         _keep(front.setdefault((tp, pp, dp) if fewer else (), []), found)
         yield from (choice for choices in front.values() for choice in choices)
@@ -203,13 +198,8 @@ class _Search:
                 total = sum(seconds) if shared else max(seconds)
                 if self._sampled:
                     total += sync_seconds(roles[0], layout, one, machine, shared=shared)
-                yield Choice(
-                    layout,
-                    total,
-                    micro_batch_tokens=tokens,
-                    checkpointing=all(role.options.checkpointing for role in roles),
-                    **needs,
-                )
+                again = all(role.options.checkpointing for role in roles)
+                yield Choice(layout, total, micro_batch_tokens=tokens, checkpointing=again, **needs)
                 if needs["total"] > machine.usable_bytes:
                     break
 

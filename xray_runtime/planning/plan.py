@@ -114,13 +114,13 @@ class Plan:
     @property
     def recomputes(self) -> bool:
         """Whether trained models recompute activations in the backward pass."""
-        trained = [p.role for p in self.roles if p.role.use == "trained"]
+        trained = self.workload.of_use("trained")
         return bool(trained) and all(role.options.checkpointing for role in trained)
 
     @property
     def offloads(self) -> bool:
         """Whether optimizer states of trained models are in host memory."""
-        trained = [p.role for p in self.roles if p.role.use == "trained"]
+        trained = self.workload.of_use("trained")
         return bool(trained) and all(role.options.offload for role in trained)
 
 

@@ -45,16 +45,12 @@ def groups(machine: Machine, tp: int, others: Sequence[int]) -> int:
     return sum(left // tp for left in free)
 
 
-def zero_stages(least: int, dp: int, *, split: bool) -> range:
-    """The ZeRO stages of `dp` replicas: beyond `least` only where there are several, and 3 only for whole ones."""
-    if dp == 1:
-        return range(least, least + 1)
-    return range(least, 3 if split else 4)
-
-
-def least_zero_stage(workload: Workload) -> int:
-    """The lowest ZeRO stage that all trained models of `workload` support."""
-    return max((role.options.least_zero_stage for role in workload.of_use("trained")), default=0)
+def trained_layouts(workload: Workload, tp: int, pp: int, dp: int) -> Iterator[Layout]:
+    """Layouts of the trained models by ZeRO stage: from the lowest that all support; more only for several replicas,
+    and 3 only for whole ones."""
+    least = max((role.options.least_zero_stage for role in workload.of_use("trained")), default=0)
+    last = least if dp == 1 else 2 if tp * pp > 1 else 3
+    yield from (Layout(zero_stage=stage, tp=tp, pp=pp, dp=dp) for stage in range(least, last + 1))
 
 
 def zero3_shards(workload: Workload, machine: Machine) -> Iterator[Layout]:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.planning.auto import GraphPlan, plan
-from xray_runtime.planning.changes import Changes
+from xray_runtime.planning.auto import Changes, GraphPlan, plan
 from xray_runtime.planning.search import MAX_DEVICES
 from xray_runtime.planning.workload import GIB, Machine, local_node
 

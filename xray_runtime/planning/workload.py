@@ -11,7 +11,6 @@ import psutil
 from xray_runtime.config.engines import EngineConfig, LoRAConfig, with_precision
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.cores import usable_cores
-from xray_runtime.planning.generator_memory import generation_memory
 from xray_runtime.planning.memory import (
     FLOAT32_BYTES,
     HALF_BYTES,
@@ -19,9 +18,9 @@ from xray_runtime.planning.memory import (
     Layout,
     Memory,
     Options,
+    generation_memory,
     scoring_memory,
     training_memory,
-    trunk_bytes,
 )
 from xray_runtime.planning.roles import Use
 from xray_runtime.planning.shapes import ModelShape, ceil_div, from_parameter_count
@@ -61,7 +60,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """One model of a stage with its shape."""
+    """One model of a stage with its shape; `ModelRole` says what the fields without a text are."""
 
     name: str
     shape: ModelShape
@@ -69,10 +68,9 @@ class Role:
     weight_bytes: int
     """2 for a trained role means mixed precision: the optimizer works in float32."""
     scores_tokens: bool = True
-    """True if it computes logits; a critic or reward model computes one number instead."""
     top_layers: int | None = None
+    """Its trainable layers; None: all."""
     branches: int = 0
-    """Number of frozen models that are branches of its trunk."""
     options: Options = PLAIN
     """Only for a trained role."""
     in_one_piece: bool = False
@@ -80,11 +78,8 @@ class Role:
     model: str | None = None
     """Its pretrained base model, which may not support splitting; None: a Llama."""
     epochs: int = 1
-    """Passes over each rollout."""
     sequences_per_row: int = 1
-    """2 for pairs."""
     kept_rollouts: int = 0
-    """Only for a sampled role: rollouts that the stage keeps in its checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +135,9 @@ class Workload:
     def memory(self, role: Role, layout: Layout) -> Memory:
         """Memory of `role` on one of its devices."""
         shape, width = role.shape, role.weight_bytes
-        scored_length = self.sequence_tokens if self._keeps_scores(role) else 0
+        # On CUDA, torch has no fused attention for float32 with grouped heads.
+        keeps_scores = self.device == "cuda" and width == FLOAT32_BYTES and shape.num_kv_heads < shape.num_heads
+        scored_length = self.sequence_tokens if keeps_scores else 0
         if role.use == "sampled":
             sequences = min(CACHED_SEQUENCES * self.cache_scale, ceil_div(self.rollout_size, layout.dp))
             most = CACHED_TOKENS * self.cache_scale
@@ -174,18 +171,15 @@ class Workload:
         passes = (training.activations, training.logits), (scoring.activations, scoring.logits)
         activations, logits = max(passes, key=sum)
         if role.top_layers is not None:
-            activations += trunk_bytes(shape, self.sequence_tokens * ceil_div(self.rollout_size, layout.dp), width)
+            # A frozen trunk's output, w·h a token, is kept from a rollout to its updates.
+            tokens = self.sequence_tokens * ceil_div(self.rollout_size, layout.dp)
+            activations += width * tokens * shape.hidden_size
         return replace(training, activations=activations, logits=logits)
 
     def running_sequences(self, layout: Layout) -> int:
         """Sequences that one replica of the generator samples at a time."""
         cached = max(CACHED_TOKENS * self.cache_scale // self.sequence_tokens, 1)
         return min(CACHED_SEQUENCES * self.cache_scale, ceil_div(self.rollout_size, layout.dp), cached)
-
-    def _keeps_scores(self, role: Role) -> bool:
-        # On CUDA, torch has no fused attention for float32 with grouped heads.
-        grouped = role.shape.num_kv_heads < role.shape.num_heads
-        return self.device == "cuda" and role.weight_bytes == FLOAT32_BYTES and grouped
 
     def _pass(self, role: Role, max_tokens: int) -> tuple[int, int]:
         """(tokens, positions that get logits) of one pass; a sequence longer than `max_tokens` is a pass of its own."""

@@ -87,9 +87,7 @@ class SideBySide:
 
 def side_by_side(found: Sequence[Measured], names: Mapping[str, str]) -> SideBySide:
     """The table of all results, in order of the stages; `names`: sha256 of a policy → its name."""
-    first: dict[str, str] = {}
-    for one in found:
-        first.setdefault(one.way, one.stage)
+    first = {one.way: one.stage for one in reversed(found)}
     used: dict[str, set[str]] = {}
     for one in found:
         for name in one.numbers:

@@ -13,13 +13,10 @@ from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import SHOWN_ROLLOUTS
 from xray_runtime.report.evaluations import SideBySide, figure
 from xray_runtime.report.figures import FIGURE, StageRecord, read_metrics, training_figure
-from xray_runtime.report.rendering import template
-from xray_runtime.report.stages import computed_text, run_text
+from xray_runtime.report.rendering import computed_text, run_text, template
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = ["StageRecord", "write_report"]
 
 MIN_NODE_WIDTH, NODE_HEIGHT, GAP_X, GAP_Y = 128, 46, 34, 18
 MAX_NAME_CHARS, CHAR_WIDTH = 32, 8
@@ -57,7 +54,7 @@ def write_report(
         samples=samples,
         config=config_yaml,
         evaluations=evaluations if evaluations is not None and evaluations.rows else None,
-        evaluations_figure=_svg(compared) if compared is not None else None,
+        evaluations_figure=svg(compared) if compared is not None else None,
     )
     write_atomic(path, html)
 
@@ -70,9 +67,9 @@ def _drawn(record: StageRecord) -> Markup:
     figure = training_figure(record.panels, read_metrics(record.metrics_path))
     if figure is None:
         return Markup("")
-    svg = _svg(figure)
-    write_atomic(kept, svg)
-    return svg
+    drawn = svg(figure)
+    write_atomic(kept, drawn)
+    return drawn
 
 
 def _rollouts(record: StageRecord) -> dict[str, Any] | None:
@@ -85,7 +82,8 @@ def _rollouts(record: StageRecord) -> dict[str, Any] | None:
     return table
 
 
-def _svg(figure: Figure) -> Markup:
+def svg(figure: Figure) -> Markup:
+    """A figure as an SVG element."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True)
     # The header before the element is only for a file of its own.

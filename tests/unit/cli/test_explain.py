@@ -13,6 +13,7 @@ from rich.console import Console
 
 import xray
 from xray.cli.explain import differences, explain, explained
+from xray.flows.subject import Subject
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
@@ -232,15 +233,14 @@ def test_what_cannot_be_read_is_one_line(files: Path, tmp_path: Path) -> None:
 # The command
 
 
-def printed(job: dict[str, Any], output: Path) -> str:
+def printed(subject: Subject, output: Path, replace_output: bool = False) -> str:
     text = io.StringIO()
-    assert explain(job, output, Console(file=text, width=200)) == 0
+    explain(subject, output, Console(file=text, width=200), replace_output=replace_output)
     return text.getvalue()
 
 
 def test_a_table_of_the_shipped_lifecycle(tmp_path: Path) -> None:
-    config = LifecycleConfig().model_dump(mode="json")
-    lines = printed({"config": config, "replace_output": False}, tmp_path / "out").splitlines()
+    lines = printed(Subject(config=LifecycleConfig()), tmp_path / "out").splitlines()
     assert lines[0].split() == ["stage", "why"]
     assert [line.split()[0] for line in lines[1:]] == [
         *("prepare", "base", "sft", "preferences", "reward", "ppo-1", "evaluate"),
@@ -271,8 +271,8 @@ def flow(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def test_a_flow_of_ones_own_is_explained_as_far_as_it_can_be_planned(flow: str, files: Path, tmp_path: Path) -> None:
-    job = {"flow": flow, "parameters": {"source": str(files / "chats.jsonl")}, "replace_output": False}
-    lines = printed(job, tmp_path / "runs" / "mine").splitlines()
+    subject = Subject(flow=flow, parameters={"source": str(files / "chats.jsonl")})
+    lines = printed(subject, tmp_path / "runs" / "mine").splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == ["prepare", "base", "sft"]
     assert lines[-1] == "the flow reads the result of sft: stages that it calls afterwards are unknown until it runs"
 
@@ -282,9 +282,9 @@ def test_the_output_of_the_command_line_replaces_the_flows(flow: str, files: Pat
         data = xray.prepare(source=str(files / "chats.jsonl"))
         xray.sft(xray.base(model=str(files / "model")), data, steps=3)
     computed(recorded, tmp_path / "own")
-    job: dict[str, Any] = {"flow": flow, "parameters": {"source": str(files / "chats.jsonl")}}
-    own = printed(job | {"replace_output": False}, tmp_path / "elsewhere")
-    other = printed(job | {"replace_output": True}, tmp_path / "elsewhere")
+    subject = Subject(flow=flow, parameters={"source": str(files / "chats.jsonl")})
+    own = printed(subject, tmp_path / "elsewhere")
+    other = printed(subject, tmp_path / "elsewhere", replace_output=True)
     assert (own.count("cached"), other.count("cached")) == (3, 0)
 
 
@@ -296,9 +296,8 @@ def test_the_output_of_the_command_line_replaces_the_flows(flow: str, files: Pat
     ],
 )
 def test_wrong_parameters_are_bad_input(parameters: dict[str, Any], message: str, flow: str, tmp_path: Path) -> None:
-    job = {"flow": flow, "parameters": parameters, "replace_output": False}
     with pytest.raises(ConfigError) as caught:
-        explain(job, tmp_path / "out", Console(file=io.StringIO()))
+        printed(Subject(flow=flow, parameters=parameters), tmp_path / "out")
     assert str(caught.value).removesuffix(". Did you mean 'steps'?") == f"{flow}: {message}"  # Python 3.13 adds it
 
 

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from xray.cli.main import app
 from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.config.loading import load_config
-from xray_runtime.planning.auto import choose_layouts
-from xray_runtime.planning.changes import UNCHANGED
+from xray_runtime.planning.auto import UNCHANGED, choose_layouts
 from xray_runtime.planning.workload import GIB, Machine
 
 ROOT = Path(__file__).parents[3]

@@ -16,6 +16,8 @@ from xray.cli import supervisor
 from xray.cli.job import FAILED, INTERRUPTED, Job
 from xray.cli.supervisor import supervise
 from xray.deployments.local_services import LOST
+from xray.flows.subject import Subject
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.lineage.audit.log import read_log
 from xray_runtime.lineage.keys import trusted_keys
 from xray_runtime.lineage.signing import Verifier
@@ -49,7 +51,8 @@ def supervised(
     for name in ("kill_tagged", "end_well"):
         monkeypatch.setattr(supervisor, name, lambda tag: None)
     said = io.StringIO()
-    code = supervise(tmp_path, restarts=restarts, stall_timeout_s=60.0, console=Console(file=said), config={})
+    runtime = RuntimeConfig(restarts=restarts, stall_timeout_s=60.0)
+    code = supervise(tmp_path, Subject(), runtime, Console(file=said))
     assert list((tmp_path / "jobs").iterdir()) == []
     return code, made, said.getvalue()
 

@@ -20,8 +20,7 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.artifacts import Model
 from xray_runtime.graph.graph import Graph, recording
 from xray_runtime.graph.kind import KINDS, StageKind
-from xray_runtime.planning.auto import choose_layouts, plan
-from xray_runtime.planning.changes import Changes
+from xray_runtime.planning.auto import Changes, choose_layouts, plan
 from xray_runtime.planning.demand import check_call
 from xray_runtime.planning.roles import ModelRole
 from xray_runtime.planning.stage_workload import base_of

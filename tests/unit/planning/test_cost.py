@@ -9,14 +9,15 @@ import pytest
 
 from xray_runtime.config.base import PretrainedBase
 from xray_runtime.planning.cost import (
+    GPUS,
     disk_bytes,
     forward_flops,
     generate_seconds,
+    gpu_of,
     score_seconds,
     sync_seconds,
     update_seconds,
 )
-from xray_runtime.planning.gpus import GPUS, gpu_of
 from xray_runtime.planning.memory import Layout
 from xray_runtime.planning.shapes import from_pretrained
 from xray_runtime.planning.workload import GIB, Machine, Role, Workload, from_parameters

@@ -19,11 +19,9 @@ from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.loading import validate
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.planning.auto import GraphPlan, choose_layouts, plan, plan_call, with_layouts
-from xray_runtime.planning.changes import UNCHANGED, Changes
+from xray_runtime.planning.auto import UNCHANGED, Changes, GraphPlan, choose_layouts, plan, plan_call, with_layouts
 from xray_runtime.planning.demand import check_call
-from xray_runtime.planning.generator_memory import kv_cache_bytes
-from xray_runtime.planning.memory import PROCESS_BYTES, Layout, Memory
+from xray_runtime.planning.memory import PROCESS_BYTES, Layout, Memory, kv_cache_bytes
 from xray_runtime.planning.plan import Plan
 from xray_runtime.planning.search import search
 from xray_runtime.planning.stage_workload import stage_workload

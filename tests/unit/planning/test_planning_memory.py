@@ -12,7 +12,6 @@ from hypothesis import given, strategies as st
 
 from xray_runtime.algorithms import logprobs
 from xray_runtime.config.base import FreshBase, PretrainedBase
-from xray_runtime.planning.generator_memory import kv_cache_bytes
 from xray_runtime.planning.memory import (
     MAX_LOGITS,
     Layout,
@@ -20,6 +19,7 @@ from xray_runtime.planning.memory import (
     Options,
     activation_bytes,
     device_parameters,
+    kv_cache_bytes,
     layer_activation_bytes,
     logit_bytes,
     lora_parameters,

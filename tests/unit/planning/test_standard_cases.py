@@ -11,9 +11,8 @@ from benchmarks.plan_table import STAGES, Case, answer, cases, graph_of, planned
 from tests.unit.planning.recount import recounted
 from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.config.loading import load_config
-from xray_runtime.planning.auto import plan
-from xray_runtime.planning.changes import Changes
-from xray_runtime.planning.gpus import GPUS
+from xray_runtime.planning.auto import Changes, plan
+from xray_runtime.planning.cost import GPUS
 from xray_runtime.planning.shapes import EXACT_FAMILIES
 from xray_runtime.planning.workload import GIB, Machine
 
