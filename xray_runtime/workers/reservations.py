@@ -23,8 +23,6 @@ from xray_runtime.workers.protocols import Method, Pingable
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-NAME = "xray-reservations"
-
 
 @dataclass(frozen=True)
 class Ticket:
@@ -116,12 +114,9 @@ class ReservationsHandle(Protocol):
     holders: Method[[], list[str]]
 
 
-_ACTOR: NamedActor[ReservationsHandle] = NamedActor(Reservations, NAME, detached=True)
-
-
-def open_reservations() -> ReservationsHandle:
-    """The cluster's reservations, started if there are none. They end with the cluster."""
-    return _ACTOR.open()
+_ACTOR: NamedActor[ReservationsHandle] = NamedActor(Reservations, "xray-reservations", detached=True)
+open_reservations = _ACTOR.open
+"""The cluster's reservations. They end with the cluster."""
 
 
 def amount_text(resources: Mapping[str, float]) -> str:
