@@ -146,7 +146,6 @@ class Sender:
 
     Args:
         tensors: gathers (name, whole tensor) pairs, in the same order every time; a collective of the trainer's ranks.
-        rank: this rank.
         ranks: all ranks of the generator.
         per_replica: number of generator ranks that share one copy of the model.
     """
@@ -164,11 +163,8 @@ class Sender:
         self._engine: Any = None
 
     def send(self, version: int, meet: tuple[str, int]) -> None:
-        """Send the weights as `version`; every trainer rank calls this.
-
-        Args:
-            meet: rendezvous of the first sync, host and free port on rank 0 (nccl).
-        """
+        """Send the weights as `version`; every trainer rank calls this. `meet`: host and free port on rank 0, where the
+        first sync by nccl meets."""
         self._client.version = version
         try:
             if self._engine is None:

@@ -18,14 +18,14 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
-from xray_runtime.weights.shared_memory import SharedBytes, SharedReader
+from xray_runtime.weights.shared_memory import SharedBytes, SharedReader, SharedWriter
 
 BUCKET_BYTES = 64 * 2**20
 """Largest bucket (a larger tensor gets its own one), and thus the extra memory for packing."""
@@ -67,7 +67,7 @@ class WeightUpdate:
     """The weights of policy version `version`."""
 
     version: int
-    buckets: tuple[Bucket, ...] = field(default=())
+    buckets: tuple[Bucket, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -80,21 +80,8 @@ class WeightUpdate:
         return hashlib.sha256(repr(entries).encode()).hexdigest()
 
 
-class Memory(Protocol):
-    """Memory in which a trainer packs buckets."""
-
-    def begin(self) -> None:
-        """Begin an update."""
-
-    def take(self, num_bytes: int) -> np.ndarray:
-        """Memory of at least `num_bytes` for a bucket."""
-
-    def put(self, num_bytes: int) -> Any:
-        """Publish the first `num_bytes` of the memory taken last; returns the reference for readers."""
-
-
 class ObjectStore:
-    """Ray's object store. It copies, so one bucket's memory is enough for an update."""
+    """Ray's object store as a `SharedWriter`. It copies, so one bucket's memory is enough for an update."""
 
     def begin(self) -> None:
         self._packed = np.empty(0, dtype=np.uint8)
@@ -108,6 +95,10 @@ class ObjectStore:
         import ray
 
         return ray.put(self._packed[:num_bytes])
+
+
+Memory = ObjectStore | SharedWriter
+"""Memory in which a trainer packs buckets."""
 
 
 def pack(

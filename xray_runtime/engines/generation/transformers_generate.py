@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from xray_runtime.engines.generation.sampling import EngineRank, Reply, Sampling
+from xray_runtime.engines.generation.sampling import EngineRank, Reply, Sampler, Sampling
 from xray_runtime.models.causal_lm import load_model
 from xray_runtime.signs import part_done
 from xray_runtime.weights.versioned import Tensors
@@ -21,7 +21,7 @@ WIDTH_STEP = 32
 alone, not on the rest of the batch."""
 
 
-class TransformersSampler:
+class TransformersSampler(Sampler):
     """One model under `generate`."""
 
     def __init__(self, directory: Path, rank: EngineRank) -> None:
@@ -31,9 +31,6 @@ class TransformersSampler:
 
     def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
         return sample(self._lm.generate, self._lm.device, prompts, seeds, sampling)
-
-    def layers_of(self, names: set[str]) -> set[str]:
-        return names
 
     def write(self, tensors: Tensors, version: int) -> None:
         own = dict(self._lm.named_parameters())

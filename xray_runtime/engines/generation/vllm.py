@@ -174,8 +174,8 @@ class VLLMSampler:
         return [Reply(list(o.outputs[0].token_ids), o.outputs[0].logprobs.logprobs) for o in outputs]
 
     def layers_of(self, names: set[str]) -> set[str]:
-        together: set[str] = self._llm.collective_rpc(_layers_of, args=(names,))[0]
-        return together
+        [together] = self._llm.collective_rpc(lambda worker: worker.weight_transfer_engine.layers_of(names))
+        return set(together)
 
     def write(self, tensors: Tensors, version: int) -> None:
         self.receive("start", {}, version)
@@ -201,11 +201,6 @@ class VLLMSampler:
             self._llm.update_weights({"update_info": {"direct": info}})
         else:
             self._llm.finish_weight_update(str(version))
-
-
-def _layers_of(worker: Any, names: set[str]) -> set[str]:
-    together: set[str] = worker.weight_transfer_engine.layers_of(names)
-    return together
 
 
 def _close_session(worker: Any) -> None:
