@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.engines import FrozenConfig, TrainingConfig, with_precision
-from xray_runtime.engines.engine import Engine, PlainScorer, Scorer
+from xray_runtime.engines.engine import Engine, Scorer
 from xray_runtime.engines.topology import Topology
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def build_scorer(module: HeadedLM, layout: FrozenConfig, checkpoint: Path, devic
         return ZeroScorer(module, weights, device, dtype)
     load_shard(module, weights, device, dtype)
     if mesh is None:
-        return PlainScorer(module, threaded=device.type == "cpu")
-    return PlainScorer(module) if topology.pipeline == 1 else StageScorer(module, mesh)
+        return Scorer(module, threaded=device.type == "cpu")
+    return Scorer(module) if topology.pipeline == 1 else StageScorer(module, mesh)
 
 
 def _shard(

@@ -314,7 +314,8 @@ class Learner(Workhorse):
                     yield name, tensor
 
         written = overwrite(directory, weights(), *self.engine.turn)
-        if head_file is not None and head and self.engine.writes:
+        number, _ = self.engine.turn
+        if head_file is not None and head and number == 0:
             (directory / head_file).parent.mkdir(exist_ok=True)
             save_file(head, directory / head_file)
         return written

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xray_runtime.engines.engine import MicroBatch, PlainScorer
+from xray_runtime.engines.engine import MicroBatch, Scorer
 from xray_runtime.engines.training.mesh import Mesh
 from xray_runtime.engines.training.zero import ZeroEngine
 from xray_runtime.models.heads import BorrowedHead, HeadedLM, built_like_llama
@@ -39,7 +39,7 @@ def check_stages(module: HeadedLM, stages: int, field: str) -> None:
         raise ValueError(f"{refused}: the model has {len(module.lm.model.layers)} layers")
 
 
-class StageScorer(PlainScorer):
+class StageScorer(Scorer):
     """One pipeline stage of a frozen model."""
 
     def __init__(self, module: Any, mesh: Mesh) -> None:
@@ -98,7 +98,7 @@ class PipelineEngine(StageScorer):
 
     def __init__(self, inner: ZeroEngine, mesh: Mesh) -> None:
         super().__init__(inner.module, mesh)
-        self._inner, self.writes, self.turn = inner, inner.writes, inner.turn
+        self._inner, self.turn = inner, inner.turn
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
         return self._inner.forward(task, *args)

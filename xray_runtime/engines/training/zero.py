@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from xray_runtime.config.engines import TrainingConfig
 from xray_runtime.engines import states
-from xray_runtime.engines.engine import MicroBatch, PlainScorer
+from xray_runtime.engines.engine import MicroBatch, Scorer
 from xray_runtime.engines.shard_loading import Weights, load_shard
 from xray_runtime.engines.training.deepspeed_setup import MOMENTS, communication, decay_groups, mixed_precision, offload
 from xray_runtime.engines.training.mesh import Mesh
@@ -29,7 +29,7 @@ from xray_runtime.models.heads import HEAD_PREFIX, HeadedLM
 from xray_runtime.store.shards import Piece
 
 
-class ZeroEngine(PlainScorer):
+class ZeroEngine(Scorer):
     """One rank of a model under DeepSpeed ZeRO.
 
     Args:
@@ -51,7 +51,6 @@ class ZeroEngine(PlainScorer):
         self.stage, self._on_disk = training.engine.zero, training.engine.offload == "nvme"
         self._mesh, self._splits, self._grad_clip = mesh, weights.splits, training.grad_clip
         self.turn = mesh.turn if mesh is not None else (dist.get_rank(), dist.get_world_size())
-        self.writes = not self.turn[0]
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
@@ -303,7 +302,7 @@ class ZeroEngine(PlainScorer):
         safe_set_local_fp32_param(parameter, share.to(parameter.device))
 
 
-class ZeroScorer(PlainScorer):
+class ZeroScorer(Scorer):
     """One rank of a frozen model under ZeRO-3, which loads and partitions the whole `module`."""
 
     def __init__(self, module: HeadedLM, weights: Weights, device: torch.device, dtype: torch.dtype) -> None:
