@@ -99,11 +99,7 @@ def stream(lm: Any, prompt: list[int], seed: int, sampling: Sampling) -> Iterato
 
 
 def sample(
-    generate: Callable[..., Any],
-    device: torch.device,
-    prompts: list[list[int]],
-    seeds: list[int],
-    sampling: Sampling,
+    generate: Callable[..., Any], device: torch.device, prompts: list[list[int]], seeds: list[int], sampling: Sampling
 ) -> list[Reply]:
     """Replies by a `generate` of transformers' form, in batches of fixed shapes."""
     widths = [-(-len(prompt) // WIDTH_STEP) * WIDTH_STEP for prompt in prompts]

@@ -23,11 +23,7 @@ prompt can be shared."""
 
 def environment(device: str, *, reproducible: bool = False) -> dict[str, str]:
     """Settings that vLLM reads at import; `reproducible` as in `RuntimeConfig`."""
-    settings = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
     if device == "cpu":
         # Some of vLLM's samplers compile themselves even in eager mode, which takes 15 s at the first call.
         settings["TORCH_COMPILE_DISABLE"] = "1"

@@ -39,12 +39,7 @@ class ZeroEngine(Scorer):
     """
 
     def __init__(
-        self,
-        module: HeadedLM,
-        training: TrainingConfig,
-        weights: Weights,
-        device: torch.device,
-        mesh: Mesh | None,
+        self, module: HeadedLM, training: TrainingConfig, weights: Weights, device: torch.device, mesh: Mesh | None
     ) -> None:
         import deepspeed
 
