@@ -114,11 +114,8 @@ def load_shard(
     dtype: torch.dtype = torch.float32,
     partition: Partition | None = None,
 ) -> None:
-    """Load the parameters of `module` in `dtype` and its buffers onto `device`.
-
-    Args:
-        partition: leaves every rank its share of a parameter, which the rank reads by itself where it can.
-    """
+    """Load the parameters of `module` in `dtype` and its buffers onto `device`. `partition` leaves every rank its share
+    of a parameter, which the rank reads by itself where it can."""
     first = partition is None or dist.get_rank() == 0
     places: dict[int, list[tuple[Any, str]]] = {}
     for owner in module.modules():

@@ -120,11 +120,8 @@ class Store:
         return True
 
     def ensure_local(self, ref: CheckpointRef) -> None:
-        """Fetch the files of `ref` unless its directory exists on this machine.
-
-        Raises:
-            RuntimeError: neither this machine nor the shared store has them.
-        """
+        """Fetch the files of `ref` unless its directory exists on this machine. Raises RuntimeError: neither this
+        machine nor the shared store has them."""
         if not ref.path.exists() and not self.fetch(ref.path):
             raise RuntimeError(f"{ref.path}: the checkpoint is not there, and the shared store has no sound copy")
 

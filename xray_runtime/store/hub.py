@@ -40,11 +40,8 @@ def is_hub_name(value: str) -> bool:
 
 @lru_cache(maxsize=64)
 def check_on_hub(value: str, field: str, holds: Holds) -> None:
-    """Check before anything is computed that a name is on the hub, or in its cache where HF_HUB_OFFLINE is set.
-
-    Raises:
-        OutsideError: it is not there, or the hub cannot be reached; one line.
-    """
+    """Check before anything is computed that a name is on the hub, or in its cache where HF_HUB_OFFLINE is set. Raises
+    OutsideError: it is not there, or the hub cannot be reached; one line."""
     from huggingface_hub import constants
 
     packaged = PACKAGED_MODELS if holds == "model" else PACKAGED_DATA
@@ -60,11 +57,8 @@ def check_on_hub(value: str, field: str, holds: Holds) -> None:
 
 
 def commit(name: str, field: str, holds: Holds) -> str:
-    """The commit of a hub name: from the hub, or if it cannot be asked, of the last download.
-
-    Raises:
-        OutsideError: the hub has no such name, or cannot be asked and nothing was downloaded.
-    """
+    """The commit of a hub name: from the hub, or if it cannot be asked, of the last download. Raises OutsideError: the
+    hub has no such name, or cannot be asked and nothing was downloaded."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 

@@ -126,11 +126,8 @@ def _imported(name: str, module: Module, syntax: Syntax, finder: Finder) -> Iter
 
 
 def targets(statement: Import, package: str, finder: Finder) -> Iterator[str]:
-    """Full names an import may stand for: for `from p import n`, p and p.n, which may not be a module.
-
-    Raises:
-        ImportError: a relative import leaves the top-level package.
-    """
+    """Full names an import may stand for: for `from p import n`, p and p.n, which may not be a module. Raises
+    ImportError: a relative import leaves the top-level package."""
     target = importlib.util.resolve_name(statement.module, package)
     yield target
     names = statement.names

@@ -37,11 +37,8 @@ def choose(
     trainer: Sequence[Device],
     generator: Sequence[Device],
 ) -> Transport:
-    """The transport of weights from `trainer`'s ranks to `generator`'s.
-
-    Raises:
-        ValueError: `wanted` cannot work between these devices.
-    """
+    """The transport of weights from `trainer`'s ranks to `generator`'s. Raises ValueError: `wanted` cannot work between
+    these devices."""
     if wanted == "plasma":
         return "plasma"
     all_on_gpus = all(device.gpu is not None for device in [*trainer, *generator])
@@ -95,11 +92,8 @@ def choose_route(
     generator: Sequence[Device],
     names: Callable[[], tuple[Set[str] | None, Set[str]]],
 ) -> Route:
-    """The route of weights from `trainer`'s ranks to `generator`'s; `names` finds the arguments of `obstacle`.
-
-    Raises:
-        ValueError: `wanted` cannot work between these devices, or would send wrong weights.
-    """
+    """The route of weights from `trainer`'s ranks to `generator`'s; `names` finds the arguments of `obstacle`. Raises
+    ValueError: `wanted` cannot work between these devices, or would send wrong weights."""
     transport = choose(wanted, config, trainer, generator)
     if transport != "plasma" and (why := obstacle(*names())):
         if wanted != "auto":

@@ -150,14 +150,9 @@ def pack(
 def unpack(
     bucket: Bucket, shared: SharedReader | None = None, *, check: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The bucket's tensors as read-only views of the mapped memory, each verified if `check` is set.
-
-    Args:
-        shared: maps buckets in shared memory, and keeps the views valid.
-
-    Raises:
-        WeightTransferError: the bucket is lost, or a tensor's bytes do not match its checksum or shape.
-    """
+    """The bucket's tensors as read-only views of the mapped memory, each verified if `check` is set. `shared` maps
+    buckets in shared memory, and keeps the views valid. Raises WeightTransferError: the bucket is lost, or a tensor's
+    bytes do not match its checksum or shape."""
     packed = _packed(bucket, shared)
     with warnings.catch_warnings():
         # torch warns that the memory is read-only; loaders only read it.

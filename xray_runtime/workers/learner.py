@@ -331,11 +331,8 @@ class Learner(Workhorse):
         return f"{self.rank_info.role!r}, rank {self.rank_info.rank}"
 
     def _weights(self, *, head: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, whole tensor) of trained weights, one at a time.
-
-        Raises:
-            NonFiniteError: one is not finite.
-        """
+        """(Hugging Face name, whole tensor) of trained weights, one at a time. Raises NonFiniteError: one is not
+        finite."""
         from xray_runtime.algorithms.finite import all_finite
         from xray_runtime.models.heads import HEAD_PREFIX
 

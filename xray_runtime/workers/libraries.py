@@ -73,11 +73,9 @@ def cuda_environment(runtime: RuntimeConfig) -> dict[str, str]:
 def configure_torch(runtime: RuntimeConfig, device: str, *, samples: bool) -> None:
     """Set torch's switches for `runtime.reproducible` and `runtime.tf32` in this process.
 
-    A CPU always computes the same bits twice. On CUDA that costs speed, so it is off by default.
-
-    Args:
-        samples: vLLM has a mode of its own (`engines.generation.vllm.environment`), and sampling needs operators
-            without a deterministic form on CUDA, so nothing is refused there.
+    A CPU always computes the same bits twice. On CUDA that costs speed, so it is off by default. Where the model
+    `samples`, nothing is refused: vLLM has a mode of its own (`engines.generation.vllm.environment`), and sampling
+    needs operators without a deterministic form on CUDA.
     """
     import torch
 

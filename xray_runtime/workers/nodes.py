@@ -126,11 +126,7 @@ def check_environment(what: str, there: WorkerInfo, wanted: str) -> None:
 
 
 def note_placement(log_dir: Path, workers: Mapping[str, Sequence[WorkerInfo]]) -> None:
-    """Append a line to the placement log in `log_dir`.
-
-    Args:
-        workers: role → worker of each rank.
-    """
+    """Append a line to the placement log in `log_dir`. `workers`: role → worker of each rank."""
     names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
     models = {
         role: [{"node": names[r.node], "node_id": r.node, "host": r.host, "pid": r.pid} for r in ranks]

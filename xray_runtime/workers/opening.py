@@ -63,11 +63,8 @@ def model_opener(runtime: RuntimeConfig, log_dir: Path, run_id: str) -> OpenMode
 
 
 def prestart_models(roles: Mapping[str, ModelRole], runtime: RuntimeConfig, run_id: str) -> None:
-    """Start processes in the run's pool for the next stage's models, so that they load libraries now.
-
-    Args:
-        roles: `StageKind.models` of that stage's config.
-    """
+    """Start processes in the run's pool for the next stage's models, so that they load libraries now. `roles`
+    are `StageKind.models` of that stage's config."""
     pool = find_worker_pool(run_id)
     if pool is None:
         return

@@ -153,11 +153,8 @@ class WholeModel:
         return sums
 
     def generate(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
-        """`Generator.generate` with prompts spread over replicas by predicted tokens; replies in order.
-
-        Raises:
-            NonFiniteError: a log-probability is not finite.
-        """
+        """`Generator.generate` with prompts spread over replicas by predicted tokens; replies in order. Raises
+        NonFiniteError: a log-probability is not finite."""
         loads = balance(rows["input_ids"].lengths + sampling.max_new_tokens, self._num_replicas)
         size = len(self._workhorses) // self._num_replicas
         calls: list[Ref[Rows]] = []

@@ -61,10 +61,8 @@ class Generation:
         """Sample one reply a prompt with policy version `version`.
 
         Returns columns over B prompts: ragged `response_ids` int64 and `rollout_logprobs` float32 (at the sampling
-        temperature), `ended` [B] bool (False: cut off at `max_new_tokens`).
-
-        Raises:
-            StaleWeightsError: another version is loaded, or a load failed midway.
+        temperature), `ended` [B] bool (False: cut off at `max_new_tokens`). Raises StaleWeightsError: another version
+        is loaded, or a load failed midway.
         """
         self.weights.use(version)
         replies = self._sampler.sample(prompts, seeds, sampling)
