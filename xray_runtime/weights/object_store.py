@@ -98,7 +98,6 @@ class ObjectStore:
 
 
 Memory = ObjectStore | SharedWriter
-"""Memory in which a trainer packs buckets."""
 
 
 def pack(

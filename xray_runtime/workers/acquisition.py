@@ -37,7 +37,6 @@ from xray_runtime.workers.workhorse import Workhorse
 POLL_SECONDS = 0.2
 """Interval at which a stage asks whether it has its turn."""
 RETRY_SECONDS = 1.0
-"""Pause between two attempts."""
 EVICTED_SECONDS = 3.0
 """Longest time for Ray to count the CPUs of ended processes as free."""
 GROUP_SECONDS = 30.0

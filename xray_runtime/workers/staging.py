@@ -10,19 +10,18 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any
 
 import ray
 
 from xray_runtime.engines.training.disk import own_directory
 from xray_runtime.store.manifest import LEDGER
 from xray_runtime.workers.nodes import current_node, probe_file
-from xray_runtime.workers.protocols import FileReceiverHandle, Ref
+from xray_runtime.workers.protocols import WorkhorseHandle
 
 CHUNK_BYTES = 64 * 2**20
-T = TypeVar("T")
 
 
 class FileReceiver:
@@ -76,24 +75,22 @@ def _model_files(directory: Path) -> list[Path]:
     return sorted(path for path in found if path.relative_to(directory).parts[0] != LEDGER)
 
 
-class Collect(Protocol):
-    """Waits for answers of ranks, as `health.HealthMonitor.collect` does."""
-
-    def __call__(self, refs: list[Ref[T]], ranks: list[int]) -> list[T]: ...
-
-
 class FileStager:
     """A WholeModel's side.
 
     Args:
         workhorses: in order of rank.
         nodes: node id of each Workhorse.
-        collect: waits for answers of ranks.
+        collect: waits for answers of ranks, as `health.HealthMonitor.collect` does.
         shared: a directory that nodes may share; files are staged for nodes that do not see it.
     """
 
     def __init__(
-        self, workhorses: Sequence[FileReceiverHandle], nodes: Sequence[str], collect: Collect, shared: Path
+        self,
+        workhorses: Sequence[WorkhorseHandle],
+        nodes: Sequence[str],
+        collect: Callable[[list[Any], list[int]], list[Any]],
+        shared: Path,
     ) -> None:
         self._workhorses, self._nodes, self._collect = workhorses, nodes, collect
         self._staged: dict[Path, list[Path]] = {}

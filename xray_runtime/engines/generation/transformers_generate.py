@@ -15,7 +15,6 @@ from xray_runtime.signs import part_done
 from xray_runtime.weights.versioned import Tensors
 
 ROWS = 32
-"""Rows of every batch."""
 WIDTH_STEP = 32
 """Prompts are padded to a multiple of this. Float rounding depends on a matrix's shape, which must depend on the prompt
 alone, not on the rest of the batch."""
