@@ -51,11 +51,10 @@ def choose(
             possible = "nccl"
     if wanted in ("auto", possible):
         return possible
-    needs = (
-        "generator and trainer on the same GPUs" if wanted == "ipc" else "generator and trainer on GPUs of their own"
-    )
+    gpus = "the same GPUs" if wanted == "ipc" else "GPUs of their own"
     raise ValueError(
-        f"runtime.weight_transfer: {wanted!r} needs generator.engine 'vllm' and {needs}; available here: {possible!r}"
+        f"runtime.weight_transfer: {wanted!r} needs generator.engine 'vllm' and generator and trainer on {gpus}; "
+        f"available here: {possible!r}"
     )
 
 

@@ -152,13 +152,12 @@ class Acquisition:
             return None
         if not self._is_free() and not (evict_idle_workers() and _poll(self._is_free, EVICTED_SECONDS * load())):
             return None
+        found = None
         try:
             found = self._start_all()
-        except BaseException:
-            self._free()
-            raise
-        if found is None:
-            self._free()
+        finally:
+            if found is None:
+                self._free()
         return found
 
     def _is_unreserved(self) -> bool:

@@ -23,6 +23,7 @@ from xray_runtime.errors import NonFiniteError
 from xray_runtime.store.shards import WEIGHTS_INDEX
 from xray_runtime.weights.device_transfer import Device, Route, Transport, choose_route
 from xray_runtime.workers.health import HealthMonitor, WorkhorseError
+from xray_runtime.workers.liveness import answered
 from xray_runtime.workers.nodes import WorkerInfo, check_environment
 from xray_runtime.workers.progress import find_progress
 from xray_runtime.workers.protocols import Ref, WholeModelHandle, WorkhorseHandle, get
@@ -187,7 +188,7 @@ class WholeModel:
         except WorkhorseError:
             raise
         except Exception:
-            loaded = [w for w, load in zip(self._workhorses, loads, strict=True) if _succeeded(load)]
+            loaded = [w for w, load in zip(self._workhorses, loads, strict=True) if answered(load, 0)]
             self._get([workhorse.revert_weights.remote() for workhorse in loaded])
             raise
         return update.version
@@ -333,11 +334,3 @@ class WholeModel:
     def _kill(self) -> None:
         for workhorse in self._workhorses:
             ray.kill(workhorse)
-
-
-def _succeeded(ref: Ref[T]) -> bool:
-    try:
-        ray.get(ref, timeout=0)
-    except Exception:
-        return False
-    return True
