@@ -60,12 +60,10 @@ class Piece(BaseModel):
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return self.stop - self.start
 
     @property
     def box_shape(self) -> tuple[int, ...]:
-        """Shape of the slice."""
         return (*self.shape[: self.dim], self.high - self.low, *self.shape[self.dim + 1 :])
 
     def runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -117,7 +115,6 @@ class Shard(BaseModel):
 
 
 def index_path(file: Path) -> Path:
-    """The index of the shard `file`."""
     return file.with_suffix(INDEX_SUFFIX)
 
 

@@ -41,8 +41,6 @@ class WeightTransferError(RuntimeError):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in a bucket."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]

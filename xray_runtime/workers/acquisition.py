@@ -56,8 +56,6 @@ class BusyClusterError(RuntimeError):
 
 @dataclass(frozen=True)
 class Request:
-    """The resources of one model of a stage."""
-
     demand: Demand
     kind: type[Workhorse]
     holder: Pingable

@@ -57,7 +57,6 @@ class Generator(Workhorse):
             self._engine.weights.forget()
 
     def layers_of(self, names: set[str]) -> set[str]:
-        """`names` and the tensors that must be loaded together with them."""
         return self._engine.layers_of(names)
 
     def verify_weights(self, update: WeightUpdate, number: int, checkers: int) -> None:
@@ -70,7 +69,6 @@ class Generator(Workhorse):
         return self._engine.weights.version
 
     def load_checkpoint(self, directory: Path, version: int) -> None:
-        """Load the weights of a checkpoint as `version`."""
         self._engine.restart(directory, version)
 
     def revert_weights(self) -> None:

@@ -115,7 +115,6 @@ def same_node() -> NodeAffinitySchedulingStrategy:
 
 
 def worker_info() -> WorkerInfo:
-    """Node, process and environment of this process."""
     return WorkerInfo(current_node(), socket.gethostname(), os.getpid(), environment_digest())
 
 

@@ -45,8 +45,6 @@ class Reservation:
 
 
 class Reservations:
-    """The queue of stages, and their reservations."""
-
     def __init__(self) -> None:
         self._queue: list[Ticket] = []
         self._held: dict[Ticket, Reservation] = {}
@@ -63,7 +61,6 @@ class Reservations:
         return self._queue[0] == ticket
 
     def leave(self, ticket: Ticket) -> None:
-        """Remove the ticket from the queue."""
         self._queue = [other for other in self._queue if other != ticket]
 
     def grant(self, ticket: Ticket, reservation: Reservation) -> None:

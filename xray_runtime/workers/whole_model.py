@@ -109,7 +109,6 @@ class WholeModel:
         return workers
 
     def _staged(self, rank: int, directory: Path) -> Path:
-        """The path of a directory for a rank."""
         return self._stager.stage_in(directory)[rank]
 
     def unload(self, reused: bool) -> None:

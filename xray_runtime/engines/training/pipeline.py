@@ -142,7 +142,6 @@ class PipelineEngine(StageScorer):
         return states, out
 
     def _down(self, states: Tensor | None, out: Tensor) -> None:
-        """Its backward pass."""
         if self._mesh.is_last:
             self._inner.backward(out * self._inner.data_parallel)
         else:
