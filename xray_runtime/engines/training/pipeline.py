@@ -99,6 +99,7 @@ class PipelineEngine(StageScorer):
     def __init__(self, inner: ZeroEngine, mesh: Mesh) -> None:
         super().__init__(inner.module, mesh)
         self._inner, self.turn = inner, inner.turn
+        self.weights, self.save = inner.weights, inner.save
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
         return self._inner.forward(task, *args)
@@ -118,12 +119,6 @@ class PipelineEngine(StageScorer):
         self._send_head()
         self._wait_for_sends()
         return norm
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._inner.weights()
-
-    def save(self, directory: Path) -> None:
-        self._inner.save(directory)
 
     def load(self, directory: Path) -> None:
         self._inner.load(directory)

@@ -146,10 +146,10 @@ class MegatronEngine(Scorer):
 
         def read(kind: str, plain: str) -> Tensor:
             (name, number), piece = sources[plain], pieces[plain]
-            parameter = self._parameters[name]
-            weight = kind == states.WEIGHT
-            part = self._updates.value(parameter) if weight else self._updates.moment(parameter, kind)
-            return self._split(name, part)[number].flatten()[piece.start : piece.stop]
+            updates, parameter = self._updates, self._parameters[name]
+            part = updates.value(parameter) if kind == states.WEIGHT else updates.moment(parameter, kind)
+            slices = self._fused[name].split(part, self._tensor_rank, self._peers.size())
+            return slices[number].flatten()[piece.start : piece.stop]
 
         states.write(directory, dist.get_rank(), pieces, (states.WEIGHT, *MOMENTS), self._num_steps, read)
 
@@ -181,9 +181,6 @@ class MegatronEngine(Scorer):
 
     def _join(self, name: str, slices: list[Tensor]) -> Tensor:
         return self._fused[name].join(slices, self._peers.size())
-
-    def _split(self, name: str, part: Tensor) -> list[Tensor]:
-        return self._fused[name].split(part, self._tensor_rank, self._peers.size())
 
     def _whole(self, name: str, part: Tensor) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor)s of a parameter, gathered from the tensor-parallel peers."""
