@@ -152,7 +152,7 @@ def updates(
     return {
         "losses": np.array(losses),
         "norms": np.array(norms),
-        "weights": weights if learner.engine.writes else {},
+        "weights": weights if learner.engine.turn[0] == 0 else {},
         "held": held,
         "seconds": float(np.mean(seconds[1:])),
     }

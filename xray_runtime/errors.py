@@ -19,12 +19,17 @@ def root_cause(error: BaseException) -> BaseException:
     return error
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def error_summary(error: BaseException) -> str:
     """The root cause in one line, with the place if a note contains it."""
     cause = root_cause(error)
     notes = getattr(cause, "__notes__", [])
     place = f" {notes[0].splitlines()[0]}" if notes else ""
-    return f"{(str(cause).strip() or type(cause).__name__).splitlines()[0]}{place}"
+    return f"{first_line(cause)}{place}"
 
 
 OUT_OF_MEMORY_WORDS = (

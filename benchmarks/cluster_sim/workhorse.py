@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import ray
@@ -27,9 +27,6 @@ from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.heartbeat import Heartbeat
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.workhorse import RankInfo, Workhorse
-
-if TYPE_CHECKING:
-    from xray_runtime.workers.whole_model import WholeModel
 
 ELEMENT_BYTES = 4
 """Shards hold float32."""
@@ -62,10 +59,6 @@ class SimSpec:
     @property
     def layout(self) -> Any:
         return self.spec.layout
-
-    @property
-    def whole_model(self) -> type[WholeModel]:
-        return self.spec.whole_model
 
     @property
     def workhorse(self) -> type[Workhorse]:

@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from xray_runtime.models.weight_files import copy_tensors
-from xray_runtime.workers.file_receiver import CHUNK_BYTES, FileReceiver
 from xray_runtime.workers.protocols import Ref
-from xray_runtime.workers.staging import FileStager
+from xray_runtime.workers.staging import CHUNK_BYTES, FileReceiver, FileStager
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""The interface of a training engine, however its model is sharded, and the plain scorer."""
+"""The interface of a training engine, however its model is sharded, and the scorer of a whole model."""
 
 from __future__ import annotations
 
@@ -23,26 +23,33 @@ class MicroBatch:
     tensors: dict[str, Tensor]
 
 
-class Scorer(Protocol):
-    """One rank of a model. Every rank makes every call, with equally many micro-batches of its replica."""
+class Scorer:
+    """One rank of a model. Every rank makes every call, with equally many micro-batches of its replica.
 
-    module: Any
-    """This rank's part of the `HeadedLM`."""
-    threaded: bool
-    """Whether micro-batches run on threads of their own, several at a time."""
+    Args:
+        module: this rank's part of the `HeadedLM`.
+        threaded: micro-batches run on threads of their own, several at a time: on a CPU, without collectives.
+    """
+
+    def __init__(self, module: Any, threaded: bool = False) -> None:
+        self.module, self.threaded = module, threaded
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
         """`task(module, *args)`, where the module's parameters are whole."""
+        return self.module(task, *args)
 
     def evaluate(self, task: Callable[..., Any], batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
         """(micro-batch, `task(module, tensors)`) of each, on ranks with the model's output; nothing on others."""
+        if self.threaded:
+            yield from in_threads(lambda batch: self.forward(task, batch.tensors), batches)
+            return
+        for batch in batches:
+            yield batch, self.forward(task, batch.tensors)
 
 
-class Engine(Scorer, Protocol):
-    """One rank of a trained model."""
+class Engine(Protocol):
+    """One rank of a trained model, which is a `Scorer` too."""
 
-    writes: bool
-    """Whether this rank writes small files for all ranks that hold the same."""
     turn: tuple[int, int]
     """(number, count): its place among the ranks to which `weights` gives the same tensors."""
 
@@ -65,24 +72,3 @@ class Engine(Scorer, Protocol):
 
     def load(self, directory: Path) -> None:
         """Continue from a snapshot of `save`; under the same layout with the same bits."""
-
-
-class PlainScorer:
-    """A model that only scores, whole or as a tensor-parallel slice of every layer.
-
-    Args:
-        threaded: the model is on a CPU, and its passes are no collectives.
-    """
-
-    def __init__(self, module: Any, threaded: bool = False) -> None:
-        self.module, self.threaded = module, threaded
-
-    def forward(self, task: Callable[..., Any], *args: Any) -> Any:
-        return self.module(task, *args)
-
-    def evaluate(self, task: Callable[..., Any], batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
-        if self.threaded:
-            yield from in_threads(lambda batch: self.forward(task, batch.tensors), batches)
-            return
-        for batch in batches:
-            yield batch, self.forward(task, batch.tensors)

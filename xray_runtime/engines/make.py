@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.engines import FrozenConfig, TrainingConfig, with_precision
-from xray_runtime.engines.engine import Engine, PlainScorer, Scorer
+from xray_runtime.engines.engine import Engine, Scorer
 from xray_runtime.engines.topology import Topology
 
 if TYPE_CHECKING:
@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 def build_engine(module: HeadedLM, training: TrainingConfig, checkpoint: Path, device: Any) -> Engine:
     """The engine of `training.engine`'s layout with this rank's part of `module`, which is sharded here.
 
-    If its causal LM is a skeleton, only this rank's part is read from `checkpoint`.
-
-    Raises:
-        ValueError: the model cannot be sharded or trained so; the message names the field.
+    If its causal LM is a skeleton, only this rank's part is read from `checkpoint`. Raises ValueError: the model cannot
+    be sharded or trained so; the message names the field.
     """
     from xray_runtime.engines.training.deepspeed_setup import check_offload
     from xray_runtime.engines.training.pipeline import PipelineEngine
@@ -43,11 +41,8 @@ def build_engine(module: HeadedLM, training: TrainingConfig, checkpoint: Path, d
 
 
 def build_scorer(module: HeadedLM, layout: FrozenConfig, checkpoint: Path, device: Any) -> Scorer:
-    """This rank of a frozen model, sharded and read as in `build_engine`.
-
-    Raises:
-        ValueError: the model cannot be sharded so; the message names the field.
-    """
+    """This rank of a frozen model, sharded and read as in `build_engine`. Raises ValueError: the model cannot be
+    sharded so; the message names the field."""
     import torch
 
     from xray_runtime.engines.shard_loading import load_shard
@@ -61,8 +56,8 @@ def build_scorer(module: HeadedLM, layout: FrozenConfig, checkpoint: Path, devic
         return ZeroScorer(module, weights, device, dtype)
     load_shard(module, weights, device, dtype)
     if mesh is None:
-        return PlainScorer(module, threaded=device.type == "cpu")
-    return PlainScorer(module) if topology.pipeline == 1 else StageScorer(module, mesh)
+        return Scorer(module, threaded=device.type == "cpu")
+    return Scorer(module) if topology.pipeline == 1 else StageScorer(module, mesh)
 
 
 def _shard(

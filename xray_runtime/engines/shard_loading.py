@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,21 +20,11 @@ from xray_runtime.signs import part_done
 
 if TYPE_CHECKING:
     from xray_runtime.engines.training.tensor import Split
+    from xray_runtime.engines.training.zero import Partition
 
 SMALL = 100_000
 """Elements up to which rank 0 reads a parameter for all: below ZeRO-3's limit every rank may keep it whole."""
 EMBEDDING = "model.embed_tokens.weight"
-
-
-class Partition(Protocol):
-    """Leaves every rank its share of a parameter."""
-
-    by_share: bool
-    """Whether ranks can fill in their shares by themselves."""
-
-    def __call__(self, parameter: nn.Parameter, share: Callable[[int, int], Tensor] | None) -> None:
-        """Partition a parameter that rank 0 has whole and the others have empty; with `share` all have it empty, and
-        each fills in the elements `share(start, size)` of the flattened parameter."""
 
 
 class Weights:
@@ -124,11 +114,8 @@ def load_shard(
     dtype: torch.dtype = torch.float32,
     partition: Partition | None = None,
 ) -> None:
-    """Load the parameters of `module` in `dtype` and its buffers onto `device`.
-
-    Args:
-        partition: leaves every rank its share of a parameter, which the rank reads by itself where it can.
-    """
+    """Load the parameters of `module` in `dtype` and its buffers onto `device`. `partition` leaves every rank its share
+    of a parameter, which the rank reads by itself where it can."""
     first = partition is None or dist.get_rank() == 0
     places: dict[int, list[tuple[Any, str]]] = {}
     for owner in module.modules():

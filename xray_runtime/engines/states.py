@@ -107,11 +107,8 @@ class Reader(AbstractContextManager["Reader"]):
         self._stack.close()
 
     def read(self, kind: str, name: str, wanted: Piece) -> Tensor:
-        """The piece `wanted` of a tensor, flattened; only its bytes are read.
-
-        Raises:
-            ValueError: the snapshot has no such tensor, or not all of it.
-        """
+        """The piece `wanted` of a tensor, flattened; only its bytes are read. Raises ValueError: the snapshot has no
+        such tensor, or not all of it."""
         key = f"{kind}/{name}"
         found = torch.empty(wanted.size, dtype=torch.float32)
         raw: Any = found.numpy()

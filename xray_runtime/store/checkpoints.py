@@ -120,11 +120,8 @@ class Store:
         return True
 
     def ensure_local(self, ref: CheckpointRef) -> None:
-        """Fetch the files of `ref` unless its directory exists on this machine.
-
-        Raises:
-            RuntimeError: neither this machine nor the shared store has them.
-        """
+        """Fetch the files of `ref` unless its directory exists on this machine. Raises RuntimeError: neither this
+        machine nor the shared store has them."""
         if not ref.path.exists() and not self.fetch(ref.path):
             raise RuntimeError(f"{ref.path}: the checkpoint is not there, and the shared store has no sound copy")
 
@@ -141,15 +138,14 @@ class Store:
         elif index.sha256(MANIFEST) != ref.sha256:
             log.warning("%s: %s/%s has other bytes; both are kept", ref.path, self.shared.url, name)
 
-    @contextlib.contextmanager
-    def building(self, stage: str, key: str) -> Iterator[Path]:
+    def building(self, stage: str, key: str) -> contextlib.AbstractContextManager[Path]:
         """A fresh directory to build in, removed afterwards unless it was published."""
-        with self._building(self.directory(stage, key)) as temporary:
-            yield temporary
+        return self._building(self.directory(stage, key))
 
     @contextlib.contextmanager
     def _building(self, directory: Path) -> Iterator[Path]:
-        folder = building_folder(directory)
+        # One for each key, so that cleaning up lists only that one.
+        folder = directory.with_name(f"{directory.name}.building-")
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
         temporary = folder / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -225,11 +221,6 @@ class Store:
         sync(self.root)
 
 
-def building_folder(directory: Path) -> Path:
-    """The folder in which a checkpoint is built: one for each key, so that cleaning up lists only that one."""
-    return directory.with_name(f"{directory.name}.building-")
-
-
 @dataclass(frozen=True)
 class Damage:
     """One fault in a checkpoint's files."""
@@ -289,9 +280,8 @@ def inspect(directory: Path, sha256: str | None = None, digest: Digest | None = 
         found.append(Damage("manifest-replaced", MANIFEST, text))
     listed = {entry.path: entry for entry in manifest.files}
     safe = {path: entry for path, entry in listed.items() if is_safe(path)}
-    found += [
-        Damage("unsafe-path", path, f"{path}: unsafe path in the manifest") for path in sorted(set(listed) - set(safe))
-    ]
+    unsafe = sorted(listed.keys() - safe)
+    found += [Damage("unsafe-path", path, f"{path}: unsafe path in the manifest") for path in unsafe]
     found += [Damage("file-added", path, f"{path} was added") for path in sorted(_present(directory) - set(listed))]
     with ThreadPoolExecutor() as pool:
         checked = pool.map(lambda entry: _check_file(directory, entry, digest), safe.values())

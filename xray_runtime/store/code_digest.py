@@ -58,12 +58,10 @@ def code_reached(roots: Iterable[str], packages: Iterable[str], leave_out: Colle
 def function_code(function: Function, packages: Iterable[str], leave_out: Collection[str] = ()) -> Code:
     """The code of a reward or gold function.
 
-    A function in a module stands for that module and what it reaches within its own top-level package and `packages`.
-    A function of a notebook, a script or a closure has one digest of its source and of the constants and functions it
-    uses, beside the modules it reaches within `packages`.
-
-    Raises:
-        CodeDigestError: as `module_graph.reach`; or the function's source or one of its values has no digest.
+    A function in a module stands for that module and what it reaches within its own top-level package and `packages`. A
+    function of a notebook, a script or a closure has one digest of its source and of the constants and functions it
+    uses, beside the modules it reaches within `packages`. Raises CodeDigestError: as `module_graph.reach`; or the
+    function's source or one of its values has no digest.
     """
     followed, own = {top_of(package) for package in packages}, dict[str, str]()
     if isinstance(function, str):

@@ -51,12 +51,7 @@ class Outside(BaseModel):
 
 
 def file_digest(path: Path, memory: DigestMemory) -> str:
-    """sha256 of a file's bytes, from memory where the file did not change.
-
-    Raises:
-        OutsideChangedError: the file changed while it was read.
-        OSError: it cannot be read.
-    """
+    """sha256 of a file's bytes, from memory where the file did not change. Raises as `FileReader.digest`."""
     with FileReader(memory) as reader:
         return reader.digest(path)
 
@@ -89,7 +84,11 @@ def outside_digest(value: str, memory: DigestMemory, *, field: str, holds: Holds
 
     packaged = PACKAGED_DATA.get(value) if holds == "dataset" else PACKAGED_MODELS.get(value, (None,))[0]
     if packaged:
-        return found("package", _package(field, value, packaged))
+        distribution = packaged.replace("_", "-")
+        try:
+            return found("package", f"{distribution}=={importlib.metadata.version(distribution)}")
+        except importlib.metadata.PackageNotFoundError:
+            raise OutsideError(f"{field}: {value!r} needs the package {distribution}") from None
     path = Path(value)
     try:
         if path.is_file():
@@ -150,11 +149,3 @@ def _beside_gguf(path: Path) -> list[tuple[str, Path]]:
     names = sorted(p.name for p in folder.iterdir() if p.is_file() and BESIDE_GGUF.fullmatch(p.name))
     templates = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     return [(name, folder / name) for name in names] + [(p.relative_to(folder).as_posix(), p) for p in templates]
-
-
-def _package(field: str, value: str, package: str) -> str:
-    distribution = package.replace("_", "-")
-    try:
-        return f"{distribution}=={importlib.metadata.version(distribution)}"
-    except importlib.metadata.PackageNotFoundError:
-        raise OutsideError(f"{field}: {value!r} needs the package {distribution}") from None

@@ -149,7 +149,6 @@ class FileReader(contextlib.AbstractContextManager["FileReader"]):
         self._flush()
 
     def _flush(self) -> None:
-        """Remember what was read."""
         with self._lock:
             self._memory.remember(self._new)
             self._new, self._bytes = [], 0

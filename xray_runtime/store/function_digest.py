@@ -31,10 +31,8 @@ REMEDY = "put the function into a module and name it as 'module:function'"
 def digest_function(function: Any) -> tuple[dict[str, str], set[str]]:
     """(`module:name` → digest of source and values, modules reached) of a function.
 
-    There is no digest where a module holds the function under its name.
-
-    Raises:
-        CodeDigestError: its source is not available, or it reads a value that is neither a constant nor a function.
+    There is no digest where a module holds the function under its name. Raises CodeDigestError: its source is not
+    available, or it reads a value that is neither a constant nor a function.
     """
     walk, description = _walked(function)
     if not walk.parts:
@@ -46,10 +44,8 @@ def digest_function(function: Any) -> tuple[dict[str, str], set[str]]:
 def function_sources(function: Any) -> dict[str, str]:
     """File name → text that `digest_function` reads, for `remember_sources` in a process that lacks the file.
 
-    A notebook's cell has a file only in the process that ran it; a script may lie on one node alone.
-
-    Raises:
-        CodeDigestError: as `digest_function`.
+    A notebook's cell has a file only in the process that ran it; a script may lie on one node alone. Raises
+    CodeDigestError: as `digest_function`.
     """
     walk, _ = _walked(function)
     return {file: "".join(linecache.getlines(file)) for file in sorted(walk.files)}

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.errors import first_line
 from xray_runtime.store.location import PACKAGED_MODELS
 
 CONNECT_S = 8.0
@@ -39,11 +40,8 @@ def is_hub_name(value: str) -> bool:
 
 @lru_cache(maxsize=64)
 def check_on_hub(value: str, field: str, holds: Holds) -> None:
-    """Check before anything is computed that a name is on the hub, or in its cache where HF_HUB_OFFLINE is set.
-
-    Raises:
-        OutsideError: it is not there, or the hub cannot be reached; one line.
-    """
+    """Check before anything is computed that a name is on the hub, or in its cache where HF_HUB_OFFLINE is set. Raises
+    OutsideError: it is not there, or the hub cannot be reached; one line."""
     from huggingface_hub import constants
 
     packaged = PACKAGED_MODELS if holds == "model" else PACKAGED_DATA
@@ -59,11 +57,8 @@ def check_on_hub(value: str, field: str, holds: Holds) -> None:
 
 
 def commit(name: str, field: str, holds: Holds) -> str:
-    """The commit of a hub name: from the hub, or if it cannot be asked, of the last download.
-
-    Raises:
-        OutsideError: the hub has no such name, or cannot be asked and nothing was downloaded.
-    """
+    """The commit of a hub name: from the hub, or if it cannot be asked, of the last download. Raises OutsideError: the
+    hub has no such name, or cannot be asked and nothing was downloaded."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
@@ -78,10 +73,10 @@ def commit(name: str, field: str, holds: Holds) -> str:
     except (HFValidationError, RepositoryNotFoundError) as error:
         raise OutsideError(
             f"{field}: {name!r} is neither a file nor a directory, and the hub has no such {holds} "
-            f"({_first_line(error)})"
+            f"({first_line(error)})"
         ) from error
     except Exception as error:  # each transport below the hub's client has its own exceptions
-        reason = _first_line(error)
+        reason = first_line(error)
     folder = "--".join([f"{holds}s", *name.split("/")])
     main = Path(constants.HF_HUB_CACHE) / folder / "refs" / "main"
     try:
@@ -106,7 +101,7 @@ def _unreachable(endpoint: str) -> str | None:
             with socket.create_connection((address.hostname or "", port), timeout=CONNECT_S):
                 found.append(None)
         except OSError as error:
-            found.append(error.strerror or _first_line(error))
+            found.append(error.strerror or first_line(error))
 
     # In a thread, since looking up a name has no time limit.
     thread = threading.Thread(target=connect, daemon=True)
@@ -114,7 +109,3 @@ def _unreachable(endpoint: str) -> str | None:
     thread.join(CONNECT_S)
     reason = found[0] if found else f"no answer in {CONNECT_S:.0f} s"
     return None if reason is None else f"{address.hostname}: {reason}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

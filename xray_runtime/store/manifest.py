@@ -57,7 +57,6 @@ class Manifest(IdentityFields):
 
     @property
     def identity(self) -> Identity:
-        """The content of its key."""
         return Identity(**{name: getattr(self, name) for name in Identity.model_fields})
 
     def reference(self, directory: Path, sha256: str, mlflow_model_id: str | None = None) -> CheckpointRef:
@@ -74,12 +73,10 @@ class Manifest(IdentityFields):
 
     @property
     def code_digest(self) -> str:
-        """One digest over `code`."""
         return code_digest(self.code)
 
     @property
     def config_digest(self) -> str:
-        """One digest over `config`."""
         return digest(self.config)
 
     def to_bytes(self) -> bytes:

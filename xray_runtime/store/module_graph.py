@@ -78,18 +78,12 @@ def reach(
     seen, left_out = set(leave_out), tuple(f"{name}." for name in leave_out)
     while waiting:
         whole = waiting.popleft()
-        if whole in PUBLIC:
-            module = None if whole in seen else finder.find(whole)
-            seen.add(whole)
-            if module is not None and module.file is not None:
-                waiting.extend(_imported(whole, module, read_syntax(module.file), finder))
-            continue
-        if not follow(top_of(whole)):
+        if whole not in PUBLIC and not follow(top_of(whole)):
             libraries |= {top_of(whole)} - sys.stdlib_module_names
             continue
         # The `__init__` of every package above runs first.
         parts = whole.split(".")
-        for name in (".".join(parts[: i + 1]) for i in range(len(parts))):
+        for name in [whole] if whole in PUBLIC else [".".join(parts[: i + 1]) for i in range(len(parts))]:
             module = None if name in seen or name.startswith(left_out) else finder.find(name)
             seen.add(name)
             if module is None or module.file is None:
@@ -101,7 +95,8 @@ def reach(
                 digests[name] = hashlib.sha256(content).hexdigest()
                 continue
             syntax = read_syntax(module.file)
-            digests[name] = syntax.digest
+            if whole not in PUBLIC:
+                digests[name] = syntax.digest
             waiting.extend(_imported(name, module, syntax, finder))
     return dict(sorted(digests.items())), libraries
 
@@ -126,11 +121,8 @@ def _imported(name: str, module: Module, syntax: Syntax, finder: Finder) -> Iter
 
 
 def targets(statement: Import, package: str, finder: Finder) -> Iterator[str]:
-    """Full names an import may stand for: for `from p import n`, p and p.n, which may not be a module.
-
-    Raises:
-        ImportError: a relative import leaves the top-level package.
-    """
+    """Full names an import may stand for: for `from p import n`, p and p.n, which may not be a module. Raises
+    ImportError: a relative import leaves the top-level package."""
     target = importlib.util.resolve_name(statement.module, package)
     yield target
     names = statement.names

@@ -25,7 +25,6 @@ from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.identity import file_sha256
 
 SEALED = ".seal"
-"""Suffix of a seal's file."""
 MAX_SEAL_BYTES = 4096
 
 

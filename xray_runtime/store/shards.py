@@ -14,18 +14,20 @@ import math
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from xray_runtime.errors import first_line
 from xray_runtime.store.digest_memory import FileState
 from xray_runtime.store.identity import file_sha256
 
 INDEX_SUFFIX = ".shard.json"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 """Hugging Face's index of a checkpoint's files of weights; see `models.weight_files`."""
+M = TypeVar("M", bound=BaseModel)
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -58,12 +60,10 @@ class Piece(BaseModel):
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return self.stop - self.start
 
     @property
     def box_shape(self) -> tuple[int, ...]:
-        """Shape of the slice."""
         return (*self.shape[: self.dim], self.high - self.low, *self.shape[self.dim + 1 :])
 
     def runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -115,13 +115,12 @@ class Shard(BaseModel):
 
 
 def index_path(file: Path) -> Path:
-    """The index of the shard `file`."""
     return file.with_suffix(INDEX_SUFFIX)
 
 
 def read_shards(directory: Path) -> list[Shard]:
     """The indices of the shards directly in `directory`, sorted by name. Raises ValueError: one is damaged."""
-    return [_read_index(path) for path in sorted(directory.glob(f"*{INDEX_SUFFIX}"))]
+    return [_read(Shard, path, "a shard's index") for path in sorted(directory.glob(f"*{INDEX_SUFFIX}"))]
 
 
 def recorded_sha256(file: Path) -> str:
@@ -130,7 +129,7 @@ def recorded_sha256(file: Path) -> str:
     For those who trust the index (it is sealed) and leave it to the ranks to read the shards.
     """
     if index_path(file).is_file():
-        shard = _read_index(index_path(file))
+        shard = _read(Shard, index_path(file), "a shard's index")
         if shard.file == file.name and shard.size == file.stat().st_size:
             return shard.sha256
     return file_sha256(file)
@@ -151,10 +150,7 @@ class WeightsIndex(BaseModel):
 def read_index(directory: Path) -> WeightsIndex | None:
     """The index of a checkpoint's files of weights; None without one. Raises ValueError: it is damaged."""
     path = directory / WEIGHTS_INDEX
-    try:
-        return WeightsIndex.model_validate_json(path.read_bytes()) if path.is_file() else None
-    except ValidationError as error:
-        raise ValueError(f"{path}: damaged or not an index of weights ({str(error).splitlines()[0]})") from error
+    return _read(WeightsIndex, path, "an index of weights") if path.is_file() else None
 
 
 def written_sha256(file: Path) -> str:
@@ -181,8 +177,8 @@ def _sha256_in(path: Path, state: FileState) -> str:
     return file_sha256(path)
 
 
-def _read_index(path: Path) -> Shard:
+def _read(kind: type[M], path: Path, what: str) -> M:
     try:
-        return Shard.model_validate_json(path.read_bytes())
+        return kind.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise ValueError(f"{path}: damaged or not a shard's index ({str(error).splitlines()[0]})") from error
+        raise ValueError(f"{path}: damaged or not {what} ({first_line(error)})") from error

@@ -26,6 +26,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from xray_runtime.errors import first_line
 from xray_runtime.files import sync
 from xray_runtime.store.identity import digest, file_sha256
 from xray_runtime.store.manifest import FileEntry, file_entries
@@ -84,7 +85,7 @@ class SharedStore:
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url)
         except (ImportError, ValueError, OSError) as error:
-            raise StorageError(f"{self.url!r} is not allowed: {_reason(error)}") from None
+            raise StorageError(f"{self.url!r} is not allowed: {first_line(error)}") from None
         # Object stores (fsspec has them asynchronous) have no directories, and s3fs would make the bucket.
         self._has_directories = not self._fs.async_impl
 
@@ -99,7 +100,7 @@ class SharedStore:
         except StorageError:
             raise
         except Exception as error:
-            raise StorageError(f"{self.url!r} cannot be used: {_reason(error)}") from error
+            raise StorageError(f"{self.url!r} cannot be used: {first_line(error)}") from error
 
     def read(self, name: str) -> bytes | None:
         """A small object; None where there is none."""
@@ -210,8 +211,8 @@ class SharedStore:
                 raise
             except Exception as error:
                 if _is_final(error) or time.monotonic() + wait > deadline:
-                    raise StorageError(f"{self.url}: {what}: {_reason(error)}") from error
-                log.warning("%s: %s: %s; trying again in %.0f s", self.url, what, _reason(error), wait)
+                    raise StorageError(f"{self.url}: {what}: {first_line(error)}") from error
+                log.warning("%s: %s: %s; trying again in %.0f s", self.url, what, first_line(error), wait)
                 time.sleep(wait)
                 wait = min(2 * wait, LONGEST_WAIT_S)
 
@@ -246,11 +247,6 @@ def _is_final(error: Exception) -> bool:
         or (isinstance(error, OSError) and error.errno in FINAL_ERRNOS)
         or type(error).__name__ in FINAL_NAMES
     )
-
-
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _together(call: Callable[[T], R], items: Iterable[T], at_once: bool) -> list[R]:

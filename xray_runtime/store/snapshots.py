@@ -112,11 +112,8 @@ class Snapshots:
         return wanted and self._spent <= MAX_SHARE * (now - self._start)
 
     def latest(self) -> Snapshot | None:
-        """The newest whole snapshot; torn or changed ones are skipped, with a line in the log.
-
-        Raises:
-            StorageError: the shared store stayed away.
-        """
+        """The newest whole snapshot; torn or changed ones are skipped, with a line in the log. Raises StorageError: the
+        shared store stayed away."""
         here = next(self._sound(), None)
         place = self._fetch(here.name if here is not None else "") or here
         if place is None:

@@ -50,11 +50,8 @@ class Syntax:
 
 
 def read_syntax(path: Path) -> Syntax:
-    """The syntax of a file, parsed again only after the file changed.
-
-    Raises:
-        CodeDigestError: it cannot be read or parsed, or USES is not a tuple of strings.
-    """
+    """The syntax of a file, parsed again only after the file changed. Raises CodeDigestError: it cannot be read or
+    parsed, or USES is not a tuple of strings."""
     try:
         stat = path.stat()
         return _read(path, (stat.st_size, stat.st_mtime_ns, stat.st_ino))

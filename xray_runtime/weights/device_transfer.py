@@ -37,11 +37,8 @@ def choose(
     trainer: Sequence[Device],
     generator: Sequence[Device],
 ) -> Transport:
-    """The transport of weights from `trainer`'s ranks to `generator`'s.
-
-    Raises:
-        ValueError: `wanted` cannot work between these devices.
-    """
+    """The transport of weights from `trainer`'s ranks to `generator`'s. Raises ValueError: `wanted` cannot work between
+    these devices."""
     if wanted == "plasma":
         return "plasma"
     all_on_gpus = all(device.gpu is not None for device in [*trainer, *generator])
@@ -54,11 +51,10 @@ def choose(
             possible = "nccl"
     if wanted in ("auto", possible):
         return possible
-    needs = (
-        "generator and trainer on the same GPUs" if wanted == "ipc" else "generator and trainer on GPUs of their own"
-    )
+    gpus = "the same GPUs" if wanted == "ipc" else "GPUs of their own"
     raise ValueError(
-        f"runtime.weight_transfer: {wanted!r} needs generator.engine 'vllm' and {needs}; available here: {possible!r}"
+        f"runtime.weight_transfer: {wanted!r} needs generator.engine 'vllm' and generator and trainer on {gpus}; "
+        f"available here: {possible!r}"
     )
 
 
@@ -95,11 +91,8 @@ def choose_route(
     generator: Sequence[Device],
     names: Callable[[], tuple[Set[str] | None, Set[str]]],
 ) -> Route:
-    """The route of weights from `trainer`'s ranks to `generator`'s; `names` finds the arguments of `obstacle`.
-
-    Raises:
-        ValueError: `wanted` cannot work between these devices, or would send wrong weights.
-    """
+    """The route of weights from `trainer`'s ranks to `generator`'s; `names` finds the arguments of `obstacle`. Raises
+    ValueError: `wanted` cannot work between these devices, or would send wrong weights."""
     transport = choose(wanted, config, trainer, generator)
     if transport != "plasma" and (why := obstacle(*names())):
         if wanted != "auto":
@@ -146,7 +139,6 @@ class Sender:
 
     Args:
         tensors: gathers (name, whole tensor) pairs, in the same order every time; a collective of the trainer's ranks.
-        rank: this rank.
         ranks: all ranks of the generator.
         per_replica: number of generator ranks that share one copy of the model.
     """
@@ -164,11 +156,8 @@ class Sender:
         self._engine: Any = None
 
     def send(self, version: int, meet: tuple[str, int]) -> None:
-        """Send the weights as `version`; every trainer rank calls this.
-
-        Args:
-            meet: rendezvous of the first sync, host and free port on rank 0 (nccl).
-        """
+        """Send the weights as `version`; every trainer rank calls this. `meet`: host and free port on rank 0, where the
+        first sync by nccl meets."""
         self._client.version = version
         try:
             if self._engine is None:

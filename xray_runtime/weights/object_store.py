@@ -18,14 +18,14 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
-from xray_runtime.weights.shared_memory import SharedBytes, SharedReader
+from xray_runtime.weights.shared_memory import SharedBytes, SharedReader, SharedWriter
 
 BUCKET_BYTES = 64 * 2**20
 """Largest bucket (a larger tensor gets its own one), and thus the extra memory for packing."""
@@ -41,8 +41,6 @@ class WeightTransferError(RuntimeError):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in a bucket."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -67,7 +65,7 @@ class WeightUpdate:
     """The weights of policy version `version`."""
 
     version: int
-    buckets: tuple[Bucket, ...] = field(default=())
+    buckets: tuple[Bucket, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -80,21 +78,8 @@ class WeightUpdate:
         return hashlib.sha256(repr(entries).encode()).hexdigest()
 
 
-class Memory(Protocol):
-    """Memory in which a trainer packs buckets."""
-
-    def begin(self) -> None:
-        """Begin an update."""
-
-    def take(self, num_bytes: int) -> np.ndarray:
-        """Memory of at least `num_bytes` for a bucket."""
-
-    def put(self, num_bytes: int) -> Any:
-        """Publish the first `num_bytes` of the memory taken last; returns the reference for readers."""
-
-
 class ObjectStore:
-    """Ray's object store. It copies, so one bucket's memory is enough for an update."""
+    """Ray's object store as a `SharedWriter`. It copies, so one bucket's memory is enough for an update."""
 
     def begin(self) -> None:
         self._packed = np.empty(0, dtype=np.uint8)
@@ -108,6 +93,9 @@ class ObjectStore:
         import ray
 
         return ray.put(self._packed[:num_bytes])
+
+
+Memory = ObjectStore | SharedWriter
 
 
 def pack(
@@ -159,14 +147,9 @@ def pack(
 def unpack(
     bucket: Bucket, shared: SharedReader | None = None, *, check: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The bucket's tensors as read-only views of the mapped memory, each verified if `check` is set.
-
-    Args:
-        shared: maps buckets in shared memory, and keeps the views valid.
-
-    Raises:
-        WeightTransferError: the bucket is lost, or a tensor's bytes do not match its checksum or shape.
-    """
+    """The bucket's tensors as read-only views of the mapped memory, each verified if `check` is set. `shared` maps
+    buckets in shared memory, and keeps the views valid. Raises WeightTransferError: the bucket is lost, or a tensor's
+    bytes do not match its checksum or shape."""
     packed = _packed(bucket, shared)
     with warnings.catch_warnings():
         # torch warns that the memory is read-only; loaders only read it.

@@ -86,11 +86,8 @@ class SharedReader:
         self._files: dict[tuple[int, int, int], _File] = {}
 
     def read(self, where: SharedBytes) -> np.ndarray:
-        """The bytes, read-only; they do not change until `keep` is called without them.
-
-        Raises:
-            OSError: the process that wrote them is gone, or belongs to another user.
-        """
+        """The bytes, read-only; they do not change until `keep` is called without them. Raises OSError: the process
+        that wrote them is gone, or belongs to another user."""
         key = (where.pid, where.fd, where.inode)
         if key not in self._files:
             fd = os.open(f"/proc/{where.pid}/fd/{where.fd}", os.O_RDONLY | os.O_CLOEXEC)

@@ -34,11 +34,8 @@ class StaleWeightsError(RuntimeError):
 
 
 class VersionedWeights:
-    """The weights of one engine, with the checkpoint `directory` as version 0.
-
-    Args:
-        layers_of: names → these and all others that must be written together with them.
-    """
+    """The weights of one engine, with the checkpoint `directory` as version 0. `layers_of` adds to names
+    all others that must be written together with them."""
 
     def __init__(
         self, directory: Path, write: Write, layers_of: Callable[[set[str]], set[str]] = lambda names: names
@@ -52,11 +49,8 @@ class VersionedWeights:
         self._whole = True
 
     def verify(self, update: WeightUpdate, number: int, checkers: int) -> None:
-        """Verify this rank's share of `update`, part `number` of `checkers`.
-
-        Raises:
-            WeightTransferError: a tensor is damaged or lost.
-        """
+        """Verify this rank's share of `update`, part `number` of `checkers`. Raises WeightTransferError: a tensor is
+        damaged or lost."""
         try:
             verify(update, self._shared, number, checkers)
         except Exception:
@@ -129,11 +123,8 @@ class VersionedWeights:
         self._release()
 
     def use(self, version: int) -> None:
-        """Prepare to use the engine at `version`; drops the version before.
-
-        Raises:
-            StaleWeightsError: the engine holds another version, or nothing usable.
-        """
+        """Prepare to use the engine at `version`; drops the version before. Raises StaleWeightsError: the engine holds
+        another version, or nothing usable."""
         if not self._whole or self.version != version:
             state = f"version {self.version}" if self._whole else "nothing usable (a load failed midway)"
             raise StaleWeightsError(f"policy version {version} was requested, but the generator holds {state}")

@@ -74,11 +74,8 @@ class Reloader:
 
     @torch.no_grad()
     def load(self, tensors: Tensors, dtype: torch.dtype) -> None:
-        """Load `tensors`. After a failure, reloaded layers keep their new weights, and `close` must be called.
-
-        Raises:
-            ValueError: a tensor is not one of the checkpoint's or has another shape, or a layer's are incomplete.
-        """
+        """Load `tensors`. After a failure, reloaded layers keep their new weights, and `close` must be called. Raises
+        ValueError: a tensor is not one of the checkpoint's or has another shape, or a layer's are incomplete."""
         loaded: set[nn.Module] = set()
         waiting: dict[nn.Module, dict[str, torch.Tensor]] = {}
         for name, tensor in tensors:
@@ -122,11 +119,8 @@ class Reloader:
 
 
 def record(model: Any, shapes: dict[str, torch.Size]) -> Reloader | None:
-    """A `Reloader` of `model`; None if only vLLM's own reload can do it.
-
-    Args:
-        shapes: Hugging Face name → shape, for all tensors of its checkpoint.
-    """
+    """A `Reloader` of `model`; None if only vLLM's own reload can do it. `shapes`: Hugging Face name → shape, for all
+    tensors of its checkpoint."""
     tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     names = {id(tensor): name for name, tensor in tensors.items()}
     calls: dict[nn.Module, list[Call]] = {}

@@ -37,7 +37,6 @@ from xray_runtime.workers.workhorse import Workhorse
 POLL_SECONDS = 0.2
 """Interval at which a stage asks whether it has its turn."""
 RETRY_SECONDS = 1.0
-"""Pause between two attempts."""
 EVICTED_SECONDS = 3.0
 """Longest time for Ray to count the CPUs of ended processes as free."""
 GROUP_SECONDS = 30.0
@@ -57,8 +56,6 @@ class BusyClusterError(RuntimeError):
 
 @dataclass(frozen=True)
 class Request:
-    """The resources of one model of a stage."""
-
     demand: Demand
     kind: type[Workhorse]
     holder: Pingable
@@ -153,13 +150,12 @@ class Acquisition:
             return None
         if not self._is_free() and not (evict_idle_workers() and _poll(self._is_free, EVICTED_SECONDS * load())):
             return None
+        found = None
         try:
             found = self._start_all()
-        except BaseException:
-            self._free()
-            raise
-        if found is None:
-            self._free()
+        finally:
+            if found is None:
+                self._free()
         return found
 
     def _is_unreserved(self) -> bool:

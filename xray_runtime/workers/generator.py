@@ -22,7 +22,8 @@ class Generator(Workhorse):
     """One sampling engine, or one rank of an engine that is split over several Workhorses."""
 
     samples = True
-    _engine: Generation | None = None
+    _engine: Generation
+    """Kept when its model is unloaded, for the next one."""
 
     def load_libraries(self, config: GeneratorConfig) -> None:
         """Import slow libraries before there is a model."""
@@ -41,52 +42,44 @@ class Generator(Workhorse):
         from xray_runtime.engines.generation.generation import Generation
         from xray_runtime.engines.generation.sampling import EngineRank
 
-        if self._engine is not None and self._engine.fits(spec.directory, spec.max_length, spec.config):
-            self._engine.restart(spec.directory)
-        else:
-            self._engine = None
+        if hasattr(self, "_engine"):
+            if self._engine.fits(spec.directory, spec.max_length, spec.config):
+                self._engine.restart(spec.directory)
+                return
+            del self._engine
             gc.collect()
-            rank = EngineRank(self.device.type, rank_info.rank, rank_info.world_size, rank_info.host, rank_info.port)
-            self._engine = Generation(spec.directory, spec.max_length, spec.config, self.runtime, rank)
+        rank = EngineRank(self.device.type, rank_info.rank, rank_info.world_size, rank_info.host, rank_info.port)
+        self._engine = Generation(spec.directory, spec.max_length, spec.config, self.runtime, rank)
 
     def unload(self) -> None:
         super().unload()
-        if self._engine is not None:
+        if hasattr(self, "_engine"):
             self._engine.weights.forget()
 
     def layers_of(self, names: set[str]) -> set[str]:
-        """`names` and the tensors that must be loaded together with them."""
-        assert self._engine is not None
         return self._engine.layers_of(names)
 
     def verify_weights(self, update: WeightUpdate, number: int, checkers: int) -> None:
         """Verify part `number` of `checkers` of `update`."""
-        assert self._engine is not None
         self._engine.weights.verify(update, number, checkers)
 
     def load_weights(self, update: WeightUpdate, verified: bool = False) -> int:
         """Load `update`, which is verified first unless all ranks together did it; returns the version now held."""
-        assert self._engine is not None
         self._engine.weights.load(update, verified=verified)
         return self._engine.weights.version
 
     def load_checkpoint(self, directory: Path, version: int) -> None:
-        """Load the weights of a checkpoint as `version`."""
-        assert self._engine is not None
         self._engine.restart(directory, version)
 
     def revert_weights(self) -> None:
         """Undo the last `load_weights`, because another replica failed."""
-        assert self._engine is not None
         self._engine.weights.revert()
 
     def receive(self, step: str, info: dict[str, Any], version: int) -> None:
         """One step of a transfer from GPU to GPU, which the trainer drives."""
-        assert self._engine is not None
         self._engine.receive(step, info, version)
 
     def generate(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
         """Sample a reply to each prompt (`input_ids`) with its `seed`; see `Generation.generate`."""
-        assert self._engine is not None
         prompts = [ids.tolist() for ids in rows["input_ids"]]
         return self._engine.generate(prompts, rows["seed"].tolist(), sampling, version)

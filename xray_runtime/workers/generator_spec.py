@@ -11,8 +11,10 @@ from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.workers.libraries import TRAINING, VLLM
 
 if TYPE_CHECKING:
-    from xray_runtime.workers.whole_model import WholeModel
     from xray_runtime.workers.workhorse import Workhorse
+
+USES = ("xray_runtime.workers.whole_model",)
+"""Its proxy, so that a stage's key digests the code."""
 
 
 def libraries_of(config: GeneratorConfig) -> str:
@@ -27,13 +29,6 @@ class GeneratorSpec:
     directory: Path
     max_length: int
     config: GeneratorConfig = field(default_factory=GeneratorConfig)
-
-    @property
-    def whole_model(self) -> type[WholeModel]:
-        """Class of its proxy. Named here so that a stage's key digests the code."""
-        from xray_runtime.workers.whole_model import WholeModel
-
-        return WholeModel
 
     @property
     def layout(self) -> GeneratorConfig:

@@ -29,7 +29,6 @@ class GroupPlan:
     """A placement group to request."""
 
     name: str
-    """Its name within the stage."""
     bundles: list[dict[str, float]]
     strategy: str
     seats: dict[tuple[str, int], int]

@@ -138,7 +138,9 @@ class HealthMonitor:
             cause.add_note(f"in {self._name(rank)}\n{self._log_tail(rank)}")
             return error
         if _consequence(error) == 2:
-            missing = " and ".join(f"{self._name(r)}, which is at {self._doing(r)}" for r in silent) or "another rank"
+            doing = {rank: at.doing for rank, at in self._heartbeats.items()}
+            places = (f"{self._name(r)}, which is at {doing.get(r, 'an unknown line')}" for r in silent)
+            missing = " and ".join(places) or "another rank"
             done = ", ".join(f"rank {r} {at.common_parts}" for r, at in sorted(self._heartbeats.items()))
             text = f"{self._name(rank)} waited too long in a collective for {missing}: {root_cause(error)}"
             text += f"; parts of the common work that were done: {done}"
@@ -158,9 +160,6 @@ class HealthMonitor:
         at = self._heartbeats.get(rank)
         here = at is None or at.host == socket.gethostname()
         return max(at.load if at is not None else 1.0, load() if here else 1.0)
-
-    def _doing(self, rank: int) -> str:
-        return self._heartbeats[rank].doing if rank in self._heartbeats else "an unknown line"
 
     def _log_tail(self, rank: int) -> str:
         path = self._log_dir / f"{self._role}-{rank}.log"

@@ -126,7 +126,7 @@ class Learner(Workhorse):
         if self.module.has_trunk:
             rows = self._trunks.identified(rows)
         columns = Columns(num_rows(rows))
-        batches = self._micro_batches(rows, self.spec.score_tokens // self.runtime.micro_batch_divisor)
+        batches = self._micro_batches(rows, self.spec.score_tokens)
         with self._share_threads(at_once), torch.no_grad():
             for batch, scores in self.scorer.evaluate(self.spec.objective.score, batches):
                 for name, of_rows in scores.items():
@@ -142,9 +142,7 @@ class Learner(Workhorse):
 
         states: list[np.ndarray] = [np.zeros(0)] * num_rows(rows)
         with self._share_threads(at_once):
-            for batch in self._micro_batches(
-                self._trunks.identified(rows), self.spec.score_tokens // self.runtime.micro_batch_divisor
-            ):
+            for batch in self._micro_batches(self._trunks.identified(rows), self.spec.score_tokens):
                 found = batch.tensors["trunk"].cpu()
                 bits = found.view(torch.uint16) if found.dtype == torch.bfloat16 else found
                 for row, of_row in zip(batch.rows, bits.split(batch.tensors["lengths"].tolist()), strict=False):
@@ -187,7 +185,7 @@ class Learner(Workhorse):
             # NaN reaches every rank through the gradient norm, so that none of them steps.
             return value * torch.where(finite, 1.0, math.nan)
 
-        batches = self._micro_batches(rows, layout.micro_batch_tokens // self.runtime.micro_batch_divisor)
+        batches = self._micro_batches(rows, layout.micro_batch_tokens)
         with self._share_threads(at_once):
             norm = self.engine.step(loss, batches, lr)
             if not math.isfinite(norm):
@@ -204,6 +202,7 @@ class Learner(Workhorse):
         from xray_runtime.engines.training.threads import micro_batches_at_once
 
         at_once = micro_batches_at_once(self.module, rows) if self.scorer.threaded else 1
+        max_tokens //= self.runtime.micro_batch_divisor
         groups = row_groups(rows, max_tokens, packed=self.module.packs, at_once=at_once)
         count = len(groups)
         if self.rank_info.world_size > 1:
@@ -315,7 +314,8 @@ class Learner(Workhorse):
                     yield name, tensor
 
         written = overwrite(directory, weights(), *self.engine.turn)
-        if head_file is not None and head and self.engine.writes:
+        number, _ = self.engine.turn
+        if head_file is not None and head and number == 0:
             (directory / head_file).parent.mkdir(exist_ok=True)
             save_file(head, directory / head_file)
         return written
@@ -331,11 +331,8 @@ class Learner(Workhorse):
         return f"{self.rank_info.role!r}, rank {self.rank_info.rank}"
 
     def _weights(self, *, head: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, whole tensor) of trained weights, one at a time.
-
-        Raises:
-            NonFiniteError: one is not finite.
-        """
+        """(Hugging Face name, whole tensor) of trained weights, one at a time. Raises NonFiniteError: one is not
+        finite."""
         from xray_runtime.algorithms.finite import all_finite
         from xray_runtime.models.heads import HEAD_PREFIX
 

@@ -1,4 +1,4 @@
-"""The libraries that Workhorses import, and the processes that have them already.
+"""The libraries that Workhorses import, the settings under which they compute, and the processes that have them.
 
 On a machine without a GPU a private Ray forks its workers from processes that have imported them
 (`xray.deployments.fork_server`). A Workhorse says with its runtime environment which it wants.
@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xray_runtime.config.runtime import RuntimeConfig
 
 VARIABLE = "XRAY_WORKER_LIBRARIES"
 """Environment variable of a Workhorse: what was imported before the fork, `TRAINING` or `VLLM`."""
@@ -33,6 +36,15 @@ kept. glibc reads them when a process starts."""
 UNUSED = ("mlflow", "sklearn")
 """Libraries that DeepSpeed and transformers import but no Workhorse uses: 3 CPU seconds a start."""
 
+REPRODUCIBLE_CUDA = {
+    # Without a fixed workspace cuBLAS may sum in another order.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # One algorithm without reductions inside a switch, so that sums over ranks have one order.
+    "NCCL_ALGO": "Ring",
+    "NCCL_PROTO": "Simple",
+    "NCCL_NVLS_ENABLE": "0",
+}
+
 
 def prepare_imports(threads: int) -> None:
     """Set variables that torch reads when it is imported. Waiting threads must sleep, since several models
@@ -51,3 +63,29 @@ def prepare_imports(threads: int) -> None:
 def worker_options(name: str) -> dict[str, Any]:
     """Ray's options for a worker that wants these libraries: none where it would import them itself."""
     return {"runtime_env": {"env_vars": {VARIABLE: name}}} if os.environ.get(FORK_SERVER) else {}
+
+
+def cuda_environment(runtime: RuntimeConfig) -> dict[str, str]:
+    """Variables that must be set before CUDA starts. A CPU ignores them."""
+    return REPRODUCIBLE_CUDA if runtime.reproducible else {}
+
+
+def configure_torch(runtime: RuntimeConfig, device: str, *, samples: bool) -> None:
+    """Set torch's switches for `runtime.reproducible` and `runtime.tf32` in this process.
+
+    A CPU always computes the same bits twice. On CUDA that costs speed, so it is off by default. Where the model
+    `samples`, nothing is refused: vLLM has a mode of its own (`engines.generation.vllm.environment`), and sampling
+    needs operators without a deterministic form on CUDA.
+    """
+    import torch
+
+    on_cpu = device == "cpu"
+    # Attention's backward pass is deterministic on CUDA only where torch would refuse operators that are not.
+    torch.use_deterministic_algorithms(on_cpu or runtime.reproducible, warn_only=on_cpu or samples)
+    # Filling uninitialized memory would cost 1,000 fills a step; nothing reads it.
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False
+    if not on_cpu:
+        torch.backends.cudnn.deterministic = runtime.reproducible
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = runtime.tf32

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from xray_runtime.graph.kind import Stage
     from xray_runtime.models.heads import Branch
     from xray_runtime.models.objectives import Objective
-    from xray_runtime.workers.whole_model import WholeModel
     from xray_runtime.workers.workhorse import Workhorse
+
+USES = ("xray_runtime.workers.whole_model",)
+"""Its proxy, so that a stage's key digests the code."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,6 @@ class ModelSpec:
         from xray_runtime.workers.learner import Learner
 
         return Learner
-
-    @property
-    def whole_model(self) -> type[WholeModel]:
-        """Class of its proxy. Named here so that a stage's key digests the code."""
-        from xray_runtime.workers.whole_model import WholeModel
-
-        return WholeModel
 
     @property
     def layout(self) -> LayoutConfig:

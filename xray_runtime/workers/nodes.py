@@ -56,16 +56,6 @@ def node_addresses() -> set[str]:
     return {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
-def is_on_all_nodes(directory: Path) -> bool:
-    """Whether all nodes that answer share the disk of `directory`."""
-    if len(ray.nodes()) < 2:
-        return True
-    with probe_file(directory) as probe:
-        calls = [_sees.options(scheduling_strategy=on).remote(probe) for on in each_node()]
-        done = ray.wait(calls, num_returns=len(calls), timeout=NODES_SECONDS)[0]
-        return all(ray.get(ref) for ref in done if answered(ref))
-
-
 @ray.remote(num_cpus=0, max_retries=0)
 def _sees(path: Path) -> bool:
     return path.exists()
@@ -84,13 +74,13 @@ def probe_file(directory: Path) -> Iterator[Path]:
         probe.unlink()
 
 
-def await_answers(timeout_s: float = NODES_SECONDS) -> None:
-    """Wait until every node that Ray considers alive answers or is found dead, for at most `timeout_s`.
+def await_answers() -> None:
+    """Wait until every node that Ray considers alive answers or is found dead, for at most NODES_SECONDS.
 
     Ray takes seconds to notice that a machine is gone. Meanwhile it would schedule Workhorses there, and an attempt
     right after the loss would fail too.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + NODES_SECONDS
     while time.monotonic() < deadline:
         strategies = each_node()
         if len(strategies) < 2:
@@ -125,7 +115,6 @@ def same_node() -> NodeAffinitySchedulingStrategy:
 
 
 def worker_info() -> WorkerInfo:
-    """Node, process and environment of this process."""
     return WorkerInfo(current_node(), socket.gethostname(), os.getpid(), environment_digest())
 
 
@@ -136,11 +125,7 @@ def check_environment(what: str, there: WorkerInfo, wanted: str) -> None:
 
 
 def note_placement(log_dir: Path, workers: Mapping[str, Sequence[WorkerInfo]]) -> None:
-    """Append a line to the placement log in `log_dir`.
-
-    Args:
-        workers: role → worker of each rank.
-    """
+    """Append a line to the placement log in `log_dir`. `workers`: role → worker of each rank."""
     names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
     models = {
         role: [{"node": names[r.node], "node_id": r.node, "host": r.host, "pid": r.pid} for r in ranks]
@@ -157,8 +142,13 @@ def only_node(root: Path) -> str | None:
 
     Checked once, so nodes that join later must be like the others.
     """
-    if is_on_all_nodes(root):
+    if len(ray.nodes()) < 2:
         return None
+    with probe_file(root) as probe:
+        calls = [_sees.options(scheduling_strategy=on).remote(probe) for on in each_node()]
+        done = ray.wait(calls, num_returns=len(calls), timeout=NODES_SECONDS)[0]
+        if all(ray.get(ref) for ref in done if answered(ref)):
+            return None
     log.warning(
         "%s is not on a disk that all nodes share: stages run on this node, which sends files to the others", root
     )

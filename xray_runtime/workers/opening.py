@@ -26,6 +26,7 @@ from xray_runtime.workers.nodes import WorkerInfo, note_placement, same_node
 from xray_runtime.workers.placement import device
 from xray_runtime.workers.pool import find_worker_pool
 from xray_runtime.workers.protocols import ModelHandle, WholeModelHandle, get_all
+from xray_runtime.workers.whole_model import WholeModel
 
 if TYPE_CHECKING:
     from xray_runtime.graph.kind import OpenModels
@@ -62,11 +63,8 @@ def model_opener(runtime: RuntimeConfig, log_dir: Path, run_id: str) -> OpenMode
 
 
 def prestart_models(roles: Mapping[str, ModelRole], runtime: RuntimeConfig, run_id: str) -> None:
-    """Start processes in the run's pool for the next stage's models, so that they load libraries now.
-
-    Args:
-        roles: `StageKind.models` of that stage's config.
-    """
+    """Start processes in the run's pool for the next stage's models, so that they load libraries now. `roles`
+    are `StageKind.models` of that stage's config."""
     pool = find_worker_pool(run_id)
     if pool is None:
         return
@@ -93,7 +91,7 @@ def _open(
     if not specs:
         yield {}
         return
-    models = {role: _proxy(spec) for role, spec in specs.items()}
+    models = {role: _proxy() for role in specs}
     requests = {
         role: Request(demand(role, spec.layout, runtime, where), spec.workhorse, models[role], spec.libraries)
         for role, spec in specs.items()
@@ -147,7 +145,7 @@ _idle_proxies: list[WholeModelHandle] = []
 """WholeModels without a model, for the next stage in this process. They end with it."""
 
 
-def _proxy(spec: ModelSpec | GeneratorSpec) -> WholeModelHandle:
+def _proxy() -> WholeModelHandle:
     """A WholeModel without a model: an idle or a new one."""
     while _idle_proxies:
         # Ray raises for dead actors, and for actors of another cluster.
@@ -157,7 +155,7 @@ def _proxy(spec: ModelSpec | GeneratorSpec) -> WholeModelHandle:
                 return idle
             ray.kill(idle)
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": same_node()}
-    model: WholeModelHandle = ray.remote(spec.whole_model).options(**options).remote()
+    model: WholeModelHandle = ray.remote(WholeModel).options(**options).remote()
     return model
 
 

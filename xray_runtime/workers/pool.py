@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from xray_runtime.workers.workhorse import Workhorse
 
-PREFIX = "xray-worker-pool-"
 PING_SECONDS = 0.5
 HEARTBEAT_SECONDS = 10.0
 """Time for an idle worker to answer a heartbeat; longer on a busy machine."""
@@ -139,17 +138,9 @@ class PoolHandle(Protocol):
     evict_idle: Method[[], int]
 
 
-_POOLS: NamedActor[PoolHandle] = NamedActor(WorkerPool, PREFIX)
-
-
-def open_worker_pool(run_id: str) -> PoolHandle:
-    """The worker pool of a run, started if there is none. It ends with the process that started it."""
-    return _POOLS.open(run_id)
-
-
-def find_worker_pool(run_id: str) -> PoolHandle | None:
-    """The worker pool of a run; None if there is none or it died."""
-    return _POOLS.find(run_id)
+_POOLS: NamedActor[PoolHandle] = NamedActor(WorkerPool, "xray-worker-pool-")
+open_worker_pool, find_worker_pool = _POOLS.open, _POOLS.find
+"""The worker pool of a run. It ends with the process that started it."""
 
 
 def evict_idle_workers() -> int:

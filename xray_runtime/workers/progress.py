@@ -7,8 +7,6 @@ from typing import Protocol
 from xray_runtime.workers.named import NamedActor
 from xray_runtime.workers.protocols import Method
 
-PREFIX = "xray-progress-"
-
 Progress = tuple[int, int, str, str, int]
 """(done, total, unit, note, parts of work that its models have done since)."""
 
@@ -51,14 +49,6 @@ class ProgressHandle(Protocol):
     stop: Method[[], None]
 
 
-_ACTORS: NamedActor[ProgressHandle] = NamedActor(ProgressActor, PREFIX)
-
-
-def open_progress(run_id: str) -> ProgressHandle:
-    """The progress actor of a run, started if there is none. It ends with the process that started it."""
-    return _ACTORS.open(run_id)
-
-
-def find_progress(run_id: str) -> ProgressHandle | None:
-    """The progress actor of a run; None if there is none."""
-    return _ACTORS.find(run_id)
+_ACTORS: NamedActor[ProgressHandle] = NamedActor(ProgressActor, "xray-progress-")
+open_progress, find_progress = _ACTORS.open, _ACTORS.find
+"""The progress actor of a run. It ends with the process that started it."""

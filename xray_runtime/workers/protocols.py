@@ -141,17 +141,7 @@ class HeartbeatMethod(Protocol):
     def options(self, *, concurrency_group: str) -> Method[[], Heartbeat]: ...
 
 
-class FileReceiverHandle(Protocol):
-    sees: Method[[Path], bool]
-    make_directory: Method[[], Path]
-    append_chunk: Method[[Path, bytes], None]
-    sizes: Method[[Path], dict[str, int]]
-    read_chunk: Method[[Path, int], bytes]
-    remove_directory: Method[[Path], None]
-    remove_directories: Method[[], None]
-
-
-class WorkhorseHandle(FileReceiverHandle, Protocol):
+class WorkhorseHandle(Protocol):
     heartbeat: HeartbeatMethod
     worker_info: Method[[], WorkerInfo]
     where: Method[[], Device]
@@ -159,6 +149,15 @@ class WorkhorseHandle(FileReceiverHandle, Protocol):
     unload: Method[[], None]
     load_libraries: Method[..., None]
     build: Method[[ModelSpec | GeneratorSpec, RankInfo], None]
+
+    # Files
+    sees: Method[[Path], bool]
+    make_directory: Method[[], Path]
+    append_chunk: Method[[Path, bytes], None]
+    sizes: Method[[Path], dict[str, int]]
+    read_chunk: Method[[Path, int], bytes]
+    remove_directory: Method[[Path], None]
+    remove_directories: Method[[], None]
 
     # Learner
     score: Method[[Rows, int], Rows]

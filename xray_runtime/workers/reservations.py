@@ -23,8 +23,6 @@ from xray_runtime.workers.protocols import Method, Pingable
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-NAME = "xray-reservations"
-
 
 @dataclass(frozen=True)
 class Ticket:
@@ -47,8 +45,6 @@ class Reservation:
 
 
 class Reservations:
-    """The queue of stages, and their reservations."""
-
     def __init__(self) -> None:
         self._queue: list[Ticket] = []
         self._held: dict[Ticket, Reservation] = {}
@@ -65,7 +61,6 @@ class Reservations:
         return self._queue[0] == ticket
 
     def leave(self, ticket: Ticket) -> None:
-        """Remove the ticket from the queue."""
         self._queue = [other for other in self._queue if other != ticket]
 
     def grant(self, ticket: Ticket, reservation: Reservation) -> None:
@@ -116,12 +111,9 @@ class ReservationsHandle(Protocol):
     holders: Method[[], list[str]]
 
 
-_ACTOR: NamedActor[ReservationsHandle] = NamedActor(Reservations, NAME, detached=True)
-
-
-def open_reservations() -> ReservationsHandle:
-    """The cluster's reservations, started if there are none. They end with the cluster."""
-    return _ACTOR.open()
+_ACTOR: NamedActor[ReservationsHandle] = NamedActor(Reservations, "xray-reservations", detached=True)
+open_reservations = _ACTOR.open
+"""The cluster's reservations. They end with the cluster."""
 
 
 def amount_text(resources: Mapping[str, float]) -> str:

@@ -1,31 +1,78 @@
 """File staging: copy directories to and from Workhorses on nodes that do not share this node's disk.
 
-If every node sees the output directory, nothing is copied. Otherwise a WholeModel stages in the files its Workhorses
-read, chunk by chunk through Ray's object store, and stages out the files they wrote.
+If every node sees the output directory, nothing is copied. Otherwise a WholeModel (`FileStager`) stages in the files
+its Workhorses (`FileReceiver`) read, chunk by chunk through Ray's object store, and stages out the files they wrote.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any
 
 import ray
 
-from xray_runtime.workers.file_receiver import CHUNK_BYTES, model_files
+from xray_runtime.engines.training.disk import own_directory
+from xray_runtime.store.manifest import LEDGER
 from xray_runtime.workers.nodes import current_node, probe_file
-from xray_runtime.workers.protocols import FileReceiverHandle, Ref
+from xray_runtime.workers.protocols import WorkhorseHandle
 
-T = TypeVar("T")
+CHUNK_BYTES = 64 * 2**20
 
 
-class Collect(Protocol):
-    """Waits for answers of ranks, as `health.HealthMonitor.collect` does."""
+class FileReceiver:
+    """A Workhorse's side: directories that are removed with its model or when its process ends."""
 
-    def __call__(self, refs: list[Ref[T]], ranks: list[int]) -> list[T]: ...
+    _own: Path | None = None
+
+    def sees(self, path: Path) -> bool:
+        return path.exists()
+
+    def make_directory(self) -> Path:
+        """A new, empty directory here. Raises PermissionError if another user owns the parent directory."""
+        if self._own is None:
+            root = Path(tempfile.gettempdir()) / f"xray-staged-{os.getuid()}"
+            root.mkdir(mode=0o700, exist_ok=True)
+            if root.lstat().st_uid != os.getuid():
+                raise PermissionError(f"{root}: belongs to another user; set TMPDIR to another directory")
+            self._own = own_directory(root)
+        return Path(tempfile.mkdtemp(dir=self._own))
+
+    def append_chunk(self, path: Path, chunk: bytes) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            file.write(chunk)
+
+    def sizes(self, directory: Path) -> dict[str, int]:
+        """Relative path → bytes of every file below `directory`."""
+        return {str(path.relative_to(directory)): path.stat().st_size for path in _model_files(directory)}
+
+    def read_chunk(self, path: Path, offset: int) -> bytes:
+        """The chunk of the file `path` that begins at `offset`."""
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(CHUNK_BYTES)
+
+    def remove_directory(self, directory: Path) -> None:
+        """Remove a directory of `make_directory`."""
+        shutil.rmtree(directory, ignore_errors=True)
+
+    def remove_directories(self) -> None:
+        """Remove all directories of `make_directory`."""
+        if self._own is not None:
+            # The lock file beside them stays.
+            for directory in filter(Path.is_dir, self._own.iterdir()):
+                self.remove_directory(directory)
+
+
+def _model_files(directory: Path) -> list[Path]:
+    """All files but those of a policy's ledger, which no model reads."""
+    found = (path for path in directory.rglob("*") if path.is_file())
+    return sorted(path for path in found if path.relative_to(directory).parts[0] != LEDGER)
 
 
 class FileStager:
@@ -34,12 +81,16 @@ class FileStager:
     Args:
         workhorses: in order of rank.
         nodes: node id of each Workhorse.
-        collect: waits for answers of ranks.
+        collect: waits for answers of ranks, as `health.HealthMonitor.collect` does.
         shared: a directory that nodes may share; files are staged for nodes that do not see it.
     """
 
     def __init__(
-        self, workhorses: Sequence[FileReceiverHandle], nodes: Sequence[str], collect: Collect, shared: Path
+        self,
+        workhorses: Sequence[WorkhorseHandle],
+        nodes: Sequence[str],
+        collect: Callable[[list[Any], list[int]], list[Any]],
+        shared: Path,
     ) -> None:
         self._workhorses, self._nodes, self._collect = workhorses, nodes, collect
         self._staged: dict[Path, list[Path]] = {}
@@ -78,7 +129,7 @@ class FileStager:
     def _copy(self, directory: Path) -> list[Path]:
         found = self.output_directories(directory)
         ranks = list(self._receivers.values())
-        for path in model_files(directory) if ranks else []:
+        for path in _model_files(directory) if ranks else []:
             with path.open("rb") as file:
                 # An empty file is one empty chunk.
                 chunk = file.read(CHUNK_BYTES)

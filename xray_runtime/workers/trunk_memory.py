@@ -20,7 +20,6 @@ class TrunkMemory:
     def __init__(self) -> None:
         self._states: dict[int, Tensor] = {}
         self._digest = ""
-        """Digest of the rows."""
 
     def forget(self) -> None:
         self._states, self._digest = {}, ""

@@ -23,6 +23,7 @@ from xray_runtime.errors import NonFiniteError
 from xray_runtime.store.shards import WEIGHTS_INDEX
 from xray_runtime.weights.device_transfer import Device, Route, Transport, choose_route
 from xray_runtime.workers.health import HealthMonitor, WorkhorseError
+from xray_runtime.workers.liveness import answered
 from xray_runtime.workers.nodes import WorkerInfo, check_environment
 from xray_runtime.workers.progress import find_progress
 from xray_runtime.workers.protocols import Ref, WholeModelHandle, WorkhorseHandle, get
@@ -108,7 +109,6 @@ class WholeModel:
         return workers
 
     def _staged(self, rank: int, directory: Path) -> Path:
-        """The path of a directory for a rank."""
         return self._stager.stage_in(directory)[rank]
 
     def unload(self, reused: bool) -> None:
@@ -153,11 +153,8 @@ class WholeModel:
         return sums
 
     def generate(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
-        """`Generator.generate` with prompts spread over replicas by predicted tokens; replies in order.
-
-        Raises:
-            NonFiniteError: a log-probability is not finite.
-        """
+        """`Generator.generate` with prompts spread over replicas by predicted tokens; replies in order. Raises
+        NonFiniteError: a log-probability is not finite."""
         loads = balance(rows["input_ids"].lengths + sampling.max_new_tokens, self._num_replicas)
         size = len(self._workhorses) // self._num_replicas
         calls: list[Ref[Rows]] = []
@@ -190,7 +187,7 @@ class WholeModel:
         except WorkhorseError:
             raise
         except Exception:
-            loaded = [w for w, load in zip(self._workhorses, loads, strict=True) if _succeeded(load)]
+            loaded = [w for w, load in zip(self._workhorses, loads, strict=True) if answered(load, 0)]
             self._get([workhorse.revert_weights.remote() for workhorse in loaded])
             raise
         return update.version
@@ -336,11 +333,3 @@ class WholeModel:
     def _kill(self) -> None:
         for workhorse in self._workhorses:
             ray.kill(workhorse)
-
-
-def _succeeded(ref: Ref[T]) -> bool:
-    try:
-        ray.get(ref, timeout=0)
-    except Exception:
-        return False
-    return True

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, ClassVar
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.cores import give_way
 from xray_runtime.processes import redirect_output
-from xray_runtime.workers.determinism import configure_torch, cuda_environment
-from xray_runtime.workers.file_receiver import FileReceiver
 from xray_runtime.workers.heartbeat import Heartbeat, HeartbeatSource
-from xray_runtime.workers.libraries import prepare_imports
+from xray_runtime.workers.libraries import configure_torch, cuda_environment, prepare_imports
+from xray_runtime.workers.staging import FileReceiver
 
 if TYPE_CHECKING:
     from xray_runtime.weights.device_transfer import Device

@@ -10,7 +10,7 @@ import torch
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.generation.vllm import environment
 from xray_runtime.engines.training.deepspeed_setup import REDUCE_BUCKET, communication
-from xray_runtime.workers.determinism import configure_torch, cuda_environment
+from xray_runtime.workers.libraries import configure_torch, cuda_environment
 
 EXACT = RuntimeConfig(device="cuda", reproducible=True)
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.engines.generation.sampling import EngineRank, Reply, Sampling
+from xray_runtime.engines.generation.sampling import EngineRank, Reply, Sampler, Sampling
 from xray_runtime.engines.generation.transformers_generate import sample
 from xray_runtime.engines.training.deepspeed_setup import init_collectives, load_deepspeed
 from xray_runtime.models.causal_lm import load_model
@@ -22,7 +22,7 @@ from xray_runtime.weights.versioned import Tensors
 OUTPUT_LAYER = "lm_head.weight"
 
 
-class DeepSpeedSampler:
+class DeepSpeedSampler(Sampler):
     """This rank's shard of one model under DeepSpeed Inference."""
 
     def __init__(self, directory: Path, max_length: int, runtime: RuntimeConfig, rank: EngineRank) -> None:
@@ -44,9 +44,6 @@ class DeepSpeedSampler:
 
     def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
         return sample(self._engine.generate, self._device, prompts, seeds, sampling)
-
-    def layers_of(self, names: set[str]) -> set[str]:
-        return names
 
     def write(self, tensors: Tensors, version: int) -> None:
         with torch.no_grad():

@@ -33,7 +33,8 @@ class Generation:
     ) -> None:
         self._shape, self._directory = _shape(directory, max_length, config), directory
         self._sampler = _open(directory, max_length, config, runtime, rank)
-        self.weights = VersionedWeights(directory, self._sampler.write, self._sampler.layers_of)
+        self.layers_of = self._sampler.layers_of
+        self.weights = VersionedWeights(directory, self._sampler.write, self.layers_of)
 
     def fits(self, directory: Path, max_length: int, config: GeneratorConfig) -> bool:
         """Whether the checkpoint differs from this engine's first one only in its weights."""
@@ -43,10 +44,6 @@ class Generation:
         """Hold the weights of `directory`, which differs only in its weights, as `version`."""
         self._directory = directory
         self.weights.restart(directory, version)
-
-    def layers_of(self, names: set[str]) -> set[str]:
-        """`names` and the tensors that must be written together with them."""
-        return self._sampler.layers_of(names)
 
     def receive(self, step: str, info: dict[str, Any], version: int) -> None:
         """One step of a transfer from GPU to GPU (vLLM only); see `weights.device_transfer`."""
@@ -61,10 +58,8 @@ class Generation:
         """Sample one reply a prompt with policy version `version`.
 
         Returns columns over B prompts: ragged `response_ids` int64 and `rollout_logprobs` float32 (at the sampling
-        temperature), `ended` [B] bool (False: cut off at `max_new_tokens`).
-
-        Raises:
-            StaleWeightsError: another version is loaded, or a load failed midway.
+        temperature), `ended` [B] bool (False: cut off at `max_new_tokens`). Raises StaleWeightsError: another version
+        is loaded, or a load failed midway.
         """
         self.weights.use(version)
         replies = self._sampler.sample(prompts, seeds, sampling)

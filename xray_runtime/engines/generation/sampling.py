@@ -24,8 +24,6 @@ from xray_runtime.weights.versioned import Tensors
 
 @dataclass(frozen=True)
 class Sampling:
-    """How replies are sampled."""
-
     max_new_tokens: int
     temperature: float
     stop_token_ids: tuple[int, ...]
@@ -40,7 +38,6 @@ class Sampling:
 
     @classmethod
     def of(cls, config: SamplingConfig, stop_token_ids: tuple[int, ...], pad_token_id: int) -> Sampling:
-        """The sampling of `config`."""
         fields = {name: getattr(config, name) for name in SamplingConfig.model_fields}
         return cls(**fields | {"stop": tuple(config.stop)}, stop_token_ids=stop_token_ids, pad_token_id=pad_token_id)
 
@@ -79,3 +76,4 @@ class Sampler(Protocol):
 
     def layers_of(self, names: set[str]) -> set[str]:
         """`names` and the tensors that must be written together with them."""
+        return names

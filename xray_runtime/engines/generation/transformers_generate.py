@@ -9,19 +9,18 @@ from typing import Any
 import torch
 import transformers
 
-from xray_runtime.engines.generation.sampling import EngineRank, Reply, Sampling
+from xray_runtime.engines.generation.sampling import EngineRank, Reply, Sampler, Sampling
 from xray_runtime.models.causal_lm import load_model
 from xray_runtime.signs import part_done
 from xray_runtime.weights.versioned import Tensors
 
 ROWS = 32
-"""Rows of every batch."""
 WIDTH_STEP = 32
 """Prompts are padded to a multiple of this. Float rounding depends on a matrix's shape, which must depend on the prompt
 alone, not on the rest of the batch."""
 
 
-class TransformersSampler:
+class TransformersSampler(Sampler):
     """One model under `generate`."""
 
     def __init__(self, directory: Path, rank: EngineRank) -> None:
@@ -31,9 +30,6 @@ class TransformersSampler:
 
     def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
         return sample(self._lm.generate, self._lm.device, prompts, seeds, sampling)
-
-    def layers_of(self, names: set[str]) -> set[str]:
-        return names
 
     def write(self, tensors: Tensors, version: int) -> None:
         own = dict(self._lm.named_parameters())
@@ -102,11 +98,7 @@ def stream(lm: Any, prompt: list[int], seed: int, sampling: Sampling) -> Iterato
 
 
 def sample(
-    generate: Callable[..., Any],
-    device: torch.device,
-    prompts: list[list[int]],
-    seeds: list[int],
-    sampling: Sampling,
+    generate: Callable[..., Any], device: torch.device, prompts: list[list[int]], seeds: list[int], sampling: Sampling
 ) -> list[Reply]:
     """Replies by a `generate` of transformers' form, in batches of fixed shapes."""
     widths = [-(-len(prompt) // WIDTH_STEP) * WIDTH_STEP for prompt in prompts]

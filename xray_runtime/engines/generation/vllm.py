@@ -23,11 +23,7 @@ prompt can be shared."""
 
 def environment(device: str, *, reproducible: bool = False) -> dict[str, str]:
     """Settings that vLLM reads at import; `reproducible` as in `RuntimeConfig`."""
-    settings = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
     if device == "cpu":
         # Some of vLLM's samplers compile themselves even in eager mode, which takes 15 s at the first call.
         settings["TORCH_COMPILE_DISABLE"] = "1"
@@ -174,8 +170,8 @@ class VLLMSampler:
         return [Reply(list(o.outputs[0].token_ids), o.outputs[0].logprobs.logprobs) for o in outputs]
 
     def layers_of(self, names: set[str]) -> set[str]:
-        together: set[str] = self._llm.collective_rpc(_layers_of, args=(names,))[0]
-        return together
+        [together] = self._llm.collective_rpc(lambda worker: worker.weight_transfer_engine.layers_of(names))
+        return set(together)
 
     def write(self, tensors: Tensors, version: int) -> None:
         self.receive("start", {}, version)
@@ -201,11 +197,6 @@ class VLLMSampler:
             self._llm.update_weights({"update_info": {"direct": info}})
         else:
             self._llm.finish_weight_update(str(version))
-
-
-def _layers_of(worker: Any, names: set[str]) -> set[str]:
-    together: set[str] = worker.weight_transfer_engine.layers_of(names)
-    return together
 
 
 def _close_session(worker: Any) -> None:

@@ -70,8 +70,6 @@ def call_parser(directory: Path) -> str:
         return "calls"
 
     class NoCalls(ToolParser):
-        """Refuses requests with tools."""
-
         def adjust_request(self, request: Any) -> Any:
             if request.tools:
                 raise ValueError(NO_CALLS)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xray_runtime.engines.engine import MicroBatch, PlainScorer
+from xray_runtime.engines.engine import MicroBatch, Scorer
 from xray_runtime.engines.training.mesh import Mesh
 from xray_runtime.engines.training.zero import ZeroEngine
 from xray_runtime.models.heads import BorrowedHead, HeadedLM, built_like_llama
@@ -39,7 +39,7 @@ def check_stages(module: HeadedLM, stages: int, field: str) -> None:
         raise ValueError(f"{refused}: the model has {len(module.lm.model.layers)} layers")
 
 
-class StageScorer(PlainScorer):
+class StageScorer(Scorer):
     """One pipeline stage of a frozen model."""
 
     def __init__(self, module: Any, mesh: Mesh) -> None:
@@ -98,7 +98,8 @@ class PipelineEngine(StageScorer):
 
     def __init__(self, inner: ZeroEngine, mesh: Mesh) -> None:
         super().__init__(inner.module, mesh)
-        self._inner, self.writes, self.turn = inner, inner.writes, inner.turn
+        self._inner, self.turn = inner, inner.turn
+        self.weights, self.save = inner.weights, inner.save
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
         return self._inner.forward(task, *args)
@@ -119,12 +120,6 @@ class PipelineEngine(StageScorer):
         self._wait_for_sends()
         return norm
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._inner.weights()
-
-    def save(self, directory: Path) -> None:
-        self._inner.save(directory)
-
     def load(self, directory: Path) -> None:
         self._inner.load(directory)
         self._send_head()
@@ -142,7 +137,6 @@ class PipelineEngine(StageScorer):
         return states, out
 
     def _down(self, states: Tensor | None, out: Tensor) -> None:
-        """Its backward pass."""
         if self._mesh.is_last:
             self._inner.backward(out * self._inner.data_parallel)
         else:

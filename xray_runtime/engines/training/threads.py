@@ -33,11 +33,8 @@ def micro_batches_at_once(module: nn.Module, rows: Rows) -> int:
 
 
 def in_threads(task: Callable[[T], R], items: Iterable[T]) -> Iterator[tuple[T, R]]:
-    """(item, `task(item)`) in order; pairs of items at the same time, on halves of the calling thread's threads.
-
-    Raises:
-        Exception: the first task's that failed, when no other is running.
-    """
+    """(item, `task(item)`) in order; pairs of items at the same time, on halves of the calling thread's threads. Raises
+    the exception of the first task that failed, when no other is running."""
     at_once, with_gradients = _at_once(), torch.is_grad_enabled()
     threads = torch.get_num_threads() // at_once
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from xray_runtime.config.engines import TrainingConfig
 from xray_runtime.engines import states
-from xray_runtime.engines.engine import MicroBatch, PlainScorer
+from xray_runtime.engines.engine import MicroBatch, Scorer
 from xray_runtime.engines.shard_loading import Weights, load_shard
 from xray_runtime.engines.training.deepspeed_setup import MOMENTS, communication, decay_groups, mixed_precision, offload
 from xray_runtime.engines.training.mesh import Mesh
@@ -29,31 +29,23 @@ from xray_runtime.models.heads import HEAD_PREFIX, HeadedLM
 from xray_runtime.store.shards import Piece
 
 
-class ZeroEngine(PlainScorer):
+class ZeroEngine(Scorer):
     """One rank of a model under DeepSpeed ZeRO.
 
     Args:
         module: this rank's part of the model; its weights are loaded here, and partitioned by ZeRO-3.
         training: optimizer settings and ZeRO stage. `training.lr` is a placeholder: each step has its own.
-        weights: initial weights.
-        device: device of this rank.
         mesh: mesh of the model's parts; None if every rank has a whole replica.
     """
 
     def __init__(
-        self,
-        module: HeadedLM,
-        training: TrainingConfig,
-        weights: Weights,
-        device: torch.device,
-        mesh: Mesh | None = None,
+        self, module: HeadedLM, training: TrainingConfig, weights: Weights, device: torch.device, mesh: Mesh | None
     ) -> None:
         import deepspeed
 
         self.stage, self._on_disk = training.engine.zero, training.engine.offload == "nvme"
         self._mesh, self._splits, self._grad_clip = mesh, weights.splits, training.grad_clip
         self.turn = mesh.turn if mesh is not None else (dist.get_rank(), dist.get_world_size())
-        self.writes = not self.turn[0]
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
@@ -73,7 +65,7 @@ class ZeroEngine(PlainScorer):
         }
         mixed = training.engine.precision != "float32"
         dtype = getattr(torch, training.engine.precision)
-        load_shard(module, weights, device, dtype, _Partition(config, dtype) if self.stage == 3 else None)
+        load_shard(module, weights, device, dtype, Partition(config, dtype) if self.stage == 3 else None)
         if mesh is not None and mesh.topology.tensor > 1:
             sum_gradients(module, mesh)
         optimizer = torch.optim.AdamW(
@@ -305,40 +297,34 @@ class ZeroEngine(PlainScorer):
         safe_set_local_fp32_param(parameter, share.to(parameter.device))
 
 
-class ZeroScorer(PlainScorer):
-    """One rank of a frozen model under ZeRO-3, with a share of every parameter.
-
-    Args:
-        module: the whole model, loaded and partitioned here.
-        weights: its weights.
-        device: device of this rank.
-        dtype: type of its parameters and activations.
-    """
+class ZeroScorer(Scorer):
+    """One rank of a frozen model under ZeRO-3, which loads and partitions the whole `module`."""
 
     def __init__(self, module: HeadedLM, weights: Weights, device: torch.device, dtype: torch.dtype) -> None:
         import deepspeed
 
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "steps_per_print": 2**31}
-        load_shard(module, weights, device, dtype, _Partition(config, dtype))
+        load_shard(module, weights, device, dtype, Partition(config, dtype))
         self._engine, *_ = deepspeed.initialize(model=module, config=config)
         super().__init__(self._engine.module)
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
-        """See `Scorer.forward`."""
         return self._engine(task, *args)
 
 
-class _Partition:
-    """ZeRO-3's partition of parameters over all ranks, as DeepSpeed's `config` says; see `shard_loading.Partition`."""
+class Partition:
+    """ZeRO-3's partition of parameters over all ranks, as DeepSpeed's `config` says: leaves every rank its share."""
 
     def __init__(self, config: dict[str, Any], dtype: torch.dtype) -> None:
         import deepspeed
 
         self._init = deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype)
-        # A share on disk is written only as it is split off the whole parameter.
+        # Whether ranks can fill in their shares by themselves: a share on disk is only written as it is split off.
         self.by_share = config["zero_optimization"].get("offload_param", {}).get("device") != "nvme"
 
     def __call__(self, parameter: Any, share: Callable[[int, int], Tensor] | None) -> None:
+        """Partition a parameter that rank 0 has whole and the others have empty; with `share` all have it empty, and
+        each fills in the elements `share(start, size)` of the flattened parameter."""
         if share is None:
             self._init._convert_to_zero_parameters([parameter])
             return

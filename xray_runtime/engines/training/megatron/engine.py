@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from xray_runtime.config.engines import TrainingConfig
 from xray_runtime.engines import states
-from xray_runtime.engines.engine import MicroBatch
+from xray_runtime.engines.engine import MicroBatch, Scorer
 from xray_runtime.engines.topology import Topology
 from xray_runtime.engines.training.deepspeed_setup import MOMENTS
 from xray_runtime.engines.training.megatron.model import MegatronLM
@@ -35,14 +35,13 @@ from xray_runtime.models.weight_files import read_tensor, weight_files
 from xray_runtime.store.shards import Piece
 
 
-class MegatronEngine:
+class MegatronEngine(Scorer):
     """One rank of a Llama under Megatron-core.
 
     Args:
         module: the model or its skeleton; this rank's part of the weights is copied.
         training: optimizer settings and layout. `training.lr` is a placeholder: each step has its own.
         checkpoint: source of a skeleton's weights.
-        device: device of this rank.
     """
 
     def __init__(self, module: HeadedLM, training: TrainingConfig, checkpoint: Path, device: torch.device) -> None:
@@ -61,11 +60,9 @@ class MegatronEngine:
         assert rank == topology.rank(self._stage, data_rank, self._tensor_rank)
         self._num_stages, self._peers = topology.pipeline, parallel_state.get_tensor_model_parallel_group()
         self.turn = data_rank * topology.tensor + self._tensor_rank, topology.data * topology.tensor
-        self.writes = not self.turn[0]
         dtype = getattr(torch, training.engine.precision)
         inv_freq = module.lm.model.rotary_emb.inv_freq
-        self.module: Any = MegatronLM(config, topology, inv_freq, scalar_head=has_head, dtype=dtype)
-        self.module.to(device).eval()
+        super().__init__(MegatronLM(config, topology, inv_freq, scalar_head=has_head, dtype=dtype).to(device).eval())
         layers = topology.layers(self._stage, config.num_hidden_layers)
         self._fused = llama(config, layers, topology.tensor, scalar=has_head)
         self._parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters())
@@ -77,6 +74,7 @@ class MegatronEngine:
             is_split, dim = fused.dim is not None, fused.dim or 0
             tensor_parallel.set_tensor_model_parallel_attributes(self._parameters[name], is_split, dim, 1)
         self._updates: Replicated | Sharded = (Sharded if training.engine.zero else Replicated)(self.module, training)
+        self.optimizer = self._updates.optimizer
         for name, parameter in self._parameters.items():
             slices = [
                 read_tensor(files, plain, piece.dim, piece.low, piece.high)
@@ -87,20 +85,9 @@ class MegatronEngine:
             self._updates.set_value(parameter, self._join(name, slices))
         self._num_steps = 0
 
-    @property
-    def optimizer(self) -> Any:
-        """Megatron's or torch's optimizer."""
-        return self._updates.optimizer
-
-    threaded = False
-
-    def forward(self, task: Callable[..., Any], *args: Any) -> Any:
-        return self.module(task, *args)
-
     def evaluate(self, task: Callable[..., Any], batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:
         if self._num_stages == 1:
-            for batch in batches:
-                yield batch, self.forward(task, batch.tensors)
+            yield from super().evaluate(task, batches)
             return
         held = list(batches)
         scores = self._pipeline(lambda batch: self.forward(task, batch.tensors), held, forward_only=True)
@@ -159,10 +146,10 @@ class MegatronEngine:
 
         def read(kind: str, plain: str) -> Tensor:
             (name, number), piece = sources[plain], pieces[plain]
-            parameter = self._parameters[name]
-            weight = kind == states.WEIGHT
-            part = self._updates.value(parameter) if weight else self._updates.moment(parameter, kind)
-            return self._split(name, part)[number].flatten()[piece.start : piece.stop]
+            updates, parameter = self._updates, self._parameters[name]
+            part = updates.value(parameter) if kind == states.WEIGHT else updates.moment(parameter, kind)
+            slices = self._fused[name].split(part, self._tensor_rank, self._peers.size())
+            return slices[number].flatten()[piece.start : piece.stop]
 
         states.write(directory, dist.get_rank(), pieces, (states.WEIGHT, *MOMENTS), self._num_steps, read)
 
@@ -194,9 +181,6 @@ class MegatronEngine:
 
     def _join(self, name: str, slices: list[Tensor]) -> Tensor:
         return self._fused[name].join(slices, self._peers.size())
-
-    def _split(self, name: str, part: Tensor) -> list[Tensor]:
-        return self._fused[name].split(part, self._tensor_rank, self._peers.size())
 
     def _whole(self, name: str, part: Tensor) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor)s of a parameter, gathered from the tensor-parallel peers."""

@@ -111,7 +111,6 @@ class Replicated:
         self.optimizer.state[self._masters[parameter]][key].copy_(value)
 
     def set_step(self, step: int) -> None:
-        """Set Adam's number of steps."""
         for state in self.optimizer.state.values():
             state["step"].fill_(step)
 

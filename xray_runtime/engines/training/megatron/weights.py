@@ -63,7 +63,6 @@ class Fused:
     pieces: tuple[str, ...]
     """Hugging Face names."""
     shapes: tuple[tuple[int, ...], ...]
-    """Their shapes."""
     dim: int | None = None
     """Dimension of the split; None: every peer has it whole."""
     blocks: int = 1
