@@ -33,7 +33,7 @@ from xray_runtime.lineage.recorded import ChainView, read_chain
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import Verifier
 from xray_runtime.lineage.withdrawal import refusal
-from xray_runtime.store.identity import Identity, digest
+from xray_runtime.store.identity import digest
 from xray_runtime.store.ref import CheckpointRef
 
 STAGE = "feedback"
@@ -92,11 +92,6 @@ def collect(lineage: LineageStore, project: str, by: str, first: int, last: int)
     models = sorted({row["model"] for row in [*answers, *read.feedback]} & lineage.graph.nodes.keys())
     parents = {f"policy-{number}": lineage.graph.nodes[sha] for number, sha in enumerate(models, start=1)}
     config = {"first": first, "last": last, "feedback": digest(read.feedback), "answers": digest(answers)}
-    sha256s = {role: node.sha256 for role, node in parents.items()}
-    # The config and the parents determine every byte, whatever the code.
-    identity = Identity(
-        stage=STAGE, kind=STAGE, config=config, seed=0, parents=sha256s, functions={}, code={}, versions={}
-    )
 
     def write(built: Path) -> None:
         for name, rows in ((FEEDBACK, read.feedback), (ANSWERS, answers)):
@@ -108,7 +103,7 @@ def collect(lineage: LineageStore, project: str, by: str, first: int, last: int)
         for name, content in ((PEOPLE, people), ("stats.json", stats)):
             (built / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
-    return publish_dataset(lineage, project, by, identity, Feedback, parents, write)[0]
+    return publish_dataset(lineage, project, by, STAGE, Feedback, config, parents, write)[0]
 
 
 def _read(output: Path, chain: ChainView, first: int, last: int, is_refused: Callable[[str], bool]) -> _Read:
