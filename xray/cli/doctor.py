@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -30,10 +29,10 @@ def doctor(
 
     found = diagnose(find_server_home(home), output)
     if as_json:
-        print(json.dumps([asdict(diagnosis) for diagnosis in found], indent=2))
+        print(json.dumps([{"name": name, "problems": problems} for name, problems in found.items()], indent=2))
     else:
         console = Console()
-        for diagnosis in found:
-            for problem in diagnosis.problems or ("ok",):
-                print_indented(console, f"{diagnosis.name:10}", problem)
-    raise typer.Exit(FAILED if any(diagnosis.problems for diagnosis in found) else 0)
+        for name, problems in found.items():
+            for problem in problems or ("ok",):
+                print_indented(console, f"{name:10}", problem)
+    raise typer.Exit(FAILED if any(found.values()) else 0)
