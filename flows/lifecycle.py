@@ -53,7 +53,7 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle", until: st
 
 def open_workspace(config: LifecycleConfig, root: Path, **options: Any) -> Workspace:
     """A workspace for a lifecycle's config in the directory `root`."""
-    return Workspace(root, runtime=config.runtime, **record_options(config), **options)
+    return Workspace(root, runtime=config.runtime, **record_options(config) | options)
 
 
 def publish(workspace: Workspace) -> None:
