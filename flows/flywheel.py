@@ -30,7 +30,7 @@ from xray.flows.nights import (
 )
 from xray.flows.retraining import is_due, is_touched, sound_start, without_withdrawn
 from xray.tasks.output_directory import saved_config
-from xray.tasks.page import show
+from xray.tasks.prefect_run import show
 from xray.tasks.task_runner import task_runner
 from xray.tasks.workspace import Workspace
 from xray_runtime.config.flywheel import FlywheelConfig

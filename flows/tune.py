@@ -35,7 +35,7 @@ from xray.flows.trials import (
     stop_trials,
 )
 from xray.flows.tune_report import distributions, report, results_markdown, study_of
-from xray.tasks.prefect_state import crash_lost_flow_run
+from xray.tasks.prefect_run import crash_lost_flow_run
 from xray.tasks.preflight import check_run
 from xray.tasks.task_runner import task_runner
 from xray.tasks.workspace import STOP_SECONDS
