@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -174,16 +174,12 @@ def _text(content: Any) -> str:
     """Text, or the parts of one. Raises ValueError for anything else, such as an image."""
     if isinstance(content, str):
         return content
-    parts = [part["text"] for part in _listed(content)]
+    if not isinstance(content, list):
+        raise ValueError("neither text nor parts")
+    parts = [part["text"] for part in content]
     if not all(isinstance(part, str) for part in parts):
         raise ValueError("a part is not text")
     return "".join(parts)
-
-
-def _listed(content: Any) -> Iterable[dict[str, Any]]:
-    if not isinstance(content, list):
-        raise ValueError("neither text nor parts")
-    return content
 
 
 def signals_of(row: Mapping[str, Any], texts: dict[str, Any] | None) -> dict[str, Any] | None:
