@@ -47,11 +47,7 @@ DESCRIPTIONS = {
 
 
 def deployments(values: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Every deployment, as an entry of prefect.yaml.
-
-    Args:
-        values: values of VARIABLES.
-    """
+    """Every deployment, as an entry of prefect.yaml; `values`: those of VARIABLES."""
     quickstart = {"config": read_mapping(CONFIGS / "quickstart.yaml")}
     search = {"name": "quickstart-ppo"} | read_mapping(CONFIGS / "search" / "quickstart-ppo.yaml")
     tiny = {"config": read_mapping(CONFIGS / "tiny.yaml")}

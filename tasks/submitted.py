@@ -26,8 +26,6 @@ class ParentFailedError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class SubmittedTask:
-    """A submitted task."""
-
     name: str
     number: int
     """How many tasks were submitted before it."""

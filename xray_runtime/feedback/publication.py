@@ -36,8 +36,6 @@ JUDGEMENTS = "judgements"
 
 @dataclass(frozen=True)
 class Published:
-    """The published checkpoint."""
-
     checkpoint: CheckpointRef
     stats: dict[str, Any]
     heldout: int

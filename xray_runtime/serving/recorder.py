@@ -59,7 +59,6 @@ class RecorderSettings:
     """The settings of a recorder."""
 
     output: Path
-    """The output directory."""
     private: Path
     """File of the signing key."""
     config: RecordingConfig
@@ -74,8 +73,6 @@ class RecorderSettings:
 
 
 class Recorder:
-    """See the module."""
-
     def __init__(self, settings: RecorderSettings) -> None:
         if settings.logs is not None:
             # A process that Ray starts again must not fail here.

@@ -185,7 +185,6 @@ class _Replicas:
             self._proxy.enter(self.backend, number, replica.address)
 
     def end(self) -> None:
-        """End all replicas."""
         for replica in self._replicas:
             replica.end()
 
