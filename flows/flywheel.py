@@ -20,7 +20,6 @@ from xray.flows.nights import (
     CANARY,
     DONE,
     FILE,
-    RELEASABLE,
     Night,
     night_markdown,
     place_of,
@@ -72,7 +71,7 @@ def begin_night(output: Path, config: FlywheelConfig, release: bool, tracking_ur
     nights, store = _sound_nights(output), open_lineage_store(output, tracking_uri)
     last = nights[-1] if nights else None
     if release:
-        if last is None or last.state not in RELEASABLE:
+        if last is None or last.state != "held":
             raise ConfigError("--release: is not allowed: the last night is not held")
         return last
     if last is not None and last.state == CANARY and not _canary_ended(output, store, last):
@@ -87,9 +86,8 @@ def begin_night(output: Path, config: FlywheelConfig, release: bool, tracking_ur
     chain, after = sound_chain(store), last.last if last is not None else 0
     if chain.last <= after and not is_due(store, f"{project}-policy", _of(last)):
         return None
-    first, through = after + 1, chain.last
     start, data = _start(store, project, config)
-    collected = collect(store, project, BY, first, through).sha256
+    collected = collect(store, project, BY, after + 1, chain.last).sha256
     judged = any(session.judgements for session in read_sessions(output))
     verdicts = publish(store, project, BY).checkpoint.sha256 if judged else None
     if verdicts is not None and is_touched(open_lineage_store(output, tracking_uri), verdicts):
@@ -97,12 +95,11 @@ def begin_night(output: Path, config: FlywheelConfig, release: bool, tracking_ur
     # A held night is one that nobody looked at: no later night may learn from it either.
     usable = [night for night in nights if night.state != "held" and night.feedback[-1] in store.graph.nodes]
     window = usable[len(usable) - config.nights + 1 :] if config.nights > 1 else []
-    before = [without_withdrawn(store, project, BY, night.feedback[-1], night.first, night.last) for night in window]
-    number = last.number + 1 if last is not None else 1
+    before = [without_withdrawn(store, project, BY, night) for night in window]
     night = Night(
-        number=number,
-        first=first,
-        last=through,
+        number=last.number + 1 if last is not None else 1,
+        first=after + 1,
+        last=chain.last,
         feedback=[*before, collected],
         verdicts=verdicts,
         start=start,

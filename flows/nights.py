@@ -21,7 +21,6 @@ from xray_runtime.lineage.signing import signing_key
 CANARY = "canary"
 """State of a night whose candidate answers a share of the requests."""
 FOLDER, FILE = "flywheel", "night.json"
-RELEASABLE = ("held",)
 DONE = ("held", "too little", "refused", "candidate", "rolled back", "undecided")
 
 

@@ -79,22 +79,19 @@ class _Store:
         self.withdrawn = dict[str, float]()
         """Pseudonym → milliseconds since 1970 when the person's data was withdrawn last."""
         for row in RecordedReader(store.output).rows(None, (), None):
-            self._add(row)
+            if row["kind"] == "answer":
+                self.known.add(row["id"])
+                # An answer that one application alone may judge is not shown to others.
+                if row["texts"] is not None and row["complete"] and not row["application"]:
+                    self.answers[row["id"]] = row
+            elif row["texts"] is None:
+                self.unreadable.add(row["id"])
+            else:
+                self.feedback[row["answer"]].insert(0, row)
         for entry in view(store.output).withdrawals:
             kind, _, pseudonym = entry.subject.partition(" ")
             if kind == "user":
                 self.withdrawn[pseudonym] = 1000 * datetime.fromisoformat(entry.at).timestamp()
-
-    def _add(self, row: dict[str, Any]) -> None:
-        if row["kind"] == "answer":
-            self.known.add(row["id"])
-            # An answer that one application alone may judge is not shown to others.
-            if row["texts"] is not None and row["complete"] and not row["application"]:
-                self.answers[row["id"]] = row
-        elif row["texts"] is None:
-            self.unreadable.add(row["id"])
-        else:
-            self.feedback[row["answer"]].insert(0, row)
 
     def is_gone(self, trace: ShownTrace) -> bool:
         """Whether the answer of a trace was withdrawn, or has expired."""
