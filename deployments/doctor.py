@@ -53,18 +53,18 @@ MODULES = ("deepspeed", "mlflow", "prefect", "ray", "vllm")
 Environment = Mapping[str, str]
 
 
-def diagnose(home: ServerHome, output: Path | None, environment: Environment = os.environ) -> dict[str, list[str]]:
+def diagnose(home: ServerHome, output: Path | None) -> dict[str, list[str]]:
     """Check → its problems."""
     checks: dict[str, Callable[[], Iterator[str]]] = {
         "Python": check_python,
-        "compiler": lambda: check_compiler(environment),
+        "compiler": lambda: check_compiler(os.environ),
         "disk": lambda: check_disk(output, home.path),
         "memory": check_memory,
         "libraries": check_libraries,
         "GPU": lambda: check_gpu(NVIDIA.exists()),
-        "clock": lambda: check_clock(output, environment),
+        "clock": lambda: check_clock(output, os.environ),
         "ports": lambda: check_ports(home),
-        "servers": lambda: check_servers(environment),
+        "servers": lambda: check_servers(os.environ),
     }
     if output is not None:
         checks["output"] = lambda: check_output(output)
