@@ -77,14 +77,14 @@ def collect(lineage: LineageStore, project: str, by: str, first: int, last: int)
 
     Args:
         project: MLflow's experiment.
-        by: who collects.
+        by: name of the person, on record.
 
     Raises:
         ConfigError: what was recorded is not sound; see `sound_chain`.
     """
     require_tracking(lineage)
     chain = sound_chain(lineage)
-    # A reply of a model that must not be learned from, must not either.
+    # Replies of a model that must not be learned from must not be learned from either.
     nodes = lineage.graph.nodes if view(lineage.output).withdrawals else {}
     is_refused = cache(lambda sha: sha in nodes and refusal(lineage, nodes[sha]) is not None)
     read = _read(lineage.output, chain, first, last, is_refused)

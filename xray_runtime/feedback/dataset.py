@@ -44,7 +44,7 @@ def publish_dataset(
 
     Args:
         project: MLflow's experiment.
-        by: who publishes.
+        by: name of the person, on record.
         kind: stage and kind of the checkpoint.
         config: determines, together with the parents, every byte that `write` puts into the directory it is given,
             whatever the code.

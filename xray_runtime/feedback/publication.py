@@ -48,7 +48,7 @@ def publish(lineage: LineageStore, project: str, by: str) -> Published:
 
     Args:
         project: MLflow's experiment.
-        by: who publishes.
+        by: name of the person, on record.
 
     Raises:
         ConfigError: nothing was judged, or a model that was judged is not in the store.

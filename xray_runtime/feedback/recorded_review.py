@@ -51,7 +51,7 @@ class RecordedQuestion:
 
     @property
     def keys(self) -> dict[str, str]:
-        """Key → what it says."""
+        """Key → its meaning."""
         return PAIR_KEYS if len(self.answers) == 2 else SINGLE_KEYS
 
 
@@ -118,7 +118,7 @@ def _plain(content: Any) -> str:
 def signals_of(
     question: RecordedQuestion, key: str, correction: str | None
 ) -> list[tuple[RecordedAnswer, dict[str, Any]]]:
-    """The feedback that a verdict is, by answer. Raises ConfigError for a key that says nothing here."""
+    """A verdict as feedback, by answer. Raises ConfigError for a key that is not allowed here."""
     if key not in question.keys:
         raise ConfigError(f"key: {key!r} is not allowed: must be one of {', '.join(question.keys)}")
     first, last = question.answers[0], question.answers[-1]
@@ -142,7 +142,7 @@ def keep_verdict(output: Path, question: RecordedQuestion, key: str, judge: str,
     """Write a verdict into the signed store; it is on disk when this returns.
 
     Raises:
-        ConfigError: the key says nothing here, or `xray serve --record` is writing to the store.
+        ConfigError: the key is not allowed here, or `xray serve --record` is writing to the store.
     """
     keep_feedback(
         output, APPLICATION, [(a, judge, statement) for a, statement in signals_of(question, key, correction)]

@@ -45,7 +45,7 @@ class Server:
     Args:
         num_replicas: of each model.
         log_dir: where HAProxy's log is written.
-        recorder: keeps what is answered; `stop` closes it.
+        recorder: records the answers; `stop` closes it.
 
     Raises:
         NotServedError: nothing can listen on `host` and `port`.
