@@ -82,29 +82,22 @@ def notifications(block_id: Any | None) -> list[Automation]:
     # A promotion that `xray down` suspended does not wait for approval.
     not_ours = ANY_RUN | {"prefect.state-message": f"!{SUSPENDED}*"}
     promotion: Labels = {"prefect.resource.role": "flow", "prefect.resource.name": "promote"}
-    kinds: list[tuple[str, set[str], Labels, Labels, timedelta, str]] = [
-        ("a run failed", {"prefect.flow-run.Failed", "prefect.flow-run.Crashed"}, ANY_RUN, {}, REPEATS, failed),
-        (
-            "a candidate waits for approval",
-            {"prefect.flow-run.Suspended"},
-            not_ours,
-            promotion,
-            timedelta(0),
-            f"{{{{ flow_run.name }}}} waits for approval: {link}",
-        ),
-    ]
-    return [
-        Automation(
+    waits = f"{{{{ flow_run.name }}}} waits for approval: {link}"
+
+    def notification(name: str, body: str, trigger: EventTrigger) -> Automation:
+        post = SendNotification(block_document_id=block_id, subject=PREFIX + name, body=body) if block_id else None
+        return Automation(
             name=PREFIX + name,
             description=f"Posts a sentence to {NOTIFY_URL}." if block_id else f"Off: {NOTIFY_URL} is not set.",
-            trigger=_trigger(events, match=match, match_related=related, within=within),
-            actions=[
-                SendNotification(block_document_id=block_id, subject=PREFIX + name, body=body)
-                if block_id
-                else DoNothing()
-            ],
+            trigger=trigger,
+            actions=[post or DoNothing()],
         )
-        for name, events, match, related, within, body in kinds
+
+    failures = _trigger({"prefect.flow-run.Failed", "prefect.flow-run.Crashed"}, within=REPEATS)
+    approvals = _trigger({"prefect.flow-run.Suspended"}, match=not_ours, match_related=promotion)
+    return [
+        notification("a run failed", failed, failures),
+        notification("a candidate waits for approval", waits, approvals),
     ]
 
 
@@ -119,7 +112,9 @@ def install() -> list[str]:
 
     An automation that is up to date stays as it is, switched on or off. Automations of an earlier X-ray are removed.
     """
-    wanted = [crashed_without_heartbeat(), waiting_in_queue(), *notifications(_block())]
+    url = os.environ.get(NOTIFY_URL)
+    block_id = webhook(url).save(BLOCK, overwrite=True) if url else None
+    wanted = [crashed_without_heartbeat(), waiting_in_queue(), *notifications(block_id)]
     names, changed = {each.name for each in wanted}, []
     with get_client(sync_client=True) as client:
         for automation in client.read_automations():
@@ -134,12 +129,6 @@ def install() -> list[str]:
             each.create()
             changed.append(each.name)
     return changed
-
-
-def _block() -> Any | None:
-    """The id of the notification block for XRAY_NOTIFY_URL."""
-    url = os.environ.get(NOTIFY_URL)
-    return webhook(url).save(BLOCK, overwrite=True) if url else None
 
 
 def webhook(url: str) -> CustomWebhookNotificationBlock:

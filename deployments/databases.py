@@ -60,9 +60,9 @@ def check_databases(remembered: Mapping[str, str], running: set[str], environmen
     return found
 
 
-def address(name: str, otherwise: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def address(name: str, otherwise: str) -> dict[str, str]:
     """Environment of service `name` with the address of its database; `otherwise` if none is set."""
-    return {VARIABLES[name]: environment.get(VARIABLES[name]) or otherwise}
+    return {VARIABLES[name]: os.environ.get(VARIABLES[name]) or otherwise}
 
 
 def _url(name: str, environment: Mapping[str, str]) -> URL:

@@ -19,7 +19,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from importlib import metadata
@@ -54,30 +53,22 @@ MODULES = ("deepspeed", "mlflow", "prefect", "ray", "vllm")
 Environment = Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """The result of one check."""
-
-    name: str
-    problems: tuple[str, ...]
-
-
-def diagnose(home: ServerHome, output: Path | None, environment: Environment = os.environ) -> list[Diagnosis]:
-    """Every check, in the order of CHECKS, then that of an output directory if one is given."""
+def diagnose(home: ServerHome, output: Path | None) -> dict[str, list[str]]:
+    """Check → its problems."""
     checks: dict[str, Callable[[], Iterator[str]]] = {
         "Python": check_python,
-        "compiler": lambda: check_compiler(environment),
+        "compiler": lambda: check_compiler(os.environ),
         "disk": lambda: check_disk(output, home.path),
         "memory": check_memory,
         "libraries": check_libraries,
         "GPU": lambda: check_gpu(NVIDIA.exists()),
-        "clock": lambda: check_clock(output, environment),
+        "clock": lambda: check_clock(output, os.environ),
         "ports": lambda: check_ports(home),
-        "servers": lambda: check_servers(environment),
+        "servers": lambda: check_servers(os.environ),
     }
     if output is not None:
         checks["output"] = lambda: check_output(output)
-    return [Diagnosis(name, tuple(check())) for name, check in checks.items()]
+    return {name: list(check()) for name, check in checks.items()}
 
 
 def check_python() -> Iterator[str]:
@@ -119,8 +110,7 @@ def check_memory() -> Iterator[str]:
     if free < MIN_MEMORY_GB:
         yield f"{free:.1f} GB of memory are available: {MIN_MEMORY_GB:g} GB are needed; end other programs"
     shared = Path("/dev/shm")
-    if shared.is_dir() and shutil.disk_usage(shared).free / 1e9 < MIN_SHARED_GB:
-        free = shutil.disk_usage(shared).free / 1e9
+    if shared.is_dir() and (free := shutil.disk_usage(shared).free / 1e9) < MIN_SHARED_GB:
         yield f"{free:.2f} GB are free in {shared}, where Ray keeps objects: in a container, set --shm-size=2g"
 
 
@@ -193,15 +183,18 @@ def check_clock(output: Path | None, environment: Environment) -> Iterator[str]:
         last = max((datetime.fromisoformat(at).timestamp() for at in times if at), default=0.0)
         if last > now + MAX_SKEW_S:
             yield f"the last entry of the log was written {_duration(last - now)} from now: set this machine's clock"
-    for variable in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL"):
-        uri = environment.get(variable, "")
-        if urlsplit(uri).scheme in ("http", "https") and (
-            theirs := _date(f"{strip_credentials(uri).rstrip('/')}/health")
-        ):
+    for variable, address in _http_servers(environment).items():
+        if theirs := _date(f"{address.rstrip('/')}/health"):
             skew = theirs - time.time()
             if abs(skew) > MAX_SKEW_S:
                 side = "behind" if skew > 0 else "ahead of"
                 yield f"this machine's clock is {_duration(abs(skew))} {side} that of {variable}: set one of them"
+
+
+def _http_servers(environment: Environment) -> dict[str, str]:
+    """Variable → the address of a server that it names, without a login."""
+    named = {variable: environment.get(variable, "") for variable in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL")}
+    return {name: strip_credentials(uri) for name, uri in named.items() if urlsplit(uri).scheme in ("http", "https")}
 
 
 def _date(address: str) -> float | None:
@@ -258,13 +251,9 @@ def check_servers(environment: Environment) -> Iterator[str]:
             socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
         except (OSError, ValueError) as error:
             yield f"RAY_ADDRESS: {address!r} does not answer ({error}): start that cluster, or unset it"
-    for variable, path in (("MLFLOW_TRACKING_URI", "/health"), ("PREFECT_API_URL", "/health")):
-        uri = environment.get(variable, "")
-        if urlsplit(uri).scheme not in ("http", "https"):
-            continue
-        shown = strip_credentials(uri)
+    for variable, shown in _http_servers(environment).items():
         try:
-            urllib.request.urlopen(f"{shown.rstrip('/')}{path}", timeout=ANSWER_SECONDS).close()
+            urllib.request.urlopen(f"{shown.rstrip('/')}/health", timeout=ANSWER_SECONDS).close()
         except urllib.error.HTTPError as error:
             # A server that asks for a password is there.
             if error.code not in (401, 403):

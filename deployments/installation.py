@@ -1,11 +1,16 @@
 """Install work pool, queue, deployments and automations on the Prefect server of `xray up`. Safe to repeat.
 
 A deployment is only replaced when its preset, its form or an address changed, so that edits on its page stay.
+
+The form of a run on Prefect's page has the fields people change first; all others are behind "Use JSON input". The page
+shows every field in `properties`, but the server also validates `patternProperties`. So the other fields move there:
+the page keeps their values, and wrong ones are still refused.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 from prefect import Flow
@@ -18,11 +23,22 @@ from prefect.flows import load_flow_from_entrypoint
 from prefect.utilities.callables import parameter_schema
 
 from xray.deployments.automations import install as install_automations
-from xray.deployments.form import FIRST, with_first_fields
 from xray.deployments.presets import POOL, QUEUE, VARIABLES, deployments
 from xray.flows.search import SearchConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.store.identity import digest
+
+FIRST = {
+    "LifecycleConfig": ("project", "seed", "data", "base", "sft", "ppo", "evaluate"),
+    "DataConfig": ("source", "max_conversations"),
+    "SFTConfig": ("steps",),
+    "PPOSection": ("stages",),
+    "PPOStageConfig": ("iterations", "lr", "kl"),
+    "KLConfig": ("coef",),
+    "EvaluateSection": ("num_prompts",),
+}
+"""Section of the config → its fields in the form, in order."""
+HINT = "The fields people change first. For all others: the menu ⋮ → Use JSON input."
 
 
 def main() -> None:
@@ -73,6 +89,22 @@ def _write(client: SyncPrefectClient, preset: dict[str, Any], version: str) -> N
             for entry in preset.get("schedules", [])
         ],
     )
+
+
+def with_first_fields(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a flow's parameters with only the fields of FIRST in `properties`."""
+    sections = schema.get("definitions", {})
+    folded = {name: _fold(section, FIRST[name]) if name in FIRST else section for name, section in sections.items()}
+    if "LifecycleConfig" in folded:
+        folded["LifecycleConfig"]["description"] = HINT
+    return schema | {"definitions": folded}
+
+
+def _fold(section: dict[str, Any], first: tuple[str, ...]) -> dict[str, Any]:
+    fields = section["properties"]
+    shown = {name: fields[name] | {"title": name, "position": place} for place, name in enumerate(first)}
+    others = {f"^{re.escape(name)}$": field for name, field in fields.items() if name not in first}
+    return section | {"properties": shown, "patternProperties": others}
 
 
 def _make_pool(client: SyncPrefectClient) -> None:

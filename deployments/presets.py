@@ -9,7 +9,7 @@ For `prefect deploy` on a server of your own, write them to a file and set the v
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,34 +32,53 @@ VARIABLES = {
     "MLFLOW_TRACKING_URI": "where runs and models are recorded; without a login, since Prefect keeps and shows it",
     "XRAY_TIMEZONE": "time zone of the schedules, such as Europe/Berlin",
 }
+DESCRIPTIONS = {
+    "lifecycle": "Data to registered policy, every night; unchanged stages come from the cache.",
+    "lifecycle-tiny": "The smallest complete lifecycle, to check that everything works.",
+    "flywheel": "What people said since the last night becomes a candidate; a person promotes it.",
+    "tune": "Search over fields of a config. Each trial is a lifecycle; shared stages are computed once.",
+    "audit": "Check every byte, record and alias; fails, with an event, if one was changed.",
+    "plan": "Show where the models of a config would run, and what memory they need.",
+    "promote": "Make the candidate champion if it passes and a person approves on the run's page.",
+    "rollback": "Make the previous champion the champion again.",
+    "export": "Write a checkpoint, its ancestors, their records and the public key to one archive.",
+    "prune": "List checkpoints that nothing needs any more; with `remove`, delete them.",
+}
 
 
 def deployments(values: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Every deployment, as an entry of prefect.yaml.
-
-    Args:
-        values: values of VARIABLES.
-    """
+    """Every deployment, as an entry of prefect.yaml; `values`: those of VARIABLES."""
     quickstart = {"config": read_mapping(CONFIGS / "quickstart.yaml")}
     search = {"name": "quickstart-ppo"} | read_mapping(CONFIGS / "search" / "quickstart-ppo.yaml")
     tiny = {"config": read_mapping(CONFIGS / "tiny.yaml")}
     output = {"output": f"{values['XRAY_HOME']}/output"}
     model = f"{quickstart['config']['project']}-policy"
-    texts = {
-        "lifecycle": "Data to registered policy, every night; unchanged stages come from the cache.",
-        "lifecycle-tiny": "The smallest complete lifecycle, to check that everything works.",
-        "flywheel": "What people said since the last night becomes a candidate; a person promotes it.",
-        "tune": "Search over fields of a config. Each trial is a lifecycle; shared stages are computed once.",
-        "audit": "Check every byte, record and alias; fails, with an event, if one was changed.",
-        "plan": "Show where the models of a config would run, and what memory they need.",
-        "promote": "Make the candidate champion if it passes and a person approves on the run's page.",
-        "rollback": "Make the previous champion the champion again.",
-        "export": "Write a checkpoint, its ancestors, their records and the public key to one archive.",
-        "prune": "List checkpoints that nothing needs any more; with `remove`, delete them.",
-    }
+    variables = {name: values[name] for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI")}
 
-    def deployment(name: str, parameters: dict[str, Any], *tags: str, flow: str = "", **more: Any) -> dict[str, Any]:
-        return _entry(values, name, texts[name], parameters, tags, flow or f"{name}.{name}", **more)
+    def deployment(
+        name: str,
+        parameters: dict[str, Any],
+        *tags: str,
+        flow: str = "",
+        queue: str | None = None,
+        schedule: tuple[str, str] | None = None,
+        **more: Any,
+    ) -> dict[str, Any]:
+        """`schedule`: (slug, cron)."""
+        flow = flow or f"{name}.{name}"
+        pool: dict[str, Any] = {"name": POOL, "job_variables": {"env": variables, "working_dir": values["XRAY_HOME"]}}
+        if queue is not None:
+            pool["work_queue_name"] = queue
+        if schedule is not None:
+            more["schedules"] = [{"slug": schedule[0], "cron": schedule[1], "timezone": values["XRAY_TIMEZONE"]}]
+        return {
+            "name": name,
+            "description": DESCRIPTIONS[name],
+            "entrypoint": f"xray.flows.{flow}",
+            "tags": ["xray", flow.rpartition(".")[2], *tags],
+            "work_pool": pool,
+            "parameters": parameters,
+        } | more
 
     only_one = {"limit": 1, "collision_strategy": "CANCEL_NEW"}
     return [
@@ -74,34 +93,6 @@ def deployments(values: Mapping[str, str]) -> list[dict[str, Any]]:
         deployment("export", output | {"reference": f"{model}@candidate"}),
         deployment("prune", output),
     ]
-
-
-def _entry(
-    values: Mapping[str, str],
-    name: str,
-    description: str,
-    parameters: dict[str, Any],
-    tags: Sequence[str],
-    flow: str,
-    queue: str | None = None,
-    schedule: tuple[str, str] | None = None,
-    **more: Any,
-) -> dict[str, Any]:
-    """`schedule`: (slug, cron)."""
-    variables = {name: values[name] for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI")}
-    pool: dict[str, Any] = {"name": POOL, "job_variables": {"env": variables, "working_dir": values["XRAY_HOME"]}}
-    if queue is not None:
-        pool["work_queue_name"] = queue
-    if schedule is not None:
-        more["schedules"] = [{"slug": schedule[0], "cron": schedule[1], "timezone": values["XRAY_TIMEZONE"]}]
-    return {
-        "name": name,
-        "description": description,
-        "entrypoint": f"xray.flows.{flow}",
-        "tags": ["xray", flow.rpartition(".")[2], *tags],
-        "work_pool": pool,
-        "parameters": parameters,
-    } | more
 
 
 class _Dumper(yaml.SafeDumper):

@@ -120,9 +120,9 @@ class ServerHome:
                 "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
                 # With leases in memory, slots would stay taken after the server was killed.
                 "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+                # Other pages in the same browser cannot query Prefect.
+                "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(origins),
             }
-            # Other pages in the same browser cannot query Prefect.
-            | {"PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(origins)}
             | known
             | {
                 # The services write to logs; QUIET is for terminals.

@@ -44,7 +44,6 @@ class ProcessRecord(BaseModel):
 
     @classmethod
     def of(cls, pid: int) -> ProcessRecord:
-        """The record of a running process."""
         return cls(pid=pid, created=psutil.Process(pid).create_time())
 
     def find(self) -> psutil.Process | None:
@@ -153,7 +152,6 @@ class Service:
         return [process] if process is not None else []
 
     def _family(self) -> list[psutil.Process]:
-        """Its process and its descendants."""
         with contextlib.suppress(psutil.Error):
             if (process := self.find()) is not None:
                 return [process, *process.children(recursive=True)]

@@ -13,7 +13,7 @@ from xray.flows.lifecycle_graph import Lifecycle, lifecycle_graph, record_option
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import find_result, show_cached
 from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.graph.graph import Graph, StageCall, recording
+from xray_runtime.graph.graph import Graph, recording
 from xray_runtime.graph.stage_identity import identify
 from xray_runtime.lineage.attestation import open_store
 from xray_runtime.lineage.log import read_run
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Found:
-    call: StageCall
     result: StageResult
     parents: dict[str, CheckpointRef]
 
@@ -77,7 +76,7 @@ def _find(graph: Graph, output: Path, store: Store, until: str | None) -> dict[s
         result = find_result(name, identity.key, output, store)
         if result is None:
             return None
-        found[name] = _Found(call, result, parents)
+        found[name] = _Found(result, parents)
     return found
 
 

@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow
-from pydantic import BaseModel
 
-from xray.flows.lifecycle import prepare_deployment
-from xray.flows.lifecycle_graph import record_options
+from xray.flows.lifecycle import open_workspace, prepare_deployment
+from xray.flows.lifecycle_graph import evaluation_fields, fields_of, scoring_fields
 from xray.flows.nights import (
     CANARY,
     DONE,
     FILE,
-    RELEASABLE,
     Night,
     night_markdown,
     place_of,
@@ -31,10 +29,9 @@ from xray.flows.nights import (
 )
 from xray.flows.retraining import is_due, is_touched, sound_start, without_withdrawn
 from xray.tasks.output_directory import saved_config
-from xray.tasks.page import show
+from xray.tasks.prefect_run import show
 from xray.tasks.task_runner import task_runner
 from xray.tasks.workspace import Workspace
-from xray_runtime.config.evaluate import EvaluateConfig
 from xray_runtime.config.flywheel import FlywheelConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.validation import ConfigError
@@ -45,7 +42,8 @@ from xray_runtime.feedback.session import read_sessions
 from xray_runtime.graph.artifacts import Dataset
 from xray_runtime.graph.handles import Handle
 from xray_runtime.lineage import canary, promotion
-from xray_runtime.lineage.gates import Gate, check_gates
+from xray_runtime.lineage.gates import check_gates
+from xray_runtime.lineage.graph import Graph
 from xray_runtime.lineage.log import view
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, require_language_model, resolve
 from xray_runtime.stages.kinds import (
@@ -73,7 +71,7 @@ def begin_night(output: Path, config: FlywheelConfig, release: bool, tracking_ur
     nights, store = _sound_nights(output), open_lineage_store(output, tracking_uri)
     last = nights[-1] if nights else None
     if release:
-        if last is None or last.state not in RELEASABLE:
+        if last is None or last.state != "held":
             raise ConfigError("--release: is not allowed: the last night is not held")
         return last
     if last is not None and last.state == CANARY and not _canary_ended(output, store, last):
@@ -88,9 +86,8 @@ def begin_night(output: Path, config: FlywheelConfig, release: bool, tracking_ur
     chain, after = sound_chain(store), last.last if last is not None else 0
     if chain.last <= after and not is_due(store, f"{project}-policy", _of(last)):
         return None
-    first, through = after + 1, chain.last
     start, data = _start(store, project, config)
-    collected = collect(store, project, BY, first, through).sha256
+    collected = collect(store, project, BY, after + 1, chain.last).sha256
     judged = any(session.judgements for session in read_sessions(output))
     verdicts = publish(store, project, BY).checkpoint.sha256 if judged else None
     if verdicts is not None and is_touched(open_lineage_store(output, tracking_uri), verdicts):
@@ -98,12 +95,11 @@ def begin_night(output: Path, config: FlywheelConfig, release: bool, tracking_ur
     # A held night is one that nobody looked at: no later night may learn from it either.
     usable = [night for night in nights if night.state != "held" and night.feedback[-1] in store.graph.nodes]
     window = usable[len(usable) - config.nights + 1 :] if config.nights > 1 else []
-    before = [without_withdrawn(store, project, BY, night.feedback[-1], night.first, night.last) for night in window]
-    number = last.number + 1 if last is not None else 1
+    before = [without_withdrawn(store, project, BY, night) for night in window]
     night = Night(
-        number=number,
-        first=first,
-        last=through,
+        number=last.number + 1 if last is not None else 1,
+        first=after + 1,
+        last=chain.last,
         feedback=[*before, collected],
         verdicts=verdicts,
         start=start,
@@ -196,8 +192,7 @@ def flywheel(
     lifecycle = saved_config(root)
     record = {"night": night.number, "feedback": night.feedback, "flywheel": config.model_dump(mode="json")}
     place = place_of(root, night)
-    options: dict[str, Any] = {"place": place, "tracking_uri": tracking_uri, "record": record}
-    with _workspace(lifecycle, root, options) as workspace:
+    with open_workspace(lifecycle, root, place=place, tracking_uri=tracking_uri, record=record) as workspace:
         _work(workspace, lifecycle, config, night)
     if night.state == "candidate":
         _begin_canary(root, open_lineage_store(root, tracking_uri), lifecycle.project, config, night)
@@ -206,16 +201,12 @@ def flywheel(
     return night.model_dump(mode="json")
 
 
-def _workspace(lifecycle: LifecycleConfig, root: Path, options: dict[str, Any]) -> Workspace:
-    return Workspace(root, runtime=lifecycle.runtime, **record_options(lifecycle) | options)
-
-
 def _work(workspace: Workspace, lifecycle: LifecycleConfig, config: FlywheelConfig, night: Night) -> None:
     """All stages of a night; fills in how it ended."""
     feedback = [workspace.checkpoint(sha) for sha in night.feedback]
     verdicts = [workspace.checkpoint(night.verdicts)] if night.verdicts is not None else []
     start, data = workspace.checkpoint(night.start), workspace.checkpoint(night.data)
-    curated = CURATE(feedback=feedback, verdicts=verdicts, name="curate", **_fields(config.rules))
+    curated = CURATE(feedback=feedback, verdicts=verdicts, name="curate", **fields_of(config.rules))
     share = {"heldout_fraction": config.rules.heldout_fraction, "max_share": config.rules.max_share}
     seen = [workspace.checkpoint(sha) for sha in _trained_on(workspace, night)]
     prompts = RECORDED_PROMPTS(feedback=feedback, seen=seen, name="recorded-prompts", **share)
@@ -228,18 +219,20 @@ def _work(workspace: Workspace, lifecycle: LifecycleConfig, config: FlywheelConf
         night.state = "too little"
         return
     policy = _trained(lifecycle, config, curated, start, data)
-    against: dict[str, Any] = {"against": start, "name": "evaluate-recorded"}
-    fields = _evaluation(lifecycle)
-    recorded = EVALUATE(policy, prompts=prompts, **against | fields)
+    # Without the rewards that a policy was trained on, the gates are the same whatever it learned from.
+    fields = evaluation_fields(lifecycle) | {"judges": _judges(lifecycle)}
+    recorded = EVALUATE(policy, start, prompts, name="evaluate-recorded", **fields)
     # The gates of a promotion read the last evaluation: the one on the fixed set.
     recorded.result()
-    fixed = EVALUATE(policy, prompts=data, **against | fields | {"name": "evaluate"})
+    fixed = EVALUATE(policy, start, data, name="evaluate", **fields)
     night.policy = str(policy.result().sha256)
-    evaluations = {"fixed": fixed, "recorded": recorded}
-    night.gates = _gates(
-        workspace, lifecycle, night.policy, {name: str(e.result().sha256) for name, e in evaluations.items()}
-    )
-    failed = [f"{name}: {gate.reason}" for name, gates in night.gates.items() for gate in gates if not gate.passed]
+    evaluations = {name: e.result().sha256 for name, e in (("fixed", fixed), ("recorded", recorded))}
+    graph = _graph(workspace)
+    candidate, gates = graph.nodes[night.policy], lifecycle.promotion
+    night.gates = {
+        name: check_gates(graph, candidate, graph.nodes[sha], None, None, gates) for name, sha in evaluations.items()
+    }
+    failed = [f"{name}: {gate.reason}" for name, found in night.gates.items() for gate in found if not gate.passed]
     night.state, night.reasons = ("refused", failed) if failed else ("candidate", [])
     if not failed:
         workspace.register(policy, fixed)
@@ -249,31 +242,17 @@ def _trained(
     lifecycle: LifecycleConfig, config: FlywheelConfig, curated: Handle, start: Handle, data: Handle
 ) -> Handle:
     if config.kto is not None:
-        return KTO(start, verdicts=curated, data=data, name="kto", **_fields(config.kto))
+        return KTO(start, verdicts=curated, data=data, name="kto", **fields_of(config.kto))
     pairs = PREFERENCES(judgements=curated, data=data, name="preferences", source="curated")
     if config.dpo is not None:
-        return DPO(start, pairs, name="dpo", **_fields(config.dpo))
+        return DPO(start, pairs, name="dpo", **fields_of(config.dpo))
     assert config.ppo is not None
-    fields = _fields(config.ppo) | _scoring(lifecycle)
-    reward = REWARD_MODEL(start, pairs, name="reward", **_fields(fields.pop("reward")))
+    fields = fields_of(config.ppo) | scoring_fields(lifecycle)
+    reward = REWARD_MODEL(start, pairs, name="reward", **fields_of(fields.pop("reward")))
     rewards = [reward, *(term.model_dump() for term in lifecycle.rewards)]
     if config.ppo.validation is not None:
         fields["judges"] = _judges(lifecycle)
     return PPO(start, data, reference=start, rewards=rewards, name="ppo", **fields)
-
-
-def _fields(section: BaseModel) -> dict[str, Any]:
-    return {name: getattr(section, name) for name in type(section).model_fields}
-
-
-def _evaluation(lifecycle: LifecycleConfig) -> dict[str, Any]:
-    """Without the rewards that a policy was trained on: the gates are then the same whatever it learned from."""
-    fields: dict[str, Any] = {name: getattr(lifecycle.evaluate, name) for name in EvaluateConfig.model_fields}
-    return fields | _scoring(lifecycle) | {"judges": _judges(lifecycle)}
-
-
-def _scoring(lifecycle: LifecycleConfig) -> dict[str, Any]:
-    return {name: getattr(lifecycle, name) for name in ("gold", "max_failed", "generator", "frozen")}
 
 
 def _judges(lifecycle: LifecycleConfig) -> list[dict[str, Any]]:
@@ -282,9 +261,13 @@ def _judges(lifecycle: LifecycleConfig) -> list[dict[str, Any]]:
 
 def _trained_on(workspace: Workspace, night: Night) -> list[str]:
     """The data in the policy's past."""
-    graph = open_lineage_store(workspace.output, workspace.run_record.tracking_uri).graph
+    graph = _graph(workspace)
     behind = [*graph.ancestors([night.start]), night.data]
     return sorted({sha for sha in behind if sha in graph.nodes and graph.nodes[sha].is_data})
+
+
+def _graph(workspace: Workspace) -> Graph:
+    return open_lineage_store(workspace.output, workspace.run_record.tracking_uri).graph
 
 
 def _stats(handle: Handle) -> dict[str, Any]:
@@ -302,14 +285,3 @@ def _too_little(config: FlywheelConfig, counts: dict[str, Any], prompts: dict[st
     if prompts["heldout_pairs"] < config.min_prompts:
         found.append(f"{prompts['heldout_pairs']} recorded prompts; at least {config.min_prompts} (min_prompts)")
     return found
-
-
-def _gates(
-    workspace: Workspace, lifecycle: LifecycleConfig, policy: str, evaluations: dict[str, str]
-) -> dict[str, list[Gate]]:
-    graph = open_lineage_store(workspace.output, workspace.run_record.tracking_uri).graph
-    candidate = graph.nodes[policy]
-    return {
-        name: check_gates(graph, candidate, graph.nodes[sha], None, None, lifecycle.promotion)
-        for name, sha in evaluations.items()
-    }

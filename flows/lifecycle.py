@@ -16,7 +16,7 @@ from prefect.runtime import deployment
 
 from xray.flows.lifecycle_graph import lifecycle_graph, record_options, recorded_graph
 from xray.flows.lineage import publish_lineage
-from xray.tasks.page import show
+from xray.tasks.prefect_run import show
 from xray.tasks.preflight import check_run
 from xray.tasks.task_runner import task_runner
 from xray.tasks.workspace import Workspace
@@ -53,7 +53,7 @@ def lifecycle(config: LifecycleConfig, output: str = "runs/lifecycle", until: st
 
 def open_workspace(config: LifecycleConfig, root: Path, **options: Any) -> Workspace:
     """A workspace for a lifecycle's config in the directory `root`."""
-    return Workspace(root, runtime=config.runtime, **record_options(config), **options)
+    return Workspace(root, runtime=config.runtime, **record_options(config) | options)
 
 
 def publish(workspace: Workspace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -47,18 +48,19 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
     # Open references first, so that a wrong one fails before anything is computed.
     base_ref = None if isinstance(config.base, FreshBase | PretrainedBase) else config.base.ref
     refs = {"base.ref": base_ref, "reward_ref": config.reward_ref, "evaluate.verdicts": config.evaluate.verdicts}
-    if isinstance(config.preferences, DatasetPreferences) and judgements_in(config.preferences.path):
+    # `preferences.path` may be a checkpoint that `xray preferences` published.
+    if isinstance(config.preferences, DatasetPreferences) and (Path(config.preferences.path) / MANIFEST).is_file():
         refs["preferences.path"] = config.preferences.path
     named = {field: _checkpoint(current_graph(), field, ref) for field, ref in refs.items() if ref is not None}
 
-    data = PREPARE(name="prepare", **_fields(config.data))
+    data = PREPARE(name="prepare", **fields_of(config.data))
     if isinstance(config.base, FreshBase):
-        base = FRESH_BASE(data, name="base", **_fields(config.base))
+        base = FRESH_BASE(data, name="base", **fields_of(config.base))
     elif isinstance(config.base, PretrainedBase):
         base = BASE(name="base", model=config.base.model, chat_template=config.base.chat_template)
     else:
         base = named["base.ref"]
-    start = SFT(base, data, name="sft", **_fields(config.sft) | trained) if config.sft is not None else base
+    start = SFT(base, data, name="sft", **fields_of(config.sft) | trained) if config.sft is not None else base
 
     judged = named.get("preferences.path")
     pairs = _preferences(config, start, data, judged) if config.preferences is not None else None
@@ -67,25 +69,24 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
         share = {"heldout": config.evaluate.heldout_reward_model}
         judge_pairs = SPLIT_PREFERENCES(pairs, name="judge-pairs", part="heldout", **share)
         pairs = SPLIT_PREFERENCES(pairs, name="training-pairs", part="training", **share)
-        learning = _fields(config.reward or RewardConfig())
+        learning = fields_of(config.reward or RewardConfig())
         judges.insert(0, REWARD_MODEL(start, judge_pairs, name="judge", **learning | trained))
     rewards: list[object] = [term.model_dump() for term in config.rewards]
     if config.reward is not None:
-        rewards.insert(0, REWARD_MODEL(start, pairs, name="reward", **_fields(config.reward) | trained))
+        rewards.insert(0, REWARD_MODEL(start, pairs, name="reward", **fields_of(config.reward) | trained))
     elif config.reward_ref is not None:
         rewards.insert(0, named["reward_ref"])
     elif config.reward_base is not None:
-        fields = _fields(config.reward_base) | {"frozen": config.frozen}
+        fields = fields_of(config.reward_base) | {"frozen": config.frozen}
         rewards.insert(0, REWARD_BASE(data, name="reward_base", **fields))
 
-    scoring: dict[str, object] = {f: getattr(config, f) for f in ("gold", "max_failed", "generator", "frozen")}
     policy = start
     policies = {"base" if config.sft is None else "sft": start}
     if config.dpo is not None:
-        policy = DPO(start, pairs, name="dpo", **_fields(config.dpo) | trained)
+        policy = DPO(start, pairs, name="dpo", **fields_of(config.dpo) | trained)
         policies["dpo"] = policy
     for number, stage in enumerate(config.ppo_stages, start=1):
-        fields = _fields(stage) | trained | scoring
+        fields = fields_of(stage) | trained | scoring_fields(config)
         # Judges choose the best version, not only the reward it was trained on.
         fields |= {"judges": judges} if stage.validation is not None else {}
         policy = PPO(policy, data, reference=start, rewards=rewards, name=f"ppo-{number}", **fields)
@@ -94,7 +95,7 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
     # A judge that compares replies needs several per prompt; the evaluation samples one.
     shown = rewards[: len(rewards) - len(config.rewards)]
     shown += [term.model_dump() for term in config.rewards if not term.compares]
-    fields = {name: getattr(config.evaluate, name) for name in EvaluateConfig.model_fields} | scoring
+    fields = evaluation_fields(config)
     if config.evaluate.verdicts is not None:
         fields["verdicts"] = named["evaluate.verdicts"]
     evaluation = EVALUATE(policy, start, data, rewards=shown, judges=judges, name="evaluate", **fields)
@@ -106,7 +107,7 @@ def _benchmarks(config: LifecycleConfig, policies: dict[str, Handle], data: Hand
         shared = {f: getattr(config, f) for f in ("generator", "frozen") if f in type(suite).model_fields}
         shared = {field: value for field, value in shared.items() if field not in suite.model_fields_set}
         for stage, policy in policies.items():
-            BENCHMARK(policy, data, name=f"{name}-{stage}", **_fields(suite) | shared)
+            BENCHMARK(policy, data, name=f"{name}-{stage}", **fields_of(suite) | shared)
 
 
 def _checkpoint(graph: Graph, field: str, ref: str) -> Handle:
@@ -122,23 +123,26 @@ def _preferences(config: LifecycleConfig, start: Handle, data: Handle, judged: H
     assert source is not None
     if isinstance(source, GoldPreferences):
         sampling = {"gold": config.gold, "generator": config.generator}
-        return PREFERENCES(policy=start, data=data, name="preferences", **_fields(source) | sampling)
+        return PREFERENCES(policy=start, data=data, name="preferences", **fields_of(source) | sampling)
     if isinstance(source, DatasetPreferences) and judged is not None:
         limits = {"max_pairs": source.max_pairs, "heldout_fraction": source.heldout_fraction}
         return PREFERENCES(data=data, judgements=judged, name="preferences", source="judgements", **limits)
-    return PREFERENCES(data=data, name="preferences", **_fields(source))
+    return PREFERENCES(data=data, name="preferences", **fields_of(source))
 
 
-def judgements_in(path: str) -> bool:
-    """Whether `preferences.path` is a checkpoint that `xray preferences` published."""
-    from pathlib import Path
-
-    return (Path(path) / MANIFEST).is_file()
-
-
-def _fields(section: BaseModel) -> dict[str, object]:
+def fields_of(section: BaseModel) -> dict[str, Any]:
     """The fields of a section as keywords, without the tag that selects it in YAML."""
     return {name: getattr(section, name) for name in type(section).model_fields if name != "kind"}
+
+
+def scoring_fields(config: LifecycleConfig) -> dict[str, Any]:
+    """Fields that every stage shares which generates and scores replies."""
+    return {name: getattr(config, name) for name in ("gold", "max_failed", "generator", "frozen")}
+
+
+def evaluation_fields(config: LifecycleConfig) -> dict[str, Any]:
+    """Fields of an evaluation, without its rewards and judges."""
+    return {name: getattr(config.evaluate, name) for name in EvaluateConfig.model_fields} | scoring_fields(config)
 
 
 def record_options(config: LifecycleConfig) -> dict[str, Any]:

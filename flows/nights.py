@@ -21,7 +21,6 @@ from xray_runtime.lineage.signing import signing_key
 CANARY = "canary"
 """State of a night whose candidate answers a share of the requests."""
 FOLDER, FILE = "flywheel", "night.json"
-RELEASABLE = ("held",)
 DONE = ("held", "too little", "refused", "candidate", "rolled back", "undecided")
 
 
@@ -56,7 +55,7 @@ class Night(BaseModel):
 
 
 def read_nights(output: Path) -> list[Night]:
-    """All nights, the first first, as the signed log has them. Raises ConfigError where a file says something else."""
+    """All nights in order, from the signed log. Raises ConfigError if a file differs from it."""
     nights = [Night.model_validate(entry.night) for _, entry in sorted(view(output).nights.items())]
     known = {place_of(output, night) / FILE: night for night in nights}
     for path in sorted((output / FOLDER).glob(f"*/{FILE}")):
@@ -71,7 +70,7 @@ def write_night(output: Path, night: Night) -> None:
     """Keep the record of a night: in the signed log, and as a file for people."""
     path = place_of(output, night) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    # After a crash a file is missing, and is written again; one that is not the log's is somebody else's.
+    # After a crash the file is missing, and is written again; a file that differs from the log is not ours.
     path.unlink(missing_ok=True)
     entry = NightWritten(number=night.number, night=night.model_dump(mode="json"))
     sha = hashlib.sha256(_text(night).encode()).hexdigest()

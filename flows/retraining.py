@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from xray.flows.nights import Night
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.feedback.collection import collect
 from xray_runtime.lineage.graph import Node
@@ -54,6 +55,7 @@ def sound_start(store: LineageStore, node: Node) -> Node:
     )
 
 
-def without_withdrawn(store: LineageStore, project: str, by: str, sha256: str, first: int, last: int) -> str:
-    """The feedback checkpoint of segments `first` to `last`; collected anew where it descends from withdrawn data."""
-    return collect(store, project, by, first, last).sha256 if is_touched(store, sha256) else sha256
+def without_withdrawn(store: LineageStore, project: str, by: str, night: Night) -> str:
+    """The feedback checkpoint of a night; collected anew where it descends from withdrawn data."""
+    own = night.feedback[-1]
+    return collect(store, project, by, night.first, night.last).sha256 if is_touched(store, own) else own

@@ -108,47 +108,39 @@ def trial_flow(report: Report) -> Flow[..., Any]:
 
         Returns the trial's value.
         """
-        return _run_trial(subject, search, values, output, place, tracking_uri, report)
+        if subject.config is not None:
+            write_atomic(Path(place) / CONFIG, resolved_yaml(subject.config))
+        follower = _Follower(search.pruned_by, report)
+        command = Command(
+            output=output,
+            until=search.until,
+            on_open=follower.opened,
+            fields=subject.fields,
+            place=Path(place),
+            tags={"xray.search": search.name, "xray.trial": json.dumps(values)},
+            tracking_uri=tracking_uri,
+        )
+        try:
+            with commanded(command):
+                subject.run(_lifecycle)
+        except Exception as error:
+            if not is_cancelled(error):
+                raise
+            record = read_record(Path(place) / RECORD)
+            if record is not None and record.state == "pruned":
+                follower.drop_snapshots()
+            return Cancelled(message="The search ended this trial early.")
+        finally:
+            follower.end()
+        if follower.workspace is None:
+            raise ConfigError(f"{subject.name}: the flow must open a workspace")
+        return _measured(follower.workspace, search)
 
     return run_trial
 
 
-def _run_trial(
-    subject: Subject,
-    search: SearchConfig,
-    values: dict[str, Any],
-    output: str,
-    place: str,
-    tracking_uri: str | None,
-    report: Report,
-) -> Any:
-    if subject.config is not None:
-        write_atomic(Path(place) / CONFIG, resolved_yaml(subject.config))
-    follower = _Follower(search.pruned_by, report)
-    command = Command(
-        output=output,
-        until=search.until,
-        on_open=follower.opened,
-        fields=subject.fields,
-        place=Path(place),
-        tags={"xray.search": search.name, "xray.trial": json.dumps(values)},
-        tracking_uri=tracking_uri,
-    )
-    try:
-        with commanded(command):
-            subject.run(_lifecycle)
-    except Exception as error:
-        if not is_cancelled(error):
-            raise
-        record = read_record(Path(place) / RECORD)
-        if record is not None and record.state == "pruned":
-            follower.drop_snapshots()
-        return Cancelled(message="The search ended this trial early.")
-    finally:
-        follower.end()
-    workspace = follower.workspace
-    if workspace is None:
-        raise ConfigError(f"{subject.name}: the flow must open a workspace")
+def _measured(workspace: Workspace, search: SearchConfig) -> float:
+    """The value of a trial that has ended, which is also recorded in MLflow."""
     if search.pruned_by is not None:
         _value(workspace, "prune.metric", *search.pruned_by)
     value = _value(workspace, "metric", search.until, search.metric)
@@ -207,11 +199,6 @@ class _Follower:
                     self._report((done, value))
 
 
-def _handle(workspace: Workspace, stage: str) -> Handle:
-    call = workspace.calls[stage]
-    return Handle(workspace, stage, call.kind.output, call)
-
-
 def _key(workspace: Workspace, stage: str) -> str:
     """Key of a stage; empty until it is called and its parents are done."""
     call = workspace.calls.get(stage)
@@ -227,7 +214,8 @@ def _key(workspace: Workspace, stage: str) -> str:
 
 def _value(workspace: Workspace, field: str, stage: str, metric: str) -> float:
     """The last value of a metric. Raises UnknownMetricError if the stage does not log it."""
-    metrics: dict[str, float] = _handle(workspace, stage).result().metrics
+    call = workspace.calls[stage]
+    metrics: dict[str, float] = Handle(workspace, stage, call.kind.output, call).result().metrics
     if metric not in metrics:
         known = ", ".join(sorted(metrics))
         raise UnknownMetricError(f"{field}: {metric!r} is not allowed: stage {stage!r} logs {known}")

@@ -18,7 +18,6 @@ import ray
 from prefect import Flow, flow
 from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from xray.flows.lifecycle import prepare_deployment
 from xray.flows.search import MAX_DRAWS, SearchConfig, search_space
@@ -35,7 +34,7 @@ from xray.flows.trials import (
     stop_trials,
 )
 from xray.flows.tune_report import distributions, report, results_markdown, study_of
-from xray.tasks.prefect_state import crash_lost_flow_run
+from xray.tasks.prefect_run import crash_lost_flow_run
 from xray.tasks.preflight import check_run
 from xray.tasks.task_runner import task_runner
 from xray.tasks.workspace import STOP_SECONDS
@@ -43,7 +42,7 @@ from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.errors import error_summary, root_cause
 from xray_runtime.files import write_atomic
 from xray_runtime.seeding import derive_seed
-from xray_runtime.workers.nodes import nodes
+from xray_runtime.workers.nodes import nodes, same_node
 from xray_runtime.workers.placement import with_device
 
 log = logging.getLogger(__name__)
@@ -110,8 +109,7 @@ def run_search(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     waiting, active = _next_trials(search), list[_Run]()
     # On this node, which has the output directory; two threads, to answer during a trial.
-    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(process).options(num_cpus=0, max_concurrency=2, scheduling_strategy=this_node)
+    actor = ray.remote(process).options(num_cpus=0, max_concurrency=2, scheduling_strategy=same_node())
     try:
         while True:
             for trial in islice(waiting, search.wanted.concurrent - len(active)):

@@ -13,7 +13,6 @@ import yaml
 from rich.console import Console
 
 from xray.flows.search import SearchConfig, Space, Span
-from xray.flows.subject import Subject
 from xray.flows.trials import Search, State, Trial, TrialRecord
 from xray_runtime.config.loading import resolved_yaml
 from xray_runtime.files import write_atomic
@@ -47,15 +46,12 @@ def report(search: Search, trials: Sequence[tuple[Trial, TrialRecord]]) -> dict[
     }
     if best is not None:
         results["best"] = {"number": best.number, "value": best.value, "values": best.values}
-        write_atomic(directory / BEST, _best(search.subject.with_values(best.values)))
+        subject = search.subject.with_values(best.values)
+        text = resolved_yaml(subject.config) if subject.config is not None else yaml.safe_dump(subject.content())
+        write_atomic(directory / BEST, text)
     write_atomic(directory / FIGURE, figure(results, wanted))
     write_atomic(directory / RESULTS, json.dumps(results, indent=2))
     return results
-
-
-def _best(subject: Subject) -> str:
-    """The config, or a flow's name, parameters and stages' fields, as YAML."""
-    return resolved_yaml(subject.config) if subject.config is not None else yaml.safe_dump(subject.content())
 
 
 def importance(search: Search, records: Sequence[TrialRecord]) -> dict[str, float]:

@@ -53,7 +53,7 @@ def _running(path: Path) -> dict[str, Any] | None:
 
 
 def _close(output: Path, path: Path, content: dict[str, Any]) -> None:
-    from xray.tasks.prefect_state import crash_lost_flow_run
+    from xray.tasks.prefect_run import crash_lost_flow_run
     from xray.tasks.run_summary import end_record
     from xray_runtime.credentials import tracking_address
     from xray_runtime.tracking.mlflow_tracker import abandon_run

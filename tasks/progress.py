@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from xray.tasks.page import show
+from xray.tasks.prefect_run import show
 from xray_runtime.errors import StageInterruptedError
 from xray_runtime.workers.progress import find_progress
 

@@ -18,7 +18,6 @@ class Result:
 
     stage: StageResult
     output: Path
-    """Its output directory."""
     tracking_uri: str
 
     @property

@@ -13,10 +13,8 @@ from typing import Any, Self
 import yaml
 from filelock import FileLock
 
-from xray.tasks.flow_context import flow_parameters, prefect_tags, trigger_of_run
 from xray.tasks.output_directory import unfinished_run
-from xray.tasks.page import show
-from xray.tasks.prefect_state import crash_lost_flow_run
+from xray.tasks.prefect_run import PAGE, crash_lost_flow_run, flow_parameters, prefect_tags, show, trigger_of_run
 from xray.tasks.run_summary import RunSummary, end_record
 from xray.tasks.spec import RunContext, forwarded_variables
 from xray_runtime.config.sources import SourceTerms
@@ -156,7 +154,7 @@ class RunRecord:
         return {"xray.output": str(self.output)} | self._tags | prefect_tags()
 
     def _start(self, record: dict[str, Any], before: dict[str, Any] | None) -> str:
-        page = prefect_tags().get("prefect.flow_run")
+        page = prefect_tags().get(PAGE)
         note = {"mlflow.note.content": f"[Prefect flow run]({page})"} if page else {}
         return self.tracker.start_lifecycle(
             before["run_id"] if before is not None else None,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
+import shutil
 import signal
 import threading
 import time
@@ -19,16 +21,22 @@ from typing import Any
 from filelock import FileLock, Timeout
 from prefect.context import TaskRunContext
 
-from xray.tasks.flow_context import PAGE
-from xray.tasks.out_of_memory import run_in_memory
 from xray.tasks.output_directory import LOCKS
+from xray.tasks.prefect_run import PAGE
 from xray.tasks.progress import StageProgress
 from xray.tasks.review import ask_person
 from xray.tasks.spec import RunContext, StageResult, StageSpec
 from xray.tasks.stored_results import find_result, keep_result, show_cached
 from xray.tasks.summary import headline, stage_markdown
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.errors import NonFiniteError, WorkerEndedError, is_cancelled
+from xray_runtime.errors import (
+    NonFiniteError,
+    StageOutOfMemoryError,
+    WorkerEndedError,
+    error_summary,
+    is_cancelled,
+    is_out_of_memory,
+)
 from xray_runtime.graph.artifacts import dataset_of
 from xray_runtime.graph.kind import Stage, StageKind, config_of
 from xray_runtime.graph.stage_identity import identify
@@ -50,6 +58,10 @@ from xray_runtime.tracking.mlflow_tracker import Tracker
 from xray_runtime.tracking.recorder import StageRecorder
 from xray_runtime.training.finite import naming
 from xray_runtime.workers.opening import model_opener
+
+log = logging.getLogger(__name__)
+
+MAX_DIVISOR = 64
 
 
 class StageJob:
@@ -236,6 +248,36 @@ class StageJob:
             kept_shared=recorder.kept_shared,
             seal=recorder.seal,
         )
+
+
+def run_in_memory(
+    name: str, runtime: RuntimeConfig, built: Path, recorder: StageRecorder, body: Callable[[RuntimeConfig], int]
+) -> int:
+    """Run a stage's body; after running out of memory, repeat it from the last snapshot with smaller micro-batches.
+
+    Args:
+        built: directory that the body writes into; it is emptied before another attempt.
+
+    Raises:
+        StageOutOfMemoryError: `runtime.on_out_of_memory` is "fail", or micro-batches cannot get smaller.
+    """
+    while True:
+        try:
+            return body(runtime)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            divisor, reason = runtime.micro_batch_divisor * 2, error_summary(error)
+            if runtime.on_out_of_memory == "fail" or divisor > MAX_DIVISOR:
+                raise StageOutOfMemoryError(
+                    f"{name}: out of memory ({reason}); lower engine.micro_batch_tokens, or raise "
+                    f"runtime.micro_batch_divisor (now {runtime.micro_batch_divisor})"
+                ) from error
+            log.warning("%s: out of memory (%s); continuing with micro-batches 1/%d as large", name, reason, divisor)
+            runtime = runtime.model_copy(update={"micro_batch_divisor": divisor})
+            for left in built.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            recorder.begin()
 
 
 def check_numbers(stage: str, built: Path, results: str | None) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from prefect.client.schemas.objects import State
 
-from xray.tasks.prefect_state import crash_lost_task_run
+from xray.tasks.prefect_run import crash_lost_task_run
 from xray_runtime.errors import StageInterruptedError
 
 POLL_SECONDS = 0.2
@@ -26,8 +26,6 @@ class ParentFailedError(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class SubmittedTask:
-    """A submitted task."""
-
     name: str
     number: int
     """How many tasks were submitted before it."""

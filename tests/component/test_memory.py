@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from xray.tasks.out_of_memory import run_in_memory
+from xray.tasks.stage_job import run_in_memory
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.errors import StageOutOfMemoryError
@@ -111,7 +111,7 @@ def test_a_stage_that_runs_out_of_memory_goes_on_with_smaller_micro_batches(
     [needed] = recorder.used
     assert needed > 800e6  # much more than threads and libraries may add to a process
     spare = int(0.75 * needed)
-    with caplog.at_level(logging.WARNING, logger="xray.tasks.out_of_memory"):
+    with caplog.at_level(logging.WARNING, logger="xray.tasks.stage_job"):
         weights, recorder = run(tiny_model, tmp_path / "limited", spare)
     # Each attempt had the same limit; how often it takes halving is for the allocator to say.
     *failed, went_on = recorder.used

@@ -10,7 +10,7 @@ import pytest
 from prefect import flow, task
 from prefect.client.orchestration import get_client
 
-from xray.tasks.page import show
+from xray.tasks.prefect_run import show
 from xray.tasks.review import ask_person
 from xray_runtime.errors import StageInterruptedError
 from xray_runtime.graph.answer import Answer

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -101,13 +100,13 @@ def doctor(
 
     found = diagnose(find_server_home(home), output)
     if as_json:
-        print(json.dumps([asdict(diagnosis) for diagnosis in found], indent=2))
+        print(json.dumps([{"name": name, "problems": problems} for name, problems in found.items()], indent=2))
     else:
         console = Console()
-        for diagnosis in found:
-            for problem in diagnosis.problems or ("ok",):
-                print_indented(console, f"{diagnosis.name:10}", problem)
-    raise typer.Exit(FAILED if any(diagnosis.problems for diagnosis in found) else 0)
+        for name, problems in found.items():
+            for problem in problems or ("ok",):
+                print_indented(console, f"{name:10}", problem)
+    raise typer.Exit(FAILED if any(found.values()) else 0)
 
 
 def _up(home: ServerHome, host: str | None, ports: dict[str, int | None]) -> None:

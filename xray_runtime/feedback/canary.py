@@ -107,19 +107,14 @@ class Comparison:
         if candidate.errors.low > champion.errors.high:
             rates = f"{candidate.errors.low:.3f} or more of its users, {champion.errors.high:.3f} or fewer of"
             return "rolled back", f"it fails {rates} the champion's"
+        allowed = f"beside the champion's; allowed: {-rules.max_loss:+g}"
         best = candidate.feedback.high - champion.feedback.low
         if best < -rules.max_loss:
-            return (
-                "rolled back",
-                f"its feedback is at best {best:+.3f} beside the champion's; allowed: {-rules.max_loss:+g}",
-            )
+            return "rolled back", f"its feedback is at best {best:+.3f} {allowed}"
         worst = candidate.feedback.low - champion.feedback.high
         enough = min(candidate.feedback.count, champion.feedback.count) >= rules.min_feedback
         if enough and worst >= -rules.max_loss:
-            return (
-                "passed",
-                f"its feedback is at worst {worst:+.3f} beside the champion's; allowed: {-rules.max_loss:+g}",
-            )
+            return "passed", f"its feedback is at worst {worst:+.3f} {allowed}"
         return None
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -33,7 +33,7 @@ from xray_runtime.lineage.recorded import ChainView, read_chain
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import Verifier
 from xray_runtime.lineage.withdrawal import refusal
-from xray_runtime.store.identity import Identity, digest
+from xray_runtime.store.identity import digest
 from xray_runtime.store.ref import CheckpointRef
 
 STAGE = "feedback"
@@ -77,14 +77,14 @@ def collect(lineage: LineageStore, project: str, by: str, first: int, last: int)
 
     Args:
         project: MLflow's experiment.
-        by: who collects.
+        by: name of the person, on record.
 
     Raises:
         ConfigError: what was recorded is not sound; see `sound_chain`.
     """
     require_tracking(lineage)
     chain = sound_chain(lineage)
-    # A reply of a model that must not be learned from, must not either.
+    # Replies of a model that must not be learned from must not be learned from either.
     nodes = lineage.graph.nodes if view(lineage.output).withdrawals else {}
     is_refused = cache(lambda sha: sha in nodes and refusal(lineage, nodes[sha]) is not None)
     read = _read(lineage.output, chain, first, last, is_refused)
@@ -92,11 +92,6 @@ def collect(lineage: LineageStore, project: str, by: str, first: int, last: int)
     models = sorted({row["model"] for row in [*answers, *read.feedback]} & lineage.graph.nodes.keys())
     parents = {f"policy-{number}": lineage.graph.nodes[sha] for number, sha in enumerate(models, start=1)}
     config = {"first": first, "last": last, "feedback": digest(read.feedback), "answers": digest(answers)}
-    sha256s = {role: node.sha256 for role, node in parents.items()}
-    # The config and the parents determine every byte, whatever the code.
-    identity = Identity(
-        stage=STAGE, kind=STAGE, config=config, seed=0, parents=sha256s, functions={}, code={}, versions={}
-    )
 
     def write(built: Path) -> None:
         for name, rows in ((FEEDBACK, read.feedback), (ANSWERS, answers)):
@@ -108,7 +103,7 @@ def collect(lineage: LineageStore, project: str, by: str, first: int, last: int)
         for name, content in ((PEOPLE, people), ("stats.json", stats)):
             (built / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
-    return publish_dataset(lineage, project, by, identity, Feedback, parents, write)[0]
+    return publish_dataset(lineage, project, by, STAGE, Feedback, config, parents, write)[0]
 
 
 def _read(output: Path, chain: ChainView, first: int, last: int, is_refused: Callable[[str], bool]) -> _Read:
@@ -179,16 +174,12 @@ def _text(content: Any) -> str:
     """Text, or the parts of one. Raises ValueError for anything else, such as an image."""
     if isinstance(content, str):
         return content
-    parts = [part["text"] for part in _listed(content)]
+    if not isinstance(content, list):
+        raise ValueError("neither text nor parts")
+    parts = [part["text"] for part in content]
     if not all(isinstance(part, str) for part in parts):
         raise ValueError("a part is not text")
     return "".join(parts)
-
-
-def _listed(content: Any) -> Iterable[dict[str, Any]]:
-    if not isinstance(content, list):
-        raise ValueError("neither text nor parts")
-    return content
 
 
 def signals_of(row: Mapping[str, Any], texts: dict[str, Any] | None) -> dict[str, Any] | None:

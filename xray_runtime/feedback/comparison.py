@@ -30,14 +30,6 @@ BATCH = 32
 
 
 @dataclass(frozen=True)
-class Source:
-    """The source of prompts; `path`: the file."""
-
-    kind: PromptSource
-    path: Path | None = None
-
-
-@dataclass(frozen=True)
 class Comparison:
     """The settings of a comparison, fixed before the first question."""
 
@@ -56,16 +48,20 @@ class Comparison:
         return {"session": session.name, "models": names, "same_reply": same} | tally(session.judgements)
 
 
-def checked_source(value: str) -> Source:
-    """The value of `--prompts`. Raises ConfigError for anything but an allowed word or a .jsonl file."""
-    path = Path(value)
+def checked_source(value: str) -> tuple[PromptSource, Path | None]:
+    """(kind, file) of the prompts that `--prompts` names.
+
+    Raises:
+        ConfigError: it is neither an allowed word nor a .jsonl file.
+    """
     kinds: tuple[PromptSource, ...] = ("heldout", "train", "typed")
     for kind in kinds:
         if value == kind:
-            return Source(kind)
+            return kind, None
+    path = Path(value)
     if path.suffix != ".jsonl" or not path.is_file():
         raise ConfigError(f"--prompts: {value!r} is not allowed: must be heldout, train, typed, or a .jsonl file")
-    return Source("file", path)
+    return "file", path
 
 
 def require_two(a: tuple[LineageStore, Node], b: tuple[LineageStore, Node]) -> LineageStore:
@@ -91,7 +87,7 @@ def plan_comparison(
     store: LineageStore,
     models: tuple[Node, Node],
     config: LifecycleConfig,
-    source: Source,
+    source: tuple[PromptSource, Path | None],
     *,
     temperature: float,
     max_new_tokens: int,
@@ -101,25 +97,27 @@ def plan_comparison(
 
     Args:
         config: of the lifecycle: the length of prompts, and the device on which models run.
+        source: as from `checked_source`.
 
     Raises:
         ConfigError: there are no such prompts, or none that fit.
     """
+    kind, path = source
     a, b = (PromptLimits(model.directory, max_new_tokens, temperature) for model in models)
-    dataset = _dataset_of(store, models).sha256 if source.kind in ("heldout", "train") else None
+    dataset = _dataset_of(store, models).sha256 if kind in ("heldout", "train") else None
     setup = Setup(
         a=models[0].sha256,
         b=models[1].sha256,
-        prompts=source.kind,
-        source=file_sha256(source.path) if source.path is not None else dataset,
+        prompts=kind,
+        source=file_sha256(path) if path is not None else dataset,
         max_prompt_tokens=config.data.max_prompt_tokens if dataset is not None else None,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
     )
     fit: list[Messages] = []
-    if source.kind != "typed":
-        found = of_dataset(store, list(models), setup) if source.path is None else _of_file(source.path)
+    if kind != "typed":
+        found = of_dataset(store, list(models), setup) if path is None else _of_file(path)
         fit = fitting(found, [a, b], setup.max_prompt_tokens)
         if not fit:
             raise ConfigError(f"--prompts: all of the {len(found)} prompts are too long for the models")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.artifacts import Artifact, dataset_of
@@ -33,8 +34,9 @@ def publish_dataset(
     lineage: LineageStore,
     project: str,
     by: str,
-    identity: Identity,
+    kind: str,
     type: type[Artifact],
+    config: dict[str, Any],
     parents: Mapping[str, Node],
     write: Callable[[Path], None],
 ) -> tuple[CheckpointRef, bool]:
@@ -42,15 +44,19 @@ def publish_dataset(
 
     Args:
         project: MLflow's experiment.
-        by: who publishes.
-        identity: its config and parents determine every byte that `write` puts into the directory it is given.
+        by: name of the person, on record.
+        kind: stage and kind of the checkpoint.
+        config: determines, together with the parents, every byte that `write` puts into the directory it is given,
+            whatever the code.
         parents: role → checkpoint.
 
     Raises:
         ConfigError: no MLflow is known.
     """
     uri, store = require_tracking(lineage), open_store(lineage.output)
-    ref, mlflow = store.find(identity.stage, identity.key), RegistryView(uri)
+    sha256s = {role: node.sha256 for role, node in parents.items()}
+    identity = Identity(stage=kind, kind=kind, config=config, seed=0, parents=sha256s, code={}, versions={})
+    ref, mlflow = store.find(kind, identity.key), RegistryView(uri)
     if ref is not None and mlflow.model_of(ref.sha256) is not None:
         return ref, False
     refs = {role: node.reference(mlflow.model_of(node.sha256)) for role, node in parents.items()}
@@ -58,15 +64,15 @@ def publish_dataset(
     # If an earlier attempt was cut short after publishing, its statement names its runs.
     facts = read_statement(ref.path).predicate.details.run if ref is not None else RunFacts()
     tags = {"xray.output": str(lineage.output.absolute())}
-    parent_run = tracker.start_lifecycle(facts.mlflow_parent_run_id, identity.stage, {}, "", tags)
-    run = tracker.stage_run(parent_run, identity.stage, identity.key, identity.config)
+    parent_run = tracker.start_lifecycle(facts.mlflow_parent_run_id, kind, {}, "", tags)
+    run = tracker.stage_run(parent_run, kind, identity.key, config)
     key_file = signing_key(lineage.output)
     if ref is None:
         facts = RunFacts(
             trigger={"kind": "command", "by": by}, mlflow_run_id=run.run_id, mlflow_parent_run_id=parent_run
         )
         record = partial(attest, parents=refs, run=facts, started=datetime.now(UTC), private_key=key_file)
-        with store.building(identity.stage, identity.key) as built:
+        with store.building(kind, identity.key) as built:
             write(built)
             dataset = dataset_of(refs.values())
             ref = store.publish(built, identity, type=type.__name__, step=0, dataset=dataset, attest=record)

@@ -6,8 +6,9 @@ the seed draws the sides anew for each prompt and judge.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -92,20 +93,18 @@ def tally(judgements: Iterable[Judgement]) -> dict[str, Any]:
     `win_rate` is of `a` over `b`, where ties and two bad replies count half. Several judges of one prompt are averaged,
     so that the 95% interval (`win_rate_ci95`) is over prompts. Both are None without verdicts.
     """
-    stand = latest_verdicts(judgements)
-    verdicts = dict.fromkeys(("a", "b", "tie", "bad", "skip"), 0)
-    judges: dict[str, int] = {}
-    shares: dict[int, list[float]] = {}
-    for (number, judge), judgement in sorted(stand.items()):
+    verdicts = dict.fromkeys(get_args(Verdict), 0)
+    judges, shares = Counter[str](), defaultdict[int, list[float]](list)
+    for (number, judge), judgement in sorted(latest_verdicts(judgements).items()):
         verdicts[judgement.verdict] += 1
-        judges[judge] = judges.get(judge, 0) + 1
+        judges[judge] += 1
         if judgement.verdict in SHARES:
-            shares.setdefault(number, []).append(SHARES[judgement.verdict])
+            shares[number].append(SHARES[judgement.verdict])
     rate, interval = mean_share(shares.values()) if shares else (None, None)
     return {
         "prompts": len(shares),
         "verdicts": verdicts,
-        "judges": judges,
+        "judges": dict(judges),
         "win_rate": rate,
         "win_rate_ci95": list(interval) if interval is not None else None,
     }

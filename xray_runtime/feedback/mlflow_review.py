@@ -60,7 +60,7 @@ class _Store:
     """The recorded answers that may be shown.
 
     Raises:
-        ConfigError: it is not sound, or nothing is.
+        ConfigError: what was recorded is not sound, or nothing was recorded.
     """
 
     def __init__(self, store: LineageStore) -> None:
@@ -79,22 +79,19 @@ class _Store:
         self.withdrawn = dict[str, float]()
         """Pseudonym → milliseconds since 1970 when the person's data was withdrawn last."""
         for row in RecordedReader(store.output).rows(None, (), None):
-            self._add(row)
+            if row["kind"] == "answer":
+                self.known.add(row["id"])
+                # An answer that one application alone may judge is not shown to others.
+                if row["texts"] is not None and row["complete"] and not row["application"]:
+                    self.answers[row["id"]] = row
+            elif row["texts"] is None:
+                self.unreadable.add(row["id"])
+            else:
+                self.feedback[row["answer"]].insert(0, row)
         for entry in view(store.output).withdrawals:
             kind, _, pseudonym = entry.subject.partition(" ")
             if kind == "user":
                 self.withdrawn[pseudonym] = 1000 * datetime.fromisoformat(entry.at).timestamp()
-
-    def _add(self, row: dict[str, Any]) -> None:
-        if row["kind"] == "answer":
-            self.known.add(row["id"])
-            # An answer that one application alone may judge is not shown to others.
-            if row["texts"] is not None and row["complete"] and not row["application"]:
-                self.answers[row["id"]] = row
-        elif row["texts"] is None:
-            self.unreadable.add(row["id"])
-        else:
-            self.feedback[row["answer"]].insert(0, row)
 
     def is_gone(self, trace: ShownTrace) -> bool:
         """Whether the answer of a trace was withdrawn, or has expired."""
@@ -172,7 +169,7 @@ class _Synchronization:
         self.result.taken = len(new)
 
     def _new_signals(self, trace: ShownTrace, statement: Assessment) -> dict[str, Any] | None:
-        """The feedback that an assessment is, if it is to be taken."""
+        """An assessment as feedback; None if it is not taken."""
         if not statement.is_person or statement.name not in SIGNALS:
             return None
         name = f"{statement.name} by {statement.judge} on {TRACE}{trace.answer}"
@@ -200,7 +197,7 @@ class _Synchronization:
         self.result.removed += 1
 
     def _is_ours(self, trace: ShownTrace, statement: Assessment) -> bool:
-        """Whether a recorded feedback says what its assessment says."""
+        """Whether an assessment agrees with the recorded feedback that it names."""
         rows = [row for row in self._recorded.feedback[trace.answer] if row["id"] == statement.feedback]
         return any(
             row["user"] == statement.judge and _signals(row).get(statement.name) == statement.value for row in rows

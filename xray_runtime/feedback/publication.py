@@ -27,7 +27,7 @@ from xray_runtime.lineage.comparisons import SESSIONS
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.store.checkpoints import CHECKPOINTS
-from xray_runtime.store.identity import Identity, digest
+from xray_runtime.store.identity import digest
 from xray_runtime.store.ref import CheckpointRef
 
 JUDGEMENTS = "judgements"
@@ -36,8 +36,6 @@ JUDGEMENTS = "judgements"
 
 @dataclass(frozen=True)
 class Published:
-    """The published checkpoint."""
-
     checkpoint: CheckpointRef
     stats: dict[str, Any]
     heldout: int
@@ -50,7 +48,7 @@ def publish(lineage: LineageStore, project: str, by: str) -> Published:
 
     Args:
         project: MLflow's experiment.
-        by: who publishes.
+        by: name of the person, on record.
 
     Raises:
         ConfigError: nothing was judged, or a model that was judged is not in the store.
@@ -71,11 +69,6 @@ def publish(lineage: LineageStore, project: str, by: str) -> Published:
         "judgements": digest(verdicts),
         "pairs": digest([pair._asdict() for pair in found]),
     }
-    sha256s = {role: node.sha256 for role, node in parents.items()}
-    # The config and the parents determine every byte, whatever the code.
-    identity = Identity(
-        stage=JUDGEMENTS, kind=JUDGEMENTS, config=config, seed=0, parents=sha256s, functions={}, code={}, versions={}
-    )
     heldout = _held_out(lineage, parents, found)
     stats = _stats(sessions, found)
 
@@ -85,7 +78,7 @@ def publish(lineage: LineageStore, project: str, by: str) -> Published:
         write_pairs(built / JUDGED_PAIRS, PreferenceExample, found)
         (built / "stats.json").write_text(json.dumps(stats, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
-    ref, is_new = publish_dataset(lineage, project, by, identity, Judgements, parents, write)
+    ref, is_new = publish_dataset(lineage, project, by, JUDGEMENTS, Judgements, config, parents, write)
     return Published(ref, stats, heldout, is_new)
 
 

@@ -50,7 +50,7 @@ class RecordedQuestion:
 
     @property
     def keys(self) -> dict[str, str]:
-        """Key → what it says."""
+        """Key → its meaning."""
         return PAIR_KEYS if len(self.answers) == 2 else SINGLE_KEYS
 
 
@@ -117,7 +117,7 @@ def _plain(content: Any) -> str:
 def signals_of(
     question: RecordedQuestion, key: str, correction: str | None
 ) -> list[tuple[RecordedAnswer, dict[str, Any]]]:
-    """The feedback that a verdict is, by answer. Raises ConfigError for a key that says nothing here."""
+    """A verdict as feedback, by answer. Raises ConfigError for a key that is not allowed here."""
     if key not in question.keys:
         raise ConfigError(f"key: {key!r} is not allowed: must be one of {', '.join(question.keys)}")
     first, last = question.answers[0], question.answers[-1]

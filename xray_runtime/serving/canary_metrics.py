@@ -53,10 +53,6 @@ class CanaryCollector(Collector):
     def __init__(self) -> None:
         self.state: CanaryState | None = None
 
-    def describe(self) -> list[GaugeMetricFamily]:
-        """Nothing: the metrics are known once there is a canary."""
-        return []
-
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Every metric, with its value now."""
         if self.state is not None:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from xray_runtime.config.recording import RecordingConfig
 from xray_runtime.config.validation import ConfigError
@@ -34,6 +33,7 @@ from xray_runtime.processes import LOW_PRIORITY, redirect_output
 from xray_runtime.serving import NotServedError
 from xray_runtime.serving.exchange import Exchange, texts_of
 from xray_runtime.serving.recorded_index import RecordedIndex
+from xray_runtime.workers.nodes import same_node
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,6 @@ class RecorderSettings:
     """The settings of a recorder."""
 
     output: Path
-    """The output directory."""
     private: Path
     """File of the signing key."""
     config: RecordingConfig
@@ -74,8 +73,6 @@ class RecorderSettings:
 
 
 class Recorder:
-    """See the module."""
-
     def __init__(self, settings: RecorderSettings) -> None:
         if settings.logs is not None:
             # A process that Ray starts again must not fail here.
@@ -297,8 +294,7 @@ class RecorderHandle:
 
 def start_recorder(settings: RecorderSettings) -> RecorderHandle:
     """Start the recorder on this machine; Ray must be up. Raises NotServedError if the store cannot be used."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
+    options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": same_node()}
     actor = ray.remote(Recorder).options(**options).remote(settings)
     try:
         ray.get(actor.check.remote())

@@ -15,9 +15,11 @@ import uuid
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from starlette.types import ASGIApp as App, Message, Receive, Send
+
 from xray_runtime.config.recording import RecordingConfig
 from xray_runtime.serving.exchange import Exchange
-from xray_runtime.serving.middleware import CANARY_HEADER, App, Message, Receive, Send, answer_json, key_digest
+from xray_runtime.serving.middleware import CANARY_HEADER, answer_json, key_digest
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping

@@ -10,13 +10,14 @@ from pathlib import Path
 import ray
 import uvicorn
 from prometheus_client import REGISTRY
+from starlette.types import ASGIApp as App
 
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.generation.vllm_server import VLLMServer, arguments
 from xray_runtime.processes import redirect_output
 from xray_runtime.serving import NotServedError
 from xray_runtime.serving.canary_metrics import CanaryCollector, CanaryState
-from xray_runtime.serving.middleware import App, Tagged
+from xray_runtime.serving.middleware import Tagged
 from xray_runtime.serving.recorder import RecorderHandle
 from xray_runtime.serving.recording import FEEDBACK_PATH, Outbox, Recording, prometheus_count
 from xray_runtime.store.checkpoints import verify

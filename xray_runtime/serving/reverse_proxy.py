@@ -115,8 +115,7 @@ class ReverseProxy:
 
     def _start(self) -> None:
         values = {"host": self._host, "port": self._port, "header": PROXY_HEADER, "secret": self.secret}
-        values |= {"canary": CANARY_HEADER}
-        lines = CONFIG.format(retries=RETRIES, **values).splitlines()
+        lines = CONFIG.format(canary=CANARY_HEADER, retries=RETRIES, **values).splitlines()
         for name, addresses in self._replicas.items():
             lines.append(f"backend {name}")
             lines += ["    option allbackups"] if name == CANARY else []

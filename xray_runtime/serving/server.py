@@ -11,7 +11,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class Server:
     Args:
         num_replicas: of each model.
         log_dir: where HAProxy's log is written.
-        recorder: keeps what is answered; `stop` closes it.
+        recorder: records the answers; `stop` closes it.
 
     Raises:
         NotServedError: nothing can listen on `host` and `port`.
@@ -54,8 +54,8 @@ class Server:
     def __init__(
         self, host: str, port: int, num_replicas: int, log_dir: Path, recorder: RecorderHandle | None = None
     ) -> None:
-        self._num_replicas, self._recorder = num_replicas, recorder
-        self._proxy = ReverseProxy(host, port, num_replicas, log_dir / "front.log")
+        self._num_replicas, self.recorder = num_replicas, recorder
+        self.proxy = ReverseProxy(host, port, num_replicas, log_dir / "front.log")
         self._served: _Replicas | None = None
         self._drained: _Replicas | None = None
         """The previous model, while it finishes its answers."""
@@ -75,7 +75,7 @@ class Server:
             NotServedError: it cannot be loaded; the present one continues.
         """
         with self._loaded(model) as replicas:
-            replicas.backend = self._proxy.move(replicas.addresses())
+            replicas.backend = self.proxy.move(replicas.addresses())
             self._served, self._drained = replicas, self._served
             self._drained_until = time.monotonic() + DRAIN_SECONDS
 
@@ -87,7 +87,7 @@ class Server:
             NotServedError: it cannot be loaded.
         """
         with self._loaded(model) as replicas:
-            self._proxy.begin_canary(model.sha256, replicas.addresses(), share)
+            self.proxy.begin_canary(model.sha256, replicas.addresses(), share)
             replicas.backend, self.candidate_failure, self._candidate = CANARY, None, replicas
 
     @contextmanager
@@ -96,12 +96,12 @@ class Server:
         # There is memory for two models, not for three.
         while self._drained is not None:
             time.sleep(WATCH_SECONDS)
-        replicas = _Replicas(model, self._num_replicas, self._proxy, self._recorder, lambda: self.canary)
+        replicas = _Replicas(self.proxy, [_Lifetime(model, self) for _ in range(self._num_replicas)])
         try:
             while not replicas.all_up():
                 time.sleep(WATCH_SECONDS)
             with self._lock:
-                self._proxy.restart_if_dead()
+                self.proxy.restart_if_dead()
                 yield replicas
         except BaseException:
             replicas.end()
@@ -111,7 +111,7 @@ class Server:
         """Send all later requests to the champion; the candidate finishes what it has begun."""
         with self._lock:
             if self._candidate is not None:
-                self._proxy.end_canary()
+                self.proxy.end_canary()
                 self._drained, self._candidate = self._candidate, None
                 self._drained_until = time.monotonic() + DRAIN_SECONDS
 
@@ -119,11 +119,11 @@ class Server:
         """Accept no more requests, and finish those under way within STOP_SECONDS."""
         self._ended.set()
         self._watching.join()
-        self._proxy.stop(STOP_SECONDS)
+        self.proxy.stop(STOP_SECONDS)
         for replicas in (self._served, self._candidate, self._drained):
             if replicas is not None:
                 replicas.end()
-        if self._recorder is not None and not self._recorder.close():
+        if self.recorder is not None and not self.recorder.close():
             log.warning("recording: the last answers could not be written")
 
     def _watch(self) -> None:
@@ -135,7 +135,7 @@ class Server:
                 log.exception("serving continues, and this is tried again")
 
     def _check(self) -> None:
-        if self._proxy.restart_if_dead():
+        if self.proxy.restart_if_dead():
             log.warning("HAProxy stopped; it was restarted")
         if self._served is not None:
             self._served.replace_dead()
@@ -144,13 +144,13 @@ class Server:
                 self._candidate.all_up()
             except NotServedError as error:
                 self.candidate_failure = str(error)
-                self._proxy.end_canary()
+                self.proxy.end_canary()
                 self._candidate.end()
                 self._candidate = None
         drained = self._drained
         if drained is not None:
             assert drained.backend is not None
-            if self._proxy.num_requests(drained.backend) == 0 or time.monotonic() > self._drained_until:
+            if self.proxy.num_requests(drained.backend) == 0 or time.monotonic() > self._drained_until:
                 drained.end()
                 self._drained = None
 
@@ -158,18 +158,10 @@ class Server:
 class _Replicas:
     """The replicas of one model."""
 
-    def __init__(
-        self,
-        model: ServedModel,
-        num_replicas: int,
-        proxy: ReverseProxy,
-        recorder: RecorderHandle | None,
-        canary: Callable[[], CanaryState | None],
-    ) -> None:
+    def __init__(self, proxy: ReverseProxy, replicas: list[_Lifetime]) -> None:
         self.backend: str | None = None
         """Their back end, once they get requests."""
-        self._proxy = proxy
-        self._replicas = [_Lifetime(model, proxy.secret, recorder, canary) for _ in range(num_replicas)]
+        self._proxy, self._replicas = proxy, replicas
 
     def all_up(self) -> bool:
         """Whether all can answer. Raises NotServedError if one cannot be loaded."""
@@ -193,7 +185,6 @@ class _Replicas:
             self._proxy.enter(self.backend, number, replica.address)
 
     def end(self) -> None:
-        """End all replicas."""
         for replica in self._replicas:
             replica.end()
 
@@ -201,22 +192,12 @@ class _Replicas:
 class _Lifetime:
     """One replica, or its replacement.
 
-    Args:
-        canary: what it shows of the last canary.
-
     Attributes:
         address: where it listens; None while it loads.
     """
 
-    def __init__(
-        self,
-        model: ServedModel,
-        secret: str,
-        recorder: RecorderHandle | None,
-        canary: Callable[[], CanaryState | None],
-    ) -> None:
-        self._model, self._secret, self._recorder, self._wait_s = model, secret, recorder, FIRST_WAIT_S
-        self._canary = canary
+    def __init__(self, model: ServedModel, server: Server) -> None:
+        self._model, self._server, self._wait_s = model, server, FIRST_WAIT_S
         self._start()
 
     def _start(self) -> None:
@@ -226,9 +207,9 @@ class _Lifetime:
             # Ray cannot give parts of several GPUs.
             whole = model.tensor_parallel > 1
             options["num_gpus"] = model.tensor_parallel if whole else model.runtime.gpu_memory_fraction
-        node = ray.get_runtime_context().get_node_id()
+        node, server = ray.get_runtime_context().get_node_id(), self._server
         self.address: Address | None = None
-        self._actor = ray.remote(Replica).options(**options).remote(model, self._secret, node, self._recorder)
+        self._actor = ray.remote(Replica).options(**options).remote(model, server.proxy.secret, node, server.recorder)
         self._placed = False
         self._ask(self._actor.__ray_ready__.remote(), model.runtime.wait_timeout_s)
 
@@ -264,7 +245,7 @@ class _Lifetime:
             self.address = answer
         else:
             self._wait_s = FIRST_WAIT_S
-        self._ask(self._actor.check.remote(self._canary()), HEALTH_SECONDS)
+        self._ask(self._actor.check.remote(self._server.canary), HEALTH_SECONDS)
 
     def end(self) -> None:
         """End it; `poll` replaces it after a while."""

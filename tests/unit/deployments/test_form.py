@@ -10,7 +10,7 @@ import pytest
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools import ValidationError, validate
 
-from xray.deployments.form import FIRST, with_first_fields
+from xray.deployments.installation import FIRST, with_first_fields
 from xray.flows.lifecycle import lifecycle
 from xray.flows.plan import plan
 from xray_runtime.config.loading import read_mapping
