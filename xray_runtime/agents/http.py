@@ -36,20 +36,21 @@ RETRIES = b"x-stainless-retry-count"
 """Header in which SDKs count the repetitions of a request."""
 
 
-@dataclass(frozen=True)
-class Dialect:
-    """One API."""
+class Dialect(Protocol):
+    """A module that speaks one API."""
 
-    read: Callable[[Any, float], Request]
-    answer: Callable[[Sequence[Reply]], dict[str, Any]]
-    events: Callable[[dict[str, Any]], Iterator[chat.Event]]
+    def read(self, body: Any, temperature: float) -> Request: ...
+
+    def answer(self, replies: Sequence[Reply]) -> dict[str, Any]: ...
+
+    def events(self, whole: dict[str, Any]) -> Iterator[chat.Event]: ...
 
 
-DIALECTS = {
-    "chat/completions": Dialect(chat.read, chat.answer, chat.events),
-    "completions": Dialect(completions.read, completions.answer, completions.events),
-    "responses": Dialect(responses.read, responses.answer, responses.events),
-    "messages": Dialect(messages.read, messages.answer, messages.events),
+DIALECTS: dict[str, Dialect] = {
+    "chat/completions": chat,
+    "completions": completions,
+    "responses": responses,
+    "messages": messages,
 }
 MODELS = {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "xray"}]}
 

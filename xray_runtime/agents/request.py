@@ -8,7 +8,7 @@ with `untrainable: leave_out`, sampled as requested and left out of the loss.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,12 +94,11 @@ class Reply:
 
     def message(self) -> dict[str, Any]:
         """The assistant's message in X-ray's form."""
-        calls = [{"id": c["id"], "type": "function", "function": _function(c)} for c in self.calls]
+        calls: list[dict[str, Any]] = [
+            {"id": c["id"], "type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}}
+            for c in self.calls
+        ]
         return {"role": "assistant", "content": self.text} | ({"tool_calls": calls} if calls else {})
-
-
-def _function(call: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": call["name"], "arguments": call["arguments"]}
 
 
 class Reader:
@@ -173,7 +172,19 @@ class Reader:
             )
         return kind != "none"
 
-    def biases(self) -> dict[str, float | int]:
+    def request(self, **fields: Any) -> Request:
+        """The request with these fields. Raises RefusedError if a field that was not read is not supported."""
+        biases = self._biases()
+        for name in sorted(self._body.keys() - self._read - IGNORED):
+            if name not in NEUTRAL:
+                raise RefusedError(f"{name} is not supported")
+            if self._body[name] not in NEUTRAL[name]:
+                allowed = " or ".join(["left out", *map(repr, NEUTRAL[name])])
+                raise RefusedError(f"{name} = {shown(self._body[name])} is not allowed: must be {allowed}")
+        overridden = {name: self._body[name] for name in ("model", "seed", "temperature") if name in self._body}
+        return Request(**fields, biases=biases, overridden=overridden)
+
+    def _biases(self) -> dict[str, float | int]:
         """Sampling parameters that differ from the stage's."""
         found: dict[str, float | int] = {}
         for name, neutral in {"temperature": self._temperature, **BIASING}.items():
@@ -184,18 +195,6 @@ class Reader:
                     raise RefusedError(f"{name} = {shown(value)} is not allowed: must be above 0")
                 found[name] = value
         return found
-
-    def overridden(self) -> dict[str, Any]:
-        return {name: self._body[name] for name in ("model", "seed", "temperature") if name in self._body}
-
-    def check_rest(self) -> None:
-        """Raises RefusedError if a field that was not read is not supported."""
-        for name in sorted(self._body.keys() - self._read - IGNORED):
-            if name not in NEUTRAL:
-                raise RefusedError(f"{name} is not supported")
-            if self._body[name] not in NEUTRAL[name]:
-                allowed = " or ".join(["left out", *map(repr, NEUTRAL[name])])
-                raise RefusedError(f"{name} = {shown(self._body[name])} is not allowed: must be {allowed}")
 
 
 def read_calls(text: str) -> tuple[str, list[dict[str, Any]]]:

@@ -19,16 +19,12 @@ def read(body: Any, temperature: float) -> Request:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     instructions = reader.get("instructions", str)
     first = [{"role": "system", "content": instructions}] if instructions else []
-    request = Request(
+    return reader.request(
         messages=reader.messages([*first, *_messages(items)], "input"),
         tools=reader.tools([_tool(tool) for tool in reader.get("tools", list, [])]),
         max_tokens=reader.count("max_output_tokens"),
         calls_tools=reader.calls_tools(reader.get("tool_choice", (str, dict))),
-        biases=reader.biases(),
-        overridden=reader.overridden(),
     )
-    reader.check_rest()
-    return request
 
 
 def _tool(tool: Any) -> Any:

@@ -33,14 +33,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from xray_runtime.agents.process_tree import (
-    SET_DEATH_SIGNAL,
-    SET_SUBREAPER,
-    children,
-    descendants,
-    kill_tree,
-    prctl,
-)
+from xray_runtime.agents.process_tree import SET_DEATH_SIGNAL, SET_SUBREAPER, children, descendants, kill_tree, prctl
 from xray_runtime.environments.worker import end_with
 from xray_runtime.rewards.source import described
 from xray_runtime.sandboxes.confine import DOOR

@@ -6,13 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.config.engines import (
-    Fraction,
-    NonNegative,
-    Positive,
-    Section,
-    UnitInterval,
-)
+from xray_runtime.config.engines import Fraction, NonNegative, Positive, Section, UnitInterval
 from xray_runtime.config.environment import AnyEnvironment
 from xray_runtime.config.ppo import JudgingConfig
 from xray_runtime.config.rewards import ExternalReward, RewardTerm, source_names

@@ -327,12 +327,7 @@ def _name(body: str | Body) -> str:
 
 
 def stage_kind(
-    name: str,
-    *,
-    inputs: type[Any] = NoInputs,
-    config: Any = Section,
-    output: type[Artifact] = Artifact,
-    **facts: Any,
+    name: str, *, inputs: type[Any] = NoInputs, config: Any = Section, output: type[Artifact] = Artifact, **facts: Any
 ) -> Callable[[Body], StageKind]:
     """Register the decorated body as the kind `name`; `facts` are the other fields of `StageKind`."""
 

@@ -87,9 +87,7 @@ def signature(kind: StageKind) -> inspect.Signature:
     """Inputs, then the fields of every section as keywords."""
     parameters = [
         inspect.Parameter(
-            name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=None if role.optional else inspect.Parameter.empty,
+            name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None if role.optional else inspect.Parameter.empty
         )
         for name, role in kind.roles.items()
     ]
