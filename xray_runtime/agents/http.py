@@ -15,8 +15,7 @@ import json
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from xray_runtime.agents import chat, completions, messages, responses
 from xray_runtime.agents.episode import AgentEpisode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -34,6 +35,12 @@ def validate_as(model: type[Model], data: Any, where: str = "") -> Model:
         raise ConfigError(f"{where or 'the config'} is nested too deeply") from None
 
 
+def hint(name: str, known: Sequence[str]) -> str:
+    """The known name that an unknown one resembles, for the end of a sentence."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
 def _describe(error: ErrorDetails, data: Any, model: type[BaseModel], where: str) -> str:
     loc, owner = _user_path(error["loc"], model)
     names = [str(part) if str(part).isprintable() else repr(part) for part in loc]
@@ -43,10 +50,8 @@ def _describe(error: ErrorDetails, data: Any, model: type[BaseModel], where: str
     if kind == "extra_forbidden":
         known = sorted(_fields(owner))
         elsewhere = ["the top level of the config" if "." not in p else p for p in _places(model, str(loc[-1]))[:3]]
-        close = difflib.get_close_matches(str(loc[-1]), known, n=1)
-        hint = f" (it belongs at {' or '.join(elsewhere)})" if elsewhere and not where else ""
-        hint = hint or (f" (did you mean {close[0]}?)" if close else "")
-        return f"{path}: unknown field{hint}; allowed here: {', '.join(known)}"
+        place = f" (it belongs at {' or '.join(elsewhere)})" if elsewhere and not where else ""
+        return f"{path}: unknown field{place or hint(str(loc[-1]), known)}; allowed here: {', '.join(known)}"
     if kind == "missing":
         return f"{path}: is required"
     if kind in ("union_tag_not_found", "union_tag_invalid"):

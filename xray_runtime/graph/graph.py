@@ -20,9 +20,9 @@ from pydantic import BaseModel
 from xray_runtime.config.allowed_imports import check_import
 from xray_runtime.config.paths import put
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.validation import CombinationError, ConfigError, validate_as
+from xray_runtime.config.validation import CombinationError, ConfigError, hint, validate_as
 from xray_runtime.graph.artifacts import Artifact
-from xray_runtime.graph.binding import Binding, article, check_functions, hint
+from xray_runtime.graph.binding import Binding, article, check_functions
 from xray_runtime.graph.current import CURRENT
 from xray_runtime.graph.handles import Handle, RewardSource, reward
 from xray_runtime.graph.kind import KINDS, StageKind
