@@ -15,7 +15,7 @@ import uuid
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.config.recording import RecordingConfig
+from xray_runtime.config.serving import RecordingConfig
 from xray_runtime.serving.exchange import Exchange
 from xray_runtime.serving.middleware import CANARY_HEADER, App, Message, Receive, Send, answer_json, key_digest
 
