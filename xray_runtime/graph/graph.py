@@ -111,7 +111,7 @@ class Graph:
             raise ConfigError(f"name: {stage!r} is not allowed: must match {STAGE_NAME.pattern}")
         bound = Binding(self, stage, kind)
         bound.bind(inputs, keywords)
-        known = kind.field_names(keywords, where=stage)
+        known = kind.section(keywords, stage).model_fields
         values = {k: v for k, v in self.defaults.items() if k in known and k not in keywords} | keywords | bound.terms
         values = {k: v.model_dump() if isinstance(v, BaseModel) else v for k, v in values.items()}
         for key, value in values.items():
