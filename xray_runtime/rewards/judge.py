@@ -10,7 +10,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.rewards.remote import AnswerError, ask_all
-from xray_runtime.rewards.source import Batch, Score, described, failure
+from xray_runtime.rewards.source import Batch, Score
 
 if TYPE_CHECKING:
     from xray_runtime.config.rewards import JudgeConfig
@@ -48,8 +48,7 @@ class JudgeSource:
     def score(self, batch: Batch) -> list[Score]:
         rows = zip(batch.messages, batch.replies, batch.column(self._config.column), strict=True)
         requests = [self._request(messages, reply, reference) for messages, reply, reference in rows]
-        answers = ask_all(self._config, "/chat/completions", requests, lambda _, answer: self._read(answer))
-        return [failure(described(a)) if isinstance(a, BaseException) else a for a in answers]
+        return ask_all(self._config, "/chat/completions", requests, lambda _, answer: self._read(answer))
 
     def _request(self, messages: Messages, reply: str, reference: Any) -> dict[str, Any]:
         low, high = self._config.scale
