@@ -21,15 +21,21 @@ from typing import TYPE_CHECKING, Any
 from xray_runtime.config.rewards import CodeVerifier, JSONSchemaVerifier, MathVerifier, RegexVerifier
 from xray_runtime.rewards import checks, worker
 from xray_runtime.rewards.code.client import CodeSandbox, read_tests
-from xray_runtime.rewards.sandbox import LIMITED, BatchProgram, LimitedProcess, limits_of
+from xray_runtime.rewards.sandbox import LIMITED, LimitedProcess
 from xray_runtime.rewards.source import Batch, Score, described, failure
 
 if TYPE_CHECKING:
     from xray_runtime.config.rewards import Verifier
 
 ATTEMPTS = 3
-WORKER_MB = 4096
-"""Address space; little of it is used."""
+LIMITS = {
+    # Address space; little of it is used.
+    "RLIMIT_AS": 2**32,
+    "RLIMIT_FSIZE": 2**24,
+    "RLIMIT_NOFILE": 64,
+    "RLIMIT_NPROC": 0,
+    "RLIMIT_CORE": 0,
+}
 WARM_UP: dict[str, Sequence[Any]] = {"math": ("$1$", "1"), "regex": ("", "", None), "json_schema": ("1", {})}
 PROGRAM = f"{LIMITED}\nimport runpy\nrunpy.run_module({worker.__name__!r}, run_name='__main__', alter_sys=True)\n"
 
@@ -74,7 +80,7 @@ class _TextChecks:
     def __init__(self, config: MathVerifier | RegexVerifier | JSONSchemaVerifier, directory: Path) -> None:
         self._config = config
         warm_up = _line(config.kind, WARM_UP[config.kind])
-        self._process = LimitedProcess(BatchProgram(PROGRAM, limits_of(WORKER_MB), sys.path, warm_up), directory)
+        self._process = LimitedProcess(directory, PROGRAM, LIMITS, sys.path, warm_up)
         self.close = self._process.end
 
     def check(self, reply: str, given: Any) -> Score:

@@ -10,7 +10,7 @@ from typing import Any
 
 import xray_runtime
 from xray_runtime.rewards.code import server
-from xray_runtime.rewards.sandbox import LIMITED, START_S, BatchProgram, LimitedProcess
+from xray_runtime.rewards.sandbox import LIMITED, START_S, LimitedProcess
 from xray_runtime.rewards.source import Score, failure
 
 ALLOWED = 'must hold Python statements, a list of them, or {"inputs": [...], "outputs": [...]}, as many texts in each'
@@ -56,9 +56,7 @@ class CodeSandbox:
         root = str(Path(xray_runtime.__file__).parents[1])
         program = f"{LIMITED}\nsys.path.insert(0, {root!r})\nfrom {server.__name__} import main\nmain({self._output})\n"
         warm_up = _question(server.TESTS, "def f(): pass", "f()", START_S, 2**30)
-        self._process = LimitedProcess(
-            BatchProgram(program, {"RLIMIT_CORE": 0}, None, warm_up, [self._output]), directory
-        )
+        self._process = LimitedProcess(directory, program, {"RLIMIT_CORE": 0}, None, warm_up, [self._output])
 
     def score(self, code: str, tests: str | list[Program], limit_s: float, memory_mb: int) -> Score:
         """1 if the code passes all tests, else 0 and the reason; a failed score if the tests are not usable.
