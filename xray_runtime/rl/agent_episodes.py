@@ -19,12 +19,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.agents.episode import AgentEpisode, EpisodeLimits, Policy, call_from_json, call_to_json
+from xray_runtime.agents.episode import AgentEpisode, EpisodeLimits, Policy, call_from_json
 from xray_runtime.agents.gateway import Gateway
 from xray_runtime.agents.outcomes import Outcome
 from xray_runtime.agents.runner import Address, Runner, open_runner
@@ -307,7 +307,7 @@ class AgentEpisodes:
     def _keep(self, planned: Planned, name: str, step: int, calls: Iterable[Call]) -> None:
         entries = [
             _entry(planned.key(name, call.key), step)
-            | {"episode": f"{planned.rollout}/{name}", "call": call_to_json(call)}
+            | {"episode": f"{planned.rollout}/{name}", "call": asdict(call)}
             for call in calls
         ]
         self._journal.write_entries(step, entries)
