@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from xray_runtime.agents.chat import Event, usage
-from xray_runtime.agents.request import MAX_CHOICES, Reader, RefusedError, Reply, Request, shown
+from xray_runtime.agents.request import MAX_CHOICES, Reader, RefusedError, Reply, Request
+from xray_runtime.errors import shown
 
 
 def read(body: Any, temperature: float) -> Request:

@@ -15,6 +15,7 @@ from typing import Any
 from xray_runtime.data.chat_format import HERMES
 from xray_runtime.data.messages import read_messages, read_tools
 from xray_runtime.data.pairs import Messages
+from xray_runtime.errors import shown
 
 IGNORED = frozenset(
     (
@@ -220,12 +221,6 @@ def before_stop(text: str, stop: Sequence[str]) -> str:
     """`text` up to the first of the texts `stop`."""
     places = [place for place in map(text.find, stop) if place >= 0]
     return text[: min(places)] if places else text
-
-
-def shown(value: Any) -> str:
-    """A value in one short line."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def text_of(name: str, content: Any, kinds: Collection[str]) -> str:

@@ -306,8 +306,7 @@ class AgentEpisodes:
 
     def _keep(self, planned: Planned, name: str, step: int, calls: Iterable[Call]) -> None:
         entries = [
-            _entry(planned.key(name, call.key), step)
-            | {"episode": f"{planned.rollout}/{name}", "call": asdict(call)}
+            _entry(planned.key(name, call.key), step) | {"episode": f"{planned.rollout}/{name}", "call": asdict(call)}
             for call in calls
         ]
         self._journal.write_entries(step, entries)
