@@ -12,7 +12,6 @@ from xray_runtime.graph.kind import StageKind
 from xray_runtime.store.code_digest import Code, code_reached, function_code
 from xray_runtime.store.content_digest import Outside, outside_digest
 from xray_runtime.store.digest_memory import DigestMemory
-from xray_runtime.store.hub import check_on_hub
 from xray_runtime.store.identity import Identity
 
 OWN_PACKAGE = "xray_runtime"
@@ -74,12 +73,6 @@ def identify(
         versions={name: version for found in (code, *called.values()) for name, version in found.libraries.items()},
     )
     return identity, outside
-
-
-def check_hub_names(kind: StageKind, name: str, config: Any) -> None:
-    """Raise ConfigError if a hub repository that the stage names does not exist or cannot be reached."""
-    for field, value in kind.outside(config).items():
-        check_on_hub(value, f"{name}.{field}", "model" if field == "model" else "dataset")
 
 
 def code_of(kind: StageKind) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,8 @@ from xray_runtime.rewards.source import Score, failure
 ALLOWED = 'must hold Python statements, a list of them, or {"inputs": [...], "outputs": [...]}, as many texts in each'
 
 
-@dataclass(frozen=True)
-class Program:
-    """A test case of a program: its input and expected output."""
-
-    stdin: str
-    stdout: str
-
-
-def read_tests(value: Any) -> str | list[Program]:
-    """The tests in a column: Python statements that raise if the code is wrong, or cases of a program.
+def read_tests(value: Any) -> str | list[tuple[str, str]]:
+    """The tests in a column: Python statements that raise if the code is wrong, or a program's inputs and outputs.
 
     Raises:
         ValueError: `value` is neither.
@@ -41,7 +32,7 @@ def read_tests(value: Any) -> str | list[Program]:
             raise ValueError(ALLOWED)
         if not all(isinstance(text, str) for text in (*inputs, *outputs)):
             raise ValueError(ALLOWED)
-        return [Program(*case) for case in zip(inputs, outputs, strict=True)]
+        return list(zip(inputs, outputs, strict=True))
     lines = value if isinstance(value, list) else [value]
     if not all(isinstance(line, str) for line in lines):
         raise ValueError(ALLOWED)
@@ -58,7 +49,7 @@ class CodeSandbox:
         warm_up = _question(server.TESTS, "def f(): pass", "f()", START_S, 2**30)
         self._process = LimitedProcess(directory, program, {"RLIMIT_CORE": 0}, None, warm_up, [self._output])
 
-    def score(self, code: str, tests: str | list[Program], limit_s: float, memory_mb: int) -> Score:
+    def score(self, code: str, tests: str | list[tuple[str, str]], limit_s: float, memory_mb: int) -> Score:
         """1 if the code passes all tests, else 0 and the reason; a failed score if the tests are not usable.
 
         Raises:
@@ -71,11 +62,11 @@ class CodeSandbox:
             if "unusable" in answer:
                 return failure(answer["unusable"])
             return Score(float(answer["passed"]), answer.get("why"))
-        for number, case in enumerate(tests):
-            answer = self._ask(_question(server.CASE, code, case.stdin, limit_s, memory), limit_s)
+        for number, (stdin, stdout) in enumerate(tests):
+            answer = self._ask(_question(server.CASE, code, stdin, limit_s, memory), limit_s)
             if not answer["passed"]:
                 return Score(0.0, f"case {number}: {answer['why']}")
-            if _printed(self._read_output()) != _printed(case.stdout):
+            if _printed(self._read_output()) != _printed(stdout):
                 return Score(0.0, f"case {number}: it prints something else")
         return Score(1.0)
 
