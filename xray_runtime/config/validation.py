@@ -48,7 +48,7 @@ def _describe(error: ErrorDetails, data: Any, model: type[BaseModel], where: str
     value, kind = error["input"], error["type"]
     context = error.get("ctx", {})
     if kind == "extra_forbidden":
-        known = sorted(_fields(owner))
+        known = sorted(owner.model_fields) if _is_model(owner) else []
         elsewhere = ["the top level of the config" if "." not in p else p for p in _places(model, str(loc[-1]))[:3]]
         place = f" (it belongs at {' or '.join(elsewhere)})" if elsewhere and not where else ""
         return f"{path}: unknown field{place or hint(str(loc[-1]), known)}; allowed here: {', '.join(known)}"
@@ -150,10 +150,6 @@ def _tag_values(model: type[BaseModel]) -> tuple[Any, ...]:
 def _tags(root: type[BaseModel], owner: Any, loc: list[int | str], tag: str) -> list[Any]:
     members = _member(root, str(loc[-1])) if _is_model(owner) or not isinstance(owner, tuple) else owner
     return [value for member in members for value in _tag_values(member)] if isinstance(members, tuple) else [tag]
-
-
-def _fields(owner: Any) -> list[str]:
-    return list(owner.model_fields) if _is_model(owner) else []
 
 
 def _show(value: Any) -> str:

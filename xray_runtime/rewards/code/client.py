@@ -28,9 +28,8 @@ def read_tests(value: Any) -> str | list[tuple[str, str]]:
             return str(value)
     if isinstance(value, dict):
         inputs, outputs = value.get("inputs"), value.get("outputs")
-        if not isinstance(inputs, list) or not isinstance(outputs, list) or not 0 < len(inputs) == len(outputs):
-            raise ValueError(ALLOWED)
-        if not all(isinstance(text, str) for text in (*inputs, *outputs)):
+        paired = isinstance(inputs, list) and isinstance(outputs, list) and 0 < len(inputs) == len(outputs)
+        if not paired or not all(isinstance(text, str) for text in (*inputs, *outputs)):
             raise ValueError(ALLOWED)
         return list(zip(inputs, outputs, strict=True))
     lines = value if isinstance(value, list) else [value]
@@ -66,7 +65,8 @@ class CodeSandbox:
             answer = self._ask(_question(server.CASE, code, stdin, limit_s, memory), limit_s)
             if not answer["passed"]:
                 return Score(0.0, f"case {number}: {answer['why']}")
-            if _printed(self._read_output()) != _printed(stdout):
+            output = os.pread(self._output, server.OUTPUT_BYTES, 0).decode(errors="replace")
+            if _printed(output) != _printed(stdout):
                 return Score(0.0, f"case {number}: it prints something else")
         return Score(1.0)
 
@@ -85,9 +85,6 @@ class CodeSandbox:
         if answer is None:
             raise RuntimeError(f"the sandbox does not answer within {limit_s + START_S:g} s")
         return answer
-
-    def _read_output(self) -> str:
-        return os.pread(self._output, server.OUTPUT_BYTES, 0).decode(errors="replace")
 
 
 def _printed(text: str) -> list[str]:
