@@ -125,7 +125,6 @@ class AgentApp:
     async def _spanned(
         self, episode: AgentEpisode, dialect: Dialect, body: bytes, scope: Message, receive: Receive, path: str
     ) -> tuple[list[Reply] | None, bool]:
-        """`_call` in a span."""
         if self._spans is None:
             return await self._call(episode, dialect, body, scope, receive)
         span = self._spans.begin(episode.name, path)
@@ -145,7 +144,7 @@ class AgentApp:
     async def _call(
         self, episode: AgentEpisode, dialect: Dialect, body: bytes, scope: Message, receive: Receive
     ) -> tuple[list[Reply] | None, bool]:
-        """(replies, whether they are streamed); no replies if the client went away."""
+        """(replies, whether to stream them); no replies if the client went away."""
         try:
             given = _json(body)
             request = dialect.read(given, episode.temperature)

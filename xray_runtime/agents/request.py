@@ -186,7 +186,6 @@ class Reader:
         return Request(**fields, biases=biases, overridden=overridden)
 
     def _biases(self) -> dict[str, float | int]:
-        """Sampling parameters that differ from the stage's."""
         found: dict[str, float | int] = {}
         for name, neutral in {"temperature": self._temperature, **BIASING}.items():
             value = self.get(name, (int, float), neutral)

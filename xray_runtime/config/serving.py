@@ -40,9 +40,9 @@ class ReviewsConfig(Section):
     queue: Name = "recorded answers"
     """Name of the review queue."""
     limit: Count = 500
-    """So many of the newest answers are shown in MLflow."""
+    """Number of the newest answers to show in MLflow."""
     most_of_one: Count = 200
-    """Most new feedback that is taken from one judge at a time; the next time takes the rest."""
+    """Most new feedback to take from one judge at a time; the rest is taken the next time."""
 
 
 class CanaryConfig(Section):
@@ -53,6 +53,6 @@ class CanaryConfig(Section):
     min_feedback: Count = 50
     """A canary passes only after this many people judged each model."""
     max_hours: Positive = 24.0
-    """A canary that is undecided after this many hours ends so."""
+    """A canary that is still undecided after this many hours ends undecided."""
     max_loss: UnitInterval = 0.1
     """The candidate's mean feedback, from 0 to 1, may be this much below the champion's."""

@@ -38,7 +38,7 @@ NUMBER = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*")
 
 
 class JudgeSource:
-    """One request a reply."""
+    """One request per reply."""
 
     relative = False
 

@@ -49,7 +49,7 @@ SHARES = {"a": 1.0, "b": 0.0, "tie": 0.5}
 
 
 class PairwiseJudgeSource:
-    """Two requests a pair of replies."""
+    """Two requests per pair of replies."""
 
     relative = True
 
@@ -101,7 +101,7 @@ def _groups(batch: Batch) -> list[list[int]]:
 
 
 def circle(rows: Sequence[int], opponents: int) -> list[tuple[int, int]]:
-    """Distinct pairs of `rows` in which each has at least so many opponents, or all others if there are fewer."""
+    """Distinct pairs of `rows` in which each has at least `opponents` opponents, or all others if those are fewer."""
     count = len(rows)
     pairs: dict[tuple[int, int], None] = {}
     for distance in range(1, min((opponents + 1) // 2, count // 2) + 1):

@@ -163,7 +163,6 @@ class LimitedProcess:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process with its group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
