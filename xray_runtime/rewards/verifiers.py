@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from xray_runtime.config.rewards import Verifier
 
 ATTEMPTS = 3
+"""Checks of a reply, until a failure of the system becomes a failed score."""
 LIMITS = {
     # Address space; little of it is used.
     "RLIMIT_AS": 2**32,
@@ -66,7 +67,12 @@ class VerifierSource:
                 return failure(f"column {column!r} has no value in a row")
             one = self._free.get()
             try:
-                return again(lambda: one.check(*row))
+                for _ in range(ATTEMPTS):
+                    try:
+                        return one.check(*row)
+                    except (OSError, RuntimeError) as error:
+                        last = error
+                return failure(described(last))
             finally:
                 self._free.put(one)
 
@@ -115,13 +121,3 @@ class _CodeChecks:
 
 def _line(name: str, arguments: Sequence[Any]) -> bytes:
     return json.dumps([name, arguments]).encode() + b"\n"
-
-
-def again(check: Callable[[], Score]) -> Score:
-    """The score of a check, or a failed score if the system fails `ATTEMPTS` times."""
-    for _ in range(ATTEMPTS):
-        try:
-            return check()
-        except (OSError, RuntimeError) as error:
-            last = error
-    return failure(described(last))
