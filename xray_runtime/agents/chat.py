@@ -13,7 +13,7 @@ Event = tuple[str | None, dict[str, Any] | str]
 
 
 def read(body: Any, temperature: float) -> Request:
-    """The request in a body. Raises RefusedError."""
+    """The request in a body. Raises ValueError if it is refused."""
     reader = Reader(body, temperature)
     limits = reader.count("max_tokens"), reader.count("max_completion_tokens")
     return reader.request(

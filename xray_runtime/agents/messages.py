@@ -16,7 +16,7 @@ UNREAD = ("thinking", "redacted_thinking")
 
 
 def read(body: Any, temperature: float) -> Request:
-    """The request in a body. Raises RefusedError."""
+    """The request in a body. Raises ValueError if it is refused."""
     reader = Reader(body, temperature)
     system = reader.get("system", (str, list))
     first = [{"role": "system", "content": text_of("system", system, ("text",))}] if system else []

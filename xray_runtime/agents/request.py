@@ -135,11 +135,8 @@ class Reader:
         return value
 
     def messages(self, value: Any, name: str = "messages") -> Messages:
-        """Messages in OpenAI's form. Raises RefusedError; also if the last is the assistant's."""
-        try:
-            messages = read_messages("the request", name, value)
-        except ValueError as error:
-            raise RefusedError(str(error)) from error
+        """Messages in OpenAI's form. Raises ValueError; also if the last is the assistant's."""
+        messages = read_messages("the request", name, value)
         if messages[-1]["role"] == "assistant":
             raise RefusedError(f"{name}: the last message must not be the assistant's: nothing is left to answer")
         return messages
@@ -153,11 +150,8 @@ class Reader:
         return tuple(texts)
 
     def tools(self, tools: list[Any]) -> list[dict[str, Any]]:
-        """Schemas of functions, in the form of Chat Completions."""
-        try:
-            found = read_tools("the request", {"tools": tools})
-        except ValueError as error:
-            raise RefusedError(str(error)) from error
+        """Schemas of functions, in the form of Chat Completions. Raises ValueError."""
+        found = read_tools("the request", {"tools": tools})
         for tool in found:
             function = tool.get("function")
             if tool.get("type") != "function" or not isinstance(function, dict) or "name" not in function:

@@ -14,7 +14,7 @@ TEXTS = ("input_text", "output_text", "text")
 
 
 def read(body: Any, temperature: float) -> Request:
-    """The request in a body. Raises RefusedError."""
+    """The request in a body. Raises ValueError if it is refused."""
     reader = Reader(body, temperature)
     given = reader.get("input", (str, list), [])
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
