@@ -74,8 +74,6 @@ class Request:
     """False: calls in the reply are left as text."""
     biases: dict[str, float | int] = field(default_factory=dict)
     """Sampling parameters that differ from the stage's, which leave the reply out of the loss."""
-    overridden: dict[str, Any] = field(default_factory=dict)
-    """Requested model, seed and temperature, for the journal."""
 
 
 @dataclass(frozen=True)
@@ -176,8 +174,7 @@ class Reader:
             if self._body[name] not in NEUTRAL[name]:
                 allowed = " or ".join(["left out", *map(repr, NEUTRAL[name])])
                 raise RefusedError(f"{name} = {shown(self._body[name])} is not allowed: must be {allowed}")
-        overridden = {name: self._body[name] for name in ("model", "seed", "temperature") if name in self._body}
-        return Request(**fields, biases=biases, overridden=overridden)
+        return Request(**fields, biases=biases)
 
     def _biases(self) -> dict[str, float | int]:
         found: dict[str, float | int] = {}

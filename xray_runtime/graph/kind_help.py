@@ -52,7 +52,9 @@ class KindAttribute:
 
 def help_text(kind: StageKind) -> str:
     """Signature, summary, inputs and fields of a kind, for `help()`."""
-    return f"xray.{kind.name}{_short_signature(kind)}\n\n{description(kind, kind.sections)}"
+    inputs = [f"{name}=None" if role.optional else name for name, role in kind.roles.items()]
+    call = f"xray.{kind.name}({', '.join([*inputs, '*', 'name=None', '**fields'])})"
+    return f"{call}\n\n{description(kind, kind.sections)}"
 
 
 def description(kind: StageKind, sections: Sequence[type[BaseModel]]) -> str:
@@ -71,11 +73,6 @@ def description(kind: StageKind, sections: Sequence[type[BaseModel]]) -> str:
             lines += _entry(field.name, f"{field.allowed}; {default}", field.meaning)
     lines += ["", "name: name of the stage; by default the kind's, with a number if that is taken."]
     return "\n".join([*lines, f"Returns a handle: {kind.output.__name__}."])
-
-
-def _short_signature(kind: StageKind) -> str:
-    inputs = [f"{name}=None" if role.optional else name for name, role in kind.roles.items()]
-    return f"({', '.join([*inputs, '*', 'name=None', '**fields'])})"
 
 
 def _entry(name: str, allowed: str, meaning: str) -> list[str]:
