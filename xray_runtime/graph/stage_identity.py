@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from xray_runtime.config.engines import with_precision
+from xray_runtime.config.paths import section
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.graph.kind import StageKind
 from xray_runtime.store.code_digest import Code, code_reached, function_code
@@ -50,11 +51,8 @@ def identify(
     ]
     values: dict[str, Any] = with_precision(config, runtime.device).model_dump(mode="json")
     for field, found in zip(kind.outside(config), outside, strict=True):
-        *above, last = field.split(".")
-        place: Any = values
-        for part in above:
-            place = place[int(part) if isinstance(place, list) else part]
-        place[last] = f"{found.kind}:{found.digest}"
+        above, _, last = field.rpartition(".")
+        section(values, above)[last] = f"{found.kind}:{found.digest}"
     if kind.computes:
         values["runtime"] = runtime.in_keys()
     code = _code(kind.module)

@@ -7,9 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-import xray_runtime
 from xray_runtime.rewards.code import server
-from xray_runtime.rewards.sandbox import LIMITED, START_S, LimitedProcess
+from xray_runtime.rewards.sandbox import LIMITED, OURS, START_S, LimitedProcess
 from xray_runtime.rewards.source import Score, failure
 
 ALLOWED = 'must hold Python statements, a list of them, or {"inputs": [...], "outputs": [...]}, as many texts in each'
@@ -43,7 +42,7 @@ class CodeSandbox:
 
     def __init__(self, directory: Path) -> None:
         self._output = os.memfd_create("xray-output")
-        root = str(Path(xray_runtime.__file__).parents[1])
+        root = str(OURS.parent)
         program = f"{LIMITED}\nsys.path.insert(0, {root!r})\nfrom {server.__name__} import main\nmain({self._output})\n"
         warm_up = _question(server.TESTS, "def f(): pass", "f()", START_S, 2**30)
         self._process = LimitedProcess(directory, program, {"RLIMIT_CORE": 0}, None, warm_up, [self._output])
