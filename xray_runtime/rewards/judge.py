@@ -47,12 +47,12 @@ class JudgeSource:
 
     def score(self, batch: Batch) -> list[Score]:
         rows = zip(batch.messages, batch.replies, batch.column(self._config.column), strict=True)
-        requests = [self._request(messages, reply, reference) for messages, reply, reference in rows]
-        return ask_all(self._config, "/chat/completions", requests, lambda _, answer: self._read(answer))
-
-    def _request(self, messages: Messages, reply: str, reference: Any) -> dict[str, Any]:
         low, high = self._config.scale
-        return request(self._config, PROMPT, messages, reference, reply=reply, low=low, high=high)
+        requests = [
+            request(self._config, PROMPT, messages, reference, reply=reply, low=low, high=high)
+            for messages, reply, reference in rows
+        ]
+        return ask_all(self._config, "/chat/completions", requests, lambda _, answer: self._read(answer))
 
     def _read(self, answer: Any) -> Score:
         text = completion_text(answer)
