@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xray_runtime.config.recording import RecordingConfig
+from xray_runtime.config.serving import RecordingConfig
 from xray_runtime.feedback.chat_model import BatchSampler, PromptLimits
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.seeding import derive_seed

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from benchmarks.generation import fresh_model
 from benchmarks.machine import line, machine, spread, start_ray, table
 from benchmarks.serving import running
 from xray.deployments.service import free_port
-from xray_runtime.agents.episode import AgentEpisode, EpisodeLimits, Policy, call_to_json
+from xray_runtime.agents.episode import AgentEpisode, EpisodeLimits, Policy
 from xray_runtime.agents.gateway import Gateway
 from xray_runtime.agents.segments import Call
 from xray_runtime.config.runtime import RuntimeConfig
@@ -149,7 +149,7 @@ class Ours:
         return get(self._traced.generate.remote(rows, sampling, version))
 
     def _keep(self, calls: Iterable[Call]) -> None:
-        entries = [{"key": call.key, "source": "agent", "step": 0, "call": call_to_json(call)} for call in calls]
+        entries = [{"key": call.key, "source": "agent", "step": 0, "call": asdict(call)} for call in calls]
         self._journal.write_entries(0, entries)
 
     def turn(self, num_agents: int, turns: int) -> Round:

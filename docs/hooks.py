@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = (
     "xray_runtime.config.lifecycle:LifecycleConfig",
     "xray.flows.search:SearchConfig",
-    "xray_runtime.config.recording:RecordingConfig",
+    "xray_runtime.config.serving:RecordingConfig",
     "xray_runtime.config.flywheel:FlywheelConfig",
 )
 """The files people write: each with all sections below it."""

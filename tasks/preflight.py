@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import urlsplit
 
-from xray_runtime.config.loading import check_storage
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import strip_credentials
 from xray_runtime.graph.graph import Graph, StageCall
-from xray_runtime.graph.stage_identity import check_hub_names
 from xray_runtime.planning.demand import Resources, check_call
 from xray_runtime.planning.workload import local_node, this_machine
+from xray_runtime.store.hub import check_on_hub
+from xray_runtime.store.shared import SharedStore, StorageError
 from xray_runtime.tracking.mirrors import require_mirror
 
 SERVERS = {"PREFECT_API_URL": "Prefect server", "MLFLOW_TRACKING_URI": "MLflow server"}
@@ -25,7 +25,11 @@ def check_run(graph: Graph, device: str, nodes: Sequence[Resources] | None) -> N
     Raises:
         ConfigError: the store cannot be reached, the mirror is not installed, or a stage fails its check.
     """
-    check_storage(graph.runtime)
+    if graph.runtime.storage is not None:
+        try:
+            SharedStore(graph.runtime.storage).check()
+        except StorageError as error:
+            raise ConfigError(f"runtime.storage: {error}") from None
     require_mirror(graph.runtime.mirror)
     check_stages(graph.calls.values(), device, nodes)
 
@@ -44,12 +48,13 @@ def check_stages(calls: Iterable[StageCall], device: str, nodes: Sequence[Resour
         nodes: resources of each node. None: skip the check, because the cluster is not connected yet.
 
     Raises:
-        ConfigError: like `check_call` and `check_hub_names`.
+        ConfigError: like `check_call` and `check_on_hub`.
     """
     for call in calls:
         if nodes is not None:
             check_call(call, device, nodes)
-        check_hub_names(call.kind, call.name, call.config)
+        for field, value in call.kind.outside(call.config).items():
+            check_on_hub(value, f"{call.name}.{field}", "model" if field == "model" else "dataset")
 
 
 def check_ray_address(environment: Mapping[str, str] = os.environ) -> None:

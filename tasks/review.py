@@ -19,7 +19,7 @@ from prefect.input import RunInput
 from pydantic import Field
 
 from xray.tasks.progress import StageProgress, artifact_key
-from xray_runtime.graph.answer import Answer
+from xray_runtime.graph.kind import Answer
 from xray_runtime.store.identity import digest
 
 log = logging.getLogger(__name__)

@@ -66,6 +66,12 @@ def api_key(address: str, environment: Mapping[str, str] = os.environ) -> str | 
     return keys.get(urlsplit(address).netloc.lower()) or None
 
 
+def key_header(address: str) -> dict[str, str]:
+    """The header with the environment's key for the host of an address."""
+    key = api_key(address)
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
 def _take(environment: MutableMapping[str, str], name: str) -> tuple[str, str]:
     """(user, password) of an address, and the address without them."""
     address = environment.get(name, "")

@@ -1,6 +1,8 @@
-"""Root causes of errors, and whether a retry could help."""
+"""Root causes of errors, whether a retry could help, and values in their texts."""
 
 from __future__ import annotations
+
+from typing import Any
 
 
 def root_cause(error: BaseException) -> BaseException:
@@ -30,6 +32,12 @@ def error_summary(error: BaseException) -> str:
     notes = getattr(cause, "__notes__", [])
     place = f" {notes[0].splitlines()[0]}" if notes else ""
     return f"{first_line(cause)}{place}"
+
+
+def shown(value: Any) -> str:
+    """A value in one short line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 OUT_OF_MEMORY_WORDS = (

@@ -55,8 +55,7 @@ def at_low_priority(work: Callable[[], None]) -> None:
 
     def run() -> None:
         # On Linux each thread has its own priority, and a process cannot raise its priority again.
-        if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
         work()
 
     with ThreadPoolExecutor(1) as thread:

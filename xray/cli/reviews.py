@@ -14,7 +14,7 @@ import typer
 from xray.cli.job import FAILED
 from xray.cli.options import AsJson, Root, Tracking
 from xray.tasks.output_directory import file_lock, saved_config
-from xray_runtime.config.reviews import ReviewsConfig
+from xray_runtime.config.serving import ReviewsConfig
 from xray_runtime.config.validation import validate_as
 
 FEEDBACK_KEY = "XRAY_FEEDBACK_KEY"

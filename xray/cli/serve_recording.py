@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from xray.flows.subject import add_working_directory
 from xray_runtime.config.loading import parse_overrides
-from xray_runtime.config.recording import RecordingConfig
+from xray_runtime.config.serving import RecordingConfig
 from xray_runtime.config.validation import ConfigError, validate_as
 
 if TYPE_CHECKING:

@@ -6,27 +6,24 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from xray_runtime.agents.chat import Event, usage
-from xray_runtime.agents.request import MAX_CHOICES, Reader, RefusedError, Reply, Request, shown
+from xray_runtime.agents.request import MAX_CHOICES, Reader, RefusedError, Reply, Request
+from xray_runtime.errors import shown
 
 
 def read(body: Any, temperature: float) -> Request:
-    """The request in a body. Raises RefusedError."""
+    """The request in a body. Raises ValueError if it is refused."""
     reader = Reader(body, temperature)
     prompt = reader.get("prompt", (str, list), "")
     is_ids = isinstance(prompt, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt)
     if not prompt or not (isinstance(prompt, str) or is_ids):
         raise RefusedError(f"prompt = {shown(prompt)} is not allowed: must be one text, or a list of token ids")
-    request = Request(
+    return reader.request(
         prompt=prompt,
         n=reader.count("n", MAX_CHOICES, 1) or 1,
         max_tokens=reader.count("max_tokens"),
         stop=reader.stop(),
         calls_tools=False,
-        biases=reader.biases(),
-        overridden=reader.overridden(),
     )
-    reader.check_rest()
-    return request
 
 
 def answer(replies: Sequence[Reply]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from xray_runtime.agents.posted import Posted
@@ -120,7 +120,7 @@ class AgentEpisode:
         self._check_limits(request, place, sampling)
         keys = self._take_keys(place, request)
         pending = asyncio.ensure_future(self._answer(request, place, sampling, options, keys))
-        # An error of a call whose client went away is nobody's.
+        # Nobody awaits a call whose client went away; this marks its error as seen.
         pending.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._by_body[digest], self._keys[pending] = pending, keys
         return pending
@@ -270,13 +270,8 @@ class AgentEpisode:
         return Reply(rest, named, finish, call.key[:24], len(call.prompt), len(call.ids))
 
 
-def call_to_json(call: Call) -> dict[str, Any]:
-    """A call for the journal."""
-    return asdict(call)
-
-
 def call_from_json(given: Mapping[str, Any]) -> Call:
-    """The call of a line of the journal."""
+    """The call of a line of the journal, which has its fields."""
     # JSON has no tuples.
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in given["options"].items()}
     return Call(**{each.name: given[each.name] for each in fields(Call)} | {"options": options})

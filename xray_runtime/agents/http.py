@@ -15,8 +15,7 @@ import json
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from xray_runtime.agents import chat, completions, messages, responses
 from xray_runtime.agents.episode import AgentEpisode
@@ -36,20 +35,21 @@ RETRIES = b"x-stainless-retry-count"
 """Header in which SDKs count the repetitions of a request."""
 
 
-@dataclass(frozen=True)
-class Dialect:
-    """One API."""
+class Dialect(Protocol):
+    """A module that speaks one API."""
 
-    read: Callable[[Any, float], Request]
-    answer: Callable[[Sequence[Reply]], dict[str, Any]]
-    events: Callable[[dict[str, Any]], Iterator[chat.Event]]
+    def read(self, body: Any, temperature: float) -> Request: ...
+
+    def answer(self, replies: Sequence[Reply]) -> dict[str, Any]: ...
+
+    def events(self, whole: dict[str, Any]) -> Iterator[chat.Event]: ...
 
 
-DIALECTS = {
-    "chat/completions": Dialect(chat.read, chat.answer, chat.events),
-    "completions": Dialect(completions.read, completions.answer, completions.events),
-    "responses": Dialect(responses.read, responses.answer, responses.events),
-    "messages": Dialect(messages.read, messages.answer, messages.events),
+DIALECTS: dict[str, Dialect] = {
+    "chat/completions": chat,
+    "completions": completions,
+    "responses": responses,
+    "messages": messages,
 }
 MODELS = {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "xray"}]}
 
@@ -125,7 +125,6 @@ class AgentApp:
     async def _spanned(
         self, episode: AgentEpisode, dialect: Dialect, body: bytes, scope: Message, receive: Receive, path: str
     ) -> tuple[list[Reply] | None, bool]:
-        """`_call` in a span."""
         if self._spans is None:
             return await self._call(episode, dialect, body, scope, receive)
         span = self._spans.begin(episode.name, path)
@@ -145,7 +144,7 @@ class AgentApp:
     async def _call(
         self, episode: AgentEpisode, dialect: Dialect, body: bytes, scope: Message, receive: Receive
     ) -> tuple[list[Reply] | None, bool]:
-        """(replies, whether they are streamed); no replies if the client went away."""
+        """(replies, whether to stream them); no replies if the client went away."""
         try:
             given = _json(body)
             request = dialect.read(given, episode.temperature)

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from xray_runtime.agents.chat import Event
-from xray_runtime.agents.request import Reader, RefusedError, Reply, Request, shown, text_of
+from xray_runtime.agents.request import Reader, RefusedError, Reply, Request, text_of
+from xray_runtime.errors import shown
 
 FINISHES = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 UNREAD = ("thinking", "redacted_thinking")
@@ -15,22 +16,18 @@ UNREAD = ("thinking", "redacted_thinking")
 
 
 def read(body: Any, temperature: float) -> Request:
-    """The request in a body. Raises RefusedError."""
+    """The request in a body. Raises ValueError if it is refused."""
     reader = Reader(body, temperature)
     system = reader.get("system", (str, list))
     first = [{"role": "system", "content": text_of("system", system, ("text",))}] if system else []
     messages = [part for message in reader.get("messages", list, []) for part in _messages(message)]
-    request = Request(
+    return reader.request(
         messages=reader.messages([*first, *messages]),
         tools=reader.tools([_tool(tool) for tool in reader.get("tools", list, [])]),
         max_tokens=reader.count("max_tokens"),
         stop=reader.stop("stop_sequences"),
         calls_tools=reader.calls_tools(reader.get("tool_choice", dict)),
-        biases=reader.biases(),
-        overridden=reader.overridden(),
     )
-    reader.check_rest()
-    return request
 
 
 def _tool(tool: Any) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from xray_runtime.agents.request import shown
+from xray_runtime.errors import shown
 from xray_runtime.rewards.source import as_number
 
 FIELDS = ("value", "final", "info", "unusable")

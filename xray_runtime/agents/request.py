@@ -8,13 +8,14 @@ with `untrainable: leave_out`, sampled as requested and left out of the loss.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from xray_runtime.data.chat_format import HERMES
 from xray_runtime.data.messages import read_messages, read_tools
 from xray_runtime.data.pairs import Messages
+from xray_runtime.errors import shown
 
 IGNORED = frozenset(
     (
@@ -73,8 +74,6 @@ class Request:
     """False: calls in the reply are left as text."""
     biases: dict[str, float | int] = field(default_factory=dict)
     """Sampling parameters that differ from the stage's, which leave the reply out of the loss."""
-    overridden: dict[str, Any] = field(default_factory=dict)
-    """Requested model, seed and temperature, for the journal."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +93,11 @@ class Reply:
 
     def message(self) -> dict[str, Any]:
         """The assistant's message in X-ray's form."""
-        calls = [{"id": c["id"], "type": "function", "function": _function(c)} for c in self.calls]
+        calls: list[dict[str, Any]] = [
+            {"id": c["id"], "type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}}
+            for c in self.calls
+        ]
         return {"role": "assistant", "content": self.text} | ({"tool_calls": calls} if calls else {})
-
-
-def _function(call: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": call["name"], "arguments": call["arguments"]}
 
 
 class Reader:
@@ -135,11 +133,8 @@ class Reader:
         return value
 
     def messages(self, value: Any, name: str = "messages") -> Messages:
-        """Messages in OpenAI's form. Raises RefusedError; also if the last is the assistant's."""
-        try:
-            messages = read_messages("the request", name, value)
-        except ValueError as error:
-            raise RefusedError(str(error)) from error
+        """Messages in OpenAI's form. Raises ValueError; also if the last is the assistant's."""
+        messages = read_messages("the request", name, value)
         if messages[-1]["role"] == "assistant":
             raise RefusedError(f"{name}: the last message must not be the assistant's: nothing is left to answer")
         return messages
@@ -153,11 +148,8 @@ class Reader:
         return tuple(texts)
 
     def tools(self, tools: list[Any]) -> list[dict[str, Any]]:
-        """Schemas of functions, in the form of Chat Completions."""
-        try:
-            found = read_tools("the request", {"tools": tools})
-        except ValueError as error:
-            raise RefusedError(str(error)) from error
+        """Schemas of functions, in the form of Chat Completions. Raises ValueError."""
+        found = read_tools("the request", {"tools": tools})
         for tool in found:
             function = tool.get("function")
             if tool.get("type") != "function" or not isinstance(function, dict) or "name" not in function:
@@ -173,8 +165,18 @@ class Reader:
             )
         return kind != "none"
 
-    def biases(self) -> dict[str, float | int]:
-        """Sampling parameters that differ from the stage's."""
+    def request(self, **fields: Any) -> Request:
+        """The request with these fields. Raises RefusedError if a field that was not read is not supported."""
+        biases = self._biases()
+        for name in sorted(self._body.keys() - self._read - IGNORED):
+            if name not in NEUTRAL:
+                raise RefusedError(f"{name} is not supported")
+            if self._body[name] not in NEUTRAL[name]:
+                allowed = " or ".join(["left out", *map(repr, NEUTRAL[name])])
+                raise RefusedError(f"{name} = {shown(self._body[name])} is not allowed: must be {allowed}")
+        return Request(**fields, biases=biases)
+
+    def _biases(self) -> dict[str, float | int]:
         found: dict[str, float | int] = {}
         for name, neutral in {"temperature": self._temperature, **BIASING}.items():
             value = self.get(name, (int, float), neutral)
@@ -184,18 +186,6 @@ class Reader:
                     raise RefusedError(f"{name} = {shown(value)} is not allowed: must be above 0")
                 found[name] = value
         return found
-
-    def overridden(self) -> dict[str, Any]:
-        return {name: self._body[name] for name in ("model", "seed", "temperature") if name in self._body}
-
-    def check_rest(self) -> None:
-        """Raises RefusedError if a field that was not read is not supported."""
-        for name in sorted(self._body.keys() - self._read - IGNORED):
-            if name not in NEUTRAL:
-                raise RefusedError(f"{name} is not supported")
-            if self._body[name] not in NEUTRAL[name]:
-                allowed = " or ".join(["left out", *map(repr, NEUTRAL[name])])
-                raise RefusedError(f"{name} = {shown(self._body[name])} is not allowed: must be {allowed}")
 
 
 def read_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
@@ -221,12 +211,6 @@ def before_stop(text: str, stop: Sequence[str]) -> str:
     """`text` up to the first of the texts `stop`."""
     places = [place for place in map(text.find, stop) if place >= 0]
     return text[: min(places)] if places else text
-
-
-def shown(value: Any) -> str:
-    """A value in one short line."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def text_of(name: str, content: Any, kinds: Collection[str]) -> str:

@@ -7,28 +7,25 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from xray_runtime.agents.chat import Event
-from xray_runtime.agents.request import Reader, RefusedError, Reply, Request, shown, text_of
+from xray_runtime.agents.request import Reader, RefusedError, Reply, Request, text_of
+from xray_runtime.errors import shown
 
 TEXTS = ("input_text", "output_text", "text")
 
 
 def read(body: Any, temperature: float) -> Request:
-    """The request in a body. Raises RefusedError."""
+    """The request in a body. Raises ValueError if it is refused."""
     reader = Reader(body, temperature)
     given = reader.get("input", (str, list), [])
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     instructions = reader.get("instructions", str)
     first = [{"role": "system", "content": instructions}] if instructions else []
-    request = Request(
+    return reader.request(
         messages=reader.messages([*first, *_messages(items)], "input"),
         tools=reader.tools([_tool(tool) for tool in reader.get("tools", list, [])]),
         max_tokens=reader.count("max_output_tokens"),
         calls_tools=reader.calls_tools(reader.get("tool_choice", (str, dict))),
-        biases=reader.biases(),
-        overridden=reader.overridden(),
     )
-    reader.check_rest()
-    return request
 
 
 def _tool(tool: Any) -> Any:

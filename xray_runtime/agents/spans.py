@@ -29,7 +29,7 @@ REQUESTED: dict[str, tuple[str, type | tuple[type, ...]]] = {
 
 
 class Spans:
-    """A span a call.
+    """One span per call.
 
     Args:
         processor: takes the spans that end.

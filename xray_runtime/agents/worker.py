@@ -33,15 +33,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from xray_runtime.agents.process_tree import (
-    SET_DEATH_SIGNAL,
-    SET_SUBREAPER,
-    children,
-    descendants,
-    kill_tree,
-    prctl,
-)
-from xray_runtime.environments.worker import end_with
+from xray_runtime.agents.process_tree import SET_DEATH_SIGNAL, SET_SUBREAPER, children, descendants, kill_tree, prctl
+from xray_runtime.environments.worker import end_with, in_short
 from xray_runtime.rewards.source import described
 from xray_runtime.sandboxes.confine import DOOR
 
@@ -49,7 +42,6 @@ TICK_S = 0.2
 """How often time and processes are checked."""
 TAIL_BYTES = 65_536
 """Size of the end of a command's output in which its result is looked for."""
-ERROR_CHARS = 500
 OPEN_FILES = 1024
 """Limit of each process's open files."""
 CONNECT_S = 5.0
@@ -272,8 +264,7 @@ def _called(agent: Callable[..., Any], task: dict[str, Any]) -> dict[str, Any]:
         # numpy's and torch's numbers are no JSON; texts stay texts, to be refused.
         return {"result": json.loads(json.dumps(result, default=float))}
     except BaseException as error:  # SystemExit too
-        why = " ".join(described(error).split())[:ERROR_CHARS]
-        return {"broken": f"it raised {why.encode(errors='backslashreplace').decode()}"}
+        return {"broken": f"it raised {in_short(error)}"}
 
 
 async def _awaited(result: Any) -> Any:
@@ -305,8 +296,6 @@ def _load(name: str) -> Callable[[dict[str, Any]], Any]:
 def main() -> None:
     # Keep the agents' output and input apart from the protocol.
     answers, requests = os.dup(1), os.dup(0)
-    for fd in (answers, requests):
-        os.set_inheritable(fd, False)
     os.dup2(2, 1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -331,7 +320,7 @@ def main() -> None:
     try:
         agent = None if first["agent"] is None else _load(first["agent"])
     except BaseException as error:  # SystemExit of a module too
-        say({"error": " ".join(described(error).split())[:ERROR_CHARS]})
+        say({"error": in_short(error)})
         return
     say({"ready": True})
     _Worker(agent, say).serve(requests)

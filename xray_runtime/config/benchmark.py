@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from xray_runtime.config.engines import Count, FrozenConfig, GeneratorConfig, Section
-from xray_runtime.config.environment import AnyEnvironment
+from xray_runtime.config.environment import AnyEnvironment, check_turns
 from xray_runtime.config.rewards import Verifier
 from xray_runtime.config.sampling import SamplingConfig
 from xray_runtime.config.sources import Source
@@ -77,7 +77,7 @@ class EnvironmentSuite(SampledSuite):
 
     @model_validator(mode="after")
     def _turns(self) -> Self:
-        self.environment.check_turns(self.max_new_tokens, self.stop)
+        check_turns(self.environment, self.max_new_tokens, self.stop)
         return self
 
 

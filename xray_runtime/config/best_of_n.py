@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from xray_runtime.config.engines import Count
-from xray_runtime.config.environment import AgentConfig
+from xray_runtime.config.environment import AgentConfig, check_turns
 from xray_runtime.config.ppo import JudgingConfig
 from xray_runtime.config.sampling import SamplingConfig
 
@@ -43,5 +43,5 @@ class BestOfNConfig(GroupsConfig):
     @model_validator(mode="after")
     def _turns(self) -> Self:
         if self.environment is not None:
-            self.environment.check_turns(self.max_new_tokens, self.stop)
+            check_turns(self.environment, self.max_new_tokens, self.stop)
         return self

@@ -42,10 +42,6 @@ class EnvironmentConfig(Section):
     memory_mb: Annotated[int, Field(ge=64)] = 4096
     """Address space of each process."""
 
-    def check_turns(self, max_new_tokens: int, stop: Sequence[str]) -> None:
-        """Raises ValueError if `max_new_tokens` per turn or `stop` texts do not fit an episode."""
-        _check_turns(self.max_tokens, max_new_tokens, stop)
-
 
 class AgentConfig(Section):
     """An agent that calls the policy at an address, as it would call OpenAI or Anthropic (`docs/agents.md`);
@@ -113,10 +109,6 @@ class AgentConfig(Section):
         """Whether it runs in a sandbox, apart from our packages."""
         return self.command is not None or any((self.directory, self.venv, self.sandbox))
 
-    def check_turns(self, max_new_tokens: int, stop: Sequence[str]) -> None:
-        """Raises ValueError as `EnvironmentConfig.check_turns`."""
-        _check_turns(self.max_tokens, max_new_tokens, stop)
-
 
 def _kind(value: Any) -> str:
     given = value if isinstance(value, Mapping) else vars(value) if isinstance(value, Section) else {}
@@ -129,11 +121,12 @@ AnyEnvironment = Annotated[
 """The environment of a policy, or the agent that calls it."""
 
 
-def _check_turns(max_tokens: int, max_new_tokens: int, stop: Sequence[str]) -> None:
-    if max_tokens < max_new_tokens:
+def check_turns(environment: EnvironmentConfig | AgentConfig, max_new_tokens: int, stop: Sequence[str]) -> None:
+    """Raises ValueError if `max_new_tokens` per turn or `stop` texts do not fit an episode."""
+    if environment.max_tokens < max_new_tokens:
         raise ValueError(
-            f"environment.max_tokens = {max_tokens} must be at least max_new_tokens = {max_new_tokens}, the "
-            "limit of one turn"
+            f"environment.max_tokens = {environment.max_tokens} must be at least max_new_tokens = {max_new_tokens}, "
+            "the limit of one turn"
         )
     if stop:
         raise ValueError(f"stop = {stop!r} must be [] with an environment: a turn cut there would lack its end of turn")

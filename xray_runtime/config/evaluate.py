@@ -6,14 +6,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.config.engines import (
-    Fraction,
-    NonNegative,
-    Positive,
-    Section,
-    UnitInterval,
-)
-from xray_runtime.config.environment import AnyEnvironment
+from xray_runtime.config.engines import Fraction, NonNegative, Positive, Section, UnitInterval
+from xray_runtime.config.environment import AnyEnvironment, check_turns
 from xray_runtime.config.ppo import JudgingConfig
 from xray_runtime.config.rewards import ExternalReward, RewardTerm, source_names
 from xray_runtime.config.sampling import SamplingConfig
@@ -38,7 +32,7 @@ class EvaluateConfig(SamplingConfig):
     @model_validator(mode="after")
     def _turns(self) -> Self:
         if self.environment is not None:
-            self.environment.check_turns(self.max_new_tokens, self.stop)
+            check_turns(self.environment, self.max_new_tokens, self.stop)
         return self
 
 

@@ -6,13 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.config.engines import (
-    Count,
-    NonNegative,
-    Positive,
-    TrainingConfig,
-    ValidationSchedule,
-)
+from xray_runtime.config.engines import Count, NonNegative, Positive, TrainingConfig, ValidationSchedule
 
 
 class KTOValidation(ValidationSchedule):

@@ -28,7 +28,7 @@ from xray_runtime.config.engines import (
 )
 from xray_runtime.config.evaluate import EvaluateSection, PromotionConfig
 from xray_runtime.config.ppo import PPOStageConfig
-from xray_runtime.config.preferences import DatasetPreferences, GoldPreferences, RatingPreferences
+from xray_runtime.config.preferences import DatasetPreferences, GoldPreferences, PreferencesConfig, RatingPreferences
 from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.reward_model import RewardBase, RewardConfig
 from xray_runtime.config.rewards import ExternalReward
@@ -69,14 +69,18 @@ def _check_split(field: str, layout: LayoutConfig, base: BaseModelConfig) -> Non
     # Only a fresh base states its shape; engines check other models when they load them.
     if not isinstance(base, FreshBase):
         return
-    tensor, stages = layout.tensor_parallel, layout.pipeline_parallel
+    _check_heads(field, layout.tensor_parallel, base)
+    stages = layout.pipeline_parallel
+    if stages > base.num_layers:
+        raise ValueError(f"{field}.pipeline_parallel = {stages} must be at most base.num_layers = {base.num_layers}")
+
+
+def _check_heads(field: str, tensor: int, base: FreshBase) -> None:
     if base.num_heads % tensor or base.num_kv_heads % tensor:
         raise ValueError(
             f"{field}.tensor_parallel = {tensor} must divide base.num_heads = {base.num_heads} and base.num_kv_heads = "
             f"{base.num_kv_heads}"
         )
-    if stages > base.num_layers:
-        raise ValueError(f"{field}.pipeline_parallel = {stages} must be at most base.num_layers = {base.num_layers}")
 
 
 def _adapt(field: str, lora: LoRAConfig, base: BaseModelConfig) -> None:
@@ -106,9 +110,7 @@ class LifecycleConfig(Section):
     base: BaseConfig = FreshBase()
     sft: SFTConfig | None = SFTConfig()
     """None: start from the base model, for example an instruct model."""
-    preferences: (
-        Annotated[GoldPreferences | RatingPreferences | DatasetPreferences, Field(discriminator="source")] | None
-    ) = GoldPreferences()
+    preferences: PreferencesConfig | None = GoldPreferences()
     """None if neither a reward model nor DPO is trained."""
     reward: RewardConfig | None = RewardConfig()
     """The reward model to train; None: train none."""
@@ -254,15 +256,9 @@ class LifecycleConfig(Section):
     @model_validator(mode="after")
     def _fresh_base_fits(self) -> Self:
         if isinstance(self.base, FreshBase):
-            degree = self.generator.tensor_parallel
-            if self.base.num_heads % degree or self.base.num_kv_heads % degree:
-                raise ValueError(
-                    f"generator.tensor_parallel = {degree} must divide base.num_heads = {self.base.num_heads} and "
-                    f"base.num_kv_heads = {self.base.num_kv_heads}"
-                )
+            _check_heads("generator", self.generator.tensor_parallel, self.base)
             limit = self.base.max_positions
-            new_tokens = [stage.max_new_tokens for stage in self.ppo_stages]
-            new_tokens += [self.evaluate.max_new_tokens]
+            new_tokens = [section.max_new_tokens for section in (*self.ppo_stages, self.evaluate)]
             if self.sft is not None and self.sft.max_response_tokens is not None:
                 new_tokens.append(self.sft.max_response_tokens)
             if isinstance(self.preferences, GoldPreferences):

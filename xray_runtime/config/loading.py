@@ -11,7 +11,6 @@ import yaml
 
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.paths import kind_of, put
-from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError, validate_as
 
 MAX_FILE_BYTES = 16 * 2**20
@@ -78,17 +77,6 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Lifec
 def validate(data: Any) -> LifecycleConfig:
     """`data` as a config. Raises ConfigError."""
     return validate_as(LifecycleConfig, data)
-
-
-def check_storage(runtime: RuntimeConfig) -> None:
-    """Write to and read from the shared store of `runtime`, if any. Raises ConfigError if that fails."""
-    from xray_runtime.store.shared import SharedStore, StorageError
-
-    if runtime.storage is not None:
-        try:
-            SharedStore(runtime.storage).check()
-        except StorageError as error:
-            raise ConfigError(f"runtime.storage: {error}") from None
 
 
 def resolved_yaml(config: LifecycleConfig) -> str:

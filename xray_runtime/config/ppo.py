@@ -23,7 +23,7 @@ from xray_runtime.config.engines import (
     check_one_row_each,
     check_whole_layers,
 )
-from xray_runtime.config.environment import AgentConfig, AnyEnvironment
+from xray_runtime.config.environment import AgentConfig, AnyEnvironment, check_turns
 from xray_runtime.config.methods import Method, with_method
 from xray_runtime.config.rewards import RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
@@ -297,7 +297,7 @@ class PPOStageConfig(TrainingConfig):
             raise ValueError("in_flight_updates = True must be False without an agent: set environment to one")
         if environment is None:
             return
-        environment.check_turns(self.max_new_tokens, self.stop)
+        check_turns(environment, self.max_new_tokens, self.stop)
         needed: dict[str, tuple[object, str]] = {
             "overlong_buffer": (None, "it limits the length of a single reply"),
             "reward_scaling": ("none", "rewards of single turns are not scaled"),

@@ -6,14 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from xray_runtime.config.engines import (
-    Count,
-    FrozenConfig,
-    NonNegative,
-    Positive,
-    Section,
-    TrainingConfig,
-)
+from xray_runtime.config.engines import Count, FrozenConfig, NonNegative, Positive, Section, TrainingConfig
 from xray_runtime.config.sources import Source
 
 

@@ -6,13 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from xray_runtime.config.engines import (
-    Count,
-    NonNegative,
-    Positive,
-    TrainingConfig,
-    ValidationSchedule,
-)
+from xray_runtime.config.engines import Count, NonNegative, Positive, TrainingConfig, ValidationSchedule
 
 REPLY_TOKENS = 512
 """The default limit of replies, for models whose context is at least three times as long."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -29,34 +30,37 @@ def validate_as(model: type[Model], data: Any, where: str = "") -> Model:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         together = all(problem["type"] == "value_error" for problem in problems)
         kind = CombinationError if together else ConfigError
-        raise kind(_describe(problems[0], data, model, where) + more) from None
+        raise kind(_describe(problems[0], model, where) + more) from None
     except RecursionError:
         raise ConfigError(f"{where or 'the config'} is nested too deeply") from None
 
 
-def _describe(error: ErrorDetails, data: Any, model: type[BaseModel], where: str) -> str:
+def hint(name: str, known: Sequence[str]) -> str:
+    """The known name that an unknown one resembles, for the end of a sentence."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _describe(error: ErrorDetails, model: type[BaseModel], where: str) -> str:
     loc, owner = _user_path(error["loc"], model)
     names = [str(part) if str(part).isprintable() else repr(part) for part in loc]
     path = ".".join([where, *names] if where else names) or "the config"
-    value, kind = error["input"], error["type"]
-    context = error.get("ctx", {})
+    kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
-        known = sorted(_fields(owner))
+        known = sorted(owner.model_fields) if _is_model(owner) else []
         elsewhere = ["the top level of the config" if "." not in p else p for p in _places(model, str(loc[-1]))[:3]]
-        close = difflib.get_close_matches(str(loc[-1]), known, n=1)
-        hint = f" (it belongs at {' or '.join(elsewhere)})" if elsewhere and not where else ""
-        hint = hint or (f" (did you mean {close[0]}?)" if close else "")
-        return f"{path}: unknown field{hint}; allowed here: {', '.join(known)}"
+        place = f" (it belongs at {' or '.join(elsewhere)})" if elsewhere and not where else ""
+        return f"{path}: unknown field{place or hint(str(loc[-1]), known)}; allowed here: {', '.join(known)}"
     if kind == "missing":
         return f"{path}: is required"
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         tag = str(context["discriminator"]).strip("'")
-        allowed = context.get("expected_tags") or ", ".join(map(repr, _tags(model, owner, loc, tag)))
+        allowed = context.get("expected_tags") or ", ".join(map(repr, _tags(owner, str(loc[-1]), tag)))
         wrong = f"{_show(context['tag'])} is not allowed" if "tag" in context else "is required"
         return f"{path}.{tag}: {wrong}: must be one of {allowed}"
     if kind == "value_error":
         return f"{path}: {context['error']}" if loc or where else str(context["error"])
-    return f"{path}: {_show(value)} is not allowed: must {_requirement(error)}"
+    return f"{path}: {_show(error['input'])} is not allowed: must {_requirement(error)}"
 
 
 def _requirement(error: ErrorDetails) -> str:
@@ -114,15 +118,13 @@ def _places(root: type[BaseModel], name: str) -> list[str]:
 
 
 def _member(owner: Any, name: str) -> Any:
-    """The model(s) behind field `name`: a model, a tuple of models (union), [model] (list or dict), or the owner."""
-    field = owner.model_fields.get(name)
-    if field is None:
-        return owner
-    annotation = field.annotation
+    """The model behind field `name`, a tuple of models (union), one of these in a list (list or dict), or the owner."""
+    annotation = owner.model_fields[name].annotation if name in owner.model_fields else None
     models = _models(annotation)
-    if models and get_origin(annotation) in (list, dict):
-        return [models[0]]
-    return (tuple(models) if len(models) > 1 else models[0]) if models else owner
+    if not models:
+        return owner
+    found = models[0] if len(models) == 1 else tuple(models)
+    return [found] if get_origin(annotation) in (list, dict) else found
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
@@ -137,18 +139,14 @@ def _is_model(thing: Any) -> bool:
 
 
 def _tag_values(model: type[BaseModel]) -> tuple[Any, ...]:
-    """The values of the discriminator: the first field that is a Literal."""
-    annotations = (field.annotation for field in model.model_fields.values())
-    return next((get_args(annotation) for annotation in annotations if get_origin(annotation) is Literal), ())
+    """The value of the discriminator: the first field that is a Literal of one value."""
+    literals = (f.annotation for f in model.model_fields.values() if get_origin(f.annotation) is Literal)
+    return next((values for values in map(get_args, literals) if len(values) == 1), ())
 
 
-def _tags(root: type[BaseModel], owner: Any, loc: list[int | str], tag: str) -> list[Any]:
-    members = _member(root, str(loc[-1])) if _is_model(owner) or not isinstance(owner, tuple) else owner
+def _tags(owner: Any, name: str, tag: str) -> list[Any]:
+    members = owner if isinstance(owner, tuple) else _member(owner, name)
     return [value for member in members for value in _tag_values(member)] if isinstance(members, tuple) else [tag]
-
-
-def _fields(owner: Any) -> list[str]:
-    return list(owner.model_fields) if _is_model(owner) else []
 
 
 def _show(value: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from xray_runtime.config.allowed_imports import check_import
 from xray_runtime.config.sources import BUILT_IN_GOLD
+from xray_runtime.errors import shown
 
 GoldScore = Callable[[Sequence[str], Sequence[str]], list[float]]
 """(prompt texts, replies) → one score per reply; higher is better."""
@@ -85,7 +86,7 @@ def score_list(answer: Any, num_replies: int) -> list[Any]:
     """The scores in a result: a list, a tuple, another sequence, a generator, or a one-dimensional array. Raises
     FormError if it has another type or number of entries, or an entry that cannot be a number."""
     if isinstance(answer, str | bytes | Mapping | Set) or not isinstance(answer, Iterable):
-        raise FormError(f"must return a list of numbers, one per reply, not {_shown(answer)}")
+        raise FormError(f"must return a list of numbers, one per reply, not {shown(answer)}")
     dimensions = getattr(answer, "ndim", 1)
     if dimensions != 1:
         raise FormError(f"must return a list of numbers, one per reply, not an array of {dimensions} dimensions")
@@ -96,10 +97,5 @@ def score_list(answer: Any, num_replies: int) -> list[Any]:
         raise FormError(f"must return one number per reply; for {num_replies} replies it returned {found}")
     for score in scores:
         if isinstance(score, str | bytes) or (isinstance(score, Iterable) and getattr(score, "ndim", 1) != 0):
-            raise FormError(f"must return a list of numbers; {_shown(score)} is in it")
+            raise FormError(f"must return a list of numbers; {shown(score)} is in it")
     return scores
-
-
-def _shown(answer: Any) -> str:
-    text = " ".join(repr(answer).split())
-    return text if len(text) <= 100 else f"{text[:100]}…"

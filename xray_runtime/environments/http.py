@@ -25,9 +25,9 @@ from urllib.parse import quote
 
 import httpx
 
-from xray_runtime.credentials import has_login, strip_credentials
+from xray_runtime.credentials import has_login, key_header, strip_credentials
 from xray_runtime.environments.protocol import Environment, Start, Step
-from xray_runtime.rewards.remote import AnswerError, key_header, post
+from xray_runtime.rewards.remote import AnswerError, post
 from xray_runtime.rewards.source import described
 
 CONNECTS, PAUSE_S = 4, 0.5

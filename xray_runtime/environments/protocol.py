@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from xray_runtime.errors import shown
 from xray_runtime.rewards.source import as_number
 
 OBSERVED_ROLES = ("system", "tool", "user")
@@ -70,7 +71,7 @@ def as_start(value: Any) -> Start:
     if value is None:
         return Start()
     if not isinstance(value, Start):
-        raise ValueError(f"reset returned {_shown(value)}: must be a Start or None")
+        raise ValueError(f"reset returned {shown(value)}: must be a Start or None")
     if value.messages is not None:
         _check_messages("Start", value.messages, START_ROLES)
         if not value.messages:
@@ -84,16 +85,16 @@ def as_step(value: Any) -> Step:
     """Check the return value of `step`; its reward becomes a float, and its info is sorted by name. Raises ValueError
     with the field, its value and what is allowed."""
     if not isinstance(value, Step):
-        raise ValueError(f"step returned {_shown(value)}: must be a Step")
+        raise ValueError(f"step returned {shown(value)}: must be a Step")
     _check_messages("Step", value.messages, OBSERVED_ROLES)
     reward = None if isinstance(value.reward, bool) else as_number(value.reward)
     if reward is None:
-        raise ValueError(f"Step.reward is {_shown(value.reward)}: must be a finite number")
+        raise ValueError(f"Step.reward is {shown(value.reward)}: must be a finite number")
     for name, flag in (("terminated", value.terminated), ("truncated", value.truncated)):
         if not isinstance(flag, bool):
-            raise ValueError(f"Step.{name} is {_shown(flag)}: must be True or False")
+            raise ValueError(f"Step.{name} is {shown(flag)}: must be True or False")
     if not isinstance(value.info, dict):
-        raise ValueError(f"Step.info is {_shown(value.info)}: must be a dict")
+        raise ValueError(f"Step.info is {shown(value.info)}: must be a dict")
     _check_json("Step.info", value.info)
     info = dict(sorted(value.info.items(), key=lambda item: str(item[0])))
     return Step(value.messages, reward, value.terminated, value.truncated, info)
@@ -101,21 +102,21 @@ def as_step(value: Any) -> Step:
 
 def _check_messages(owner: str, messages: Any, roles: tuple[str, ...]) -> None:
     if not isinstance(messages, list):
-        raise ValueError(f"{owner}.messages is {_shown(messages)}: must be a list of messages")
+        raise ValueError(f"{owner}.messages is {shown(messages)}: must be a list of messages")
     for i, message in enumerate(messages):
         where = f"{owner}.messages[{i}]"
         if not isinstance(message, dict) or not {"role", "content"} <= set(message):
-            raise ValueError(f"{where} is {_shown(message)}: must be a dict of role and content")
+            raise ValueError(f"{where} is {shown(message)}: must be a dict of role and content")
         role = message["role"]
         if role not in roles:
-            raise ValueError(f"{where}.role is {_shown(role)}: must be one of {', '.join(roles)}")
+            raise ValueError(f"{where}.role is {shown(role)}: must be one of {', '.join(roles)}")
         allowed = ["role", "content", *MORE.get(role, ()), *(["tools"] if owner == "Start" and i == 0 else [])]
         for name in message:
             if name not in allowed:
-                raise ValueError(f"{where} has {_shown(name)}: its role may have {', '.join(allowed)}")
+                raise ValueError(f"{where} has {shown(name)}: its role may have {', '.join(allowed)}")
         for name in ("content", "name", "tool_call_id"):
             if not isinstance(message.get(name, ""), str):
-                raise ValueError(f"{where}.{name} is {_shown(message[name])}: must be a string")
+                raise ValueError(f"{where}.{name} is {shown(message[name])}: must be a string")
             _check_text(f"{where}.{name}", message.get(name, ""))
         if "tool_calls" in message:
             _check_calls(f"{where}.tool_calls", message["tool_calls"])
@@ -127,7 +128,7 @@ def _check_calls(where: str, calls: Any) -> None:
         called = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None, None)
         if not isinstance(calls, list) or not isinstance(called[0], str) or not isinstance(called[1], dict):
             raise ValueError(
-                f'{where} is {_shown(calls)}: must be a list of {{"function": {{"name": text, "arguments": dict}}}}'
+                f'{where} is {shown(calls)}: must be a list of {{"function": {{"name": text, "arguments": dict}}}}'
             )
     _check_json(where, calls)
 
@@ -136,7 +137,7 @@ def _check_tools(where: str, tools: Any) -> None:
     if tools is None:
         return
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(f"{where} is {_shown(tools)}: must be a list of JSON schemas (dict), or None")
+        raise ValueError(f"{where} is {shown(tools)}: must be a list of JSON schemas (dict), or None")
     _check_json(where, tools)
 
 
@@ -144,7 +145,7 @@ def _check_json(name: str, value: Any) -> None:
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is {_shown(value)}: must be JSON ({error})") from error
+        raise ValueError(f"{name} is {shown(value)}: must be JSON ({error})") from error
     _check_text(name, text)
 
 
@@ -153,9 +154,4 @@ def _check_text(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name} is {_shown(text)}: must be text that UTF-8 can write ({error.reason})") from error
-
-
-def _shown(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 100 else f"{text[:100]}..."
+        raise ValueError(f"{name} is {shown(text)}: must be text that UTF-8 can write ({error.reason})") from error

@@ -85,7 +85,7 @@ class _Worker:
                 if str(error) == NO_THREAD:
                     os._exit(OUT_OF_MEMORY)
                 episode.failed = True
-                self._say({"id": id, "error": _why(error)})
+                self._say({"id": id, "error": in_short(error)})
             if request["op"] == "close":
                 del self._episodes[key]
 
@@ -108,7 +108,8 @@ class _Worker:
         return {"closed": True}
 
 
-def _why(error: BaseException) -> str:
+def in_short(error: BaseException) -> str:
+    """An error in one line of at most `ERROR_CHARS`."""
     line = " ".join(described(error).split())[:ERROR_CHARS]
     # The ledger stores it as UTF-8.
     return line.encode(errors="backslashreplace").decode()
@@ -219,7 +220,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
         make = _load(first["environment"])
     except BaseException as error:  # SystemExit of a module too
-        say({"error": _why(error)})
+        say({"error": in_short(error)})
         return
     asyncio.run(_serve(make, requests, say))
 

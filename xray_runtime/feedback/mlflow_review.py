@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from xray_runtime.config.reviews import ReviewsConfig
+from xray_runtime.config.serving import ReviewsConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import KEYS, RECORDED, UserKeys
 from xray_runtime.feedback.answers import SIGNALS, parse_feedback

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ from pydantic import BaseModel
 
 from xray_runtime.config.ppo import JudgingConfig
 from xray_runtime.config.prepare import DataConfig
-from xray_runtime.config.validation import ConfigError
+from xray_runtime.config.validation import ConfigError, hint
 from xray_runtime.graph.artifacts import Artifact, RewardModel
 from xray_runtime.graph.handles import Handle, RewardSource, Weighted, reward
 from xray_runtime.graph.kind import Role, StageKind
@@ -128,8 +127,3 @@ def dataset_config(inputs: Mapping[str, Any]) -> DataConfig | None:
 
 def article(type: type[Artifact]) -> str:
     return f"{'an' if type.__name__[0] in 'AEIOU' else 'a'} {type.__name__}"
-
-
-def hint(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""

@@ -20,9 +20,9 @@ from pydantic import BaseModel
 from xray_runtime.config.allowed_imports import check_import
 from xray_runtime.config.paths import put
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.validation import CombinationError, ConfigError, validate_as
+from xray_runtime.config.validation import CombinationError, ConfigError, hint, validate_as
 from xray_runtime.graph.artifacts import Artifact
-from xray_runtime.graph.binding import Binding, article, check_functions, hint
+from xray_runtime.graph.binding import Binding, article, check_functions
 from xray_runtime.graph.current import CURRENT
 from xray_runtime.graph.handles import Handle, RewardSource, reward
 from xray_runtime.graph.kind import KINDS, StageKind
@@ -111,7 +111,7 @@ class Graph:
             raise ConfigError(f"name: {stage!r} is not allowed: must match {STAGE_NAME.pattern}")
         bound = Binding(self, stage, kind)
         bound.bind(inputs, keywords)
-        known = kind.field_names(keywords, where=stage)
+        known = kind.section(keywords, stage).model_fields
         values = {k: v for k, v in self.defaults.items() if k in known and k not in keywords} | keywords | bound.terms
         values = {k: v.model_dump() if isinstance(v, BaseModel) else v for k, v in values.items()}
         for key, value in values.items():

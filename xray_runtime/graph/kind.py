@@ -37,7 +37,6 @@ from xray_runtime.store.seal import Seal, process_seal
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from xray_runtime.graph.answer import Answer
     from xray_runtime.graph.handles import Handle
     from xray_runtime.stages.findings import Series
     from xray_runtime.store.shared import SharedFolder
@@ -54,6 +53,17 @@ I = TypeVar("I")  # noqa: E741
 
 Panels = Sequence[tuple[str, Sequence[str]]]
 """(title, metrics) of each training curve."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A person's answer to `Recorder.ask`."""
+
+    go_on: bool
+    by: str
+    """Name that the person gave."""
+    note: str
+    """The person's reason."""
 
 
 class Recorder(Protocol):
@@ -167,7 +177,7 @@ class StageKind:
     @property
     def sections(self) -> list[type[BaseModel]]:
         """Its config section, or the sections of the union."""
-        return members(self.config)
+        return [self.config] if isinstance(self.config, type) else list(get_args(get_args(self.config)[0]))
 
     @property
     def module(self) -> str:
@@ -207,11 +217,20 @@ class StageKind:
 
     def validated(self, values: Mapping[str, Any], where: str = "") -> Any:
         """Validate keyword fields. Raises ConfigError: one line with field, value and what is allowed."""
-        return validate_as(member_of(self.config, values, where), dict(values), where=where)
+        return validate_as(self.section(values, where), dict(values), where=where)
 
-    def field_names(self, values: Mapping[str, Any], where: str = "") -> set[str]:
-        """Field names of the section that `values` select. Raises ConfigError like `validated`."""
-        return set(member_of(self.config, values, where).model_fields)
+    def section(self, values: Mapping[str, Any], where: str = "") -> type[BaseModel]:
+        """The config section that `values` select, by default the first. Raises ConfigError if none has that name."""
+        if isinstance(self.config, type):
+            return self.config
+        field = get_args(self.config)[1].discriminator
+        by_tag = {tag: one for one in self.sections for tag in get_args(one.model_fields[field].annotation)}
+        tag = values.get(field, next(iter(by_tag)))
+        if not isinstance(tag, str) or tag not in by_tag:
+            path = f"{where}.{field}" if where else field
+            shown = json.dumps(tag, ensure_ascii=False, default=repr)
+            raise ConfigError(f"{path}: {shown} is not allowed: must be one of {', '.join(map(repr, by_tag))}")
+        return by_tag[tag]
 
     @property
     def all_field_names(self) -> set[str]:
@@ -254,29 +273,6 @@ class Role:
         if len(types_) != 1 or not isinstance(types_[0], type) or not issubclass(types_[0], Artifact):
             raise ConfigError(f"input {name!r}: {hint} is not allowed: must be an artifact, A, A | None or list[A]")
         return cls(name, types_[0], optional or many, many)
-
-
-def members(config: Any) -> list[type[BaseModel]]:
-    """The sections of a discriminated union, or the single section."""
-    return [config] if isinstance(config, type) else list(get_args(get_args(config)[0]))
-
-
-def member_of(config: Any, values: Mapping[str, Any], where: str = "") -> type[BaseModel]:
-    """The section of a discriminated union that `values` select; by default the first.
-
-    Raises:
-        ConfigError: no section has this name; the line begins with `where`.
-    """
-    if isinstance(config, type):
-        return config
-    field = get_args(config)[1].discriminator
-    by_tag = {tag: member for member in members(config) for tag in get_args(member.model_fields[field].annotation)}
-    tag = values.get(field, next(iter(by_tag)))
-    if not isinstance(tag, str) or tag not in by_tag:
-        path = f"{where}.{field}" if where else field
-        shown = json.dumps(tag, ensure_ascii=False, default=repr)
-        raise ConfigError(f"{path}: {shown} is not allowed: must be one of {', '.join(map(repr, by_tag))}")
-    return by_tag[tag]
 
 
 KINDS: dict[str, StageKind] = {}
@@ -327,12 +323,7 @@ def _name(body: str | Body) -> str:
 
 
 def stage_kind(
-    name: str,
-    *,
-    inputs: type[Any] = NoInputs,
-    config: Any = Section,
-    output: type[Artifact] = Artifact,
-    **facts: Any,
+    name: str, *, inputs: type[Any] = NoInputs, config: Any = Section, output: type[Artifact] = Artifact, **facts: Any
 ) -> Callable[[Body], StageKind]:
     """Register the decorated body as the kind `name`; `facts` are the other fields of `StageKind`."""
 

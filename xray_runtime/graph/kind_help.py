@@ -52,7 +52,9 @@ class KindAttribute:
 
 def help_text(kind: StageKind) -> str:
     """Signature, summary, inputs and fields of a kind, for `help()`."""
-    return f"xray.{kind.name}{_short_signature(kind)}\n\n{description(kind, kind.sections)}"
+    inputs = [f"{name}=None" if role.optional else name for name, role in kind.roles.items()]
+    call = f"xray.{kind.name}({', '.join([*inputs, '*', 'name=None', '**fields'])})"
+    return f"{call}\n\n{description(kind, kind.sections)}"
 
 
 def description(kind: StageKind, sections: Sequence[type[BaseModel]]) -> str:
@@ -73,11 +75,6 @@ def description(kind: StageKind, sections: Sequence[type[BaseModel]]) -> str:
     return "\n".join([*lines, f"Returns a handle: {kind.output.__name__}."])
 
 
-def _short_signature(kind: StageKind) -> str:
-    inputs = [f"{name}=None" if role.optional else name for name, role in kind.roles.items()]
-    return f"({', '.join([*inputs, '*', 'name=None', '**fields'])})"
-
-
 def _entry(name: str, allowed: str, meaning: str) -> list[str]:
     head = textwrap.wrap(f"{name}: {allowed}", WIDTH, initial_indent="  ", subsequent_indent="      ")
     return head + textwrap.wrap(meaning, WIDTH, initial_indent="      ", subsequent_indent="      ")
@@ -87,9 +84,7 @@ def signature(kind: StageKind) -> inspect.Signature:
     """Inputs, then the fields of every section as keywords."""
     parameters = [
         inspect.Parameter(
-            name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=None if role.optional else inspect.Parameter.empty,
+            name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None if role.optional else inspect.Parameter.empty
         )
         for name, role in kind.roles.items()
     ]

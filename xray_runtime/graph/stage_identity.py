@@ -7,12 +7,12 @@ from functools import cache
 from typing import Any
 
 from xray_runtime.config.engines import with_precision
+from xray_runtime.config.paths import section
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.graph.kind import StageKind
 from xray_runtime.store.code_digest import Code, code_reached, function_code
 from xray_runtime.store.content_digest import Outside, outside_digest
 from xray_runtime.store.digest_memory import DigestMemory
-from xray_runtime.store.hub import check_on_hub
 from xray_runtime.store.identity import Identity
 
 OWN_PACKAGE = "xray_runtime"
@@ -51,11 +51,8 @@ def identify(
     ]
     values: dict[str, Any] = with_precision(config, runtime.device).model_dump(mode="json")
     for field, found in zip(kind.outside(config), outside, strict=True):
-        *above, last = field.split(".")
-        place: Any = values
-        for part in above:
-            place = place[int(part) if isinstance(place, list) else part]
-        place[last] = f"{found.kind}:{found.digest}"
+        above, _, last = field.rpartition(".")
+        section(values, above)[last] = f"{found.kind}:{found.digest}"
     if kind.computes:
         values["runtime"] = runtime.in_keys()
     code = _code(kind.module)
@@ -74,12 +71,6 @@ def identify(
         versions={name: version for found in (code, *called.values()) for name, version in found.libraries.items()},
     )
     return identity, outside
-
-
-def check_hub_names(kind: StageKind, name: str, config: Any) -> None:
-    """Raise ConfigError if a hub repository that the stage names does not exist or cannot be reached."""
-    for field, value in kind.outside(config).items():
-        check_on_hub(value, f"{name}.{field}", "model" if field == "model" else "dataset")
 
 
 def code_of(kind: StageKind) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import getpass
 from pathlib import Path
 
-from xray_runtime.config.canary import CanaryConfig
+from xray_runtime.config.serving import CanaryConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.audit.log import read_log
 from xray_runtime.lineage.gates import Gate

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from xray_runtime.config.canary import CanaryConfig
+from xray_runtime.config.serving import CanaryConfig
 from xray_runtime.lineage.statement import InTotoRecord
 from xray_runtime.store.manifest import Sha256
 

@@ -19,8 +19,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.gold import import_function
 from xray_runtime.data.ledger import Difference, first_difference, iterations, read_shard, shard_path
-from xray_runtime.graph.answer import Answer
-from xray_runtime.graph.kind import Stage, StageKind, config_of
+from xray_runtime.graph.kind import Answer, Stage, StageKind, config_of
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.keys import seal_of
 from xray_runtime.lineage.recorded_answers import restore_answers, restore_episodes, servers

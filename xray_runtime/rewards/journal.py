@@ -101,7 +101,8 @@ class Journal:
         lines = [entry for entry in entries if entry["key"] not in self._known]
         if self._path is None or not lines:
             return
-        content = b"".join(json.dumps(self._sealed(line)).encode() + b"\n" for line in lines)
+        sealed = [line | {SEAL: self._seal.sign(self._purpose, _digest(line))} for line in lines]
+        content = b"".join(json.dumps(line).encode() + b"\n" for line in sealed)
         if self._shared is not None:
             # Named by content, so that another attempt after a kill adds nothing.
             name = hashlib.sha256(content).hexdigest()[:32]
@@ -114,9 +115,6 @@ class Journal:
                 os.fsync(file.fileno())
             if created:
                 sync(self._path.parent)
-
-    def _sealed(self, entry: dict[str, Any]) -> dict[str, Any]:
-        return entry | {SEAL: self._seal.sign(self._purpose, _digest(entry))}
 
 
 def _digest(entry: Any) -> str:

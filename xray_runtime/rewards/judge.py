@@ -10,7 +10,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.rewards.remote import AnswerError, ask_all
-from xray_runtime.rewards.source import Batch, Score, described, failure
+from xray_runtime.rewards.source import Batch, Score
 
 if TYPE_CHECKING:
     from xray_runtime.config.rewards import JudgeConfig
@@ -38,7 +38,7 @@ NUMBER = re.compile(r"\s*(-?\d+(?:\.\d+)?)\s*")
 
 
 class JudgeSource:
-    """One request a reply."""
+    """One request per reply."""
 
     relative = False
 
@@ -47,13 +47,12 @@ class JudgeSource:
 
     def score(self, batch: Batch) -> list[Score]:
         rows = zip(batch.messages, batch.replies, batch.column(self._config.column), strict=True)
-        requests = [self._request(messages, reply, reference) for messages, reply, reference in rows]
-        answers = ask_all(self._config, "/chat/completions", requests, lambda _, answer: self._read(answer))
-        return [failure(described(a)) if isinstance(a, BaseException) else a for a in answers]
-
-    def _request(self, messages: Messages, reply: str, reference: Any) -> dict[str, Any]:
         low, high = self._config.scale
-        return request(self._config, PROMPT, messages, reference, reply=reply, low=low, high=high)
+        requests = [
+            request(self._config, PROMPT, messages, reference, reply=reply, low=low, high=high)
+            for messages, reply, reference in rows
+        ]
+        return ask_all(self._config, "/chat/completions", requests, lambda _, answer: self._read(answer))
 
     def _read(self, answer: Any) -> Score:
         text = completion_text(answer)

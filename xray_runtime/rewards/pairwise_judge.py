@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.rewards.judge import completion_text, request
 from xray_runtime.rewards.remote import AnswerError, ask_all
-from xray_runtime.rewards.source import Batch, Score, described, failure
+from xray_runtime.rewards.source import Batch, Score, failure
 
 if TYPE_CHECKING:
     from xray_runtime.config.rewards import JudgeConfig
@@ -49,7 +49,7 @@ SHARES = {"a": 1.0, "b": 0.0, "tie": 0.5}
 
 
 class PairwiseJudgeSource:
-    """Two requests a pair of replies."""
+    """Two requests per pair of replies."""
 
     relative = True
 
@@ -68,28 +68,28 @@ class PairwiseJudgeSource:
         ]
         answers = ask_all(self._config, "/chat/completions", requests, lambda _, answer: _read(answer))
         won: list[list[float]] = [[] for _ in batch.replies]
-        lost: list[list[str]] = [[] for _ in batch.replies]
+        lost: list[list[Score]] = [[] for _ in batch.replies]
         for a, b in pairs:
             if batch.replies[a] == batch.replies[b]:
                 won[a].append(0.5)
                 won[b].append(0.5)
         for (a, b), first, second in zip(distinct, answers[::2], answers[1::2], strict=True):
-            if isinstance(first, BaseException) or isinstance(second, BaseException):
+            if isinstance(first, Score) or isinstance(second, Score):
                 # One order alone would include the preference for a position.
-                why = described(first if isinstance(first, BaseException) else second)  # type: ignore[arg-type]
-                lost[a].append(why)
-                lost[b].append(why)
+                failed: Any = first if isinstance(first, Score) else second
+                lost[a].append(failed)
+                lost[b].append(failed)
                 continue
             share = (first + 1.0 - second) / 2
             won[a].append(share)
             won[b].append(1.0 - share)
-        return [_score(shares, whys) for shares, whys in zip(won, lost, strict=True)]
+        return [_score(shares, failed) for shares, failed in zip(won, lost, strict=True)]
 
 
-def _score(shares: list[float], whys: list[str]) -> Score:
+def _score(shares: list[float], failed: list[Score]) -> Score:
     if shares:
         return Score(sum(shares) / len(shares), f"{sum(shares):g} of {len(shares)} comparisons won")
-    return failure(whys[0] if whys else "there is no other reply to compare it with")
+    return failed[0] if failed else failure("there is no other reply to compare it with")
 
 
 def _groups(batch: Batch) -> list[list[int]]:
@@ -101,7 +101,7 @@ def _groups(batch: Batch) -> list[list[int]]:
 
 
 def circle(rows: Sequence[int], opponents: int) -> list[tuple[int, int]]:
-    """Distinct pairs of `rows` in which each has at least so many opponents, or all others if there are fewer."""
+    """Distinct pairs of `rows` in which each has at least `opponents` opponents, or all others if those are fewer."""
     count = len(rows)
     pairs: dict[tuple[int, int], None] = {}
     for distance in range(1, min((opponents + 1) // 2, count // 2) + 1):

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
-from xray_runtime.credentials import api_key
-from xray_runtime.rewards.source import described
+from xray_runtime.credentials import key_header
+from xray_runtime.rewards.source import Score, described, failure
 
 if TYPE_CHECKING:
     from xray_runtime.config.rewards import RemoteConfig
@@ -34,31 +34,16 @@ class RefusedError(Exception):
     """The server refuses the request, so a retry is useless."""
 
 
-def ask_all(
-    config: RemoteConfig, path: str, requests: Sequence[Any], read: Callable[[int, Any], T]
-) -> list[T | BaseException]:
-    """POST each request as JSON; returns `read(number, answer)` of each, or the exception after the retries.
+def ask_all(config: RemoteConfig, path: str, requests: Sequence[Any], read: Callable[[int, Any], T]) -> list[T | Score]:
+    """POST each request as JSON; returns `read(number, answer)` of each, or a failed score after the retries.
 
     Args:
         path: below `config.url`.
         read: raises AnswerError if an answer is not valid, for another try.
     """
-    return asyncio.run(_ask_all(config, path, requests, read))
+    url, free = config.url.rstrip("/") + path, asyncio.Semaphore(config.concurrency)
 
-
-def key_header(url: str) -> dict[str, str]:
-    """The header with a server's API key from the environment."""
-    key = api_key(url)
-    return {} if key is None else {"Authorization": f"Bearer {key}"}
-
-
-async def _ask_all(
-    config: RemoteConfig, path: str, requests: Sequence[Any], read: Callable[[int, Any], T]
-) -> list[T | BaseException]:
-    free = asyncio.Semaphore(config.concurrency)
-    url = config.url.rstrip("/") + path
-
-    async def ask(number: int, request: Any) -> T | BaseException:
+    async def ask(client: httpx.AsyncClient, number: int, request: Any) -> T | Score:
         async with free:
             for attempt in range(config.retries + 1):
                 if attempt:
@@ -67,17 +52,20 @@ async def _ask_all(
                     answer = await asyncio.wait_for(post(client, url, request), config.timeout_s)
                     return read(number, answer)
                 except TimeoutError:
-                    error: BaseException = TimeoutError(f"{url}: no answer within timeout_s = {config.timeout_s:g}")
+                    error: Exception = TimeoutError(f"{url}: no answer within timeout_s = {config.timeout_s:g}")
                 except RefusedError as refused:
-                    return refused
+                    return failure(described(refused))
                 except (httpx.HTTPError, AnswerError) as failed:
                     error = type(failed)(f"{url}: {failed or described(failed)}")
                 log.warning("attempt %d of %d: %s", attempt + 1, config.retries + 1, described(error))
-            return error
+            return failure(described(error))
 
-    # httpx only limits single reads, hence the limit above.
-    async with httpx.AsyncClient(headers=key_header(config.url), timeout=config.timeout_s) as client:
-        return list(await asyncio.gather(*(ask(number, request) for number, request in enumerate(requests))))
+    async def ask_each() -> list[T | Score]:
+        # httpx only limits single reads, hence the limit above.
+        async with httpx.AsyncClient(headers=key_header(config.url), timeout=config.timeout_s) as client:
+            return list(await asyncio.gather(*(ask(client, *one) for one in enumerate(requests))))
+
+    return asyncio.run(ask_each())
 
 
 async def post(client: httpx.AsyncClient, url: str, request: Any) -> Any:

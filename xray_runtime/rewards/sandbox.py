@@ -15,9 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,6 @@ import xray_runtime
 from xray_runtime.processes import TAG
 from xray_runtime.sandboxes.confine import View, confined, confinement
 
-FILE_BYTES = 2**24
-OPEN_FILES = 64
 START_S = 60.0
 OURS = Path(xray_runtime.__file__).parent
 READY = {"ready": True}
@@ -42,78 +39,28 @@ sys.path[:] = path or sys.path
 """Beginning of every program."""
 
 
-@contextmanager
-def sandboxed(
-    program: str, limits: dict[str, int], directory: Path, path: list[str] | None = None, **streams: Any
-) -> Iterator[subprocess.Popen[Any]]:
-    """A limited process, which is killed with its group when the context ends.
+class LimitedProcess:
+    """A process that answers questions, started on demand and again after it ended.
 
     Args:
+        directory: its working directory.
         program: its source, which begins with `LIMITED`.
         limits: name of a limit of `resource` → value.
-        directory: its working directory.
         path: its module path; None: the standard library only.
-
-    Raises:
-        OSError: it cannot be started.
+        warm_up: a first question, so that imports do not count against the limit of a real one.
     """
-    # The run's tag, so that it does not outlive a killed run, and a seed for the order of sets.
-    environment = {name: os.environ[name] for name in (TAG,) if name in os.environ}
-    environment |= {"PYTHONHASHSEED": "0", "TZ": "UTC0"}
-    options = ["-B", "-s", "-P", *(["-S"] if path is None else [])]
-    command = [sys.executable, *options, "-c", program, json.dumps([limits, path])]
-    if confinement() == "bubblewrap":
-        readable = [OURS, *map(Path, filter(os.path.isabs, path or []))]
-        # The thread that starts it may end before.
-        command = confined(command, View(directory, readable, with_parent=False))
-    process = subprocess.Popen(
-        command,
-        cwd=directory,
-        env=environment,
-        start_new_session=True,
-        close_fds=True,
-        **streams,
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
 
-
-def limits_of(memory_mb: int) -> dict[str, int]:
-    """The limits of a process without children."""
-    return {
-        "RLIMIT_AS": memory_mb * 2**20,
-        "RLIMIT_FSIZE": FILE_BYTES,
-        "RLIMIT_NOFILE": OPEN_FILES,
-        "RLIMIT_NPROC": 0,
-        "RLIMIT_CORE": 0,
-    }
-
-
-@dataclass(frozen=True)
-class BatchProgram:
-    """A program that answers questions, and the options of its process."""
-
-    source: str
-    limits: dict[str, int]
-    path: list[str] | None
-    warm_up: bytes
-    """A first question, so that imports do not count against the limit of a real one."""
-    pass_fds: Sequence[int] = ()
-
-
-class LimitedProcess:
-    """A process of a `BatchProgram`, started on demand and again after it ended."""
-
-    def __init__(self, program: BatchProgram, directory: Path) -> None:
-        self._program, self._directory = program, directory
+    def __init__(
+        self,
+        directory: Path,
+        program: str,
+        limits: dict[str, int],
+        path: list[str] | None,
+        warm_up: bytes,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self._directory, self._program, self._limits, self._path = directory, program, limits, path
+        self._warm_up, self._pass_fds = warm_up, pass_fds
         self._stack = ExitStack()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -134,18 +81,33 @@ class LimitedProcess:
         self._process = None
 
     def _start(self) -> None:
-        program = self._program
+        # The run's tag, so that it does not outlive a killed run, and a seed for the order of sets.
+        environment = {name: os.environ[name] for name in (TAG,) if name in os.environ}
+        environment |= {"PYTHONHASHSEED": "0", "TZ": "UTC0"}
+        options = ["-B", "-s", "-P", *(["-S"] if self._path is None else [])]
+        command = [sys.executable, *options, "-c", self._program, json.dumps([self._limits, self._path])]
+        if confinement() == "bubblewrap":
+            readable = [OURS, *map(Path, filter(os.path.isabs, self._path or []))]
+            # The thread that starts it may end before.
+            command = confined(command, View(self._directory, readable, with_parent=False), "bubblewrap")
         self._errors = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
-        streams |= {"pass_fds": program.pass_fds}
-        started = sandboxed(program.source, program.limits, self._directory, program.path, **streams)
-        self._process = self._stack.enter_context(started)
+        self._process = subprocess.Popen(
+            command,
+            cwd=self._directory,
+            env=environment,
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            pass_fds=self._pass_fds,
+        )
+        self._stack.callback(_kill, self._process)
         if self._answer(START_S) != READY:
             why = self._ending() or f"it is not ready within {START_S:g} s"
             self.end()
             raise RuntimeError(f"the verifier's process did not start: {why}")
         try:
-            is_warm = self._exchange(program.warm_up, START_S) is not None
+            is_warm = self._exchange(self._warm_up, START_S) is not None
         except RuntimeError:
             self.end()
             raise
@@ -198,3 +160,13 @@ class LimitedProcess:
             line += part
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        with contextlib.suppress(OSError):
+            stream.close()

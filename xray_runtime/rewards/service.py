@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.rewards.remote import AnswerError, ask_all
-from xray_runtime.rewards.source import Batch, Score, described, failure
+from xray_runtime.rewards.source import Batch, Score, failure
 
 if TYPE_CHECKING:
     from xray_runtime.config.rewards import ServiceConfig
@@ -29,9 +29,7 @@ class ServiceSource:
         return [
             score
             for part, answer in zip(parts, answers, strict=True)
-            for score in (
-                [failure(described(answer))] * len(part.replies) if isinstance(answer, BaseException) else answer
-            )
+            for score in ([answer] * len(part.replies) if isinstance(answer, Score) else answer)
         ]
 
 

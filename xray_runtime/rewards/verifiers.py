@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,15 +21,22 @@ from typing import TYPE_CHECKING, Any
 from xray_runtime.config.rewards import CodeVerifier, JSONSchemaVerifier, MathVerifier, RegexVerifier
 from xray_runtime.rewards import checks, worker
 from xray_runtime.rewards.code.client import CodeSandbox, read_tests
-from xray_runtime.rewards.sandbox import LIMITED, BatchProgram, LimitedProcess, limits_of
+from xray_runtime.rewards.sandbox import LIMITED, LimitedProcess
 from xray_runtime.rewards.source import Batch, Score, described, failure
 
 if TYPE_CHECKING:
     from xray_runtime.config.rewards import Verifier
 
 ATTEMPTS = 3
-WORKER_MB = 4096
-"""Address space; little of it is used."""
+"""Checks of a reply, until a failure of the system becomes a failed score."""
+LIMITS = {
+    # Address space; little of it is used.
+    "RLIMIT_AS": 2**32,
+    "RLIMIT_FSIZE": 2**24,
+    "RLIMIT_NOFILE": 64,
+    "RLIMIT_NPROC": 0,
+    "RLIMIT_CORE": 0,
+}
 WARM_UP: dict[str, Sequence[Any]] = {"math": ("$1$", "1"), "regex": ("", "", None), "json_schema": ("1", {})}
 PROGRAM = f"{LIMITED}\nimport runpy\nrunpy.run_module({worker.__name__!r}, run_name='__main__', alter_sys=True)\n"
 
@@ -60,7 +67,12 @@ class VerifierSource:
                 return failure(f"column {column!r} has no value in a row")
             one = self._free.get()
             try:
-                return again(lambda: one.check(*row))
+                for _ in range(ATTEMPTS):
+                    try:
+                        return one.check(*row)
+                    except (OSError, RuntimeError) as error:
+                        last = error
+                return failure(described(last))
             finally:
                 self._free.put(one)
 
@@ -74,7 +86,7 @@ class _TextChecks:
     def __init__(self, config: MathVerifier | RegexVerifier | JSONSchemaVerifier, directory: Path) -> None:
         self._config = config
         warm_up = _line(config.kind, WARM_UP[config.kind])
-        self._process = LimitedProcess(BatchProgram(PROGRAM, limits_of(WORKER_MB), sys.path, warm_up), directory)
+        self._process = LimitedProcess(directory, PROGRAM, LIMITS, sys.path, warm_up)
         self.close = self._process.end
 
     def check(self, reply: str, given: Any) -> Score:
@@ -109,13 +121,3 @@ class _CodeChecks:
 
 def _line(name: str, arguments: Sequence[Any]) -> bytes:
     return json.dumps([name, arguments]).encode() + b"\n"
-
-
-def again(check: Callable[[], Score]) -> Score:
-    """The score of a check, or a failed score if the system fails `ATTEMPTS` times."""
-    for _ in range(ATTEMPTS):
-        try:
-            return check()
-        except (OSError, RuntimeError) as error:
-            last = error
-    return failure(described(last))

@@ -19,7 +19,6 @@ CHECKS: dict[str, Callable[..., float]] = {
     "regex": checks.regex,
     "json_schema": checks.json_schema,
 }
-READY = {"ready": True}
 
 
 def main() -> None:
@@ -32,7 +31,7 @@ def main() -> None:
         out.write(json.dumps(answer) + "\n")
         out.flush()
 
-    say(READY)
+    say({"ready": True})
     for line in sys.stdin:
         name, arguments = json.loads(line)
         try:

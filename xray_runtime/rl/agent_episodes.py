@@ -18,12 +18,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.agents.episode import AgentEpisode, EpisodeLimits, Policy, call_from_json, call_to_json
+from xray_runtime.agents.episode import AgentEpisode, EpisodeLimits, Policy, call_from_json
 from xray_runtime.agents.gateway import Gateway
 from xray_runtime.agents.outcomes import Outcome
 from xray_runtime.agents.runner import Address, Runner, open_runner
@@ -271,7 +271,7 @@ class AgentEpisodes:
 
     def _keep(self, planned: Planned, name: str, step: int, calls: Iterable[Call]) -> None:
         episode = f"{planned.rollout}/{name}"
-        keyed = [(planned.key(name, call.key), call_to_json(call)) for call in calls]
+        keyed = [(planned.key(name, call.key), asdict(call)) for call in calls]
         entries = [journal_entry(key, step, episode=episode, call=call) for key, call in keyed]
         self._journal.write_entries(step, entries)
 

@@ -20,7 +20,7 @@ import torch
 from xray_runtime.algorithms.hacking import COMMON, PHRASE_TOKENS, REPEATED, WATCHED, Sign, signs
 from xray_runtime.algorithms.statistics import variety
 from xray_runtime.files import write_atomic
-from xray_runtime.graph.answer import Answer
+from xray_runtime.graph.kind import Answer, Recorder, Stage
 from xray_runtime.rl.metrics import metric_name
 from xray_runtime.training.policy_versions import PolicyVersions
 from xray_runtime.workers.protocols import ModelHandle
@@ -28,7 +28,6 @@ from xray_runtime.workers.protocols import ModelHandle
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOConfig
     from xray_runtime.graph.inputs import PPOInputs
-    from xray_runtime.graph.kind import Recorder, Stage
     from xray_runtime.rl.types import Rollout
 
 log = logging.getLogger(__name__)

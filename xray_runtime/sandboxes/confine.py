@@ -84,9 +84,8 @@ def confinement() -> Confinement:
     return found
 
 
-def confined(command: Sequence[str], view: View, how: Confinement | None = None) -> list[str]:
+def confined(command: Sequence[str], view: View, how: Confinement) -> list[str]:
     """The command that runs `command` confined, in `view.home`. It keeps open descriptors."""
-    how = how or confinement()
     port = None if view.gateway is None else urlsplit(view.gateway).port
     readable = [*SYSTEM, *map(str, (*_python(), *view.readable))]
     spec: dict[str, Any] = {"files": None if view.files is None else str(view.files), "home": str(view.home)}
@@ -102,9 +101,9 @@ def confined(command: Sequence[str], view: View, how: Confinement | None = None)
     return [*start, json.dumps(spec), *command]
 
 
-def plain_environment(home: Path, how: Confinement | None = None) -> dict[str, str]:
+def plain_environment(home: Path, how: Confinement) -> dict[str, str]:
     """The variables of a confined program."""
-    place = HOME if (how or confinement()) == "bubblewrap" else str(home)
+    place = HOME if how == "bubblewrap" else str(home)
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     return {"PATH": os.defpath} | kept | {"HOME": place, "TMPDIR": place, "USER": "nobody", "LOGNAME": "nobody"}
 

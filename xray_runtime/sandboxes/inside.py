@@ -92,17 +92,13 @@ def _answer(listener: socket.socket, door: socket.socket) -> None:
             time.sleep(PAUSE_S)
             continue
         try:
-            gateway = _connected(door)
+            door.send(b"?")
+            _, [descriptor], _, _ = socket.recv_fds(door, 1, 1)
+            gateway = socket.socket(fileno=descriptor)
             for pair in ((client, gateway), (gateway, client)):
                 threading.Thread(target=_pass_on, args=pair, daemon=True).start()
         except (OSError, RuntimeError, ValueError):  # no gateway, or no more threads
             client.close()
-
-
-def _connected(door: socket.socket) -> socket.socket:
-    door.send(b"?")
-    _, [descriptor], _, _ = socket.recv_fds(door, 1, 1)
-    return socket.socket(fileno=descriptor)
 
 
 def _pass_on(source: socket.socket, target: socket.socket) -> None:

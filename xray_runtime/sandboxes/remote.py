@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from xray_runtime.credentials import api_key
+from xray_runtime.credentials import key_header
 from xray_runtime.sandboxes.base import Box, Ended, Program
 
 log = logging.getLogger(__name__)
@@ -36,8 +36,7 @@ class RemoteSandbox:
     """`base.Sandbox`. The service's key is that of its host in XRAY_API_KEYS."""
 
     def __init__(self, url: str) -> None:
-        self._url, key = url.rstrip("/"), api_key(url)
-        self._client = httpx.Client(headers={} if key is None else {"Authorization": f"Bearer {key}"}, timeout=GRACE_S)
+        self._url, self._client = url.rstrip("/"), httpx.Client(headers=key_header(url), timeout=GRACE_S)
         self._limits: dict[str, float] = {}
         """Sandbox → seconds of a run."""
         self._runs = set[Future[Ended]]()

@@ -21,7 +21,7 @@ from typing import Any
 
 import ray
 
-from xray_runtime.config.recording import RecordingConfig
+from xray_runtime.config.serving import RecordingConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.cores import give_way
 from xray_runtime.data.gold import import_function

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp as App, Message, Receive, Send
 
-from xray_runtime.config.recording import RecordingConfig
+from xray_runtime.config.serving import RecordingConfig
 from xray_runtime.serving.exchange import Exchange
 from xray_runtime.serving.middleware import CANARY_HEADER, answer_json, key_digest
 

@@ -27,7 +27,7 @@ from xray_runtime.store.snapshots import SNAPSHOTS, Snapshot, Snapshots
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from xray_runtime.graph.answer import Answer
+    from xray_runtime.graph.kind import Answer
     from xray_runtime.tracking.mirrors import Mirror
     from xray_runtime.tracking.mlflow_tracker import StageRun
 

@@ -15,10 +15,10 @@ from tests.unit.agents import sample_agents
 from tests.unit.agents.parts import World
 from xray_runtime.agents.outcomes import Outcome
 from xray_runtime.agents.posted import Posted
-from xray_runtime.agents.request import shown
 from xray_runtime.agents.runner import Address, Runner, open_runner
 from xray_runtime.config.environment import AgentConfig
 from xray_runtime.config.ppo import PPOConfig
+from xray_runtime.errors import shown
 from xray_runtime.sandboxes.confine import confinement
 from xray_runtime.stages.shared import called_functions
 

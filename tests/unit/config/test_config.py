@@ -87,6 +87,12 @@ REFUSED = [
     ("base: {kind: llama}", "base.kind: \"llama\" is not allowed: must be one of 'fresh', 'pretrained'"),
     ("base: {vocab_size: 512}", "base.kind: is required: must be one of 'fresh', 'pretrained'"),
     ("preferences: {source: dpo}", 'preferences.source: "dpo" is not allowed: must be one of'),
+    ("rewards: [{verifier: {}}]", "rewards.0.verifier.kind: is required: must be one of 'math', 'regex'"),
+    ("benchmarks: {a: {}}", "benchmarks.a.suite: is required: must be one of 'perplexity', 'pass_at_k'"),
+    (
+        "benchmarks: {a: {suite: perplexity, num_row: 1}}",
+        "benchmarks.a.num_row: unknown field (did you mean num_rows?)",
+    ),
     ("base: {kind: pretrained}", "base.model: is required"),
     ("preferences: {source: dataset}", "preferences.path: is required"),
     # impossible combinations

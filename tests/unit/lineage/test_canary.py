@@ -18,8 +18,8 @@ from tests.unit.lineage.synthetic import NAME
 from tests.unit.serving.recording import KEYS, exchange, with_recorder
 from xray.flows.flywheel import begin_night
 from xray.flows.nights import CANARY, Night, read_nights, write_night
-from xray_runtime.config.canary import CanaryConfig
 from xray_runtime.config.evaluate import PromotionConfig
+from xray_runtime.config.serving import CanaryConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import RECORDED, segment_name
 from xray_runtime.feedback.canary import ALPHA, Arm, Monitor, decide

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.graph.answer import Answer
+from xray_runtime.graph.kind import Answer
 from xray_runtime.store.snapshots import Snapshot
 
 

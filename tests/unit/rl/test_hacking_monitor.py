@@ -14,8 +14,8 @@ from tests.unit.rl.loop import PPOModel, World, attempt, logprob
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.watch import WatchConfig
 from xray_runtime.data.rows import Ragged, Rows
-from xray_runtime.graph.answer import Answer
 from xray_runtime.graph.inputs import PPOInputs
+from xray_runtime.graph.kind import Answer
 from xray_runtime.rl.hacking_monitor import ANSWERS, RECORD, read_answers
 
 ITERATIONS = 12

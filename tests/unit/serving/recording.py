@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from xray_runtime.config.recording import RecordingConfig
+from xray_runtime.config.serving import RecordingConfig
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.serving.exchange import Exchange
 from xray_runtime.serving.middleware import key_digest

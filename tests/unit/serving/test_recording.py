@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.serving.recording import MODEL, exchange
-from xray_runtime.config.recording import RecordingConfig
+from xray_runtime.config.serving import RecordingConfig
 from xray_runtime.serving import recording
 from xray_runtime.serving.exchange import Exchange, texts_of
 from xray_runtime.serving.middleware import PROXY_HEADER, Tagged, key_digest

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.graph.answer import Answer
+from xray_runtime.graph.kind import Answer
 from xray_runtime.report.figures import read_metrics
 from xray_runtime.store.seal import process_seal
 from xray_runtime.tracking import recorder as module

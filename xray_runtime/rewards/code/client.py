@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xray_runtime
 from xray_runtime.rewards.code import server
-from xray_runtime.rewards.sandbox import LIMITED, START_S, BatchProgram, LimitedProcess
+from xray_runtime.rewards.sandbox import LIMITED, OURS, START_S, LimitedProcess
 from xray_runtime.rewards.source import Score, failure
 
 ALLOWED = 'must hold Python statements, a list of them, or {"inputs": [...], "outputs": [...]}, as many texts in each'
 
 
-@dataclass(frozen=True)
-class Program:
-    """A test case of a program: its input and expected output."""
-
-    stdin: str
-    stdout: str
-
-
-def read_tests(value: Any) -> str | list[Program]:
-    """The tests in a column: Python statements that raise if the code is wrong, or cases of a program.
+def read_tests(value: Any) -> str | list[tuple[str, str]]:
+    """The tests in a column: Python statements that raise if the code is wrong, or a program's inputs and outputs.
 
     Raises:
         ValueError: `value` is neither.
@@ -37,11 +27,10 @@ def read_tests(value: Any) -> str | list[Program]:
             return str(value)
     if isinstance(value, dict):
         inputs, outputs = value.get("inputs"), value.get("outputs")
-        if not isinstance(inputs, list) or not isinstance(outputs, list) or not 0 < len(inputs) == len(outputs):
+        paired = isinstance(inputs, list) and isinstance(outputs, list) and 0 < len(inputs) == len(outputs)
+        if not paired or not all(isinstance(text, str) for text in (*inputs, *outputs)):
             raise ValueError(ALLOWED)
-        if not all(isinstance(text, str) for text in (*inputs, *outputs)):
-            raise ValueError(ALLOWED)
-        return [Program(*case) for case in zip(inputs, outputs, strict=True)]
+        return list(zip(inputs, outputs, strict=True))
     lines = value if isinstance(value, list) else [value]
     if not all(isinstance(line, str) for line in lines):
         raise ValueError(ALLOWED)
@@ -53,14 +42,12 @@ class CodeSandbox:
 
     def __init__(self, directory: Path) -> None:
         self._output = os.memfd_create("xray-output")
-        root = str(Path(xray_runtime.__file__).parents[1])
+        root = str(OURS.parent)
         program = f"{LIMITED}\nsys.path.insert(0, {root!r})\nfrom {server.__name__} import main\nmain({self._output})\n"
         warm_up = _question(server.TESTS, "def f(): pass", "f()", START_S, 2**30)
-        self._process = LimitedProcess(
-            BatchProgram(program, {"RLIMIT_CORE": 0}, None, warm_up, [self._output]), directory
-        )
+        self._process = LimitedProcess(directory, program, {"RLIMIT_CORE": 0}, None, warm_up, [self._output])
 
-    def score(self, code: str, tests: str | list[Program], limit_s: float, memory_mb: int) -> Score:
+    def score(self, code: str, tests: str | list[tuple[str, str]], limit_s: float, memory_mb: int) -> Score:
         """1 if the code passes all tests, else 0 and the reason; a failed score if the tests are not usable.
 
         Raises:
@@ -73,11 +60,12 @@ class CodeSandbox:
             if "unusable" in answer:
                 return failure(answer["unusable"])
             return Score(float(answer["passed"]), answer.get("why"))
-        for number, case in enumerate(tests):
-            answer = self._ask(_question(server.CASE, code, case.stdin, limit_s, memory), limit_s)
+        for number, (stdin, stdout) in enumerate(tests):
+            answer = self._ask(_question(server.CASE, code, stdin, limit_s, memory), limit_s)
             if not answer["passed"]:
                 return Score(0.0, f"case {number}: {answer['why']}")
-            if _printed(self._read_output()) != _printed(case.stdout):
+            output = os.pread(self._output, server.OUTPUT_BYTES, 0).decode(errors="replace")
+            if _printed(output) != _printed(stdout):
                 return Score(0.0, f"case {number}: it prints something else")
         return Score(1.0)
 
@@ -96,9 +84,6 @@ class CodeSandbox:
         if answer is None:
             raise RuntimeError(f"the sandbox does not answer within {limit_s + START_S:g} s")
         return answer
-
-    def _read_output(self) -> str:
-        return os.pread(self._output, server.OUTPUT_BYTES, 0).decode(errors="replace")
 
 
 def _printed(text: str) -> list[str]:
