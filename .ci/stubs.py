@@ -234,7 +234,7 @@ def known_type(annotation: str) -> str:
 
 
 def shipped() -> list[StageKind]:
-    return [kind for _, kind in sorted(kinds.KINDS.items()) if kind.registered_in == kinds.__name__]
+    return [getattr(kinds, name) for name in kinds.__all__ if isinstance(getattr(kinds, name), StageKind)]
 
 
 def stub() -> str:

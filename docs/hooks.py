@@ -70,7 +70,7 @@ def kinds_page() -> str:
         "Each is a callable of `xray`: inputs in this order or by name, config fields by name alone. `name=` names the "
         "stage. This page is made from the code.",
     ]
-    for _, kind in sorted(KINDS.items()):
+    for kind in KINDS.values():
         lines += ["", f"## xray.{kind.name}", "", *_kind(kind)]
     return "\n".join(lines) + "\n"
 

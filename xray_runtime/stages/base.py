@@ -1,0 +1,26 @@
+"""Declaration of the stage kind `base`."""
+
+from __future__ import annotations
+
+from xray_runtime.config.base import HubModel
+from xray_runtime.graph.artifacts import Model
+from xray_runtime.graph.kind import NoInputs, StageKind, register
+
+
+def _base_reads(config: HubModel) -> dict[str, str]:
+    template = config.chat_template or ""
+    return {"model": config.model} | ({"chat_template": template} if template.endswith(".jinja") else {})
+
+
+BASE = register(
+    StageKind(
+        "base",
+        HubModel,
+        NoInputs,
+        Model,
+        "xray_runtime.preparation.base:run",
+        base_model=lambda config: config.model,
+        outside=_base_reads,
+        title="the pretrained model, the start of the lifecycle",
+    )
+)

@@ -1,0 +1,45 @@
+"""Declaration of the stage kind `dpo`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from xray_runtime.config.dpo import DPOConfig
+from xray_runtime.graph.artifacts import Model
+from xray_runtime.graph.inputs import DPOInputs
+from xray_runtime.graph.kind import StageKind, register
+from xray_runtime.planning.roles import ModelRole, trained
+
+
+def dpo_models(config: DPOConfig) -> dict[str, ModelRole]:
+    pairs: dict[str, Any] = {"batch_size": config.batch_size, "data": "preferences", "sequences_per_row": 2}
+    return {"policy": trained(config, "policy", **pairs)}
+
+
+def check_dpo(config: DPOConfig, inputs: Mapping[str, Any]) -> None:
+    if not config.has_reference and "reference" in inputs:
+        raise ValueError(f"reference: is not allowed with loss {config.loss!r}, which does not use one")
+
+
+DPO = register(
+    StageKind(
+        "dpo",
+        DPOConfig,
+        DPOInputs,
+        Model,
+        "xray_runtime.training.dpo:run",
+        models=dpo_models,
+        check=check_dpo,
+        shorten=lambda config: config.model_copy(update={"epochs": 1}),
+        panels=[
+            ("loss", ["dpo/loss", "dpo/heldout_loss", "dpo/validation_loss"]),
+            ("pairs in the right order", ["dpo/accuracy", "dpo/heldout_accuracy"]),
+            ("margin of implicit rewards", ["dpo/margin", "dpo/heldout_margin"]),
+            ("log-probability (nats a reply)", ["dpo/chosen_logprobs", "dpo/rejected_logprobs"]),
+            ("gradient norm", ["dpo/grad_norm"]),
+        ],
+        headline={"dpo/loss": "loss", "dpo/heldout_accuracy": "held-out accuracy"},
+        title="a policy after learning from preference pairs",
+    )
+)

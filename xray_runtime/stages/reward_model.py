@@ -1,0 +1,40 @@
+"""Declaration of the stage kind `reward_model`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xray_runtime.config.reward_model import RewardConfig
+from xray_runtime.graph.artifacts import REWARD_HEAD, RewardModel
+from xray_runtime.graph.inputs import RewardModelInputs
+from xray_runtime.graph.kind import StageKind, register
+from xray_runtime.planning.roles import ModelRole, trained
+
+
+def reward_models(config: RewardConfig) -> dict[str, ModelRole]:
+    pairs: dict[str, Any] = {"batch_size": config.batch_size, "data": "data", "sequences_per_row": 2}
+    return {"reward": trained(config, "policy", scores_tokens=False, **pairs)}
+
+
+REWARD_MODEL = register(
+    StageKind(
+        "reward_model",
+        RewardConfig,
+        RewardModelInputs,
+        RewardModel,
+        "xray_runtime.training.reward_model:run",
+        models=reward_models,
+        shorten=lambda config: config.model_copy(update={"epochs": 1}),
+        panels=[
+            ("loss", ["reward_model/loss"]),
+            (
+                "pairs in the right order",
+                ["reward_model/accuracy", "reward_model/heldout_accuracy", "reward_model/length_baseline_accuracy"],
+            ),
+            ("gradient norm", ["reward_model/grad_norm"]),
+        ],
+        headline={"reward_model/loss": "loss", "accuracy": "held-out accuracy"},
+        results="reward.json",
+        title=f"a reward model (its head is in `{REWARD_HEAD}`)",
+    )
+)
