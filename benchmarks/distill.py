@@ -47,7 +47,7 @@ def distill(stage: xray.Stage[DistillConfig, DistillInputs], out: Path, recorder
     from xray_runtime.seeding import derive_seed
     from xray_runtime.training.dataset import max_prompt_tokens
     from xray_runtime.training.resumable import Resumable
-    from xray_runtime.training.steps import StepTotals, read_step
+    from xray_runtime.training.steps import SFTSums, StepTotals, read_step
     from xray_runtime.workers.model_spec import ModelSpec
     from xray_runtime.workers.protocols import get
 
@@ -67,8 +67,8 @@ def distill(stage: xray.Stage[DistillConfig, DistillInputs], out: Path, recorder
             likely = take(batch, np.argsort(nll, kind="stable")[: max(len(nll) // 2, 1)])
             tokens = num_response_tokens(likely)
             totals, lr = StepTotals(tokens=tokens).to_wire(), learning_rate(config, step, config.steps)
-            made = read_step(get(models["student"].train.remote(likely, totals, lr)))
-            recorder.metrics({"distill/loss": made.sums["nll"] / tokens}, step)
+            made = read_step(SFTSums, get(models["student"].train.remote(likely, totals, lr)))
+            recorder.metrics({"distill/loss": made.sums.nll / tokens}, step)
             recorder.progress(step + 1, config.steps, "steps")
             state.step_done(step + 1, config.steps)
         get(models["student"].save.remote(out))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from xray_runtime.rl.types import Experience, Rollout
     from xray_runtime.rl.update import Update
     from xray_runtime.training.prompts import UniquePrompts
+    from xray_runtime.training.steps import PolicySums, ValueSums
 
 
 class PhaseClock:
@@ -152,16 +153,17 @@ def update_metrics(update: Update) -> dict[str, float]:
     steps = update.steps
     taken = [step for step in steps if step.taken]
     policies, critics = [step.policy for step in taken], [step.critic for step in taken if step.critic is not None]
-    values = [step.sums for step in critics or policies]
+    values: list[ValueSums | PolicySums] = [critic.sums for critic in critics]
+    values = values or [policy.sums for policy in policies]
     num_tokens = max(sum(step.num_tokens for step in taken), 1.0)
     sums = {
-        "policy/loss": [policy.sums["policy_loss"] for policy in policies],
-        "policy/entropy": [policy.sums["entropy_sum"] for policy in policies],
-        "policy/clip_fraction": [policy.sums["clip_count"] for policy in policies],
-        "policy/dual_clip_fraction": [policy.sums["dual_clip_count"] for policy in policies],
-        "policy/approx_kl": [policy.sums["approx_kl_sum"] for policy in policies],
-        "value/loss": [value["value_loss"] for value in values if "value_loss" in value],
-        "value/clip_fraction": [value["value_clip_count"] for value in values if "value_clip_count" in value],
+        "policy/loss": [policy.sums.policy_loss for policy in policies],
+        "policy/entropy": [policy.sums.entropy_sum for policy in policies],
+        "policy/clip_fraction": [policy.sums.clip_count for policy in policies],
+        "policy/dual_clip_fraction": [policy.sums.dual_clip_count for policy in policies],
+        "policy/approx_kl": [policy.sums.approx_kl_sum for policy in policies],
+        "value/loss": [value.value_loss for value in values if value.value_loss is not None],
+        "value/clip_fraction": [value.value_clip_count for value in values if value.value_clip_count is not None],
     }
     metrics = {name: sum(numbers) / num_tokens for name, numbers in sums.items() if numbers}
     metrics |= {"policy/grad_norm": sum(p.grad_norm for p in policies) / len(steps), "policy/lr": steps[-1].lr}

@@ -15,7 +15,7 @@ from xray_runtime.rl.experience import measured
 from xray_runtime.rl.types import Experience, to_rows
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.finite import SkippedSteps
-from xray_runtime.training.steps import StepStatistics, StepTotals, read_step
+from xray_runtime.training.steps import PolicySums, StepStatistics, StepTotals, ValueSums, read_step
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ class MinibatchStep:
 
     num_tokens: float
     lr: float
-    policy: StepStatistics
-    critic: StepStatistics | None
+    policy: StepStatistics[PolicySums]
+    critic: StepStatistics[ValueSums] | None
     """Only for a separate critic."""
     taken: bool
     """False: a model skipped it."""
@@ -124,8 +124,8 @@ class Updater:
             calls.append(self._critic.train.remote(batch, totals, critic_lr, at_once))
         answers = get_all(calls)
         sums, columns = answers[0] if first else (answers[0], {})
-        policy = read_step(sums)
-        critic = read_step(answers[1]) if self._critic is not None else None
+        policy = read_step(PolicySums, sums)
+        critic = read_step(ValueSums, answers[1]) if self._critic is not None else None
         # Each model steps or skips on its own, so both are counted.
         taken = self._skipped.check_step(self._stage, "policy", at, policy)
         if critic is not None:
@@ -134,7 +134,7 @@ class Updater:
 
     def _moved_too_far(self, step: MinibatchStep) -> bool:
         limit = self._config.stop_kl
-        return limit is not None and not step.policy.sums["approx_kl_sum"] / step.num_tokens <= limit  # NaN too
+        return limit is not None and not step.policy.sums.approx_kl_sum / step.num_tokens <= limit  # NaN too
 
 
 def first_minibatch(stage: Stage[PPOConfig, PPOInputs], rows: Rows, iteration: int) -> np.ndarray:

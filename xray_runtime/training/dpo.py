@@ -26,7 +26,7 @@ from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.policy_versions import BestVersion
 from xray_runtime.training.reference_logprobs import ReferenceLogprobs, open_policy
 from xray_runtime.training.resumable import Resumable
-from xray_runtime.training.steps import StepTotals, read_step
+from xray_runtime.training.steps import DPOSums, StepTotals, read_step
 from xray_runtime.training.trunk_states import TrunkStates
 from xray_runtime.workers.protocols import ModelHandle, get
 
@@ -67,14 +67,14 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
             lr = learning_rate(config, step, steps)
             rows = _batch(train, index, known) | states.columns(index)
             totals = StepTotals(pairs=config.batch_size)
-            result = read_step(get(policy.train.remote(rows, totals.to_wire(), lr)))
+            result = read_step(DPOSums, get(policy.train.remote(rows, totals.to_wire(), lr)))
             skipped.check_step(stage, "policy", step, result)
             metrics = {
-                "dpo/loss": result.sums["loss"] / config.batch_size,
-                "dpo/accuracy": result.sums["correct"] / config.batch_size,
-                "dpo/margin": result.sums["margin"] / config.batch_size,
-                "dpo/chosen_logprobs": result.sums["chosen_logprobs"] / config.batch_size,
-                "dpo/rejected_logprobs": result.sums["rejected_logprobs"] / config.batch_size,
+                "dpo/loss": result.sums.loss / config.batch_size,
+                "dpo/accuracy": result.sums.correct / config.batch_size,
+                "dpo/margin": result.sums.margin / config.batch_size,
+                "dpo/chosen_logprobs": result.sums.chosen_logprobs / config.batch_size,
+                "dpo/rejected_logprobs": result.sums.rejected_logprobs / config.batch_size,
                 "dpo/grad_norm": result.grad_norm,
                 "dpo/lr": lr,
                 "speed/computed_tokens": result.computed_tokens,

@@ -48,7 +48,7 @@ class SkippedSteps:
 
     count: int = 0
 
-    def check_step(self, stage: Stage[Any, Any], role: str, step: int, statistics: StepStatistics) -> bool:
+    def check_step(self, stage: Stage[Any, Any], role: str, step: int, statistics: StepStatistics[Any]) -> bool:
         """Whether the optimizer of `role` took this step; False: its engine skipped it.
 
         Raises:

@@ -36,7 +36,7 @@ from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.policy_versions import BestVersion
 from xray_runtime.training.reference_logprobs import ReferenceLogprobs, open_policy
 from xray_runtime.training.resumable import Resumable
-from xray_runtime.training.steps import StepStatistics, StepTotals, read_step
+from xray_runtime.training.steps import KTOSums, StepStatistics, StepTotals, read_step
 from xray_runtime.training.trunk_states import TrunkStates
 from xray_runtime.workers.protocols import ModelHandle, get
 
@@ -91,7 +91,7 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
             rows = train.take(index) | {"ref_logprobs": known[TRAIN][index], "desirable": desirable[index]}
             rows |= states.columns(index)
             totals = StepTotals(rows=config.batch_size, baseline=baseline)
-            result = read_step(get(policy.train.remote(rows, totals.to_wire(), lr)))
+            result = read_step(KTOSums, get(policy.train.remote(rows, totals.to_wire(), lr)))
             skipped.check_step(stage, "policy", step, result)
             metrics = _step_metrics(result, desirable[index]) | {"kto/baseline": baseline, "kto/lr": lr}
             if HELDOUT in parts and (step + 1 == steps or step % max(steps // 8, 1) == 0):
@@ -147,13 +147,13 @@ def _data(
     return parts, desirable, chain.from_iterable(prompts), counts
 
 
-def _step_metrics(result: StepStatistics, desirable: np.ndarray) -> dict[str, float]:
+def _step_metrics(result: StepStatistics[KTOSums], desirable: np.ndarray) -> dict[str, float]:
     """Means over the rows of a step; `desirable` is [B]."""
-    metrics = {"kto/loss": result.sums["loss"] / len(desirable), "kto/grad_norm": result.grad_norm}
+    metrics = {"kto/loss": result.sums.loss / len(desirable), "kto/grad_norm": result.grad_norm}
     if desirable.any():
-        metrics["kto/desirable_reward"] = result.sums["desirable_rewards"] / desirable.sum()
+        metrics["kto/desirable_reward"] = result.sums.desirable_rewards / desirable.sum()
     if not desirable.all():
-        metrics["kto/undesirable_reward"] = result.sums["undesirable_rewards"] / (~desirable).sum()
+        metrics["kto/undesirable_reward"] = result.sums.undesirable_rewards / (~desirable).sum()
     return metrics
 
 

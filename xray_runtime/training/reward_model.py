@@ -23,7 +23,7 @@ from xray_runtime.seeding import derive_seed
 from xray_runtime.training.dataset import preference_tokens
 from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.resumable import Resumable
-from xray_runtime.training.steps import StepTotals, read_step
+from xray_runtime.training.steps import PairSums, StepTotals, read_step
 from xray_runtime.training.trunk_states import TrunkStates
 from xray_runtime.workers.model_spec import trained_model
 from xray_runtime.workers.protocols import ModelHandle, get
@@ -58,11 +58,11 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
             index = cursor.take(config.batch_size)
             batch = train.take(index) | states.columns(index)
             lr, totals = learning_rate(config, step, steps), StepTotals(rows=config.batch_size)
-            result = read_step(get(reward.train.remote(batch, totals.to_wire(), lr)))
+            result = read_step(PairSums, get(reward.train.remote(batch, totals.to_wire(), lr)))
             skipped.check_step(stage, "reward", step, result)
             metrics = {
-                "reward_model/loss": result.sums["loss"] / config.batch_size,
-                "reward_model/accuracy": result.sums["correct"] / config.batch_size,
+                "reward_model/loss": result.sums.loss / config.batch_size,
+                "reward_model/accuracy": result.sums.correct / config.batch_size,
                 "reward_model/grad_norm": result.grad_norm,
                 "reward_model/lr": lr,
                 "speed/computed_tokens": result.computed_tokens,

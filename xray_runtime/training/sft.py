@@ -19,7 +19,7 @@ from xray_runtime.training.dataset import is_in_order, max_prompt_tokens, max_re
 from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.policy_versions import BestVersion
 from xray_runtime.training.resumable import Resumable
-from xray_runtime.training.steps import StepTotals, read_step
+from xray_runtime.training.steps import SFTSums, StepTotals, read_step
 from xray_runtime.training.trunk_states import TrunkStates
 from xray_runtime.workers.model_spec import trained_model
 from xray_runtime.workers.protocols import ModelHandle, get
@@ -59,10 +59,10 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
             index = cursor.take(config.batch_size)
             batch = train.take(index) | states.columns(index)
             tokens, lr = num_response_tokens(batch), learning_rate(config, step, config.steps)
-            result = read_step(get(policy.train.remote(batch, StepTotals(tokens=tokens).to_wire(), lr)))
+            result = read_step(SFTSums, get(policy.train.remote(batch, StepTotals(tokens=tokens).to_wire(), lr)))
             skipped.check_step(stage, "policy", step, result)
             seconds = time.perf_counter() - start
-            loss = result.sums["nll"] / tokens
+            loss = result.sums.nll / tokens
             metrics = {
                 "sft/loss": loss,
                 "sft/grad_norm": result.grad_norm,

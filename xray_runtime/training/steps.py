@@ -2,13 +2,20 @@
 ranks.
 
 `WholeModel.train` takes and returns dictionaries: `StepTotals.to_wire` makes the first, `read_step` reads the second.
+Each objective has one dataclass of sums, in units of one row or token.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+S = TypeVar("S", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +37,64 @@ class StepTotals:
 
 
 @dataclass(frozen=True)
-class StepStatistics:
+class SFTSums:
+    nll: float
+
+
+@dataclass(frozen=True)
+class PairSums:
+    """Sums of a reward model."""
+
+    loss: float
+    correct: float
+    """Number of pairs whose chosen side scores higher; ties count half."""
+
+
+@dataclass(frozen=True)
+class DPOSums:
+    loss: float
+    correct: float
+    margin: float
+    """Implicit reward of the chosen reply minus that of the rejected one."""
+    chosen_logprobs: float
+    rejected_logprobs: float
+
+
+@dataclass(frozen=True)
+class KTOSums:
+    loss: float
+    desirable_rewards: float
+    undesirable_rewards: float
+
+
+@dataclass(frozen=True)
+class ValueSums:
+    """Sums of a critic."""
+
+    value_loss: float
+    value_clip_count: float
+
+
+@dataclass(frozen=True)
+class PolicySums:
+    """Sums of a policy that learns from rewards."""
+
+    policy_loss: float
+    entropy_sum: float
+    clip_count: float
+    dual_clip_count: float
+    approx_kl_sum: float
+    """KL to the policy before the update, by k3."""
+    value_loss: float | None = None
+    """Only with a value head; likewise `value_clip_count`."""
+    value_clip_count: float | None = None
+
+
+@dataclass(frozen=True)
+class StepStatistics(Generic[S]):
     """A model's report on one optimizer step."""
 
-    sums: Mapping[str, float]
-    """The objective's sums, in units of one row or token: `data.columns.STATISTICS`."""
+    sums: S
     grad_norm: float
     refused_by: int | None = None
     """First rank whose loss is not finite; None if all are."""
@@ -43,14 +103,17 @@ class StepStatistics:
 
     def non_finite(self) -> Iterator[tuple[str, float]]:
         """The sums that are NaN or infinite, by name."""
-        for name, value in sorted(self.sums.items()):
-            if not math.isfinite(value):
+        for name, value in sorted(asdict(self.sums).items()):
+            if value is not None and not math.isfinite(value):
                 yield name, value
 
 
-def read_step(answer: Mapping[str, float]) -> StepStatistics:
-    """The result of `WholeModel.train`."""
-    sums = dict(answer)
-    grad_norm, refused = sums.pop("grad_norm"), sums.pop("refused_by", None)
-    computed_tokens = sums.pop("computed_tokens", 0.0)
-    return StepStatistics(sums, grad_norm, None if refused is None else int(refused), computed_tokens)
+def read_step(kind: type[S], answer: Mapping[str, float]) -> StepStatistics[S]:
+    """The result of `WholeModel.train`; `kind` is the dataclass of the objective's sums."""
+    refused = answer.get("refused_by")
+    return StepStatistics(
+        kind(**{field.name: answer[field.name] for field in fields(kind) if field.name in answer}),
+        answer["grad_norm"],
+        None if refused is None else int(refused),
+        answer.get("computed_tokens", 0.0),
+    )

@@ -27,7 +27,7 @@ from xray_runtime.graph.artifacts import Dataset, Model, Preferences
 from xray_runtime.graph.inputs import DPOInputs, KTOInputs, PPOInputs
 from xray_runtime.training import dpo, kto
 from xray_runtime.training.finite import SkippedSteps, check_rollout, naming
-from xray_runtime.training.steps import StepStatistics
+from xray_runtime.training.steps import SFTSums, StepStatistics
 
 NAN, INF = math.nan, math.inf
 Change = Callable[[Any], Any]
@@ -305,5 +305,5 @@ def test_stages_of_preferences_refuse_too(root: Path, kind: str, monkeypatch: py
 
 def test_a_step_that_is_finite_is_taken() -> None:
     skipped = SkippedSteps()
-    assert skipped.check_step(None, "policy", 0, StepStatistics({"nll": 1.0}, grad_norm=0.0))  # type: ignore[arg-type]
+    assert skipped.check_step(None, "policy", 0, StepStatistics(SFTSums(nll=1.0), grad_norm=0.0))  # type: ignore[arg-type]
     assert skipped.count == 0
