@@ -144,8 +144,7 @@ class Store:
 
     @contextlib.contextmanager
     def _building(self, directory: Path) -> Iterator[Path]:
-        # One for each key, so that cleaning up lists only that one.
-        folder = directory.with_name(f"{directory.name}.building-")
+        folder = building_folder(directory)
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
         temporary = folder / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -219,6 +218,11 @@ class Store:
             _move_aside(directory)
         os.rename(built, directory)
         sync(self.root)
+
+
+def building_folder(directory: Path) -> Path:
+    """The folder in which a checkpoint is built: one for each key, so that cleaning up lists only that one."""
+    return directory.with_name(f"{directory.name}.building-")
 
 
 @dataclass(frozen=True)
