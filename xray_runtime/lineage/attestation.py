@@ -54,8 +54,6 @@ def attest(
     Args:
         directory: its files and its manifest.
         parents: role → checkpoint.
-        started: when the stage started.
-        private_key: see `signing.signing_key`.
     """
     record = directory / ATTESTATION
     record.mkdir()
@@ -65,9 +63,8 @@ def attest(
     statement = _statement(manifest, sha256, parents, run, started, code)
     if is_a(manifest.type, Model, RewardModel):
         (directory / CARD).write_text(model_card(manifest, sha256, statement, None), encoding="utf-8")
-        statement = statement.model_copy(
-            update={"subject": [*statement.subject, Subject.of(CARD, file_sha256(directory / CARD))]}
-        )
+        card_entry = Subject.of(CARD, file_sha256(directory / CARD))
+        statement = statement.model_copy(update={"subject": [*statement.subject, card_entry]})
     kind = find_kind(manifest.kind)
     if is_a(manifest.type, Evaluation) and kind is not None and kind.sides and kind.results:
         policy, results = parents[kind.sides[0]].path, json.loads((directory / kind.results).read_text())

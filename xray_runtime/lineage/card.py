@@ -29,8 +29,7 @@ RESULTS = {
 def model_card(manifest: Manifest, sha256: str, statement: Statement, evaluation: dict[str, Any] | None) -> str:
     """README.md of a model: front matter for the Hugging Face hub, then the same for people.
 
-    Args:
-        evaluation: the content of evaluation.json, where this policy has been evaluated.
+    `evaluation` is the content of evaluation.json, where this policy has been evaluated.
     """
     internal, found = statement.predicate.build.internal, evaluation or {}
     base_models = [name for name in internal.origins["base_models"] if name != f"fresh-{sha256[:12]}"]

@@ -102,13 +102,7 @@ def check_gates(
     comparison: Node | None,
     gates: PromotionConfig,
 ) -> list[Gate]:
-    """Every gate that is on.
-
-    Args:
-        evaluation: of the candidate.
-        champion: digest of the present champion, where there is one.
-        comparison: of the candidate and the champion.
-    """
+    """Every gate that is on. `champion`: digest of the present one; `comparison`: of the candidate with it."""
     bounds = {name: getattr(gates, name) for name in CHECKS}
     found = [_gate(graph, name, evaluation, CHECKS[name], at) for name, at in bounds.items() if at is not None]
     if gates.max_regression is not None and champion is not None and champion != candidate.sha256:

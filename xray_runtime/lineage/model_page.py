@@ -60,7 +60,6 @@ def version_page(
 
     Args:
         decisions: all decisions about this version, in order.
-        find: sha256 → checkpoint.
         experiment_of: run → its experiment, for the link to the run that made the policy; None where it is unknown.
 
     Raises:

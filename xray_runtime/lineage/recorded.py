@@ -126,12 +126,7 @@ class SegmentWriter:
         self._remove_expired()
 
     def write(self, rows: Sequence[Row], lost: Mapping[str, int], about: dict[str, str]) -> None:
-        """Write a segment; it is on disk and signed when this returns.
-
-        Args:
-            lost: `Segment.lost`.
-            about: further metadata of the file.
-        """
+        """Write a segment; it is on disk and signed when this returns. `about`: further metadata of the file."""
         number = self.view.last + 1
         path = self._directory / segment_name(number)
         write_atomic(path, segment_bytes(number, rows, about))
