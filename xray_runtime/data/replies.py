@@ -10,7 +10,7 @@ import numpy as np
 
 from xray_runtime.data.batching import permuted
 from xray_runtime.data.pairs import Messages, prompt_text
-from xray_runtime.data.rows import Ragged, Rows, join, take
+from xray_runtime.data.rows import Rows, join, take
 from xray_runtime.data.text_rows import text_rows
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies
@@ -107,7 +107,6 @@ def mismatched(replies: Replies, seed: int) -> Replies:
         own, other = replies.take(numbers), replies.take(following[np.asarray(numbers, dtype=np.int64)])
         prompts = [ids[:n] for ids, n in zip(own["input_ids"], own["prompt_lengths"], strict=True)]
         answers = [ids[n:] for ids, n in zip(other["input_ids"], other["prompt_lengths"], strict=True)]
-        ids = Ragged.of(np.concatenate(parts) for parts in zip(prompts, answers, strict=True))
-        return {"input_ids": ids, "prompt_lengths": own["prompt_lengths"]}
+        return text_rows(prompts, answers)
 
     return Replies(replies.size, read)

@@ -52,15 +52,14 @@ def from_feedback(
     for row in rows:
         signals, about = row["signals"], (row["judge"], row["asker"], row["prompt"], row["reply"])
         application = row.get("application", "")
-        found = False
-        if (rating := _rating(signals, good_score, bad_score)) is not None:
-            found = True
-            yield Signal(row["id"], night, *about, "", rating, application)
+        rating = _rating(signals, good_score, bad_score)
+        found = [] if rating is None else [Signal(row["id"], night, *about, "", rating, application)]
         for name in TEXTS:
             if name in signals and signals[name].strip() and signals[name] != row["reply"]:
-                found = True
-                yield Signal(f"{row['id']}-{name}", night, *about, signals[name], name, application)
-        if not found:
+                found.append(Signal(f"{row['id']}-{name}", night, *about, signals[name], name, application))
+        if found:
+            yield from found
+        else:
             yield ("score_between" if "score" in signals else "only_text"), row["id"]
 
 

@@ -187,9 +187,7 @@ def chat_pairs(conversation: Conversation, context: int | None) -> Iterator[tupl
     """Every turn but the first as a reply to the up to `context` turns before it (None: all)."""
     for i in range(1, len(conversation.turns)):
         before = conversation.turns[0 if context is None else max(0, i - context) : i]
-        # Roles alternate backwards from the user's turn before the reply.
-        roles = ["user" if (len(before) - 1 - j) % 2 == 0 else "assistant" for j in range(len(before))]
-        if roles[0] == "assistant":
-            before, roles = before[1:], roles[1:]
-        prompt: Messages = [{"role": r, "content": t} for r, t in zip(roles, before, strict=True)]
+        # Roles alternate, and both the first turn and the one before the reply are the user's.
+        before = before[1 - len(before) % 2 :]
+        prompt: Messages = [{"role": ("user", "assistant")[j % 2], "content": text} for j, text in enumerate(before)]
         yield prompt, {"role": "assistant", "content": conversation.turns[i]}

@@ -89,8 +89,7 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
     recorder.metrics({f"data/{name}": float(value) for name, value in counts.items()}, step=0)
     recorder.table("data_counts", ["what", "count"], [[name, count] for name, count in sorted(counts.items())])
     shown = Pairs(out / TRAIN, Example)[:: -(-counts["train_pairs"] // NUM_EXAMPLES_SHOWN)]
-    replies = [message_text(e.response, e.tool_calls) for e in shown]
-    examples = [[prompt_text(e.prompt), reply] for e, reply in zip(shown, replies, strict=True)]
+    examples = [[prompt_text(e.prompt), message_text(e.response, e.tool_calls)] for e in shown]
     recorder.table("data_examples", ["prompt", "response"], examples)
     return 0
 
