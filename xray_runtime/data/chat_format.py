@@ -86,22 +86,20 @@ class ChatFormat:
     def end_of_turn(self) -> int:
         """The token with which the template ends an assistant's turn. Raises ValueError if there is none, so that
         nothing would stop a reply."""
-        rendered = self._render([USER_TURN, ASSISTANT_TURN], False, (1,))
-        return self.control.find(rendered.text[slice(*rendered.spans[0])])[-1][2]
+        return self.control.find(self._one_turn.text[slice(*self._one_turn.spans[0])])[-1][2]
 
     @cached_property
     def _lead(self) -> tuple[str, int]:
         """(text before a reply, from the last control token on; the number of its characters in the prompt)."""
-        prompt, rendering = self._render([USER_TURN], True).text, self._render([USER_TURN, ASSISTANT_TURN], False, (1,))
+        prompt, rendering = self._render([USER_TURN], True).text, self._one_turn
         begin = max((start for start, _, _ in self.control.find(prompt)), default=0)
         between = rendering.text[len(prompt) : rendering.spans[0][0]] if rendering.text.startswith(prompt) else ""
         return prompt[begin:] + between, len(prompt) - begin
 
     @cached_property
-    def _one_turn(self) -> str:
-        """A conversation of one turn, up to its end."""
-        rendering = self._render([USER_TURN, ASSISTANT_TURN], False, (1,))
-        return rendering.text[: rendering.spans[0][1]]
+    def _one_turn(self) -> Rendered:
+        """A conversation of one turn, and the span of its reply."""
+        return self._render([USER_TURN, ASSISTANT_TURN], False, (1,))
 
     @cached_property
     def writes_hermes_calls(self) -> bool:
@@ -159,7 +157,7 @@ class ChatFormat:
         """
         rendering = self._render([USER_TURN, ASSISTANT_TURN, *messages], True, (1,))
         _, end = rendering.spans[0]
-        if self._one_turn != rendering.text[:end]:
+        if self._one_turn.text[: self._one_turn.spans[0][1]] != rendering.text[:end]:
             raise ValueError("the chat template writes a turn differently once another follows it")
         [encoded] = self.control.encode([self.control.name_of(self.end_of_turn) + rendering.text[end:]])
         return encoded.ids[1:] if last == self.end_of_turn else encoded.ids
