@@ -23,8 +23,8 @@ CACHED_ROWS = 1024
 """An iteration reads the same rows several times for each reply, and every read decodes a batch of rows."""
 
 
-def drawn(stage: Stage[Any, Any], count: int, wanted: int, purpose: str = "prompts") -> list[int]:
-    """`wanted` of the numbers below `count`, or all, in an order that the stage's seed and `purpose` decide."""
+def drawn(stage: Stage[Any, Any], count: int, wanted: int | None, purpose: str = "prompts") -> list[int]:
+    """`wanted` of the numbers below `count`, or all (None), in an order that the stage's seed and `purpose` decide."""
     order: list[int] = np.random.default_rng(derive_seed(stage.seed, stage.name, purpose)).permutation(count).tolist()
     return order[:wanted]
 
