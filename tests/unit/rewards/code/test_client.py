@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,13 +147,12 @@ def test_the_cause_is_told_where_no_sandbox_starts(tmp_path: Path, monkeypatch: 
         "server.os.fork = lambda: open('/no/such')": "No such file or directory",
         "server.Channel = 1 / 0": "exit code 1: ZeroDivisionError: division by zero",
     }.items():  # fmt: skip
-        program = one._process._program
-        source = program.source.replace(
+        source = one._process._program.replace(
             "import main\nmain(",
             f"import main\nfrom xray_runtime.rewards.code import server\n"
             f"from xray_runtime.sandboxes.seccomp import computing_filter\n{fault}\nmain(",
         )
-        monkeypatch.setattr(one._process, "_program", replace(program, source=source))
+        monkeypatch.setattr(one._process, "_program", source)
         with pytest.raises(RuntimeError, match=why):
             one.score("def f(): pass", "f()", 1.0, 64)
         monkeypatch.undo()
