@@ -258,7 +258,7 @@ class LifecycleConfig(Section):
         if isinstance(self.base, FreshBase):
             _check_heads("generator", self.generator.tensor_parallel, self.base)
             limit = self.base.max_positions
-            new_tokens = [section.max_new_tokens for section in (*self.ppo_stages, self.evaluate)]
+            new_tokens = [*(stage.max_new_tokens for stage in self.ppo_stages), self.evaluate.max_new_tokens]
             if self.sft is not None and self.sft.max_response_tokens is not None:
                 new_tokens.append(self.sft.max_response_tokens)
             if isinstance(self.preferences, GoldPreferences):

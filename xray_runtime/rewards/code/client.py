@@ -27,8 +27,9 @@ def read_tests(value: Any) -> str | list[tuple[str, str]]:
             return str(value)
     if isinstance(value, dict):
         inputs, outputs = value.get("inputs"), value.get("outputs")
-        paired = isinstance(inputs, list) and isinstance(outputs, list) and 0 < len(inputs) == len(outputs)
-        if not paired or not all(isinstance(text, str) for text in (*inputs, *outputs)):
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or not 0 < len(inputs) == len(outputs):
+            raise ValueError(ALLOWED)
+        if not all(isinstance(text, str) for text in (*inputs, *outputs)):
             raise ValueError(ALLOWED)
         return list(zip(inputs, outputs, strict=True))
     lines = value if isinstance(value, list) else [value]
