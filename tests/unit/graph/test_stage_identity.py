@@ -404,7 +404,7 @@ def test_who_reaches_a_module(module: str, kinds: set[str]) -> None:
 
 def test_what_a_light_kind_depends_on() -> None:
     """Neither the schema nor anything that trains."""
-    data = ("dropped", "heldout", "messages", "mixture", "pairs", "records", "sources", "text_set", "withdrawn")
+    data = ("dropped", "heldout", "messages", "pairs", "records", "sources", "text_set", "withdrawn")
     assert set(code_of(PREPARE)) == {
         "xray_runtime",
         *(f"xray_runtime.data.{name}" for name in data),
