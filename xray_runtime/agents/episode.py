@@ -120,7 +120,7 @@ class AgentEpisode:
         self._check_limits(request, place, sampling)
         keys = self._take_keys(place, request)
         pending = asyncio.ensure_future(self._answer(request, place, sampling, options, keys))
-        # Nobody awaits a call whose client went away; this marks its error as seen.
+        # A call whose client went away is awaited by nobody; this marks its error as seen.
         pending.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._by_body[digest], self._keys[pending] = pending, keys
         return pending

@@ -1,4 +1,4 @@
-"""What `xray serve` keeps of its answers, who reviews them, and when a candidate answers some of the requests."""
+"""Sections of `xray serve`: the answers that it keeps, their reviewers, and the canary of a candidate."""
 
 from __future__ import annotations
 
