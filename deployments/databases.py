@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.errors import first_line
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import URL
@@ -97,7 +98,7 @@ def _why_not(name: str, url: URL) -> str | None:
         return asyncio.run(_query_database(url, name == "prefect"))
     except Exception as error:
         # Errors of the network, the server or the driver; none of them holds the password.
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
+        return first_line(error)
 
 
 async def _query_database(url: URL, needs_extension: bool) -> str | None:

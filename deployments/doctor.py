@@ -35,6 +35,7 @@ from xray.tasks.output_directory import saved_config
 from xray.tasks.preflight import check_ray_address
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import strip_credentials
+from xray_runtime.errors import first_line
 from xray_runtime.lineage.audit.log import read_log
 from xray_runtime.lineage.graph import read_graph
 from xray_runtime.lineage.log import view
@@ -161,7 +162,7 @@ def check_gpu(has_driver: bool) -> Iterator[str]:
         import torch
     # A library that it needs is missing (OSError), or it is half installed.
     except (ImportError, OSError, AttributeError) as error:
-        yield f"torch does not load ({str(error).splitlines()[0]}): run `make install`"
+        yield f"torch does not load ({first_line(error)}): run `make install`"
         return
     built = torch.version.cuda
     if has_driver and built is None:

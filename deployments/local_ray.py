@@ -26,6 +26,7 @@ from xray.deployments.fork_server import ForkServer, fork_server
 from xray.deployments.patience import NotUpError, Patience, end_of
 from xray.deployments.service import free_port
 from xray_runtime.cores import usable_cores
+from xray_runtime.errors import first_line
 from xray_runtime.processes import GRACE_SECONDS, kill
 from xray_runtime.workers.libraries import FORK_SERVER
 
@@ -172,7 +173,7 @@ def _connect(num_cpus: int, forks: ForkServer | None) -> None:
         if isinstance(error, NotUpError) or not isinstance(error, Exception):
             raise
         # After two spaces Ray's message goes on about its logs.
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition("  ")[0].rstrip(".")
+        reason = first_line(error).partition("  ")[0].rstrip(".")
         raise NotUpError(f"Ray did not start: {reason}. {end_of(patience.newest_log(), *SIGNS)}") from None
 
 

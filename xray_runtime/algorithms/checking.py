@@ -17,6 +17,7 @@ from torch import Tensor
 
 from xray_runtime.algorithms.estimators import AdvantageEstimator, AdvantageInputs, estimate
 from xray_runtime.algorithms.losses import PolicyLoss, PolicyLossInputs, token_loss
+from xray_runtime.errors import first_line
 
 LENGTHS = (4, 1, 3, 4, 2, 3, 3, 4)
 """Response tokens of the eight replies that are tried: two to each of four prompts."""
@@ -77,7 +78,7 @@ def _check_gradient(function: Callable[[Tensor], Tensor], name: str) -> None:
     try:
         torch.autograd.gradcheck(lambda x: function(x).sum(), (logprobs,), eps=1e-6, atol=1e-6, rtol=1e-4)
     except (RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise ValueError(f"loss: the gradient of {name} is not that of finite differences ({reason})") from None
 
 

@@ -21,6 +21,7 @@ from pyarrow import parquet
 from xray_runtime.data.agent_conversations import conversation, conversation_text
 from xray_runtime.data.rows import Ragged
 from xray_runtime.data.tokenizing import decode_replies, own_text, transcript
+from xray_runtime.errors import first_line
 from xray_runtime.files import write_atomic
 
 TOKENS = ("prompt_ids", "reply_ids")
@@ -84,7 +85,7 @@ def read_shard(path: Path, *, lists: bool = True) -> Shard:
         policy = about[b"policy"].decode() if b"policy" in about else None
         return Shard(int(about[b"iteration"]), policy, table)
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
         raise ValueError(f"{path}: damaged, or not a shard of a ledger ({reason})") from error
 
 

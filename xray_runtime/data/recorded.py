@@ -28,6 +28,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from pyarrow import parquet
 
+from xray_runtime.errors import first_line
 from xray_runtime.files import sync, write_atomic
 
 RECORDED = "recorded"
@@ -114,7 +115,7 @@ def read_segment(path: Path, columns: list[str] | None = None) -> list[dict[str,
         table = parquet.read_table(path, columns=columns, partitioning=None)
         number = int((table.schema.metadata or {})[b"segment"])
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
         raise ValueError(f"{path}: damaged, or not a segment of recorded answers ({reason})") from error
     if segment_name(number) != path.name:
         raise ValueError(f"{path}: is segment {number} under another name")

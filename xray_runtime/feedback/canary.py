@@ -18,6 +18,7 @@ from typing import Any, Literal
 from xray_runtime.algorithms.confidence_sequence import ConfidenceSequence
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import KEYS, RECORDED, UserKeys, about, read_segment, segment_name
+from xray_runtime.errors import first_line
 from xray_runtime.feedback.collection import signals_of, sound_chain
 from xray_runtime.lineage.canary import end, sound_log
 from xray_runtime.lineage.log import Canary
@@ -148,7 +149,7 @@ class Monitor:
                 return self._look(now)
         # Whatever cannot be read cannot be vouched for.
         except (OSError, ValueError, KeyError, TypeError) as error:
-            return self.decision("rolled back", f"its record cannot be verified ({str(error).splitlines()[0]})")
+            return self.decision("rolled back", f"its record cannot be verified ({first_line(error)})")
 
     def _look(self, now: datetime) -> CanaryEnded | None:
         began = self.canary.began

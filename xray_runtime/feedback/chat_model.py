@@ -11,6 +11,7 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Messages
 from xray_runtime.data.tokenizing import decode_replies, encode_prompts
 from xray_runtime.engines.generation.sampling import EngineRank, Sampling
+from xray_runtime.errors import first_line
 from xray_runtime.lineage.graph import Graph, Node
 
 TORN = "\ufffd"
@@ -46,7 +47,7 @@ def _loading(directory: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise ConfigError(f"REF: {str(directory)!r} cannot be loaded ({reason})") from error
 
 

@@ -19,6 +19,7 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.errors import first_line
 from xray_runtime.feedback.judgements import Judgement, Question, left_model, verdict_of
 from xray_runtime.files import sync, write_atomic
 from xray_runtime.lineage.comparisons import JUDGEMENTS, REPLIES, SESSION, SESSIONS, comparison_name
@@ -100,7 +101,7 @@ class Session:
         try:
             setup = Setup.model_validate_json((directory / SESSION).read_bytes())
         except (OSError, ValidationError) as error:
-            raise ConfigError(f"{directory / SESSION}: cannot be read ({str(error).splitlines()[0]})") from None
+            raise ConfigError(f"{directory / SESSION}: cannot be read ({first_line(error)})") from None
         if directory.name != _name(setup):
             raise ConfigError(f"{directory / SESSION}: is not that of {directory.name}; restore it from a copy")
         return cls(directory, setup)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.data.pairs import HELDOUT, TRAIN, pairs_of
+from xray_runtime.errors import first_line
 from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import Dataset, Evaluation, Model, Preferences, RewardModel, is_a
 from xray_runtime.lineage import provenance
@@ -103,7 +104,7 @@ def _record_problem(output: Path, directory: Path, manifest: Manifest, sha256: s
         made = statement.predicate.details.metadata.finished
         Verifier(trusted_keys(output)).check(directory / ATTESTATION, directory / SIGNATURE, made)
     except (OSError, ValueError) as error:
-        return f"its record is not signed by a trusted key ({str(error).splitlines()[0]})"
+        return f"its record is not signed by a trusted key ({first_line(error)})"
     differing = statement.contradicts(manifest, sha256)
     return f"its signed statement differs from it in: {', '.join(differing)}" if differing else None
 

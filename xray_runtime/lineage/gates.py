@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from xray_runtime.config.evaluate import PEOPLE, PromotionConfig
+from xray_runtime.errors import first_line
 from xray_runtime.graph.artifacts import Evaluation
 from xray_runtime.lineage.attestation import read_statement
 from xray_runtime.lineage.graph import Graph, Node
@@ -83,7 +84,7 @@ def gates_for(store: LineageStore, candidate: Node, overrides: PromotionConfig |
         recorded = statement.predicate.details.run.gates
         gates = PromotionConfig.model_validate(recorded or {})
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise NotPromoted([f"the statement of {evaluation.name} does not vouch for its gates ({reason})"]) from None
     origin = f"as {evaluation.name} has them on record"
     if recorded is None:

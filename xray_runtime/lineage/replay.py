@@ -19,6 +19,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.gold import import_function
 from xray_runtime.data.ledger import Difference, first_difference, iterations, read_shard, shard_path
+from xray_runtime.errors import first_line
 from xray_runtime.graph.kind import Answer, Stage, StageKind, config_of
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.keys import seal_of
@@ -121,7 +122,7 @@ def replayable(node: Node, graph: Graph, iteration: int | None) -> Replayable:
         config = config_of(kind, values)
         runtime = RuntimeConfig(**(manifest.config["runtime"] if kind.computes else {}))
     except (ValueError, KeyError, TypeError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise ConfigError(f"REF: {node.name}: this version of X-ray cannot read its config ({reason})") from None
     if outside := ", ".join(name for name in kind.outside(config) if not name.startswith("environment.")):
         raise ConfigError(

@@ -20,6 +20,7 @@ from typing import Literal
 from pydantic import Field
 
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.errors import first_line
 from xray_runtime.files import sync, write_atomic
 from xray_runtime.lineage.keys import trusted_keys
 from xray_runtime.lineage.log import LOG, LogView, append, view
@@ -121,7 +122,7 @@ def _signed(output: Path, directory: Path, log: LogView, verifier: Verifier | No
             verifier = verifier or Verifier(trusted_keys(output))
             [line] = sound_lines(read_signed_lines(path, ChangedRecord), verifier)
         except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             raise ConfigError(f"{path}: it is not sound ({reason}); restore it from a copy") from None
         found = _Signed(line.entry.changes, line.sha256, line.files)
     known = log.signed.get(directory.relative_to(output).as_posix())

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.errors import first_line
 from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.seal import new_private_key, public_half
 
@@ -141,7 +142,7 @@ def _load_public(public: Path) -> ec.EllipticCurvePublicKey:
     try:
         key = serialization.load_pem_public_key(read_bounded(public))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{public}: not a public key in PEM ({str(error).splitlines()[0]})") from None
+        raise ValueError(f"{public}: not a public key in PEM ({first_line(error)})") from None
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise ValueError(f"{public}: not an elliptic-curve public key")
     return key

@@ -13,6 +13,7 @@ from typing import Any, Generic, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from xray_runtime.config.sources import SourceTerms
+from xray_runtime.errors import first_line
 from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.manifest import CARD, MANIFEST, Manifest, Sha256
 
@@ -170,7 +171,7 @@ class Statement(InTotoRecord[Predicate]):
         try:
             return cls.model_validate_json(content)
         except (ValidationError, RecursionError) as error:
-            raise ValueError(f"{path}: not a statement ({str(error).splitlines()[0]})") from error
+            raise ValueError(f"{path}: not a statement ({first_line(error)})") from error
 
     def contradicts(self, manifest: Manifest, sha256: str) -> list[str]:
         """Names of the facts in which this statement and a checkpoint's manifest differ."""

@@ -20,7 +20,7 @@ from xray_runtime.data.derived import SUFFIX as TOKENS
 from xray_runtime.data.pairs import pairs_of
 from xray_runtime.data.recorded import KEYS, RECORDED, UserKeys
 from xray_runtime.data.withdrawn import FOLDER, TEXTS, WithdrawnTexts
-from xray_runtime.errors import error_summary
+from xray_runtime.errors import error_summary, first_line
 from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import PEOPLE
 from xray_runtime.lineage.comparisons import JUDGEMENTS, REPLIES, SESSION, SESSIONS
@@ -263,7 +263,7 @@ def refusal(store: LineageStore, node: Node) -> str | None:
     try:
         reasons = reasons_against(store, node)
     except (OSError, ValueError) as error:
-        reasons = [f"it cannot be told whether what was withdrawn is in it ({str(error).splitlines()[0]})"]
+        reasons = [f"it cannot be told whether what was withdrawn is in it ({first_line(error)})"]
     if not reasons:
         return None
     more = f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from xray_runtime.config.engines import LoRAConfig
+from xray_runtime.errors import first_line
 from xray_runtime.models.weight_files import read_tensor, weight_files
 
 ADAPTER = "default"
@@ -47,7 +48,7 @@ class Adapters:
         try:
             inject_adapter_in_model(wanted, lm, ADAPTER)
         except ValueError as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             raise ValueError(f"lora.target_modules: {config.target_modules} is not allowed: {reason}") from error
         self._layers = {name: module for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
         for name, layer in self._layers.items():

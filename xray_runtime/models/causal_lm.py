@@ -21,6 +21,7 @@ from transformers.utils.hub import cached_file
 
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.tokenizing import named_template
+from xray_runtime.errors import first_line
 from xray_runtime.models.tensor_file import WEIGHTS_FILE
 from xray_runtime.models.weight_files import SHARD_BYTES, copy_weights, has_plain, weight_files, write_float32
 from xray_runtime.store.location import NO_CODE, locate
@@ -145,7 +146,7 @@ def complete_tokenizer(tokenizer: Any, field: str, model: str) -> None:
 
 def unloadable(field: str, model: str, error: Exception) -> ValueError:
     """One line for the errors of readers of damaged files, each in its own form."""
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = first_line(error)
     return ValueError(f"{field}: {model!r} cannot be loaded ({reason})")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.config.base import FreshBase, PretrainedBase
+from xray_runtime.errors import first_line
 from xray_runtime.store.hub import check_on_hub
 from xray_runtime.store.location import NO_CODE, locate
 
@@ -166,7 +167,7 @@ def from_pretrained(config: PretrainedBase, field: str = "base.model") -> ModelS
 
         return from_hf_config(transformers.AutoConfig.from_pretrained(name, **NO_CODE).to_dict())
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise ValueError(f"{field}: {config.model!r} cannot be planned ({reason})") from error
 
 

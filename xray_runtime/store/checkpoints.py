@@ -25,6 +25,7 @@ from pathlib import Path
 import psutil
 from pydantic import ValidationError
 
+from xray_runtime.errors import first_line
 from xray_runtime.files import sync
 from xray_runtime.store.digest_memory import DigestMemory, FileReader, OutsideChangedError
 from xray_runtime.store.identity import Identity, file_sha256
@@ -262,7 +263,7 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
     except (ValidationError, RecursionError) as error:
-        raise ValueError(f"{path}: damaged or not a manifest ({str(error).splitlines()[0]})") from error
+        raise ValueError(f"{path}: damaged or not a manifest ({first_line(error)})") from error
 
 
 def verify(directory: Path, sha256: str | None = None) -> list[str]:

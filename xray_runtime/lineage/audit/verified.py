@@ -29,6 +29,7 @@ from typing import Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.errors import first_line
 from xray_runtime.files import write_atomic
 from xray_runtime.lineage.graph import Graph
 from xray_runtime.lineage.log import Head
@@ -102,7 +103,7 @@ def read_baseline(output: Path, graph: Graph, trusted: Sequence[TrustedKey]) -> 
         if record.keys != _keys(trusted):
             raise ValueError("other keys were trusted at the last audit")
     except (OSError, ValueError, RecursionError) as error:
-        baseline.reason = str(error).splitlines()[0]
+        baseline.reason = first_line(error)
         return baseline
     baseline.whole = record.whole
     for sha256, node in graph.nodes.items():
