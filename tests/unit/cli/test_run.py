@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from xray.cli import run as module
 from xray.cli.main import app
+from xray.cli.run import verify_determinism
+from xray.flows.subject import Subject, read_subject
 
 
 @pytest.fixture
@@ -113,3 +117,34 @@ def test_a_script_is_told_how_it_is_run(
     result = called(target)
     assert result.exit_code == 2
     assert says in result.output
+
+
+SHARED = """
+import xray
+from prefect import flow
+
+@flow(task_runner=xray.task_runner())
+def shared():
+    with xray.workspace("run", project="p", runtime={"storage": "STORE"}):
+        xray.prepare(source="chitchat")
+"""
+
+
+def test_determinism_is_not_verified_against_a_shared_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """…which would supply the second result: a flow's own store is left out, too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "shared_graph.py").write_text(SHARED.replace("STORE", f"file://{tmp_path}/store"))
+    subject = read_subject("shared_graph:shared")
+    assert subject.recorded().runtime.storage == f"file://{tmp_path}/store"
+    ran = []
+
+    def supervised(output: Path, subject: Subject, *rest: object, **options: object) -> int:
+        ran.append(subject.recorded().runtime.storage)
+        content = {"stages": [{"name": "prepare", "checkpoint": {"sha256": str(len(ran))}}]}
+        (output / "lifecycle.json").write_text(json.dumps(content))
+        return 0
+
+    monkeypatch.setattr(module, "supervise", supervised)
+    assert verify_determinism(subject, subject.recorded().runtime, tmp_path, Console()) == 1
+    assert ran == [None, None]
