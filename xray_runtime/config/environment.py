@@ -110,13 +110,15 @@ class AgentConfig(Section):
         return self.command is not None or any((self.directory, self.venv, self.sandbox))
 
 
-def _kind(value: Any) -> str:
+def _section_name(value: Any) -> str:
     given = value if isinstance(value, Mapping) else vars(value) if isinstance(value, Section) else {}
-    return "agent" if any(given.get(name) is not None for name in ("agent", "command", "url")) else "environment"
+    is_agent = any(given.get(name) is not None for name in ("agent", "command", "url"))
+    return AgentConfig.__name__ if is_agent else EnvironmentConfig.__name__
 
 
 AnyEnvironment = Annotated[
-    Annotated[EnvironmentConfig, Tag("environment")] | Annotated[AgentConfig, Tag("agent")], Discriminator(_kind)
+    Annotated[EnvironmentConfig, Tag(EnvironmentConfig.__name__)] | Annotated[AgentConfig, Tag(AgentConfig.__name__)],
+    Discriminator(_section_name),
 ]
 """The environment of a policy, or the agent that calls it."""
 

@@ -90,7 +90,7 @@ def _user_path(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[list
     owner: Any = model
     for part in loc:
         if isinstance(owner, tuple):  # a union: this part names the chosen member
-            owner = next((m for m in owner if part in _tag_values(m)), owner[0])
+            owner = next((m for m in owner if part in (m.__name__, *_tag_values(m))), owner[0])
             continue
         path.append(part)
         if len(path) < len(loc) and isinstance(part, str) and _is_model(owner):

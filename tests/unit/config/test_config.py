@@ -93,6 +93,10 @@ REFUSED = [
         "benchmarks: {a: {suite: perplexity, num_row: 1}}",
         "benchmarks.a.num_row: unknown field (did you mean num_rows?)",
     ),
+    (
+        "ppo: {stages: [{environment: {agent: 'a:b', max_call: 3}}]}",
+        "ppo.stages.0.environment.max_call: unknown field (did you mean max_calls?)",
+    ),
     ("base: {kind: pretrained}", "base.model: is required"),
     ("preferences: {source: dataset}", "preferences.path: is required"),
     # impossible combinations
