@@ -16,13 +16,15 @@ def read(body: Any, temperature: float) -> Request:
     """The request in a body. Raises ValueError if it is refused."""
     reader = Reader(body, temperature)
     limits = reader.count("max_tokens"), reader.count("max_completion_tokens")
-    return reader.request(
-        messages=reader.messages(reader.get("messages", list, [])),
-        tools=reader.tools(reader.get("tools", list, [])),
-        n=reader.count("n", MAX_CHOICES, 1) or 1,
-        max_tokens=min(filter(None, limits), default=None),
-        stop=reader.stop(),
-        calls_tools=reader.calls_tools(reader.get("tool_choice", (str, dict))),
+    return reader.checked(
+        Request(
+            messages=reader.messages(reader.get("messages", list, [])),
+            tools=reader.tools(reader.get("tools", list, [])),
+            n=reader.count("n", MAX_CHOICES, 1) or 1,
+            max_tokens=min(filter(None, limits), default=None),
+            stop=reader.stop(),
+            calls_tools=reader.calls_tools(reader.get("tool_choice", (str, dict))),
+        )
     )
 
 

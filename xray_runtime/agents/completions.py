@@ -17,12 +17,14 @@ def read(body: Any, temperature: float) -> Request:
     is_ids = isinstance(prompt, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt)
     if not prompt or not (isinstance(prompt, str) or is_ids):
         raise RefusedError(f"prompt = {shown(prompt)} is not allowed: must be one text, or a list of token ids")
-    return reader.request(
-        prompt=prompt,
-        n=reader.count("n", MAX_CHOICES, 1) or 1,
-        max_tokens=reader.count("max_tokens"),
-        stop=reader.stop(),
-        calls_tools=False,
+    return reader.checked(
+        Request(
+            prompt=prompt,
+            n=reader.count("n", MAX_CHOICES, 1) or 1,
+            max_tokens=reader.count("max_tokens"),
+            stop=reader.stop(),
+            calls_tools=False,
+        )
     )
 
 

@@ -21,12 +21,14 @@ def read(body: Any, temperature: float) -> Request:
     system = reader.get("system", (str, list))
     first = [{"role": "system", "content": text_of("system", system, ("text",))}] if system else []
     messages = [part for message in reader.get("messages", list, []) for part in _messages(message)]
-    return reader.request(
-        messages=reader.messages([*first, *messages]),
-        tools=reader.tools([_tool(tool) for tool in reader.get("tools", list, [])]),
-        max_tokens=reader.count("max_tokens"),
-        stop=reader.stop("stop_sequences"),
-        calls_tools=reader.calls_tools(reader.get("tool_choice", dict)),
+    return reader.checked(
+        Request(
+            messages=reader.messages([*first, *messages]),
+            tools=reader.tools([_tool(tool) for tool in reader.get("tools", list, [])]),
+            max_tokens=reader.count("max_tokens"),
+            stop=reader.stop("stop_sequences"),
+            calls_tools=reader.calls_tools(reader.get("tool_choice", dict)),
+        )
     )
 
 

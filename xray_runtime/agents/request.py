@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xray_runtime.data.chat_format import HERMES
@@ -165,8 +165,8 @@ class Reader:
             )
         return kind != "none"
 
-    def request(self, **fields: Any) -> Request:
-        """The request with these fields. Raises RefusedError if a field that was not read is not supported."""
+    def checked(self, request: Request) -> Request:
+        """The request, with its biases. Raises RefusedError if a field that was not read is not supported."""
         biases = self._biases()
         for name in sorted(self._body.keys() - self._read - IGNORED):
             if name not in NEUTRAL:
@@ -174,7 +174,7 @@ class Reader:
             if self._body[name] not in NEUTRAL[name]:
                 allowed = " or ".join(["left out", *map(repr, NEUTRAL[name])])
                 raise RefusedError(f"{name} = {shown(self._body[name])} is not allowed: must be {allowed}")
-        return Request(**fields, biases=biases)
+        return replace(request, biases=biases)
 
     def _biases(self) -> dict[str, float | int]:
         found: dict[str, float | int] = {}

@@ -20,11 +20,13 @@ def read(body: Any, temperature: float) -> Request:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     instructions = reader.get("instructions", str)
     first = [{"role": "system", "content": instructions}] if instructions else []
-    return reader.request(
-        messages=reader.messages([*first, *_messages(items)], "input"),
-        tools=reader.tools([_tool(tool) for tool in reader.get("tools", list, [])]),
-        max_tokens=reader.count("max_output_tokens"),
-        calls_tools=reader.calls_tools(reader.get("tool_choice", (str, dict))),
+    return reader.checked(
+        Request(
+            messages=reader.messages([*first, *_messages(items)], "input"),
+            tools=reader.tools([_tool(tool) for tool in reader.get("tools", list, [])]),
+            max_tokens=reader.count("max_output_tokens"),
+            calls_tools=reader.calls_tools(reader.get("tool_choice", (str, dict))),
+        )
     )
 
 
