@@ -81,16 +81,13 @@ def test_a_rank_that_is_lost_in_a_step(
             ref = step(model, sleep=3.0)
             time.sleep(1.0)
             os.kill(processes[1], number)
-            blow.append(time.monotonic())
             ray.get(ref, timeout=patience)
 
     victims: list[int] = []
-    blow: list[float] = []
     # The product's limits grow with the load too.
     patience = (within + BUSY_SECONDS) * load()
     with pytest.raises(WorkhorseError, match=rf"Workhorse 1 of 2 of 'policy' \(.+, pid \d+\) {says}") as caught:
         lose_one()
-    assert time.monotonic() - blow[0] < patience
     assert f"pid {victims[1]})" in str(caught.value)
     assert f"last lines of {tmp_path}/policy-1.log:" in str(caught.value)
     assert may_retry(caught.value)

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36
@@ -32,21 +32,30 @@ def children() -> dict[int, list[int]]:
 
 def descendants(of: dict[int, list[int]], pid: int) -> Iterator[int]:
     """All descendants of a process, parents first; `of` as from `children`."""
-    for child in of.get(pid, ()):
-        yield child
-        yield from descendants(of, child)
+    waiting = [pid]
+    while waiting:
+        found = of.get(waiting.pop(), [])
+        yield from found
+        waiting += found
 
 
-def kill_tree(pid: int) -> None:
-    """Kill a process of ours that was not reaped yet, after all its descendants."""
-    with contextlib.suppress(ProcessLookupError):
+def kill_trees(pids: Sequence[int]) -> None:
+    """Kill processes of ours that were not reaped yet, each after all its descendants."""
+    for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-        # A stopped process starts no others; its descendants may, until they are killed.
-        killed = set[int]()
+    # Stopped processes start no others; their descendants may, until they are killed.
+    killed = set[int]()
+    # All processes are listed once a round and not once a tree: an agent that forks leaves thousands of trees.
+    while rest := [child for child in _below(pids) if child not in killed]:
         # Parents first: the first process of a sandbox ends all others.
-        while rest := [child for child in descendants(children(), pid) if child not in killed]:
-            for child in rest:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
-            killed.update(rest)
+        for child in rest:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        killed.update(rest)
+    for pid in pids:
         os.kill(pid, signal.SIGKILL)
+
+
+def _below(pids: Sequence[int]) -> list[int]:
+    found = children()
+    return [child for pid in pids for child in descendants(found, pid)]

@@ -33,7 +33,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from xray_runtime.agents.process_tree import SET_DEATH_SIGNAL, SET_SUBREAPER, children, descendants, kill_tree, prctl
+from xray_runtime.agents.process_tree import SET_DEATH_SIGNAL, SET_SUBREAPER, children, descendants, kill_trees, prctl
 from xray_runtime.environments.worker import end_with, in_short
 from xray_runtime.rewards.source import described
 from xray_runtime.sandboxes.confine import DOOR
@@ -181,7 +181,7 @@ class _Worker:
 
     def _finish(self, run: _Run) -> None:
         """End a run's processes and answer."""
-        kill_tree(run.pid)
+        kill_trees([run.pid])
         _, status = os.waitpid(run.pid, 0)
         del self._runs[run.id]
         self._kill_orphans()
@@ -204,8 +204,8 @@ class _Worker:
         """Kill children of this process that are no run: the orphans of runs that ended."""
         known = {run.pid for run in self._runs.values()}
         while orphans := [pid for pid in children().get(os.getpid(), []) if pid not in known]:
+            kill_trees(orphans)
             for pid in orphans:
-                kill_tree(pid)
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, 0)
 
@@ -324,8 +324,7 @@ def main() -> None:
         return
     say({"ready": True})
     _Worker(agent, say).serve(requests)
-    for pid in children().get(os.getpid(), []):
-        kill_tree(pid)
+    kill_trees(children().get(os.getpid(), []))
 
 
 if __name__ == "__main__":

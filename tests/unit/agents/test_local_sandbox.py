@@ -243,9 +243,7 @@ BREAKS = {
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_program_that_breaks_a_limit_ends_with_all_its_processes(place: Place, name: str) -> None:
     code, limits, why = BREAKS[name]
-    start = time.monotonic()
     assert place.run(code, **limits) == Ended(broken=why)
-    assert time.monotonic() - start < 30.0
     worker = psutil.Process(place.sandbox._worker._process.pid)
     assert worker.children(recursive=True) == []
     assert place.run("print(1)") == Ended(0, "1\n")

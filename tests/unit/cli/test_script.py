@@ -53,10 +53,10 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
         signal.raise_signal(2)
     finally:
         signal.raise_signal(2)
-        time.sleep(60)"""
-    begin = time.monotonic()
-    assert run(tmp_path, body).returncode == 130
-    assert time.monotonic() - begin < 60
+        time.sleep(60)
+        print("waited")"""
+    done = run(tmp_path, body)
+    assert (done.returncode, "waited" in done.stdout) == (130, False)
 
 
 def test_a_stage_that_failed_is_its_cause_in_a_line(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import io
 import os
 import shutil
 import tarfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,13 +142,11 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 def test_hostile_bundles_are_refused(kind: str, tmp_path: Path) -> None:
     path, (content, said) = tmp_path / "bundle.tar", HOSTILE[kind]
     path.write_bytes(content)
-    start = time.monotonic()
     with pytest.raises(ConfigError, match=r"^bundle: ") as error:
         audit_bundle(path)
     assert said in str(error.value)
     assert len(str(error.value).splitlines()) == 1
     assert str(error.value).isprintable()
-    assert time.monotonic() - start < 20
     assert not (tmp_path / "escaped").exists()
     assert not os.path.lexists("/escaped")
 

