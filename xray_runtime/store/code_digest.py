@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable
+from functools import cache
 from typing import Any, NamedTuple
 
 from xray_runtime.store.function_digest import digest_function
@@ -44,6 +45,8 @@ def code_reached(roots: Iterable[str], packages: Iterable[str], leave_out: Colle
     """
     followed, unpackaged = {top_of(package) for package in packages}, set[str]()
 
+    # The same names come from every module.
+    @cache
     def follow(name: str) -> bool:
         if name not in followed and name not in unpackaged and is_unpackaged(name):
             unpackaged.add(name)

@@ -18,6 +18,7 @@ IGNORED = frozenset(
         "matplotlib",
         "mlflow",
         "model_signing",
+        "opentelemetry",
         "prefect",
         "prefect_ray",
         "psutil",

@@ -100,8 +100,11 @@ def tree_digest(tree: ast.AST) -> str:
 
     Every statement that is only a string is a docstring: those below an attribute document it.
     """
-    if not any("__doc__" in _names(node) for node in ast.walk(tree)):
-        for node in ast.walk(tree):
+    nodes = [tree]
+    for node in nodes:
+        nodes += _children(node)
+    if not any("__doc__" in _names(node) for node in nodes):
+        for node in nodes:
             for field in ("body", "orelse", "finalbody"):
                 statements = getattr(node, field, None)
                 if isinstance(statements, list):
@@ -127,7 +130,19 @@ def _running(tree: ast.AST) -> Iterator[ast.AST]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in _names(node.test):
             waiting.extend(node.orelse)
         else:
-            waiting.extend(ast.iter_child_nodes(node))
+            waiting += _children(node)
+
+
+def _children(node: ast.AST) -> list[ast.AST]:
+    """As `ast.iter_child_nodes` without contexts (Load, Store), in half the time."""
+    found: list[ast.AST] = []
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if isinstance(value, list):
+            found += [child for child in value if isinstance(child, ast.AST)]
+        elif isinstance(value, ast.AST) and name != "ctx":
+            found.append(value)
+    return found
 
 
 def _imports(node: ast.AST, importers: Collection[str]) -> bool:
