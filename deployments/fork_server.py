@@ -4,7 +4,7 @@ Ray starts Python for each worker, which imports Ray (1 CPU second), and a Workh
 (6 more) or vLLM (7). Here a worker is the fork of a process that did so once, and shares its memory. The servers are a
 tree, whose branches begin when the first worker wants them:
 
-    first server → one for each kind of libraries → one for each Ray and job, which imports Ray → workers
+    first server → torch and transformers, or nothing → each kind of libraries → each Ray and job, with Ray → workers
 
 Ray is imported last, since it keeps for good what the environment says of the Ray and the job at that moment.
 `fork_client.py` stands where Ray starts Python. The idea is Android's zygote and `multiprocessing`'s forkserver; Ray
@@ -39,6 +39,8 @@ from xray_runtime.workers.libraries import KEEP_MEMORY, VARIABLE, VLLM, prepare_
 
 OF_A_RAY = ("RAY_RAYLET_PID", "RAY_JOB_ID")
 """Variables that Ray reads once, at its import."""
+RAY_STEP = 2
+"""Index of the step of a request's path that imports Ray."""
 WORKERS = "xray_runtime.workers"
 WITH_RAY = ("ray", "ray._private.node", f"{WORKERS}.whole_model", f"{WORKERS}.learner", f"{WORKERS}.generator")
 """Imported together with Ray: the actors of models."""
@@ -97,9 +99,10 @@ class Request:
     output: list[int]
     """Its standard streams."""
 
-    def path(self) -> tuple[str, str]:
-        """The servers that it passes after the first: libraries, Ray and job."""
-        return self.libraries, "-".join(self.environment[name] for name in OF_A_RAY)
+    def path(self) -> tuple[str, str, str]:
+        """The servers that it passes after the first: torch, libraries, Ray and job."""
+        torch = "torch" if self.libraries else ""
+        return torch, self.libraries, "-".join(self.environment[name] for name in OF_A_RAY)
 
     def close(self) -> None:
         for stream in self.output:
@@ -142,7 +145,7 @@ def serve(listener: socket.socket, address: str, path: tuple[str, ...] = ()) -> 
     # Collections would write to the memory that forks share. Nobody waits for ended workers.
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    raylet = int(os.environ[OF_A_RAY[0]]) if len(path) == 2 else None
+    raylet = int(os.environ[OF_A_RAY[0]]) if len(path) == RAY_STEP + 1 else None
     started: set[str] = set()
     while True:
         with accept(listener, raylet) as connection, contextlib.suppress(OSError, KeyError, TypeError, ValueError):
@@ -170,9 +173,14 @@ def serve(listener: socket.socket, address: str, path: tuple[str, ...] = ()) -> 
             connection.sendall(elsewhere.encode())
 
 
-def import_libraries(name: str) -> None:
-    """Import everything that a Workhorse of this kind needs, on CPU."""
+def import_torch() -> None:
+    """Import what every kind of Workhorse needs."""
     prepare_imports(threads=1)
+    from xray_runtime.models import causal_lm, heads  # noqa: F401
+
+
+def import_libraries(name: str) -> None:
+    """Import everything else that a Workhorse of this kind needs, on CPU."""
     if name == VLLM:
         from xray_runtime.engines.generation.vllm import load_vllm
 
@@ -182,7 +190,6 @@ def import_libraries(name: str) -> None:
         del sys.modules["ray"]
     else:
         from xray_runtime.engines.training.deepspeed_setup import load_deepspeed
-        from xray_runtime.models import causal_lm, heads  # noqa: F401
 
         load_deepspeed("cpu")
 
@@ -190,9 +197,9 @@ def import_libraries(name: str) -> None:
 def _import(request: Request, step: int) -> None:
     """Import what comes at this step of the request's path."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    if step == 0:
+    if step < RAY_STEP:
         if request.libraries:
-            import_libraries(request.libraries)
+            import_libraries(request.libraries) if step else import_torch()
         return
     os.environ.clear()
     os.environ |= request.environment

@@ -23,6 +23,7 @@ from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.tokenizing import named_template
 from xray_runtime.errors import first_line
 from xray_runtime.models.tensor_file import WEIGHTS_FILE
+from xray_runtime.models.transformers_import import import_transformers
 from xray_runtime.models.weight_files import SHARD_BYTES, copy_weights, has_plain, weight_files, write_float32
 from xray_runtime.store.location import NO_CODE, locate
 from xray_runtime.store.shards import WEIGHTS_INDEX
@@ -44,6 +45,7 @@ PLAIN_FAMILIES = (None, "llama")
 
 def fresh_llama(config: FreshBase, tokenizer: Any, seed: int) -> nn.Module:
     """A Llama with random weights for `tokenizer`, the same for the same seed."""
+    import_transformers()
     llama = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,
