@@ -23,8 +23,7 @@ from benchmarks.ranks import run_ranks
 from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.ppo import PPOStageConfig
-from xray_runtime.data.rows import Ragged, Rows, num_response_tokens
-from xray_runtime.data.text_rows import text_rows
+from xray_runtime.data.rows import Ragged, Rows, num_response_tokens, text_rows
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.engines.topology import Topology
 from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model

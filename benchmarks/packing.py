@@ -24,9 +24,8 @@ from xray_runtime.algorithms.logprobs import MAX_LOGITS, chunked_logprobs_and_en
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.data.batching import micro_batches
-from xray_runtime.data.rows import Ragged, Rows, num_response_tokens, take
+from xray_runtime.data.rows import Ragged, Rows, num_response_tokens, take, text_rows
 from xray_runtime.data.sources import chitchat_conversations
-from xray_runtime.data.text_rows import text_rows
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import Objective, num_computed_tokens
 from xray_runtime.models.ppo_objectives import PPOObjective

@@ -14,8 +14,7 @@ import torch
 
 from benchmarks.gpu_acceptance.setting import Setting, check, free_bytes
 from xray_runtime.config.engines import FrozenConfig, GeneratorConfig
-from xray_runtime.data.rows import Ragged, Rows, num_response_tokens
-from xray_runtime.data.text_rows import text_rows
+from xray_runtime.data.rows import Ragged, Rows, num_response_tokens, text_rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.workers.generator import Generator

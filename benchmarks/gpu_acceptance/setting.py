@@ -17,8 +17,7 @@ import xxhash
 from xray_runtime.config.engines import EngineConfig, LoRAConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
-from xray_runtime.data.rows import Rows
-from xray_runtime.data.text_rows import text_rows
+from xray_runtime.data.rows import Rows, text_rows
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.models.causal_lm import save_model
 from xray_runtime.models.objectives import Objective, SFTObjective

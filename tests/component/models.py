@@ -15,8 +15,7 @@ import psutil
 import ray
 
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.rows import Rows
-from xray_runtime.data.text_rows import text_rows
+from xray_runtime.data.rows import Rows, text_rows
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.opening import model_opener

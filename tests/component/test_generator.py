@@ -19,8 +19,7 @@ from tests.component.models import open_models, same
 from xray_runtime.config.engines import EngineConfig, GeneratorConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.rows import Ragged, Rows, take
-from xray_runtime.data.text_rows import text_rows
+from xray_runtime.data.rows import Ragged, Rows, take, text_rows
 from xray_runtime.engines.generation.generation import Generation
 from xray_runtime.engines.generation.sampling import EngineRank, Sampling
 from xray_runtime.errors import root_cause

@@ -36,8 +36,7 @@ from xray_runtime.algorithms import logprobs
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.rows import Rows
-from xray_runtime.data.text_rows import text_rows
+from xray_runtime.data.rows import Rows, text_rows
 from xray_runtime.engines.make import can_shard
 from xray_runtime.engines.shard_loading import Weights, load_shard, skeleton_of
 from xray_runtime.models import heads

@@ -30,7 +30,7 @@ class Column:
     meaning: str
 
 
-_BATCHES, _LOOP = "data.text_rows, data.tokens", "rl.rollouts"
+_BATCHES, _LOOP = "data.rows, data.tokens", "rl.rollouts"
 _POLICY, _CRITIC = "models.ppo_objectives", "models.ppo_objectives, critic"
 _OBJECTIVES = "models.objectives"
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from xray_runtime.data.batching import permuted
 from xray_runtime.data.pairs import Messages, prompt_text
-from xray_runtime.data.rows import Rows, join, take
-from xray_runtime.data.text_rows import text_rows
+from xray_runtime.data.rows import Rows, join, take, text_rows
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies
 from xray_runtime.data.tokens import Tokens

@@ -11,7 +11,7 @@ from xray_runtime.algorithms.kl import kl_summary
 from xray_runtime.algorithms.statistics import distinct_n
 from xray_runtime.config.evaluate import PEOPLE
 from xray_runtime.data.pairs import HELDOUT, prompt_text
-from xray_runtime.data.text_rows import text_rows, with_end_of_turn
+from xray_runtime.data.rows import text_rows, with_end_of_turn
 from xray_runtime.evaluation.human_verdicts import human_judge
 from xray_runtime.evaluation.judging import Scoring, judge, record_replies
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xray_runtime.data.rows import Ragged
-from xray_runtime.data.text_rows import text_rows
+from xray_runtime.data.rows import Ragged, text_rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.evaluation.harness_files import HarnessTasks, read_tasks
 from xray_runtime.evaluation.results import plain_numbers, write_results

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xray_runtime.agents.segments import Row
-from xray_runtime.data.rows import Ragged, Rows
-from xray_runtime.data.text_rows import text_rows
+from xray_runtime.data.rows import Ragged, Rows, text_rows
 
 BRANCHES = "branches"
 ID_STEP = 2**32

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.data.pairs import Messages
-from xray_runtime.data.rows import Rows
-from xray_runtime.data.text_rows import text_rows
+from xray_runtime.data.rows import Rows, text_rows
 from xray_runtime.data.tokenizing import encode_conversations, encode_prompts, encode_replies
 from xray_runtime.models.causal_lm import load_tokenizer
 

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xray_runtime.data.rows import Rows, load_rows, save_rows
-from xray_runtime.data.text_rows import text_rows
+from xray_runtime.data.rows import Rows, load_rows, save_rows, text_rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.rl.agent_episodes import AgentEpisodes
 from xray_runtime.rl.episode import EpisodeBatch

@@ -15,8 +15,7 @@ import torch
 from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.rewards import SourceScores, weighted_sum
 from xray_runtime.data.agent_conversations import conversation, conversation_text
-from xray_runtime.data.rows import Ragged, Rows, take
-from xray_runtime.data.text_rows import text_rows, with_end_of_turn
+from xray_runtime.data.rows import Ragged, Rows, take, text_rows, with_end_of_turn
 from xray_runtime.data.tokenizing import decode_replies, own_text, transcript
 from xray_runtime.rewards.source import Score, failure
 from xray_runtime.rl.agent_rows import decoded_branches, split_branches

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from xray_runtime.data.rows import Rows
-from xray_runtime.data.text_rows import text_rows, with_end_of_turn
+from xray_runtime.data.rows import Rows, text_rows, with_end_of_turn
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.rl.episode import EpisodeBatch
 from xray_runtime.rl.reward_sources import RewardSources

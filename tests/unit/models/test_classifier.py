@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 from xray_runtime.config.reward_model import RewardBaseConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, Messages, write_pairs
-from xray_runtime.data.rows import alike_prompts
-from xray_runtime.data.text_rows import text_rows
+from xray_runtime.data.rows import alike_prompts, text_rows
 from xray_runtime.data.tokenizing import encode_conversations, encode_prompts, train_tokenizer
 from xray_runtime.graph.artifacts import REWARD_HEAD, Dataset
 from xray_runtime.graph.inputs import RewardBaseInputs

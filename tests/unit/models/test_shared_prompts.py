@@ -14,8 +14,7 @@ from torch import Tensor
 from tests.unit.models.families import model
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.ppo import PPOStageConfig
-from xray_runtime.data.rows import Ragged, Rows, take
-from xray_runtime.data.text_rows import text_rows
+from xray_runtime.data.rows import Ragged, Rows, take, text_rows
 from xray_runtime.models import packing
 from xray_runtime.models.heads import Branch, HeadedLM
 from xray_runtime.models.objectives import Objective, ReferenceObjective, num_computed_tokens

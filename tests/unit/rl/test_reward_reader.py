@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from xray_runtime.data.pairs import Messages
-from xray_runtime.data.text_rows import text_rows
+from xray_runtime.data.rows import text_rows
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.rl.reward_reader import RewardReader
 

@@ -21,8 +21,9 @@ from xray_runtime.data.rows import (
     save_rows,
     shard,
     take,
+    text_rows,
+    with_end_of_turn,
 )
-from xray_runtime.data.text_rows import text_rows, with_end_of_turn
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 50_000), max_size=12), max_size=20)
 NUM_ROWS = st.integers(1, 30)
