@@ -37,7 +37,7 @@ class Limited(StageRecorder):
     """Leaves rank 1 `spare` bytes of address space beyond what it has when it is to begin; None: all there are."""
 
     def __init__(self, output: Path, spare: int | None) -> None:
-        super().__init__(output, "sft", "k" * 64, None, lambda *_: None, every=STEPS)
+        super().__init__(output, "sft", "k" * 64, None, lambda *_: None, every=STEPS, seal=process_seal())
         self._spare = spare
         self.used: list[int] = []
         """Memory that rank 1 came to use in its first step, in each attempt so far; 0: that step did not end."""
