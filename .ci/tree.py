@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TREE = ROOT / ".venv" / "tree"
 CONFIG = ROOT / "pyproject.toml"
-PACKAGES = ("xray_runtime", "benchmarks", "examples")
+PACKAGES = ("xray_runtime", "benchmarks", "examples", "tests")
 """Linked as they are; `xray` is made of its own files and of the mapped folders."""
 TOOLS = {"mypy": ["mypy", f"--config-file={CONFIG}"], "lint-imports": ["lint-imports", f"--config={CONFIG}"]}
 

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.machine import table
-from tests.unit.lineage.attacks import (  # type: ignore[import-not-found]
+from tests.unit.lineage.attacks import (
     BEFORE_A_NIGHT,
     ON_DISK,
     before_a_night,

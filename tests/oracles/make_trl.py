@@ -126,7 +126,7 @@ GRPO_CASES: dict[str, dict[str, Any]] = {
 
 def grpo_trainer(folder: str, rewards: Callable[..., list[float | None]], **fields: Any) -> Any:
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
     settings = {"epsilon": EPSILON, "epsilon_high": EPSILON_HIGH, "max_completion_length": MAX_TOKENS} | fields
     config = GRPOConfig(**arguments(folder, num_generations=4, per_device_train_batch_size=12, **settings))
@@ -285,7 +285,7 @@ def dpo_losses(folder: str) -> dict[str, Any]:
 
 def cpo_losses() -> dict[str, Any]:
     """SimPO, and smoothed labels, which TRL's DPO does not have."""
-    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.cpo import CPOTrainer  # type: ignore[import-not-found]
 
     given, cases = pair_inputs(), {}
     labels = given["input_ids"].masked_fill(given["completion_mask"] == 0, -100)
@@ -347,7 +347,7 @@ def ppo(folder: str) -> dict[str, Any]:
     """What stands in `PPOTrainer.train`: the rollout's numbers, and the last minibatch of its last epoch."""
     from datasets import Dataset
     from transformers import AutoModelForSequenceClassification
-    from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer as module
+    from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer as module  # type: ignore[import-not-found]
 
     torch.manual_seed(4)
     classifier = AutoModelForSequenceClassification.from_config

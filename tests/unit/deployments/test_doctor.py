@@ -154,7 +154,8 @@ def test_a_directory_that_cannot_be_written_is_named() -> None:
 
 
 def test_a_home_on_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    usage, real = namedtuple("usage", "total used free"), shutil.disk_usage
+    usage = namedtuple("usage", "total used free")
+    real = shutil.disk_usage
     full = tmp_path / "home"
     full.mkdir()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 0) if path == full else real(path))

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from environments import samples
+from environments import samples  # type: ignore[import-not-found]
 from xray_runtime.environments import supervisor
 from xray_runtime.environments.episodes import EnvironmentFailure
 from xray_runtime.environments.pool import EnvironmentPool

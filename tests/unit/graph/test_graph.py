@@ -89,7 +89,7 @@ def test_fields_are_refused_as_in_yaml(graph: Graph) -> None:
     assert refused(lambda: xray.sft(base, data, steps=0)) == (
         "sft.steps: 0 is not allowed: must be greater than or equal to 1"
     )
-    assert refused(lambda: xray.sft(base, data, stepps=3, name="mine")).startswith(
+    assert refused(lambda: xray.sft(base, data, stepps=3, name="mine")).startswith(  # type: ignore[call-arg]
         "mine.stepps: unknown field (did you mean steps?); allowed here: batch_size, betas,"
     )
     assert refused(lambda: xray.sft(base, data, engine={"zero_stage": 9})) == (

@@ -391,5 +391,5 @@ def poisonings() -> Iterator[Poisoning]:
         for night in range(7)
         for signal in crowd(night) + [correction("eve", n, "wrong", night, "shop") for n in range(2**night * 8)]
     ]
-    shares = [share(learned(slow, **rules), eve) for rules in ({}, {"max_share": None})]  # type: ignore[arg-type]
-    yield Poisoning("one user who doubles every night, below the limit of drift", *shares, 0.1)
+    bounded, without = (share(learned(slow, **rules), eve) for rules in ({}, {"max_share": None}))  # type: ignore[arg-type]
+    yield Poisoning("one user who doubles every night, below the limit of drift", bounded, without, 0.1)
