@@ -21,8 +21,9 @@ def write_results(
 ) -> None:
     """Write `content` into `file`, all prompts (for the check that none was trained on) and a few readable rows."""
     (out / file).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-    (out / "prompts.json").write_text(json.dumps(prompts, indent=1, ensure_ascii=False) + "\n")
-    (out / "samples.json").write_text(json.dumps(samples, indent=2, ensure_ascii=False) + "\n")
+    # In UTF-8 in every locale: texts have letters that others lack, and a checkpoint has the same bytes everywhere.
+    for name, value, indent in (("prompts.json", prompts, 1), ("samples.json", samples, 2)):
+        (out / name).write_text(json.dumps(value, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
     if samples:
         recorder.table("samples", list(samples[0]), [list(sample.values()) for sample in samples])
 

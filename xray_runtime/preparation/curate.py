@@ -73,7 +73,8 @@ def run(stage: Stage[CurateConfig, CurateInputs], out: Path, recorder: Recorder)
         found.held = []
     _write(out, found)
     stats = _stats(found, len(signals), left_out.counts) | {"released": config.released}
-    (out / "stats.json").write_text(json.dumps(stats, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+    text = json.dumps(stats, indent=2, sort_keys=True, ensure_ascii=False)
+    (out / "stats.json").write_text(text + "\n", encoding="utf-8")
     _show(recorder, found, stats, left_out.counts)
     return 0
 
