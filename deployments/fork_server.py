@@ -198,8 +198,10 @@ def _import(request: Request, step: int) -> None:
     """Import what comes at this step of the request's path."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if step < RAY_STEP:
-        if request.libraries:
-            import_libraries(request.libraries) if step else import_torch()
+        if request.libraries and step == 0:
+            import_torch()
+        elif request.libraries:
+            import_libraries(request.libraries)
         return
     os.environ.clear()
     os.environ |= request.environment

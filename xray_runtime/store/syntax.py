@@ -134,7 +134,7 @@ def _running(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _children(node: ast.AST) -> list[ast.AST]:
-    """As `ast.iter_child_nodes` without contexts (Load, Store), in half the time."""
+    """As `ast.iter_child_nodes`, without contexts (Load, Store) and without its generators, which are slow."""
     found: list[ast.AST] = []
     for name in node._fields:
         value = getattr(node, name, None)

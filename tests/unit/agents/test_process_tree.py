@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+import time
 
+import psutil
 import pytest
 
+from xray.deployments.local_ray import is_dead
 from xray_runtime.agents import process_tree
 
 
@@ -20,19 +23,12 @@ def test_many_trees_end_by_few_lists_of_all_processes(monkeypatch: pytest.Monkey
     lists, children = [], process_tree.children
     monkeypatch.setattr(process_tree, "children", lambda: lists.append(1) or children())
     trees = [subprocess.Popen(["sh", "-c", "sleep 600 & sleep 600"]) for _ in range(20)]
-    while len(below := process_tree._below([tree.pid for tree in trees])) < 40:
-        pass
+    while len(pids := process_tree._below([tree.pid for tree in trees])) < 40:
+        time.sleep(0.01)
+    below = [psutil.Process(pid) for pid in pids]
     lists.clear()
     process_tree.kill_trees([tree.pid for tree in trees])
     assert [tree.wait() for tree in trees] == [-9] * 20
     assert len(lists) <= 3
-    alive = {pid for found in children().values() for pid in found}
-    assert not [pid for pid in below if pid in alive and not _is_zombie(pid)]
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+    while not all(is_dead(process) for process in below):
+        time.sleep(0.01)

@@ -68,7 +68,7 @@ def test_an_address_that_never_answers_takes_no_longer_than_the_limit(monkeypatc
     release = threading.Event()
 
     def never(*_: Any, **__: Any) -> None:
-        release.wait()
+        release.wait(60)
         raise TimeoutError
 
     monkeypatch.setattr(socket, "create_connection", never)
