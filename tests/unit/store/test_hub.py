@@ -65,16 +65,18 @@ def test_a_hub_that_refuses_is_one_line_even_where_a_copy_is_cached(
 
 def test_an_address_that_never_answers_takes_no_longer_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     # As looking up a name does where its server is away: the socket's own limit does not count there.
-    release = threading.Event()
+    release, ended = threading.Event(), threading.Event()
 
     def never(*_: Any, **__: Any) -> None:
         release.wait(60)
+        ended.set()
         raise TimeoutError
 
     monkeypatch.setattr(socket, "create_connection", never)
     monkeypatch.setattr(hub, "CONNECT_S", 0.2)
     with pytest.raises(OutsideError, match="cannot reach the Hugging Face hub"):
         check_on_hub("org/name", "base.model", "model")
+    assert not ended.is_set()
     release.set()
 
 
