@@ -287,7 +287,7 @@ def check_output(output: Path) -> Iterator[str]:
         yield str(error)
     if (database := output / "mlflow.db").is_file():
         try:
-            with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
+            with contextlib.closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
                 [(result,)] = connection.execute("pragma quick_check(1)").fetchall()
         except sqlite3.Error as error:
             result = str(error)

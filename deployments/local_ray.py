@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import secrets
 import shutil
@@ -25,10 +26,13 @@ import psutil
 from xray.deployments.fork_server import ForkServer, fork_server
 from xray.deployments.patience import NotUpError, Patience, end_of
 from xray.deployments.service import free_port
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.cores import usable_cores
 from xray_runtime.errors import first_line
 from xray_runtime.processes import GRACE_SECONDS, kill
 from xray_runtime.workers.libraries import FORK_SERVER
+
+log = logging.getLogger(__name__)
 
 SERVERS = ("gcs_server", "raylet")
 """Ray's own processes. Ray is dead when one of them is."""
@@ -51,6 +55,8 @@ ALONE = {"RAY_health_check_timeout_ms": "60000"}
 """For a single machine: by default Ray would give it up after five times 10 seconds without an answer."""
 AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 """Ray's port parameters. A raylet dies if its agents do not report these within 15 seconds, so both get them ahead."""
+MAX_PARENT_BYTES = 107 - len("/xray-12345678/ray/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store")
+"""Length of the path above Ray's directory: that of a Unix socket's may be 107."""
 POLL_SECONDS = 0.1
 
 
@@ -77,15 +83,16 @@ def private_ray() -> Iterator[None]:
     directory above it must be closed.
 
     Raises:
-        NotUpError: the directory cannot be made.
+        ConfigError: the directory cannot be made.
     """
     if os.environ.get("RAY_ADDRESS"):
         yield
         return
+    parent = _temporary_parent()
     try:
-        directory = tempfile.mkdtemp(prefix="xray-")
+        directory = tempfile.mkdtemp(prefix="xray-", dir=parent)
     except OSError as error:
-        raise NotUpError(f"Ray needs a temporary directory (TMPDIR): {error.strerror}") from None
+        raise ConfigError(f"TMPDIR: Ray needs a temporary directory: {parent!r}: {error.strerror}") from None
     variables = {name: os.environ.get(name, value) for name, value in (PATIENT | ALONE).items()}
     variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _ray_token(), "RAY_TMPDIR": directory}
     with temporary_environment(variables):
@@ -94,6 +101,15 @@ def private_ray() -> Iterator[None]:
         yield
     # The logs of a failed run are kept.
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def _temporary_parent() -> str:
+    """The directory for temporary files, or /tmp where its path would be too long for Ray's sockets."""
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) <= MAX_PARENT_BYTES:
+        return parent
+    log.warning("TMPDIR %r has more than %d bytes, too many for Ray's sockets: Ray uses /tmp", parent, MAX_PARENT_BYTES)
+    return "/tmp"
 
 
 def _read_environment_again() -> None:

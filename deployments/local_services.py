@@ -26,9 +26,11 @@ from filelock import FileLock, Timeout
 
 from xray.deployments.local_ray import is_dead, ray_servers, running_ray, temporary_environment
 from xray.deployments.service import LOOPBACK, Service, free_port
+from xray.tasks.command import is_commanded
 from xray_runtime.credentials import hide_logins
+from xray_runtime.network import check_addresses, exempt_loopback
 from xray_runtime.processes import QUIET, without_collection
-from xray_runtime.template_database import copy_template
+from xray_runtime.template_database import copy_template, sqlite_address
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +47,12 @@ PREFECT_SERVER = [
 
 
 def quiet_environment() -> None:
-    """Switch off telemetry and third-party chatter, and remove passwords from addresses.
+    """Switch off telemetry and third-party chatter, remove passwords from addresses, use no proxy for loopback.
 
     To be called before Prefect, Ray or MLflow are imported.
     """
     hide_logins()
+    exempt_loopback()
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
 
@@ -114,11 +117,15 @@ def local_services(output: Path) -> Iterator[None]:
 
     Raises:
         NotUpError: the Prefect server did not start.
+        ConfigError: a server that the environment names does not answer.
     """
     from prefect.context import FlowRunContext
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
+    # Prefect's own address may also come from a profile.
     flow, address = FlowRunContext.get(), PREFECT_API_URL.value()
+    if not is_commanded():
+        check_addresses(os.environ | {"PREFECT_API_URL": address if address is not None and flow is None else ""})
     ray_runs = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     with _started(output, prefect=flow is None and address is None, ray=not ray_runs) as server:
         settings = {}
@@ -208,7 +215,7 @@ def _prefect(output: Path) -> Iterator[Service]:
 
 
 def _database(path: Path) -> dict[str, str]:
-    return {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{path}"}
+    return {"PREFECT_API_DATABASE_CONNECTION_URL": sqlite_address(path, "sqlite+aiosqlite")}
 
 
 def make_prefect_database(environment: Mapping[str, str], path: Path) -> None:

@@ -30,6 +30,8 @@ from xray.deployments.server_home import ServerHome, State, check_free, clients_
 from xray.deployments.service import LOOPBACK, Service, free_port
 from xray_runtime.cores import usable_cores
 from xray_runtime.processes import TAG, kill_tagged
+from xray_runtime.template_database import sqlite_address
+from xray_runtime.tracking.registry import own_store
 
 RAY = "ray"
 """Directory below `ServerHome.ray_sessions` that Ray uses."""
@@ -48,7 +50,7 @@ def servers(home: ServerHome, state: State) -> list[Service]:
             "prefect",
             "Prefect",
             PREFECT_SERVER + _options(host=state.host, port=state.ports["prefect"]),
-            variables=address("prefect", f"sqlite+aiosqlite:///{home.path / 'prefect' / 'prefect.db'}")
+            variables=address("prefect", sqlite_address(home.path / "prefect" / "prefect.db", "sqlite+aiosqlite"))
             | {
                 "PREFECT_UI_STATIC_DIRECTORY": str(home.path / "prefect" / "ui"),
                 "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
@@ -67,7 +69,7 @@ def servers(home: ServerHome, state: State) -> list[Service]:
             + _options(
                 host=LOOPBACK, port=state.ports["mlflow"], workers=1, artifacts_destination=mlflow / "artifacts"
             ),
-            variables=address("mlflow", f"sqlite:///{mlflow / 'mlflow.db'}"),
+            variables=address("mlflow", own_store(mlflow)),
             address=local["mlflow"],
             health=f"{local['mlflow']}/health",
             ports=("mlflow",),

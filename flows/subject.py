@@ -21,6 +21,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.current import planning
 from xray_runtime.graph.graph import Graph, OnlyPlannedError
+from xray_runtime.tracking.registry import own_store
 
 
 class Subject(BaseModel):
@@ -145,11 +146,12 @@ def read_subject(target: str, overrides: Sequence[str] = ()) -> Subject:
 
 
 def output_directory(target: str, output: Path | None) -> Path:
-    """`output`, by default runs/NAME after the target. Raises ConfigError if it is not a directory."""
+    """`output`, by default runs/NAME after the target. Raises ConfigError: it is not allowed."""
     name = target.rpartition(":")[2] if is_flow(target) else Path(target).stem
     directory = (output or Path("runs") / name).absolute()
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"--output: {str(directory)!r} is not a directory")
+    own_store(directory)
     return directory
 
 

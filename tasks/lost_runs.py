@@ -57,12 +57,12 @@ def _close(output: Path, path: Path, content: dict[str, Any]) -> None:
     from xray.tasks.run_summary import end_record
     from xray_runtime.credentials import tracking_address
     from xray_runtime.tracking.mlflow_tracker import abandon_run
-    from xray_runtime.tracking.registry import LOG_TAG
+    from xray_runtime.tracking.registry import LOG_TAG, own_store
 
     end_record(output, path, json.dumps(content | {"status": "failed"}, indent=2))
     try:
         tags = {LOG_TAG: view(output).mark}
-        abandon_run(tracking_address() or f"sqlite:///{output / 'mlflow.db'}", content["run_id"], tags)
+        abandon_run(tracking_address() or own_store(output), content["run_id"], tags)
         if os.environ.get("PREFECT_API_URL"):
             crash_lost_flow_run(content["flow_run_id"], None)
     except Exception:

@@ -27,7 +27,7 @@ from xray_runtime.report.evaluations import figure
 from xray_runtime.store.identity import digest
 from xray_runtime.store.shared import open_shared
 from xray_runtime.tracking.mlflow_tracker import StageRun, Tracker, params_of
-from xray_runtime.tracking.registry import LOG_TAG
+from xray_runtime.tracking.registry import LOG_TAG, own_store
 
 
 class RunRecord:
@@ -51,7 +51,7 @@ class RunRecord:
         tracking_uri: str | None = None,
     ) -> None:
         self.output, self.project = output, project
-        own = f"sqlite:///{output / 'mlflow.db'}"
+        own = own_store(output)
         self.tracking_uri = tracking_uri or tracking_address() or own
         self._is_own, self._seed, self._storage = self.tracking_uri == own, seed, storage
         self._record, self._gates, self._tags = record, gates, dict(tags or {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import contextvars
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +16,17 @@ import ray
 from prefect.client.schemas.objects import State
 
 from xray.tasks.prefect_run import crash_lost_task_run
-from xray_runtime.errors import StageInterruptedError
+from xray_runtime.errors import StageInterruptedError, first_line, root_cause
 
 POLL_SECONDS = 0.2
 
 
 class ParentFailedError(RuntimeError):
-    """A task was not started, because one it depends on failed."""
+    """A task was not started, because one it depends on failed; `cause` is that failure."""
+
+    def __init__(self, message: str, cause: BaseException | None = None) -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,13 +82,11 @@ class SubmittedTasks:
         return all(task.end.done() for task in list(self._tasks.values()))
 
     def result(self, name: str) -> Any:
-        """Wait for a task. Raises the first failure if it has no result."""
+        """Wait for a task. Raises its own failure if it has no result."""
         end = self._tasks[name].end
         # A wait without a limit cannot be interrupted.
         while not concurrent.futures.wait([end], POLL_SECONDS).done:
             pass
-        if end.exception() is not None:
-            raise self.first_failure()
         return end.result()
 
     def finished(self, name: str) -> Any | None:
@@ -117,18 +120,26 @@ class SubmittedTasks:
             # A checkpoint that existed before the run is not a task.
             parents = [self._tasks[parent] for parent in task.parents if parent in self._tasks]
             if not all(parent.is_completed for parent in parents):
-                self._cancel(task)
+                self._cancel(task, StageInterruptedError(f"{task.name}: not started, because the run was stopped"))
 
-    def _cancel(self, task: SubmittedTask) -> None:
+    def _cancel(self, task: SubmittedTask, error: BaseException) -> None:
         if not task.end.done():
-            text = f"{task.name}: not started, because a stage it depends on failed"
-            self._fail(task, ParentFailedError(text))
+            self._fail(task, error)
             ray.cancel(task.future.wrapped_future)
 
     def _fail(self, task: SubmittedTask, error: BaseException) -> None:
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self._failures.append(error)
             task.end.set_exception(error)
+
+    def _parent_failed(self, task: SubmittedTask) -> BaseException:
+        """The error of a task that Prefect did not start. Its parents are recorded first, if they were not yet."""
+        for parent in (self._tasks[name] for name in task.parents if name in self._tasks):
+            if not parent.end.done():
+                self._record(parent)
+            if (failure := parent.end.exception()) is not None:
+                return _not_started(task.name, parent.name, failure)
+        return ParentFailedError(f"{task.name}: not started, because its inputs were not computed")
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
@@ -169,8 +180,10 @@ class SubmittedTasks:
             state: State[Any] = task.future.state
             if state.is_crashed():
                 crash_lost_task_run(task.future.task_run_id)
+            if state.is_pending():
+                raise self._parent_failed(task)
             if not state.is_completed():
-                raise _error_of(state)
+                raise _error_of(task.name, state)
             parents_ended = [self._ends[parent] for parent in task.parents if parent in self._ends]
             seconds = time.perf_counter() - max([task.submitted, *parents_ended])
             result = self._on_result(task, state.result(), seconds)
@@ -179,7 +192,7 @@ class SubmittedTasks:
             self._fail(task, error)
             # Without this, each descendant would start a process only to find that its input is missing.
             for descendant in self._descendants(task.name):
-                self._cancel(descendant)
+                self._cancel(descendant, _not_started(descendant.name, task.name, error))
         else:
             self._ends[task.name] = time.perf_counter()
             with contextlib.suppress(concurrent.futures.InvalidStateError):
@@ -195,10 +208,25 @@ class SubmittedTasks:
         return found
 
 
-def _error_of(state: State[Any]) -> BaseException:
-    if state.is_pending():
-        return ParentFailedError(state.message)
+def _error_of(name: str, state: State[Any]) -> BaseException:
+    """The error of a task that Prefect started, with the task's name in its text or in a note."""
     if state.is_cancelled():
         return StageInterruptedError(state.message)
     error = state.result(raise_on_failure=False)
-    return error if isinstance(error, BaseException) else RuntimeError(state.message)
+    if not isinstance(error, BaseException):
+        return RuntimeError(f"{name}: {state.message}")
+    cause = root_cause(error)
+    texts = "\n".join([str(cause), *getattr(cause, "__notes__", ())])
+    if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", texts):
+        cause.add_note(f"in stage {name}")
+    return error
+
+
+def _not_started(name: str, parent: str, error: BaseException) -> BaseException:
+    """The error of a task that needs the result of `parent`, or of one that `parent` needs."""
+    cause = root_cause(error)
+    if isinstance(error, ParentFailedError):
+        _, _, reason = str(error).partition(", because ")
+    else:
+        reason = f"{parent} failed ({type(cause).__name__}: {first_line(cause)})"
+    return ParentFailedError(f"{name}: not started, because {reason}", cause)

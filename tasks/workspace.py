@@ -133,9 +133,10 @@ class Workspace(Graph):
         early = isinstance(error, StoppedEarly)
         error = None if early else error
         try:
-            if error is not None:
+            if error is not None and not self.has_failed_with(error):
                 self._stop_stages()
             else:
+                # After one stage's failure, those that do not need it go on.
                 self._wait_for_all()
         except BaseException as late:
             error = late

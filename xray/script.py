@@ -20,6 +20,7 @@ from xray.cli.job import INTERRUPTED
 from xray.deployments.patience import NotUpError
 from xray.tasks.lost_runs import command_to_close
 from xray.tasks.output_directory import resume_point
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.processes import TAG, start_reaper
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ class Script:
             print(line, file=sys.stderr)
             raise SystemExit(INTERRUPTED) from None
         stage_failed = self._workspace is not None and self._workspace.has_failed_with(error)
-        if error is not None and (stage_failed or isinstance(error, NotUpError)):
+        is_not_opened = self._workspace is None and isinstance(error, NotUpError | ConfigError)
+        if error is not None and (stage_failed or is_not_opened):
             from xray.cli.display import failure_lines
 
             show_as(error, failure_lines(error, self._output))

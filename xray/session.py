@@ -15,6 +15,7 @@ from xray_runtime.graph.artifacts import Evaluation, Model
 from xray_runtime.graph.current import current_graph, is_planning
 from xray_runtime.graph.graph import Graph
 from xray_runtime.graph.handles import Handle
+from xray_runtime.tracking.registry import own_store
 
 if TYPE_CHECKING:
     from xray.script import Script
@@ -62,6 +63,7 @@ def workspace(
     if not isinstance(runtime, RuntimeConfig):
         runtime = validate_as(RuntimeConfig, dict(runtime or {}), where="runtime")
     output, planned = Path(output).absolute(), is_planning()
+    own_store(output)
     if planned is not None:
         with Graph(seed, runtime, defaults, fields=planned.fields) as graph:
             planned.graphs.append((output, graph))

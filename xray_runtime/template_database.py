@@ -20,12 +20,20 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import sync, write_atomic
 
 log = logging.getLogger(__name__)
 
 MAKE_SECONDS = 240.0
 """Time to wait for another process that makes the template."""
+
+
+def sqlite_address(path: Path, driver: str = "sqlite") -> str:
+    """The address of a database file. Raises ConfigError: SQLAlchemy would cut its path at a question mark."""
+    if "?" in str(path):
+        raise ConfigError(f"output: {str(path.parent)!r} is not allowed: must have no question mark in its path")
+    return f"{driver}:///{path}"
 
 
 def copy_template(path: Path, package: str, make: Callable[[Path], None]) -> None:

@@ -28,6 +28,7 @@ from xray_runtime.credentials import tracking_address
 from xray_runtime.errors import root_cause
 from xray_runtime.report.rendering import computed_text
 from xray_runtime.terminal import print_indented, print_table
+from xray_runtime.tracking.registry import own_store
 
 if TYPE_CHECKING:
     from xray.flows.trials import Trial
@@ -197,7 +198,7 @@ def mlflow_page_lines(page: str, output: Path) -> list[str]:
     if page.startswith("http"):
         return [f"in MLflow   {page}"]
     # MLflow's client also sets the variable for a store without a server.
-    store = tracking_address() or f"sqlite:///{output / 'mlflow.db'}"
+    store = tracking_address() or own_store(output)
     return [
         f"in MLflow   mlflow ui --backend-store-uri {store}",
         f"            and then http://127.0.0.1:5000/{page}",

@@ -27,6 +27,7 @@ from xray.tasks.output_directory import resume_point
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.cores import load
 from xray_runtime.files import write_atomic
+from xray_runtime.network import check_addresses
 from xray_runtime.processes import end_well, kill_tagged, start_reaper
 
 POLL_SECONDS = 0.2
@@ -39,7 +40,11 @@ def supervise(output: Path, subject: Subject, runtime: RuntimeConfig, console: C
         output: directory of logs and results.
         runtime: its limits on restarts and stalls.
         fields: the other fields of a `Job`.
+
+    Raises:
+        ConfigError: a server that the environment names does not answer.
     """
+    check_addresses()
     job = Job(directory=output / "jobs" / uuid.uuid4().hex[:12], output=output, subject=subject, **fields)
     job.directory.mkdir(parents=True)
     write_atomic(job.file, job.model_dump_json())

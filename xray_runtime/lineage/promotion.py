@@ -30,8 +30,9 @@ from xray_runtime.lineage.model_page import CHAMPION, write_pages
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.withdrawal import refusal
+from xray_runtime.network import require_mlflow
 from xray_runtime.stages.kinds import COMPARE
-from xray_runtime.tracking.registry import Registry, open_client
+from xray_runtime.tracking.registry import ADDRESS, Registry, open_client
 
 PREVIOUS = "previous"
 SEEN = "seen"
@@ -245,4 +246,5 @@ def _move_aliases(store: LineageStore, name: str, *others: str) -> None:
 def _uri(store: LineageStore) -> str:
     if store.tracking_uri is None:
         raise ConfigError("--tracking-uri: is required: the output directory has no MLflow store of its own")
+    require_mlflow(ADDRESS, store.tracking_uri)
     return store.tracking_uri

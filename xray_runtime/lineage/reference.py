@@ -16,7 +16,7 @@ from xray_runtime.store.checkpoints import CHECKPOINTS, read_manifest
 from xray_runtime.store.manifest import MANIFEST
 from xray_runtime.store.shards import WEIGHTS_INDEX
 from xray_runtime.tracking.mlflow_tracker import ARTIFACTS
-from xray_runtime.tracking.registry import registered_checkpoint
+from xray_runtime.tracking.registry import own_store, registered_checkpoint
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LineageStore:
     @property
     def artifacts(self) -> Path | None:
         """Directory of the artifacts of new experiments; None leaves that to a server."""
-        own = self.tracking_uri == f"sqlite:///{(self.output / 'mlflow.db').absolute()}"
+        own = self.tracking_uri == own_store(self.output)
         return self.output.absolute() / ARTIFACTS if own else None
 
 
@@ -52,8 +52,7 @@ def open_lineage_store(output: Path, tracking_uri: str | None) -> LineageStore:
 
 
 def _own_tracking(output: Path) -> str | None:
-    database = output / "mlflow.db"
-    return f"sqlite:///{database.absolute()}" if database.is_file() else None
+    return own_store(output) if (output / "mlflow.db").is_file() else None
 
 
 def check_tracking_uri(uri: str | None) -> None:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import re
-import socket
-import threading
-import urllib.request
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import first_line
+from xray_runtime.network import unreachable
 from xray_runtime.store.location import PACKAGED_MODELS
 
-CONNECT_S = 8.0
-"""Time limit to look up the hub's address and connect to it; downloads have none."""
 ANSWER_S = 60.0
 HUB_NAME = re.compile(r"[\w.\-]+(/[\w.\-]+)?")
 PACKAGED_DATA = {"chitchat": "chitchat_dataset"}
@@ -47,7 +42,7 @@ def check_on_hub(value: str, field: str, holds: Holds) -> None:
     packaged = PACKAGED_MODELS if holds == "model" else PACKAGED_DATA
     if value in packaged or Path(value).exists() or not is_hub_name(value):
         return
-    reason = None if constants.HF_HUB_OFFLINE else _unreachable(constants.ENDPOINT)
+    reason = None if constants.HF_HUB_OFFLINE else unreachable(constants.ENDPOINT)
     if reason is not None:
         raise OutsideError(
             f"{field}: {value!r}: cannot reach the Hugging Face hub ({reason}); give a directory, or set "
@@ -64,7 +59,7 @@ def commit(name: str, field: str, holds: Holds) -> str:
 
     hub: Any = HfApi()
     try:
-        reason = None if constants.HF_HUB_OFFLINE else _unreachable(constants.ENDPOINT)
+        reason = None if constants.HF_HUB_OFFLINE else unreachable(constants.ENDPOINT)
         if reason is None:
             info = (hub.model_info if holds == "model" else hub.dataset_info)(name, timeout=ANSWER_S)
             if info.sha:
@@ -85,27 +80,3 @@ def commit(name: str, field: str, holds: Holds) -> str:
         raise OutsideError(
             f"{field}: {name!r} cannot be asked for on the hub ({reason}) and was not downloaded before"
         ) from error
-
-
-def _unreachable(endpoint: str) -> str | None:
-    """Why neither the endpoint nor the proxy before it answers; None if one does."""
-    address = urlsplit(endpoint)
-    proxy = urllib.request.getproxies().get(address.scheme)
-    if proxy and not urllib.request.proxy_bypass(address.hostname or ""):
-        address = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    port = address.port or (443 if address.scheme == "https" else 80)
-    found: list[str | None] = []
-
-    def connect() -> None:
-        try:
-            with socket.create_connection((address.hostname or "", port), timeout=CONNECT_S):
-                found.append(None)
-        except OSError as error:
-            found.append(error.strerror or first_line(error))
-
-    # In a thread, since looking up a name has no time limit.
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(CONNECT_S)
-    reason = found[0] if found else f"no answer in {CONNECT_S:.0f} s"
-    return None if reason is None else f"{address.hostname}: {reason}"

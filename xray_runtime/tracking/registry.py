@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xray_runtime.network import require_mlflow
 from xray_runtime.store.ref import CheckpointRef
-from xray_runtime.template_database import copy_template
+from xray_runtime.template_database import copy_template, sqlite_address
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -28,6 +29,13 @@ LOG_TAG = "xray.log"
 TRAINING = "?workflowType=machine_learning"
 """Ends the address of an experiment or a run on MLflow's pages. Without it they open on an empty dashboard of traces,
 whatever the experiment's tag `mlflow.experimentKind` says (MLflow 3.17)."""
+ADDRESS = "MLFLOW_TRACKING_URI or --tracking-uri"
+"""The settings that name a store, for messages."""
+
+
+def own_store(output: Path) -> str:
+    """The address of an output directory's own store. Raises ConfigError as `sqlite_address`."""
+    return sqlite_address(output.absolute() / "mlflow.db")
 
 
 def open_client(uri: str) -> MlflowClient:
@@ -126,8 +134,9 @@ def registered_checkpoint(uri: str, reference: str) -> tuple[str, Path] | None:
     """(sha256, directory) of `name@alias` or `name/version`; None when there is none."""
     from mlflow.exceptions import MlflowException
 
+    require_mlflow(ADDRESS, uri)
     with contextlib.suppress(MlflowException, OSError, ValueError):
-        check_sqlite(uri)
+        check_store(uri)
         client = open_client(uri)
         name, _, alias = reference.rpartition("@")
         if name:
@@ -141,8 +150,10 @@ def registered_checkpoint(uri: str, reference: str) -> tuple[str, Path] | None:
     return None
 
 
-def check_sqlite(uri: str) -> None:
-    """Raises OSError where an SQLite file is missing, ValueError where it is none: MLflow would make tables in it."""
+def check_store(uri: str) -> None:
+    """Raises OSError where an SQLite file is missing, ValueError where it is none, since MLflow would make tables in
+    it, or where a server does not answer."""
+    require_mlflow(ADDRESS, uri)
     if uri.startswith(SQLITE) and not is_sqlite(Path(uri.removeprefix(SQLITE))):
         raise ValueError("not an SQLite database")
 

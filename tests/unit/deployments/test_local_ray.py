@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import time
+import uuid
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from xray.deployments.local_ray import AGENT_PORTS, _patiently, is_dead, private_ray, ray_servers
 from xray.deployments.patience import NotUpError
+from xray_runtime.config.validation import ConfigError
 
 
 @pytest.fixture
@@ -93,9 +95,28 @@ def test_a_raylet_does_not_wait_for_the_ports_of_its_agents(tmp_path: Path, monk
     assert [int((tmp_path / f"{name}_{'0123' * 14}").read_text()) for name in AGENT_PORTS] == ports
 
 
-def test_a_temporary_directory_that_cannot_be_made_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_directory_that_cannot_be_made_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
-    with pytest.raises(NotUpError, match=r"^Ray needs a temporary directory \(TMPDIR\): No such file"), private_ray():
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/absent-" + uuid.uuid4().hex[:8])
+    with pytest.raises(ConfigError, match=r"^TMPDIR: Ray needs a temporary directory: .*No such file"), private_ray():
         pass
     assert "RAY_TMPDIR" not in os.environ
+
+
+@pytest.mark.parametrize(("length", "parent"), [(25, "its own"), (26, "/tmp")])
+def test_a_temporary_directory_that_is_too_long_for_sockets_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, length: int, parent: str
+) -> None:
+    """Ray would raise an error of its own, in every attempt of a run. 25 + 82 bytes make a path of 107."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    long = Path(f"/tmp/{uuid.uuid4().hex}"[:length])
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    try:
+        with private_ray():
+            directory = Path(os.environ["RAY_TMPDIR"])
+            assert str(directory.parent) == (str(long) if parent == "its own" else parent)
+            socket = directory / "ray/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+            assert len(os.fsencode(socket)) <= 107
+    finally:
+        long.rmdir()

@@ -148,7 +148,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
     hub = Hub()
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub, raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("xray_runtime.store.hub._unreachable", lambda endpoint: None)
+    monkeypatch.setattr("xray_runtime.store.hub.unreachable", lambda endpoint: None)
     return hub
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
+from xray_runtime import network
 from xray_runtime.store import hub
 from xray_runtime.store.hub import OutsideError, check_on_hub
 
@@ -73,7 +74,7 @@ def test_an_address_that_never_answers_takes_no_longer_than_the_limit(monkeypatc
         raise TimeoutError
 
     monkeypatch.setattr(socket, "create_connection", never)
-    monkeypatch.setattr(hub, "CONNECT_S", 0.2)
+    monkeypatch.setattr(network, "CONNECT_S", 0.2)
     with pytest.raises(OutsideError, match="cannot reach the Hugging Face hub"):
         check_on_hub("org/name", "base.model", "model")
     assert not ended.is_set()
@@ -91,20 +92,20 @@ def test_a_slow_answer_is_waited_for(monkeypatch: pytest.MonkeyPatch, port: int)
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Slow, raising=False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
-    monkeypatch.setattr(hub, "CONNECT_S", 0.3)
+    monkeypatch.setattr(network, "CONNECT_S", 0.3)
     assert hub.commit("org/name", "base.model", "model") == "a" * 40
     assert asked == [hub.ANSWER_S]
 
 
 def test_a_proxy_is_what_has_to_answer(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://hub.invalid")
-    assert hub._unreachable("https://hub.invalid") is not None
+    assert hub.unreachable("https://hub.invalid") is not None
     monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{port}")
-    assert hub._unreachable("https://hub.invalid") is None
+    assert hub.unreachable("https://hub.invalid") is None
 
 
 @pytest.mark.parametrize("value", ["smollm2-135m", "./here", "model.gguf", "here"])
 def test_what_is_no_name_on_a_hub_asks_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str) -> None:
     (tmp_path / "here").mkdir()
-    monkeypatch.setattr(hub, "_unreachable", lambda endpoint: pytest.fail("asked"))
+    monkeypatch.setattr(hub, "unreachable", lambda endpoint: pytest.fail("asked"))
     check_on_hub(value, "base.model", "model")

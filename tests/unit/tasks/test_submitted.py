@@ -11,6 +11,7 @@ import pytest
 
 from xray.tasks import submitted
 from xray.tasks.submitted import ParentFailedError, SubmittedTask, SubmittedTasks
+from xray_runtime.errors import StageInterruptedError, root_cause
 
 
 @dataclass
@@ -19,6 +20,7 @@ class Task:
 
     value: Any = None
     error: Exception | None = None
+    was_started: bool = True
     ray: concurrent.futures.Future[None] = field(default_factory=concurrent.futures.Future)
 
     @property
@@ -31,8 +33,9 @@ class Task:
     def state(self) -> Any:
         return SimpleNamespace(
             is_crashed=lambda: False,
-            is_completed=lambda: self.error is None,
-            is_pending=lambda: False,
+            message=f"Upstream task run '{id(self)}' did not reach a 'COMPLETED' state.",
+            is_completed=lambda: self.was_started and self.error is None,
+            is_pending=lambda: not self.was_started,
             is_cancelled=lambda: False,
             result=lambda raise_on_failure=True: self.error or self.value,
         )
@@ -77,13 +80,14 @@ def test_results_are_recorded_and_waited_for() -> None:
 
 def test_a_failure_cancels_its_descendants_alone(cancelled: list[Task]) -> None:
     tasks, futures = of(a=[], b=["a"], c=["b"], other=[])
-    error = KeyError("a")
+    error = KeyError("x")
     with tasks.following():
         futures["a"].end(error=error)
-        with pytest.raises(KeyError) as caught:
+        with pytest.raises(ParentFailedError, match=r"^c: not started, because a failed \(KeyError: 'x'\)$") as caught:
             tasks.result("c")
-        assert caught.value is error
+        assert root_cause(caught.value) is error
         futures["other"].end(1)
+        assert tasks.result("other") == 2
         tasks.wait()
     assert cancelled == [futures["b"], futures["c"]]
     assert tasks.finished("other") == 2
@@ -101,5 +105,34 @@ def test_tasks_that_wait_for_others_are_cancelled_and_those_on_given_checkpoints
         futures["on_checkpoint"].end(2)
         tasks.wait()
         assert (tasks.finished("a"), tasks.finished("on_checkpoint")) == (2, 4)
-        with pytest.raises(ParentFailedError, match=r"^b: not started, because a stage it depends on failed$"):
+        with pytest.raises(StageInterruptedError, match=r"^b: not started, because the run was stopped$"):
             tasks.result("b")
+
+
+def test_each_task_raises_its_own_failure_with_its_name(cancelled: list[Task]) -> None:
+    tasks, futures = of(a=[], b=[], of_a=["a"])
+    with tasks.following():
+        futures["a"].end(error=RuntimeError("no space left"))
+        futures["b"].end(error=ValueError("b.lr: -1 is not allowed"))
+        with pytest.raises(RuntimeError, match="no space left") as of_a:
+            tasks.result("a")
+        with pytest.raises(ValueError, match=r"b\.lr") as of_b:
+            tasks.result("b")
+        with pytest.raises(ParentFailedError, match=r"^of_a: .*, because a failed \(RuntimeError: no space left\)$"):
+            tasks.result("of_a")
+    # A text that names the stage needs no note.
+    assert (of_a.value.__notes__, getattr(of_b.value, "__notes__", [])) == (["in stage a"], [])
+
+
+@pytest.mark.parametrize("order", [["a", "b", "c"], ["c", "b", "a"]])
+def test_a_task_that_prefect_did_not_start_says_which_stage_failed(cancelled: list[Task], order: list[str]) -> None:
+    """Prefect names only the id of a task run, and may end a descendant before its parent is recorded."""
+    tasks, futures = of(a=[], b=["a"], c=["b"])
+    futures["b"].was_started = futures["c"].was_started = False
+    for name in order:
+        futures[name].end(error=RuntimeError("no space left") if name == "a" else None)
+    with tasks.following():
+        for name in ("b", "c"):
+            said = rf"^{name}: not started, because a failed \(RuntimeError: no space left\)$"
+            with pytest.raises(ParentFailedError, match=said):
+                tasks.result(name)

@@ -14,7 +14,7 @@ from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.log import LOG, LogView, view as view_log
 from xray_runtime.lineage.model_page import FORM, PREFIX, Page, model_page, registration_of, version_page
 from xray_runtime.tracking.mlflow_tracker import KEY_TAG
-from xray_runtime.tracking.registry import LOG_TAG, SHA256_TAG, URI_TAG, check_sqlite, open_client
+from xray_runtime.tracking.registry import LOG_TAG, SHA256_TAG, URI_TAG, check_store, open_client
 
 if TYPE_CHECKING:
     from xray_runtime.lineage.reference import LineageStore
@@ -35,10 +35,10 @@ def point(name: str, step: int, time_ms: int, value: float) -> Point:
 
 
 class RegistryView:
-    """The content of an MLflow store, read once and never written. Raises as `check_sqlite`."""
+    """The content of an MLflow store, read once and never written. Raises as `check_store`."""
 
     def __init__(self, uri: str) -> None:
-        check_sqlite(uri)
+        check_store(uri)
         self._client = open_client(uri)
         from mlflow.entities import ViewType
 
