@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import threading
@@ -20,7 +21,8 @@ CONNECT_S = 8.0
 """Time limit to look up an address, to connect to it, and for its answer."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}
-MAX_ANSWER_BYTES = 4096
+MAX_ANSWER_BYTES = 2**20
+MLFLOW_API = "/api/2.0/mlflow/experiments/get-by-name"
 
 
 def exempt_loopback(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -83,25 +85,32 @@ def require_mlflow(field: str, address: str) -> None:
     if urlsplit(address).hostname is None:
         return
     if address.startswith(("http://", "https://")):
-        # Services that speak MLflow's protocol may lack this page.
-        _require(field, address, "an MLflow server", "/health", lambda status, body: status == 404 or body == b"OK")
+        # A call that every server knows, also where the experiment is not there.
+        _require(field, address, "an MLflow server", f"{MLFLOW_API}?experiment_name=Default", _is_object)
     elif (reason := unreachable(address)) is not None:
         raise ConfigError(f"{field}: {strip_credentials(address)!r} cannot be reached ({reason})")
 
 
 def _require_prefect(field: str, address: str) -> None:
     """Raises ConfigError: no Prefect server answers at `address`, which includes /api."""
-    _require(field, address, "a Prefect server's API", "/health", lambda status, body: body == b"true")
+    _require(field, address, "a Prefect server's API", "/health", lambda body: body == b"true")
 
 
-def _require(field: str, address: str, what: str, path: str, is_right: Callable[[int, bytes], bool]) -> None:
+def _require(field: str, address: str, what: str, path: str, is_right: Callable[[bytes], bool]) -> None:
     shown = strip_credentials(address)
     try:
         status, body = answer(address.rstrip("/") + path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{field}: {shown!r} does not answer ({first_line(error)}); must be {what}") from None
-    if status not in (401, 403) and not is_right(status, body.strip()):
-        raise ConfigError(f"{field}: {shown!r} is not {what} (GET {path} gives HTTP {status})")
+    if status not in (401, 403) and not is_right(body.strip()):
+        raise ConfigError(f"{field}: {shown!r} is not {what} (GET {path.partition('?')[0]} gives HTTP {status})")
+
+
+def _is_object(body: bytes) -> bool:
+    try:
+        return isinstance(json.loads(body), dict)
+    except ValueError:
+        return False
 
 
 def _opened(url: str) -> urllib.request.addinfourl | urllib.error.HTTPError:

@@ -74,12 +74,13 @@ def another_protocol() -> Iterator[str]:
         (gone(), "does not answer (Connection refused); must be "),
         (silent(), "does not answer ("),
         (another_protocol(), "does not answer ("),
-        (server(502, b"Bad Gateway"), "(GET /health gives HTTP 502)"),
-        (server(200, b"<html>another page</html>"), "(GET /health gives HTTP 200)"),
+        (server(502, b"Bad Gateway"), "gives HTTP 502)"),
+        (server(404, b""), "gives HTTP 404)"),
+        (server(200, b"<html>another page</html>"), "gives HTTP 200)"),
         (contextlib.nullcontext("http://host.invalid:5000"), "does not answer ("),
         (contextlib.nullcontext("http://127.0.0.1:99999"), "does not answer ("),
     ],
-    ids=["gone", "silent", "another protocol", "bad gateway", "another page", "unknown host", "no port"],
+    ids=["gone", "silent", "another protocol", "bad gateway", "no page", "another page", "unknown host", "no port"],
 )
 def test_a_server_that_does_not_answer_is_one_line(
     name: str, what: contextlib.AbstractContextManager[str], said: str
@@ -98,8 +99,8 @@ def test_a_server_that_does_not_answer_is_one_line(
     [
         ("PREFECT_API_URL", 200, b"true"),
         ("PREFECT_API_URL", 401, b""),
-        ("MLFLOW_TRACKING_URI", 200, b"OK"),
-        ("MLFLOW_TRACKING_URI", 404, b"no such page"),
+        ("MLFLOW_TRACKING_URI", 200, b'{"experiment": {}}'),
+        ("MLFLOW_TRACKING_URI", 404, b'{"error_code": "RESOURCE_DOES_NOT_EXIST"}'),
         ("MLFLOW_TRACKING_URI", 403, b""),
     ],
 )
@@ -154,7 +155,7 @@ def test_requests_to_loopback_pass_a_dead_proxy(monkeypatch: pytest.MonkeyPatch)
     import requests
 
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    with server(200, b"OK") as address:
+    with server(200, b"{}") as address:
         with pytest.raises(ConfigError, match="does not answer"):
             check_addresses({"MLFLOW_TRACKING_URI": address})
         monkeypatch.setenv("NO_PROXY", "")
@@ -162,5 +163,5 @@ def test_requests_to_loopback_pass_a_dead_proxy(monkeypatch: pytest.MonkeyPatch)
         exempt_loopback()
         check_addresses({"MLFLOW_TRACKING_URI": address})
         # The clients of Prefect and of MLflow.
-        assert httpx.get(address).text == "OK"
-        assert requests.get(address, timeout=10).text == "OK"
+        assert httpx.get(address).text == "{}"
+        assert requests.get(address, timeout=10).text == "{}"
