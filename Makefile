@@ -67,7 +67,7 @@ component: install  ## one real engine each: Ray, DeepSpeed, vLLM, MLflow
 lifecycle: install  ## the real command, whole and under injected faults
 	$(BIN)/pytest tests/e2e -m "not long" -n 2 --dist loadfile
 
-peers: install  ## the smallest model beside TRL (5 minutes): prints who is faster, fails where the losses differ
+peers: install  ## the smallest model by X-ray and by TRL (10 minutes): prints who is faster, fails where the losses differ
 	$(BIN)/python -m benchmarks.peers --only sft dpo grpo ppo --turns 1 --iterations 3
 
 gpu-check: install  ## on a machine with a GPU: does every path that needs one work, and how fast (10 minutes)

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,9 @@ import xray
 from benchmarks.machine import MIB
 from xray_runtime.report.figures import read_metrics
 from xray_runtime.tracking.recorder import METRICS, read_points, records_directory
-from xray_runtime.workers.libraries import SPIN_COUNT
 
 ROOT = Path(__file__).parents[1]
+SETTLE_S, SETTLE_POLL_S, BUSY_PERCENT = 120.0, 3.0, 10.0
 MEMORY_S = 2.0
 """Seconds between looks at memory: each takes the kernel some milliseconds."""
 
@@ -40,12 +42,31 @@ def environment(root: Path, version: str) -> Path:
     return python
 
 
-def waiting() -> dict[str, str]:
-    """How TRL's OpenMP threads wait: as by default or, where other programs take the cores, as Workhorses' do. Each is
-    the faster one for it: waiting awake beside a load of 25 made small products 8 times slower."""
-    if os.getloadavg()[0] < len(os.sched_getaffinity(0)):
-        return {}
-    return {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": str(SPIN_COUNT)}
+@dataclass
+class Measured:
+    """One turn of a method."""
+
+    seconds: list[float]
+    """Of each update that counts."""
+    curve: list[float]
+    """Loss, or mean reward, of each update."""
+    lengths: list[float]
+    """Mean tokens of the sampled replies of each update."""
+    peak: float
+    """MiB of all processes."""
+
+
+def run_module(name: str, *arguments: str) -> None:
+    """A process of its own, which ends with all that it started. Its messages go to this process's stderr."""
+    subprocess.run([sys.executable, "-m", name, *arguments], cwd=ROOT, check=True, stdout=sys.stderr)
+
+
+def settled() -> float:
+    """The machine's load once it is idle, or after SETTLE_S."""
+    until = time.monotonic() + SETTLE_S
+    while psutil.cpu_percent(interval=SETTLE_POLL_S) > BUSY_PERCENT and time.monotonic() < until:
+        pass
+    return os.getloadavg()[0]
 
 
 class TRL:
@@ -55,7 +76,7 @@ class TRL:
         command = [str(environment(root / f"trl-{version}", version)), "-m", "benchmarks.peers_trl"]
         self._log = (root / f"trl-{version}.log").open("w+")
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
-        self._process = subprocess.Popen(command, cwd=ROOT, text=True, env=os.environ | waiting(), **pipes)
+        self._process = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
         self._lines()
 
     def _lines(self) -> list[dict[str, Any]]:

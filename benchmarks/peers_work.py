@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 THREADS = 2
-REPLICAS = 2
-"""Of X-ray's generator. One vLLM engine of a small model leaves cores idle between its steps; a second fills them."""
+"""X-ray's default of `runtime.threads`, and so many cores TRL may use."""
 SEED = 0
 KL = 0.05
 """Weight of PPO's penalty."""

@@ -1,19 +1,27 @@
-"""X-ray's side of `benchmarks.peers`: real stages, and the rows that they train on, for TRL."""
+"""X-ray's side of `benchmarks.peers`: real stages, and the rows that they train on, for TRL.
+
+With `--turns` it makes data and policy and writes TRL's tasks and what the table needs; with `--turn` it trains by each
+method and writes what was measured.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import xray
+from benchmarks.peers_measure import Measured, peak_memory, steps
 from benchmarks.peers_work import (
     BETA,
     EPOCHS,
@@ -24,6 +32,7 @@ from benchmarks.peers_work import (
     SAMPLES,
     SAMPLING,
     SEED,
+    SIZES,
     Size,
     new_tokens,
     of_fixed_length,
@@ -43,6 +52,7 @@ from xray_runtime.training.dataset import max_prompt_tokens, max_reply_tokens
 from xray_runtime.training.prompts import UniquePrompts
 
 HELDOUT = 0.05
+LOSSES = {"sft": "sft/loss", "reward": "reward_model/loss", "dpo": "dpo/loss", "kto": "kto/loss"}
 ALIKE: dict[str, Any] = {"lr": LR, "schedule": "constant", "warmup_fraction": 0.0, "grad_clip": 1e6}
 ALIKE |= {"betas": (0.9, 0.999), "weight_decay": 0.0}
 """TRL neither warms up nor clips gradients so."""
@@ -253,3 +263,55 @@ def _count(example: dict[str, Any]) -> tuple[int, int]:
     replies = replies[:1] if "KL_completion_ids" in example else replies
     prompt = len(example.get("prompt_ids", ()))
     return sum(prompt + len(ids) for ids in replies), sum(map(len, replies))
+
+
+def prepare(work: Work, methods: list[str], turns: int) -> None:
+    """Write TRL's tasks, and what the table needs: tokens and rows of an update."""
+    counts, rows = {}, {}
+    for method in methods:
+        for turn in range(turns):
+            task = work.task(method, turn)
+            (work.output / f"{method}-{turn}.json").write_text(json.dumps(task))
+        rows[method] = task["rows"] * (SAMPLES if method == "grpo" else 1)
+        counts[method] = work.tokens(method, task["examples"], rows[method])
+    written = {"counts": counts, "rows": rows, "policy": str(work.policy.result().path)}
+    (work.output / "work.json").write_text(json.dumps(written))
+
+
+def measure(work: Work, method: str, turn: int) -> Measured:
+    here = psutil.Process()
+    with peak_memory(lambda: here.children(recursive=True)) as peak:
+        found = steps(work.stage(method, turn).result(), work.output)
+        seconds = [step["seconds"] for step in found if "seconds" in step]
+        if method in SAMPLING:
+            curve, lengths = [step["reward/mean"] for step in found], [step["rollout/length"] for step in found]
+        else:
+            curve, lengths = [step[LOSSES[method]] for step in found if LOSSES[method] in step], []
+        return Measured(seconds, curve, lengths, peak())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("size", choices=SIZES)
+    parser.add_argument("lengths", choices=("natural", "fixed"))
+    parser.add_argument("--methods", nargs="+", required=True)
+    parser.add_argument("--updates", type=int, required=True)
+    parser.add_argument("--iterations", type=int, required=True)
+    parser.add_argument("--auto", action="store_true")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--turns", type=int)
+    what.add_argument("--turn", type=int)
+    options = parser.parse_args()
+    runtime = {"parallel": "auto"} if options.auto else {}
+    with xray.workspace(options.output, project="peers", seed=SEED, runtime=runtime):
+        work = Work.make(SIZES[options.size], options.lengths, options.updates, options.iterations, options.output)
+        if options.turns is not None:
+            prepare(work, options.methods, options.turns)
+        else:
+            found = {method: asdict(measure(work, method, options.turn)) for method in options.methods}
+            (options.output / "turn.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
