@@ -42,7 +42,8 @@ class Conversation:
 
 
 def conversations(examples: Iterable[Example]) -> Iterator[Conversation]:
-    """The pairs as conversations, in order of their first pairs. Pairs of one conversation are adjacent."""
+    """The pairs as conversations, in order of their first pairs. Pairs of one conversation are adjacent. Prompts without
+    a reply are left out."""
     open_ones: list[Conversation] = []
     name = None
     for example in examples:
@@ -50,16 +51,15 @@ def conversations(examples: Iterable[Example]) -> Iterator[Conversation]:
             yield from open_ones
             open_ones, name = [], example.conversation
         prompt = example.prompt
-        reply: dict[str, Any] = {"role": "assistant", "content": example.response}
-        if example.tool_calls:
-            reply["tool_calls"] = example.tool_calls
+        if not example.has_reply:
+            continue
         found = next((one for one in open_ones if prompt[: len(one.messages)] == one.messages), None)
         if found is None:
             found = Conversation([], [], [])
             open_ones.append(found)
         found.replies.append(len(prompt))
         found.ids.append(example.id)
-        found.messages = [*prompt, reply]
+        found.messages = [*prompt, example.message]
     yield from open_ones
 
 
