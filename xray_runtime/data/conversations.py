@@ -92,6 +92,8 @@ class ConversationTokens:
         spans = joined([shard.values[shard.offsets[0] : shard.offsets[-1]] for shard in self._spans], np.int64)
         starts, lengths = spans[::2], spans[1::2] - spans[::2]
         self._pairs, self._limits = pairs, (max_prompt, max_reply)
+        self.num_all = len(starts)
+        """Number of replies of the dataset, with those that are too long."""
         fit = self._fit(starts, lengths)
         self.num_replies = int(fit.sum())
         """Number of replies to train on."""

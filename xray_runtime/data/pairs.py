@@ -75,6 +75,22 @@ class PreferenceExample(NamedTuple):
         """The chosen and the rejected reply for display, with calls as JSON."""
         return message_text(self.chosen, self.chosen_tool_calls), message_text(self.rejected, self.rejected_tool_calls)
 
+    @property
+    def messages(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The chosen and the rejected reply as assistant's messages."""
+        return (
+            reply_message(self.chosen, self.chosen_tool_calls, self.chosen_reasoning_content),
+            reply_message(self.rejected, self.rejected_tool_calls, self.rejected_reasoning_content),
+        )
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The pair as a record of users' data."""
+        prompt = [{key: value for key, value in message.items() if key != "tools"} for message in self.prompt]
+        chosen, rejected = self.messages
+        tools = self.prompt[0].get("tools") if self.prompt else None
+        return {"prompt": prompt, "chosen": [chosen], "rejected": [rejected]} | ({"tools": tools} if tools else {})
+
 
 P = TypeVar("P", Example, PreferenceExample)
 
@@ -225,9 +241,7 @@ def _written(name: str, values: list[Any]) -> list[Any]:
 
 def _read_back(found: dict[str, Any]) -> dict[str, Any]:
     """A message or a row without its nulls."""
-    return {
-        name: json.loads(value) if name in AS_JSON else value for name, value in found.items() if value is not None
-    }
+    return {name: json.loads(value) if name in AS_JSON else value for name, value in found.items() if value is not None}
 
 
 def _json(value: Any) -> str:

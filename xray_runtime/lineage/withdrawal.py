@@ -273,7 +273,8 @@ def refusal(store: LineageStore, node: Node) -> str | None:
 def _holds(node: Node, texts: WithdrawnTexts) -> bool:
     for path in sorted(node.directory.glob("*.arrow")):
         for row in pairs_of(path):
-            replies = [value for name, value in row._asdict().items() if name in ("response", "chosen", "rejected")]
+            names = [n for n in row._fields if n in ("response", "chosen", "rejected") or n.endswith("reasoning_content")]
+            replies = [value for name in names if (value := getattr(row, name)) is not None]
             if texts.touches(row.prompt, *replies):
                 return True
     return False
