@@ -33,7 +33,9 @@ def _kind(value: Any) -> str:
     """The type of a value as JSON has it: 1 and 1.0 are the same."""
     if isinstance(value, bool):
         return "true or false"
-    return "a number" if isinstance(value, int | float) else "a text" if isinstance(value, str) else type(value).__name__
+    if isinstance(value, int | float):
+        return "a number"
+    return "a text" if isinstance(value, str) else type(value).__name__
 
 
 class Route(Section):

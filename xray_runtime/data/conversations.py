@@ -42,8 +42,8 @@ class Conversation:
 
 
 def conversations(examples: Iterable[Example]) -> Iterator[Conversation]:
-    """The pairs as conversations, in order of their first pairs. Pairs of one conversation are adjacent. Prompts without
-    a reply are left out."""
+    """The pairs as conversations, in order of their first pairs. Pairs of one conversation are adjacent. Prompts
+    without a reply are left out."""
     open_ones: list[Conversation] = []
     name = None
     for example in examples:

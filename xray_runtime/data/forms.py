@@ -1,8 +1,8 @@
 """The forms of records, by their columns, and their conversion to the standard ones.
 
 `FORMS` maps columns to forms. Other projects' forms are converted to the standard ones: TRL's `messages`, `prompt` +
-`completion`, `prompt` + `chosen` + `rejected` (each a string or a list of messages), transcripts of HH-RLHF in `chosen` +
-`rejected`, and `prompt` alone.
+`completion`, `prompt` + `chosen` + `rejected` (each a string or a list of messages), transcripts of HH-RLHF in
+`chosen` + `rejected`, and `prompt` alone.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ JSON and Arrow differ in what they can hold, so that one record could become sev
 - A whole number is an int, however it was written (1, 1.0): Arrow makes a column with one fraction a column of floats.
   Integers of any size are exact.
 - Below `const`, `default`, `enum` and `examples`, JSON Schema's keywords, null is a value. JSON files keep it. In Arrow
-  it cannot be told from an absent one: it becomes `UNTOLD`, which is refused where it is used, as are dates, decimals and
-  bytes.
+  it cannot be told from an absent one: it becomes `UNTOLD`, which is refused where it is used, as are dates, decimals
+  and bytes.
 - Objects with a key twice are refused.
 """
 

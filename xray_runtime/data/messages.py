@@ -1,8 +1,8 @@
 """Messages from the forms of common files into X-ray's form.
 
 Forms: OpenAI's `{"role", "content"}`, with text or text parts as content and the role `developer` read as `system`;
-ShareGPT's `{"from", "value"}`. Assistant messages may have `tool_calls` and `reasoning_content`. Texts are never changed;
-a system message without text is none.
+ShareGPT's `{"from", "value"}`. Assistant messages may have `tool_calls` and `reasoning_content`. Texts are never
+changed; a system message without text is none.
 """
 
 from __future__ import annotations

@@ -137,8 +137,8 @@ def from_dataset(
     dropped: DroppedRows,
     unread: Unread | None = None,
 ) -> Iterator[tuple[int, PreferenceExample]]:
-    """A user's pairs, each with its row in the source, from what `read_records` reads; `unread` counts what is not read.
-    Raises ValueError if a row has the wrong form."""
+    """A user's pairs, each with its row in the source, from what `read_records` reads; `unread` counts what is not
+    read. Raises ValueError if a row has the wrong form."""
     num_pairs = 0
     for where, record in records:
         if num_pairs == max_pairs:

@@ -292,6 +292,6 @@ def _refuse_placeholders(where: object, column: str, messages: Messages) -> None
         found = PLACEHOLDER.match(text) or PLACEHOLDER.fullmatch(text.rstrip().rpartition("\n")[2])
         if found and f"</{found[2]}>" not in text:
             raise ValueError(
-                f"{where}: message {number} of {column} has the placeholder {shown(found[0].strip())} of a picture, sound "
-                "or video, which are not read; remove such rows"
+                f"{where}: message {number} of {column} has the placeholder {shown(found[0].strip())} of a picture, "
+                "sound or video, which are not read; remove such rows"
             )
