@@ -46,16 +46,16 @@ class Route(Section):
     """The value that the column must have, of its type: text, a number, true or false."""
 
     def applies(self, value: Any) -> bool:
-        """Whether the source applies to a row with `value` in the column; not where the row has none. Raises ValueError
-        if the value is of another type."""
-        if value is None:
-            return False
-        if _kind(value) != _kind(self.equals):
+        """Whether the source applies to a row with `value` in the column. Raises ValueError if the two differ only in
+        their type."""
+        if value is None or _kind(value) == _kind(self.equals):
+            return bool(value == self.equals)
+        if str(value).casefold() == str(self.equals).casefold() or value == self.equals:
             raise ValueError(
                 f"when.equals = {self.equals!r} is {_kind(self.equals)}, but the column {self.column!r} has "
                 f"{shown(value)}, {_kind(value)}: must be of the same type"
             )
-        return bool(value == self.equals)
+        return False
 
 
 class MathVerifier(Section):

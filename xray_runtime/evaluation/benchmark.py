@@ -101,7 +101,8 @@ def _perplexity(stage: Stage[PerplexitySuite, BenchmarkInputs], recorder: Record
     sums, lengths = (torch.from_numpy(np.concatenate(parts)).double() for parts in (nll, counts))
     mean, low, high = bootstrap_ratio(sums, lengths, config.bootstrap_samples, _resamples(stage))
     numbers: dict[str, Any] = {"perplexity": math.exp(mean), "perplexity_ci95": [math.exp(low), math.exp(high)]}
-    numbers |= {"nll": mean, "rows": len(rows), "tokens": int(lengths.sum()), "left_out_too_long": int((~fits & answered).sum())}
+    numbers |= {"nll": mean, "rows": len(rows), "tokens": int(lengths.sum())}
+    numbers["left_out_too_long"] = int((~fits & answered).sum())
     prompt_texts = [prompt_text(pairs[row].prompt) for row in rows.tolist()]
     per_token = (sums / lengths).tolist()
     shown = [
