@@ -168,6 +168,7 @@ class _ValidationConfig(TypedDict, total=False):
 class _MixedSource(TypedDict, total=False):
     source: Required[str]
     split: str
+    rename_columns: dict[str, str]
     weight: float
     limit: int | None
 
@@ -212,7 +213,7 @@ class _SourceTerms(TypedDict, total=False):
 
 class _Route(TypedDict, total=False):
     column: Required[str]
-    equals: Required[str]
+    equals: Required[str | bool | int | float]
 
 class _ServiceConfig(TypedDict, total=False):
     url: Required[str]
@@ -1435,6 +1436,7 @@ def preferences(
     source: Literal["dataset"],
     path: str,
     split: str = "train",
+    rename_columns: dict[str, str] = ...,
     max_pairs: int | None = None,
     heldout_fraction: float = 0.1,
     name: str | None = None,
@@ -1456,9 +1458,11 @@ def preferences(
     Fields with source='dataset', by name:
       source: `dataset`; default `"dataset"`
       path: text, not empty; required
-          A .jsonl or .parquet file, a `datasets` name or directory, or a checkpoint that `xray
+          A .jsonl, .json or .parquet file, a `datasets` name or directory, or a checkpoint that `xray
           preferences` published, which becomes part of the lineage.
       split: text, not empty; default `"train"`
+      rename_columns: mapping to text, not empty; default empty
+          Name of a column in `path` → the name that X-ray reads: `{question: prompt}`.
       max_pairs: whole number, ≥ 8 or null; default `null`
       heldout_fraction: number, > 0.0, < 1.0; default `0.1`
 
@@ -1614,6 +1618,7 @@ def prepare(
     *,
     source: str = "chitchat",
     split: str = "train",
+    rename_columns: dict[str, str] = ...,
     columns: list[str] = ...,
     sources: list[_MixedSource] = ...,
     curriculum: str | None = None,
@@ -1634,11 +1639,13 @@ def prepare(
     Fields, by name:
       source: text, not empty; default `"chitchat"`
           `chitchat` (7,168 human conversations from the chitchat-dataset package), a .jsonl, .json or
-          .parquet file, or a `datasets` name or directory. Columns: messages, ShareGPT's conversations,
-          Alpaca's instruction/input/output, prompt/completion, prompt/chosen/rejected, or HH-RLHF's
-          chosen/rejected.
+          .parquet file, or a `datasets` name or directory; .jsonl and .json may be compressed (.gz,
+          .zst). Columns: messages, ShareGPT's conversations, Alpaca's instruction/input/output,
+          prompt/completion, prompt/chosen/rejected, HH-RLHF's chosen/rejected, or prompt alone.
       split: text, not empty; default `"train"`
           Split to read when `source` is a `datasets` name.
+      rename_columns: mapping to text, not empty; default empty
+          Name of a column in `source` → the name that X-ray reads: `{question: prompt}`.
       columns: list of text, not empty, at most 32; default empty
           Further columns to keep: ground truth for rewards, such as `answer`.
       sources: list of MixedSource; default empty

@@ -9,7 +9,7 @@ from pydantic import Field
 from xray_runtime.config.best_of_n import GroupsConfig
 from xray_runtime.config.engines import Fraction, GeneratorConfig, Positive, Section
 from xray_runtime.config.sampling import SamplingConfig
-from xray_runtime.config.sources import GivenGold, Source
+from xray_runtime.config.sources import ColumnNames, GivenGold, Source
 
 
 class GoldPreferences(SamplingConfig):
@@ -43,9 +43,11 @@ class DatasetPreferences(Section):
 
     source: Literal["dataset"] = "dataset"
     path: Source
-    """A .jsonl or .parquet file, a `datasets` name or directory, or a checkpoint that `xray preferences` published,
-    which becomes part of the lineage."""
+    """A .jsonl, .json or .parquet file, a `datasets` name or directory, or a checkpoint that `xray preferences`
+    published, which becomes part of the lineage."""
     split: Annotated[str, Field(min_length=1)] = "train"
+    rename_columns: ColumnNames = Field(default_factory=dict)
+    """Name of a column in `path` → the name that X-ray reads: `{question: prompt}`."""
     max_pairs: Annotated[int, Field(ge=8)] | None = None
     heldout_fraction: Fraction = 0.1
 

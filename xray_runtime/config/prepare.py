@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from xray_runtime.config.engines import Count, Fraction, Positive, Section
-from xray_runtime.config.sources import Source
+from xray_runtime.config.sources import ColumnNames, Source
 
 DEFAULT_SOURCE = "chitchat"
 PROMPT_TOKENS = 1024
@@ -20,6 +20,8 @@ class MixedSource(Section):
     source: Source
     """See `data.source`."""
     split: Annotated[str, Field(min_length=1)] = "train"
+    rename_columns: ColumnNames = Field(default_factory=dict)
+    """See `data.rename_columns`."""
     weight: Positive = 1.0
     """Its share of the mixture, relative to the others'. The mixture ends when one source is exhausted."""
     limit: Count | None = None
@@ -32,10 +34,13 @@ class DataConfig(Section):
 
     source: Source = DEFAULT_SOURCE
     """`chitchat` (7,168 human conversations from the chitchat-dataset package), a .jsonl, .json or .parquet file, or a
-    `datasets` name or directory. Columns: messages, ShareGPT's conversations, Alpaca's instruction/input/output,
-    prompt/completion, prompt/chosen/rejected, or HH-RLHF's chosen/rejected."""
+    `datasets` name or directory; .jsonl and .json may be compressed (.gz, .zst). Columns: messages, ShareGPT's
+    conversations, Alpaca's instruction/input/output, prompt/completion, prompt/chosen/rejected, HH-RLHF's
+    chosen/rejected, or prompt alone."""
     split: Annotated[str, Field(min_length=1)] = "train"
     """Split to read when `source` is a `datasets` name."""
+    rename_columns: ColumnNames = Field(default_factory=dict)
+    """Name of a column in `source` → the name that X-ray reads: `{question: prompt}`."""
     columns: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=32)] = Field(default_factory=list)
     """Further columns to keep: ground truth for rewards, such as `answer`."""
     sources: list[MixedSource] = Field(default_factory=list)
@@ -66,6 +71,8 @@ class DataConfig(Section):
     def _bounds(self) -> Self:
         if self.sources and self.source != DEFAULT_SOURCE:
             raise ValueError(f"source = {self.source!r} is not allowed together with sources: list it there")
+        if self.sources and self.rename_columns:
+            raise ValueError("rename_columns is not allowed together with sources: set it for each source")
         read = [part.source for part in self.sources] or [self.source]
         if self.curriculum is not None and DEFAULT_SOURCE in read:
             raise ValueError(f"curriculum = {self.curriculum!r} is not allowed: {DEFAULT_SOURCE!r} has no columns")
@@ -73,4 +80,7 @@ class DataConfig(Section):
             raise ValueError(f"max_chars = {self.max_chars} must be greater than min_chars = {self.min_chars}")
         if self.columns and read == [DEFAULT_SOURCE]:
             raise ValueError(f"columns = {self.columns} must be empty with source = 'chitchat', which has none")
+        renamed = [part for part in self.sources or [self] if part.source == DEFAULT_SOURCE and part.rename_columns]
+        if renamed:
+            raise ValueError(f"rename_columns is not allowed with source = {DEFAULT_SOURCE!r}, which has no columns")
         return self

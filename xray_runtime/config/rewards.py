@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from xray_runtime.config.engines import Count, NonNegative, Positive, Section
 from xray_runtime.config.sources import Function, without_login
+from xray_runtime.errors import shown
 
 SOURCES = ("model", "models", "function", "verifier", "service", "judge")
 """Fields that choose the source of a reward term; exactly one is set."""
@@ -28,16 +29,33 @@ def _compiles(pattern: str) -> str:
     return pattern
 
 
+def _kind(value: Any) -> str:
+    """The type of a value as JSON has it: 1 and 1.0 are the same."""
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, int | float):
+        return "a number"
+    return "a text" if isinstance(value, str) else type(value).__name__
+
+
 class Route(Section):
     """The rows that a source applies to."""
 
     column: Column
-    equals: str
-    """The value that the column must have, as text."""
+    equals: str | bool | int | float
+    """The value that the column must have, of its type: text, a number, true or false."""
 
     def applies(self, value: Any) -> bool:
-        """Whether the source applies to a row with `value` in the column."""
-        return str(value) == self.equals
+        """Whether the source applies to a row with `value` in the column. Raises ValueError if the two differ only in
+        their type."""
+        if value is None or _kind(value) == _kind(self.equals):
+            return bool(value == self.equals)
+        if str(value).casefold() == str(self.equals).casefold() or value == self.equals:
+            raise ValueError(
+                f"when.equals = {self.equals!r} is {_kind(self.equals)}, but the column {self.column!r} has "
+                f"{shown(value)}, {_kind(value)}: must be of the same type"
+            )
+        return False
 
 
 class MathVerifier(Section):

@@ -34,6 +34,18 @@ def _allowed(path: str) -> str:
 Source = Annotated[str, Field(min_length=1), AfterValidator(without_login)]
 """A file, a directory, a name or an address."""
 
+
+def _distinct(names: dict[str, str]) -> dict[str, str]:
+    twice = next((new for new in names.values() if list(names.values()).count(new) > 1), None)
+    if twice is not None:
+        raise ValueError(f"two columns would have the name {twice!r}")
+    return names
+
+
+_Name = Annotated[str, Field(min_length=1)]
+ColumnNames = Annotated[dict[_Name, _Name], Field(max_length=32), AfterValidator(_distinct)]
+"""Name of a column in a source → the name that X-ray reads."""
+
 Function = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"), AfterValidator(_allowed)]
 """`module:function`, in a module that XRAY_ALLOWED_IMPORTS names: `f(prompts, replies) -> scores`."""
 

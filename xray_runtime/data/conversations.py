@@ -42,7 +42,8 @@ class Conversation:
 
 
 def conversations(examples: Iterable[Example]) -> Iterator[Conversation]:
-    """The pairs as conversations, in order of their first pairs. Pairs of one conversation are adjacent."""
+    """The pairs as conversations, in order of their first pairs. Pairs of one conversation are adjacent. Prompts
+    without a reply are left out."""
     open_ones: list[Conversation] = []
     name = None
     for example in examples:
@@ -50,16 +51,15 @@ def conversations(examples: Iterable[Example]) -> Iterator[Conversation]:
             yield from open_ones
             open_ones, name = [], example.conversation
         prompt = example.prompt
-        reply: dict[str, Any] = {"role": "assistant", "content": example.response}
-        if example.tool_calls:
-            reply["tool_calls"] = example.tool_calls
+        if not example.has_reply:
+            continue
         found = next((one for one in open_ones if prompt[: len(one.messages)] == one.messages), None)
         if found is None:
             found = Conversation([], [], [])
             open_ones.append(found)
         found.replies.append(len(prompt))
         found.ids.append(example.id)
-        found.messages = [*prompt, reply]
+        found.messages = [*prompt, example.message]
     yield from open_ones
 
 
@@ -92,6 +92,8 @@ class ConversationTokens:
         spans = joined([shard.values[shard.offsets[0] : shard.offsets[-1]] for shard in self._spans], np.int64)
         starts, lengths = spans[::2], spans[1::2] - spans[::2]
         self._pairs, self._limits = pairs, (max_prompt, max_reply)
+        self.num_all = len(starts)
+        """Number of replies of the dataset, with those that are too long."""
         fit = self._fit(starts, lengths)
         self.num_replies = int(fit.sum())
         """Number of replies to train on."""

@@ -1,17 +1,20 @@
 """Messages from the forms of common files into X-ray's form.
 
 Forms: OpenAI's `{"role", "content"}`, with text or text parts as content and the role `developer` read as `system`;
-ShareGPT's `{"from", "value"}`. Assistant messages may have `tool_calls`. Texts are never changed.
+ShareGPT's `{"from", "value"}`. Assistant messages may have `tool_calls` and `reasoning_content`. Texts are never
+changed; a system message without text is none.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
-import orjson
-
-from xray_runtime.data.pairs import Messages
+from xray_runtime.data.json_values import check_json, parse_json, type_of, without_nulls
+from xray_runtime.data.keys import LEARNED, NEUTRAL, REASONING, REFUSED_KEYS, Unread, is_learned, refuse_keys
+from xray_runtime.data.pairs import Messages, reply_message
+from xray_runtime.errors import shown
 
 ROLES = ("system", "user", "assistant", "tool")
 ASKING = ("user", "tool")
@@ -33,14 +36,35 @@ CALLS = "function_call"
 """ShareGPT's role for a message that is the JSON of a call."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 """OpenAI's types of content parts that are text."""
+OF_TOOLS = ("name", "tool_call_id")
+"""Keys of a tool's messages."""
+READ = frozenset(("role", "content", "from", "value", "tool_calls", *LEARNED, *REASONING, *REFUSED_KEYS, *NEUTRAL))
+"""Keys of a message that are read, or refused where they have a value."""
 
 
 def read_messages(where: object, column: str, value: Any) -> Messages:
-    """A column of messages. Raises ValueError: one line that begins with `where`."""
+    """A column of messages, at least one. Raises ValueError: one line that begins with `where`."""
+    messages, _ = read_conversation(where, column, value, Unread())
+    if not messages:
+        raise ValueError(f"{where}: {column} has only a system message without text")
+    return messages
+
+
+def read_conversation(where: object, column: str, value: Any, unread: Unread) -> tuple[Messages, list[bool | None]]:
+    """(the messages of a column, whether each is to be learned; None: it does not say). Raises ValueError as
+    `read_messages`."""
     if not isinstance(value, list) or not value:
-        found = "an empty list" if value == [] else type(value).__name__
+        found = "an empty list" if value == [] else type_of(value)
         raise ValueError(f"{where}: {column} must be a list of messages, not {found}")
-    return [_message(where, column, message) for message in value]
+    messages: Messages = []
+    learned: list[bool | None] = []
+    for number, given in enumerate(value, start=1):
+        place = f"{where}: message {number} of {column}"
+        message, flag = _message(place, given, unread)
+        if message["role"] != "system" or message["content"].strip():
+            messages.append(message)
+            learned.append(flag)
+    return messages, learned
 
 
 def checked_text(where: object, column: str, value: str) -> str:
@@ -55,87 +79,137 @@ def checked_text(where: object, column: str, value: str) -> str:
     return value
 
 
-def read_tools(where: object, record: dict[str, Any]) -> list[dict[str, Any]]:
+def read_tools(where: object, record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The column `tools` of a record: JSON schemas of the available tools."""
     value = record.get("tools") or []
     if isinstance(value, str):
-        value = _parsed(value, f"{where}: tools is a text that is")
+        value = _parsed(f"{where}: tools", value)
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise ValueError(f"{where}: tools must be a list of JSON schemas, or its JSON text")
-    return value
+        raise ValueError(f"{where}: tools must be a list of JSON schemas, or its JSON text, not {shown(value)}")
+    tools: list[dict[str, Any]] = check_json(where, "tools", value)
+    return tools
 
 
-def _message(where: object, column: str, value: Any) -> dict[str, Any]:
-    given = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else {}
-    if "from" in given and "role" not in given:
-        given = _from_sharegpt(where, column, given)
-    calls = given.get("tool_calls") or []
-    content = given.get("content", "" if calls else None)
-    if isinstance(content, list):
-        content = _joined(where, column, content)
-    if not isinstance(content, str):
-        raise ValueError(f"{where}: {column} must hold objects with role and content, both strings")
+def _message(place: str, value: Any, unread: Unread) -> tuple[dict[str, Any], bool | None]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{place} is {type_of(value)}; allowed: an object with role and content")
+    given = without_nulls(value)
+    if "from" in given:
+        given = _from_sharegpt(place, given)
+    role = _role(place, given)
+    refuse_keys(place, given, REFUSED_KEYS)
+    for name, neutral in NEUTRAL.items():
+        if given.get(name, neutral) != neutral:
+            raise ValueError(f"{place}: {name} is {shown(given[name])}; allowed: {neutral!r}")
+    learned = is_learned(place, given)
+    if learned and role != "assistant":
+        raise ValueError(f"{place} is to be learned and of role {role!r}; only the assistant's messages are learned")
+    calls = _tool_calls(place, given.get("tool_calls") or [])
+    text, reasoning = _texts(place, given, unread)
+    if role != "assistant" and (calls or reasoning):
+        what = "tool_calls" if calls else "reasoning"
+        raise ValueError(f"{place} has {what} and role {role!r}; allowed: assistant")
+    if text is None and not calls and not reasoning:
+        raise ValueError(f"{place}: content is missing; its keys are {', '.join(sorted(map(str, value))) or '(none)'}")
+    of_tool = {name: _text(place, name, given[name]) for name in OF_TOOLS if name in given and role == "tool"}
+    unread.add_message_keys(given.keys() - READ - of_tool.keys())
+    return reply_message(text or "", calls, reasoning) | {"role": role} | of_tool, learned
+
+
+def _role(place: str, given: Mapping[str, Any]) -> str:
     role = given.get("role")
     role = SAME_ROLE.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
-        raise ValueError(f"{where}: {column} has role {role!r}; allowed: {', '.join(ROLES)}, developer")
-    if "function_call" in given:
-        raise ValueError(f"{where}: {column} has function_call, OpenAI's old form of a call; tool_calls is expected")
-    message = {"role": role, "content": checked_text(where, column, content)}
-    if calls:
-        if role != "assistant":
-            raise ValueError(f"{where}: {column} has tool_calls of role {role!r}; allowed: assistant")
-        message["tool_calls"] = _tool_calls(where, column, calls)
-    if role == "tool":
-        message |= {
-            name: checked_text(where, column, str(given[name])) for name in ("name", "tool_call_id") if name in given
-        }
-    return message
+        raise ValueError(f"{place}: role is {shown(role)}; allowed: {', '.join(ROLES)}, developer")
+    return str(role)
 
 
-def _from_sharegpt(where: object, column: str, given: dict[str, Any]) -> dict[str, Any]:
-    role, text = given["from"], given.get("value")
-    if role != CALLS:
-        return {"role": role, "content": text}
-    calls = _parsed(text if isinstance(text, str) else "", f"{where}: {column} has a {CALLS} that is")
-    return {"role": "assistant", "tool_calls": calls}
+def _from_sharegpt(place: str, given: dict[str, Any]) -> dict[str, Any]:
+    """A message of ShareGPT's with OpenAI's keys; others stay."""
+    role, rest = given["from"], {key: value for key, value in given.items() if key not in ("from", "value")}
+    called = role == CALLS
+    found: dict[str, Any] = {"role": "assistant" if called else role}
+    if "value" in given:
+        text = given["value"]
+        found |= (
+            {"tool_calls": _parsed(place, text) if isinstance(text, str) else text} if called else {"content": text}
+        )
+    for key, value in found.items():
+        # Many files have both forms.
+        other = (
+            SAME_ROLE.get(rest[key], rest[key]) if key == "role" and isinstance(rest.get(key), str) else rest.get(key)
+        )
+        if key in rest and other != (SAME_ROLE.get(value, value) if key == "role" else value):
+            raise ValueError(f"{place}: {key} is {shown(rest[key])}, and ShareGPT's key says {shown(value)}")
+    return rest | found
 
 
-def _parsed(text: str, what: str) -> Any:
+def _parsed(place: str, text: str) -> Any:
     try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise ValueError(f"{what} not JSON ({error})") from error
+        return parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{place} is a text that cannot be read: {error}") from error
 
 
-def _joined(where: object, column: str, parts: list[Any]) -> str:
-    """The text of OpenAI's content parts, one line each, as vLLM's server joins them for templates of plain text."""
-    found = []
+def _text(place: str, key: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{place}: {key} is {type_of(value)}; allowed: text")
+    return checked_text(place, key, value)
+
+
+def _texts(place: str, given: Mapping[str, Any], unread: Unread) -> tuple[str | None, str | None]:
+    """(text of a message, its reasoning); None: there is none."""
+    content = given.get("content")
+    found = [_text(place, key, given[key]) for key in REASONING if key in given]
+    if isinstance(content, list):
+        content, thought = _joined(place, content, unread)
+        found += [thought]
+    elif content is not None and not isinstance(content, str):
+        raise ValueError(f"{place}: content is {type_of(content)}; allowed: text, or a list of parts")
+    different = {text for text in found if text}
+    if len(different) > 1:
+        raise ValueError(f"{place} has {len(different)} different reasonings; allowed: one, in reasoning_content")
+    return None if content is None else checked_text(place, "content", content), next(iter(different), None)
+
+
+def _joined(place: str, parts: list[Any], unread: Unread) -> tuple[str, str]:
+    """(text, reasoning) of content parts, one line each, as vLLM's server joins them for templates of plain text."""
+    texts: dict[str, list[str]] = {"text": [], "thinking": []}
     for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        text = part.get("text") if kind in TEXT_PARTS else None
+        given = part if isinstance(part, dict) else {"type": type(part).__name__}
+        kind = given.get("type")
+        of = "thinking" if kind in REASONING else "text"
+        text = given.get(kind, given.get("text")) if of == "thinking" else None
+        if isinstance(text, list):
+            text = _joined(place, text, unread)[0]
+        elif kind in TEXT_PARTS:
+            text = given.get("text")
         if not isinstance(text, str):
             raise ValueError(
-                f"{where}: {column} has a content part of type {kind!r}, which is not supported; allowed: text; "
-                "remove such rows"
+                f"{place} has a content part of type {kind!r}, which is not supported; allowed: text, thinking; remove "
+                "such rows"
             )
-        found.append(text)
-    return "\n".join(found)
+        unread.add_message_keys(f"content.{key}" for key in given.keys() - {"type", "text", kind})
+        texts[of].append(checked_text(place, "content", text))
+    return "\n".join(texts["text"]), "\n".join(texts["thinking"])
 
 
-def _tool_calls(where: object, column: str, calls: Any) -> list[dict[str, Any]]:
+def _tool_calls(place: str, calls: Any) -> list[dict[str, Any]]:
     """The calls, with arguments as objects, which templates write as JSON."""
     found = []
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(f"{where}: {column} must hold tool_calls with a function's name and arguments")
+            raise ValueError(f"{place}: tool_calls must have a function's name and arguments, not {shown(call)}")
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
-            arguments = _parsed(arguments or "{}", f"{where}: {column} has a tool call whose arguments are")
+            arguments = _parsed(f"{place}: arguments of {function['name']!r}", arguments or "{}")
         if not isinstance(arguments, dict):
-            raise ValueError(f"{where}: {column} has a tool call whose arguments are not a JSON object: {arguments!r}")
+            raise ValueError(
+                f"{place}: arguments of {function['name']!r} are {shown(arguments)}; allowed: a JSON object"
+            )
         about = call if "function" in call else {}
         found.append(about | {"type": "function", "function": function | {"arguments": arguments}})
-    checked_text(where, column, json.dumps(found, ensure_ascii=False))
+    check_json(place, "tool_calls", found)
+    checked_text(place, "tool_calls", json.dumps(found, ensure_ascii=False))
     return found

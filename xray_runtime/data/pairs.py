@@ -1,8 +1,9 @@
 """The two record types of X-ray's datasets, and their files, which may be larger than memory.
 
 A prompt is a list of messages, `{"role": "system" | "user" | "assistant" | "tool", "content": str}`, and ends with one
-of the user or a tool. Assistant messages may have `tool_calls`, tool messages `name` and `tool_call_id`; the first
-message of a prompt may have `tools`, the JSON schemas of the available tools. Texts are never changed.
+of the user or a tool. Assistant messages may have `tool_calls` and `reasoning_content`, tool messages `name` and
+`tool_call_id`; the first message of a prompt may have `tools`, the JSON schemas of the available tools. Texts are never
+changed.
 
 A file is an uncompressed Arrow IPC file (Feather): `pandas.read_feather(path)` shows it, and so does
 `datasets.load_dataset("arrow", data_files=path)`. Its record batches have `BATCH_ROWS` rows each, except the last,
@@ -11,13 +12,13 @@ so that row i is found without an index. Equal data give equal bytes.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
-import orjson
 import pyarrow as pa
 
 Messages = list[dict[str, Any]]
@@ -31,16 +32,29 @@ BATCH_ROWS = 256
 
 
 class Example(NamedTuple):
-    """A prompt and a human reply."""
+    """A prompt and a human reply, or a prompt alone."""
 
     id: str
     conversation: str
     prompt: Messages
     response: str
+    """Empty without `tool_calls` and `reasoning_content`: the row is a prompt without a reply."""
     tool_calls: list[dict[str, Any]] | None = None
     """Tool calls of the reply."""
     columns: str = "{}"
     """Further columns of its record, as a JSON object, for rewards."""
+    reasoning_content: str | None = None
+    """What the assistant thought before the reply."""
+
+    @property
+    def has_reply(self) -> bool:
+        """Whether there is a reply to learn from."""
+        return bool(self.response or self.tool_calls or self.reasoning_content)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The reply as an assistant's message."""
+        return reply_message(self.response, self.tool_calls, self.reasoning_content)
 
 
 class PreferenceExample(NamedTuple):
@@ -53,11 +67,29 @@ class PreferenceExample(NamedTuple):
     chosen_tool_calls: list[dict[str, Any]] | None = None
     """Tool calls of the chosen reply."""
     rejected_tool_calls: list[dict[str, Any]] | None = None
+    chosen_reasoning_content: str | None = None
+    rejected_reasoning_content: str | None = None
 
     @property
     def texts(self) -> tuple[str, str]:
         """The chosen and the rejected reply for display, with calls as JSON."""
         return message_text(self.chosen, self.chosen_tool_calls), message_text(self.rejected, self.rejected_tool_calls)
+
+    @property
+    def messages(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The chosen and the rejected reply as assistant's messages."""
+        return (
+            reply_message(self.chosen, self.chosen_tool_calls, self.chosen_reasoning_content),
+            reply_message(self.rejected, self.rejected_tool_calls, self.rejected_reasoning_content),
+        )
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The pair as a record of users' data."""
+        prompt = [{key: value for key, value in message.items() if key != "tools"} for message in self.prompt]
+        chosen, rejected = self.messages
+        tools = self.prompt[0].get("tools") if self.prompt else None
+        return {"prompt": prompt, "chosen": [chosen], "rejected": [rejected]} | ({"tools": tools} if tools else {})
 
 
 P = TypeVar("P", Example, PreferenceExample)
@@ -65,14 +97,15 @@ P = TypeVar("P", Example, PreferenceExample)
 # 64-bit offsets, so that texts of any length fit a batch.
 TEXT = pa.large_string()
 REQUIRED = ("role", "content")
-PARTS = (*REQUIRED, "name", "tool_call_id", "tool_calls", "tools")
+PARTS = (*REQUIRED, "name", "tool_call_id", "reasoning_content", "tool_calls", "tools")
 MESSAGE = pa.struct([pa.field(part, TEXT, nullable=part not in REQUIRED) for part in PARTS])
 AS_JSON = ("tool_calls", "tools", "chosen_tool_calls", "rejected_tool_calls")
 """Fields without a fixed schema, stored as JSON."""
+OPTIONAL = (*AS_JSON, "reasoning_content", "chosen_reasoning_content", "rejected_reasoning_content")
 PROMPT = pa.large_list(pa.field("item", MESSAGE, nullable=False))
 SCHEMAS = {
     of: pa.schema(
-        [pa.field(name, PROMPT if name == "prompt" else TEXT, nullable=name in AS_JSON) for name in of._fields]
+        [pa.field(name, PROMPT if name == "prompt" else TEXT, nullable=name in OPTIONAL) for name in of._fields]
     )
     for of in (Example, PreferenceExample)
 }
@@ -185,7 +218,7 @@ class Pairs(Sequence[P]):
         try:
             rows = [_read_back(row) for row in batch.to_pylist()]
             return [self._of(**(row | {"prompt": list(map(_read_back, row["prompt"]))})) for row in rows]
-        except orjson.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise self._damaged(str(error)) from error
 
     def _damaged(self, reason: str) -> ValueError:
@@ -203,21 +236,30 @@ def pairs_of(path: Path) -> Pairs[Example] | Pairs[PreferenceExample]:
 def _written(name: str, values: list[Any]) -> list[Any]:
     if name not in AS_JSON:
         return values
-    return [None if value is None else orjson.dumps(value).decode() for value in values]
+    return [None if value is None else _json(value) for value in values]
 
 
 def _read_back(found: dict[str, Any]) -> dict[str, Any]:
     """A message or a row without its nulls."""
-    return {
-        name: orjson.loads(value) if name in AS_JSON else value for name, value in found.items() if value is not None
-    }
+    return {name: json.loads(value) if name in AS_JSON else value for name, value in found.items() if value is not None}
+
+
+def _json(value: Any) -> str:
+    """JSON text. orjson would refuse integers above 2^64, and read them as floats."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def reply_message(text: str, tool_calls: list[dict[str, Any]] | None, reasoning: str | None) -> dict[str, Any]:
+    """An assistant's message in X-ray's form."""
+    more = {"tool_calls": tool_calls, "reasoning_content": reasoning}
+    return {"role": "assistant", "content": text} | {name: value for name, value in more.items() if value}
 
 
 def message_text(content: str, tool_calls: list[dict[str, Any]] | None = None) -> str:
-    """A message's text, with calls as JSON."""
+    """A message's text, with calls as JSON, without its reasoning."""
     if not tool_calls:
         return content
-    return "\n".join([*([content] if content else []), orjson.dumps(tool_calls).decode()])
+    return "\n".join([*([content] if content else []), _json(tool_calls)])
 
 
 def prompt_text(prompt: Messages) -> str:

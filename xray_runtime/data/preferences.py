@@ -12,9 +12,10 @@ import numpy as np
 from xray_runtime.config.preferences import RatingPreferences
 from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.heldout import is_held_out
+from xray_runtime.data.keys import Unread
 from xray_runtime.data.pairs import Example, Messages, PreferenceExample, message_text, prompt_text
+from xray_runtime.data.record_files import Where
 from xray_runtime.data.records import preference
-from xray_runtime.data.sources import Where
 from xray_runtime.seeding import derive_seed
 
 log = logging.getLogger(__name__)
@@ -131,26 +132,31 @@ def split_ratings(
 
 
 def from_dataset(
-    records: Iterable[tuple[Where, dict[str, Any]]], max_pairs: int | None, dropped: DroppedRows
+    records: Iterable[tuple[Where, dict[str, Any]]],
+    max_pairs: int | None,
+    dropped: DroppedRows,
+    unread: Unread | None = None,
 ) -> Iterator[tuple[int, PreferenceExample]]:
-    """A user's pairs, each with its row in the source, from what `read_records` reads. Raises ValueError if a row has
-    the wrong form."""
+    """A user's pairs, each with its row in the source, from what `read_records` reads; `unread` counts what is not
+    read. Raises ValueError if a row has the wrong form."""
     num_pairs = 0
     for where, record in records:
         if num_pairs == max_pairs:
             break
-        found = preference(where, record)
+        found = preference(where, record, unread)
         if found is None:
-            dropped.add("unmatched_transcripts", {"row": where.number})
+            dropped.add("unmatched_transcripts", {"row": where.row})
             continue
         prompt, chosen, rejected = found
-        texts = [message_text(m["content"], m.get("tool_calls")).strip() for m in (chosen, rejected)]
-        if texts[0] == texts[1] or not all(texts) or not prompt[-1]["content"].strip():
-            dropped.add("same_or_empty", {"row": where.number})
+        replies = [
+            (m.get("reasoning_content", ""), message_text(m["content"], m.get("tool_calls")).strip())
+            for m in (chosen, rejected)
+        ]
+        empty = not all(map(any, replies)) or not prompt[-1]["content"].strip()
+        if replies[0] == replies[1] or empty:
+            dropped.add("same_or_empty", {"row": where.row})
             continue
         num_pairs += 1
-        calls = [m.get("tool_calls") for m in (chosen, rejected)]
-        yield (
-            where.number,
-            PreferenceExample(f"dataset-{where.number}", prompt, chosen["content"], rejected["content"], *calls),
-        )
+        more = [m.get(key) for key in ("tool_calls", "reasoning_content") for m in (chosen, rejected)]
+        texts = (chosen["content"], rejected["content"])
+        yield where.row, PreferenceExample(f"dataset-{where.row}", prompt, *texts, *more)

@@ -52,8 +52,9 @@ class WithdrawnTexts:
         return bool(self._hashes) and len(text.strip()) >= MIN_CHARS and self._hash(text) in self._hashes
 
     def touches(self, prompt: Messages, *replies: str) -> bool:
-        """Whether a message of the prompt or a reply was withdrawn."""
-        return any(message["content"] in self for message in prompt) or any(reply in self for reply in replies)
+        """Whether a message of the prompt, its reasoning, or a reply was withdrawn."""
+        texts = [text for m in prompt for text in (m["content"], m.get("reasoning_content", ""))]
+        return any(text in self for text in (*texts, *replies))
 
     def _hash(self, text: str) -> str:
         key = self._salt.encode()

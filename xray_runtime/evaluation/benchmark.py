@@ -88,7 +88,8 @@ def _perplexity(stage: Stage[PerplexitySuite, BenchmarkInputs], recorder: Record
     longest = max_reply_tokens(config.max_response_tokens, stage.inputs.policy.path)
     fits = tokens.prompt_lengths <= max_prompt_tokens(dataset, stage.inputs.policy.path, longest)
     fits &= replies <= longest
-    rows = _chosen(stage, np.flatnonzero(fits), config.num_rows)
+    answered = np.fromiter((pair.has_reply for pair in pairs), bool, len(pairs))
+    rows = _chosen(stage, np.flatnonzero(fits & answered), config.num_rows)
     nll, counts = [], []
     spec = ModelSpec(stage.inputs.policy.path, SFTObjective(), frozen=config.frozen)
     with stage.open_models({"policy": spec}) as models:
@@ -100,7 +101,8 @@ def _perplexity(stage: Stage[PerplexitySuite, BenchmarkInputs], recorder: Record
     sums, lengths = (torch.from_numpy(np.concatenate(parts)).double() for parts in (nll, counts))
     mean, low, high = bootstrap_ratio(sums, lengths, config.bootstrap_samples, _resamples(stage))
     numbers: dict[str, Any] = {"perplexity": math.exp(mean), "perplexity_ci95": [math.exp(low), math.exp(high)]}
-    numbers |= {"nll": mean, "rows": len(rows), "tokens": int(lengths.sum()), "left_out_too_long": int((~fits).sum())}
+    numbers |= {"nll": mean, "rows": len(rows), "tokens": int(lengths.sum())}
+    numbers["left_out_too_long"] = int((~fits & answered).sum())
     prompt_texts = [prompt_text(pairs[row].prompt) for row in rows.tolist()]
     per_token = (sums / lengths).tolist()
     shown = [

@@ -270,11 +270,15 @@ def refusal(store: LineageStore, node: Node) -> str | None:
     return f"{node.name} descends from withdrawn data: {reasons[0]}{more}; train it again without"
 
 
+TEXTS_OF = ("response", "chosen", "rejected", "reasoning_content")
+"""Fields of pairs with a reply's texts end with these."""
+
+
 def _holds(node: Node, texts: WithdrawnTexts) -> bool:
     for path in sorted(node.directory.glob("*.arrow")):
         for row in pairs_of(path):
-            replies = [value for name, value in row._asdict().items() if name in ("response", "chosen", "rejected")]
-            if texts.touches(row.prompt, *replies):
+            texts_of = [value for name, value in row._asdict().items() if name.endswith(TEXTS_OF) and value is not None]
+            if texts.touches(row.prompt, *texts_of):
                 return True
     return False
 

@@ -17,12 +17,15 @@ from xray_runtime.config.preferences import (
     SampledPreferences,
 )
 from xray_runtime.data.dropped import DroppedRows
+from xray_runtime.data.forms import renamed
 from xray_runtime.data.gold import load_gold
 from xray_runtime.data.heldout import held_out_prompts, split_by_prompt
+from xray_runtime.data.keys import Unread
 from xray_runtime.data.length_baseline import length_baseline_accuracy
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, Pairs, PairsWriter, PreferenceExample, prompt_text
 from xray_runtime.data.preferences import from_dataset, label_pairs, split_ratings
-from xray_runtime.data.sources import Where, chitchat_conversations, read_records
+from xray_runtime.data.record_files import Records, Where
+from xray_runtime.data.sources import chitchat_conversations, read_records
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.graph.artifacts import JUDGED_PAIRS
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
 def run(stage: Stage[Any, PreferencesInputs], out: Path, recorder: Recorder) -> int:
     """Writes train.arrow, heldout.arrow (no prompt on both sides), stats.json and dropped.jsonl (rows of your own pairs
     that were left out, with reasons). None of them contains gold scores."""
-    config = stage.config
+    config, unread = stage.config, Unread()
     sided: Iterable[tuple[bool, PreferenceExample]]
     with (
         PairsWriter(out / TRAIN, PreferenceExample) as train,
@@ -61,7 +64,7 @@ def run(stage: Stage[Any, PreferencesInputs], out: Path, recorder: Recorder) -> 
             elif isinstance(config, RewardedPreferences):
                 pairs, stats = _from_rewards(stage, out, recorder)
             else:
-                pairs, stats = _from_dataset(stage, config, left_out), {}
+                pairs, stats = _from_dataset(stage, config, left_out, unread), {}
             sided = split_by_prompt(pairs, config.heldout_fraction, stage.seed)
         for held_out, pair in sided:
             (heldout if held_out else train).append(pair)
@@ -74,12 +77,15 @@ def run(stage: Stage[Any, PreferencesInputs], out: Path, recorder: Recorder) -> 
         )
     written = [Pairs(out / side, PreferenceExample) for side in (TRAIN, HELDOUT)]
     stats["length_baseline_accuracy"] = length_baseline_accuracy(*written)
-    (out / "stats.json").write_text(json.dumps(dict(sorted(stats.items())), indent=2) + "\n")
-    recorder.metrics({f"preferences/{name}": float(value) for name, value in stats.items()}, step=0)
+    text = json.dumps(dict(sorted({**stats, **unread.counts()}.items())), indent=2, ensure_ascii=False)
+    (out / "stats.json").write_text(text + "\n", encoding="utf-8", errors="surrogatepass")
+    metrics = {f"preferences/{name}": float(value) for name, value in stats.items()}
+    recorder.metrics(metrics | unread.metrics("preferences"), step=0)
     recorder.table(
         "preferences", ["prompt", "chosen", "rejected"], [[prompt_text(p.prompt), *p.texts] for p in written[1][:20]]
     )
-    recorder.progress(train.count + heldout.count, train.count + heldout.count, "pairs", "labelled")
+    note = "; ".join(filter(None, ["labelled", str(unread)]))
+    recorder.progress(train.count + heldout.count, train.count + heldout.count, "pairs", note)
     return 0
 
 
@@ -94,23 +100,34 @@ def _from_ratings(
 
 
 def _from_dataset(
-    stage: Stage[Any, PreferencesInputs], config: DatasetPreferences | JudgedPreferences, dropped: DroppedRows
+    stage: Stage[Any, PreferencesInputs],
+    config: DatasetPreferences | JudgedPreferences,
+    dropped: DroppedRows,
+    unread: Unread,
 ) -> Iterator[PreferenceExample]:
     """Your own pairs, or human verdicts, without prompts that are held out for evaluation."""
     records: Iterable[tuple[Where, dict[str, Any]]]
     if isinstance(config, JudgedPreferences):
         assert stage.inputs.judgements is not None
         judged = Pairs(stage.inputs.judgements.path / JUDGED_PAIRS, PreferenceExample)
-        records = ((Where("judgements", "pair", number), pair._asdict()) for number, pair in enumerate(judged, start=1))
+        records = ((Where("judgements", "pair", n, n), pair.record) for n, pair in enumerate(judged, start=1))
     else:
-        _, records = read_records("preferences.path", config.path, config.split)
+        records = _renamed(config, read_records("preferences.path", config.path, config.split)[1])
     data = stage.inputs.data
     held_out = held_out_prompts(data.path) if data is not None else TextSet()
-    for row, pair in from_dataset(records, config.max_pairs, dropped):
+    for row, pair in from_dataset(records, config.max_pairs, dropped, unread):
         if prompt_text(pair.prompt) in held_out:
             dropped.add("prompt_held_out", {"row": row})
         else:
             yield pair
+
+
+def _renamed(config: DatasetPreferences, records: Records) -> Records:
+    names, field, unseen = config.rename_columns, "preferences.rename_columns", set(config.rename_columns)
+    for where, record in records:
+        yield where, renamed(field, where, record, names, unseen)
+    if unseen:
+        raise ValueError(f"{field}: {min(unseen)!r} has a value in no record of {config.path!r}")
 
 
 def _from_gold(

@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from xray_runtime.data.dropped import DroppedRows
+from xray_runtime.data.forms import renamed, usual
 from xray_runtime.data.heldout import is_held_out
+from xray_runtime.data.json_values import check_json
+from xray_runtime.data.keys import Unread
 from xray_runtime.data.pairs import (
     HELDOUT,
     TRAIN,
@@ -28,7 +31,8 @@ from xray_runtime.data.pairs import (
     prompt_text,
     write_pairs,
 )
-from xray_runtime.data.records import conversation_id, prompt_and_replies, usual
+from xray_runtime.data.record_files import Where
+from xray_runtime.data.records import conversation_id, left_out, prompt_and_replies
 from xray_runtime.data.sources import CHITCHAT, chat_pairs, chitchat_conversations, read_records
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.data.withdrawn import WithdrawnTexts
@@ -45,17 +49,20 @@ PROGRESS_EVERY = 500
 NUM_EXAMPLES_SHOWN = 20
 REASONS = ("empty", "too_long", "too_short", "without_reply")
 """Reasons to drop a reply, or a record without replies."""
+Pair = tuple[Messages, dict[str, Any] | None]
+"""A prompt and a reply, or a prompt alone."""
 
 
 class Conversation(NamedTuple):
-    """One conversation: its row in the source, counted from 1, its id, (prompt, reply) pairs, further columns as JSON,
-    and position in the curriculum."""
+    """One conversation: its row in the source, counted from 1, its id, its pairs, further columns as JSON, position in
+    the curriculum, and why its replies are not learned."""
 
     row: int
     id: str
-    pairs: list[tuple[Messages, dict[str, Any]]]
+    pairs: Sequence[Pair]
     columns: str = "{}"
     difficulty: float = 0.0
+    left_out: str | None = None
 
 
 def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> int:
@@ -67,9 +74,9 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
     Raises:
         ValueError: the source cannot be read, or filtering leaves one side of the split empty.
     """
-    config = stage.config
+    config, unread = stage.config, Unread()
     with DroppedRows(out) as left_out:
-        counts = _write_sides(stage, out, recorder, left_out)
+        counts = _write_sides(stage, out, recorder, left_out, unread)
     counts.update({f"dropped_{reason}": count for reason, count in left_out.counts.items()})
     if config.validation_fraction and not counts["validation_pairs"]:
         raise ValueError("data: no validation pairs are left: raise validation_fraction, or read more conversations")
@@ -80,13 +87,14 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
             f"{counts['read_pairs']}; both must be at least 1: read more conversations, or change min_chars, max_chars "
             f"or heldout_fraction (dropped: {dropped})"
         )
-    (out / "stats.json").write_text(json.dumps(dict(sorted(counts.items())), indent=2) + "\n", encoding="utf-8")
+    stats = json.dumps(dict(sorted({**counts, **unread.counts()}.items())), indent=2, ensure_ascii=False)
+    (out / "stats.json").write_text(stats + "\n", encoding="utf-8", errors="surrogatepass")
     facts = {"max_prompt_tokens": config.max_prompt_tokens, "context_messages": config.context_messages}
     facts |= {"in_order": config.curriculum is not None}
     (out / "dataset.json").write_text(json.dumps(facts, sort_keys=True) + "\n", encoding="utf-8")
     read, kept = counts["read_records"], counts["train_pairs"] + counts["heldout_pairs"]
-    recorder.progress(read, read, "conversations", f"{kept:,} pairs kept")
-    recorder.metrics({f"data/{name}": float(value) for name, value in counts.items()}, step=0)
+    recorder.progress(read, read, "conversations", "; ".join(filter(None, [f"{kept:,} pairs kept", str(unread)])))
+    recorder.metrics({f"data/{name}": float(value) for name, value in counts.items()} | unread.metrics("data"), step=0)
     recorder.table("data_counts", ["what", "count"], [[name, count] for name, count in sorted(counts.items())])
     shown = Pairs(out / TRAIN, Example)[:: -(-counts["train_pairs"] // NUM_EXAMPLES_SHOWN)]
     examples = [[prompt_text(e.prompt), message_text(e.response, e.tool_calls)] for e in shown]
@@ -95,7 +103,7 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
 
 
 def _write_sides(
-    stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder, left_out: DroppedRows
+    stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder, left_out: DroppedRows, unread: Unread
 ) -> Counter[str]:
     """Write the sides of the split; returns counts of read and kept pairs."""
     config = stage.config
@@ -104,12 +112,12 @@ def _write_sides(
     chosen: set[str] = set()
     difficulties, absent = array("d"), set(config.columns)
     withdrawn = WithdrawnTexts("", ()) if config.withdrawn is None else WithdrawnTexts.read(Path(config.withdrawn))
-    total, source = _read(config, absent)
+    total, source = _read(config, absent, unread)
     unchecked = {side: out / f"{side}.unchecked" for side in (HELDOUT, VALIDATION)}
     with ExitStack() as files:
         train = files.enter_context(PairsWriter(out / TRAIN, Example))
         held = {side: files.enter_context(PairsWriter(path, Example)) for side, path in unchecked.items()}
-        for number, (part, (row, conversation, pairs, columns, difficulty)) in enumerate(source):
+        for number, (part, (row, conversation, pairs, columns, difficulty, skipped)) in enumerate(source):
             if number % PROGRESS_EVERY == 0:
                 recorder.progress(number, total, "conversations", "reading")
             if config.max_conversations is not None and conversation not in chosen:
@@ -122,19 +130,21 @@ def _write_sides(
             counts["read_pairs"] += len(pairs)
             at = {"source": part, "row": row} if config.sources else {"row": row}
             name = "-".join(map(str, at.values()))
-            if not pairs:
-                left_out.add("without_reply", at)
+            if skipped or not pairs:
+                left_out.add(skipped or "without_reply", at)
             if config.sources:
                 counts[f"read_conversations_source_{part}"] += 1
             for place, (prompt, reply) in enumerate(pairs):
-                text, calls = prompt_text(prompt), reply.get("tool_calls")
-                reason = _reason_to_drop(prompt, text, message_text(reply["content"], calls), config)
-                if withdrawn.touches(prompt, reply["content"]):
+                text, said = prompt_text(prompt), (reply or {}).get("content", "")
+                reason = _reason_to_drop(prompt, text, reply, config)
+                if withdrawn.touches(prompt, said, (reply or {}).get("reasoning_content", "")):
                     reason = "withdrawn"
                 if reason:
                     left_out.add(reason, at | {"reply": place})
                     continue
-                example = Example(f"{name}-{place}", conversation, prompt, reply["content"], calls, columns)
+                counts["prompts_without_reply"] += reply is None
+                more = {key: (reply or {}).get(key) for key in ("tool_calls", "reasoning_content")}
+                example = Example(f"{name}-{place}", conversation, prompt, said, columns=columns, **more)
                 (held[held_out] if held_out else train).append(example)
                 if config.sources:
                     counts[f"kept_pairs_source_{part}"] += 1
@@ -187,18 +197,15 @@ def _held_out(seed: int, conversation: str, config: DataConfig) -> str | None:
     return VALIDATION if is_held_out(seed, "validation", conversation, config.validation_fraction) else None
 
 
-def _read(config: DataConfig, absent: set[str]) -> tuple[int, Iterator[tuple[int, Conversation]]]:
+def _read(config: DataConfig, absent: set[str], unread: Unread) -> tuple[int, Iterator[tuple[int, Conversation]]]:
     """(number of conversations or records, (number of its source, conversation) for each, in order).
 
     Removes columns that occur from `absent`.
     """
     if not config.sources:
-        total, pairs = _read_one("data.source", config.source, config.split, config, absent)
-        return total, ((0, one) for one in pairs)
-    read = [
-        _read_one(f"data.sources.{n}.source", one.source, one.split, config, absent)
-        for n, one in enumerate(config.sources)
-    ]
+        total, rows = _read_one("data", config, config, absent, unread)
+        return total, ((0, one) for one in rows)
+    read = [_read_one(f"data.sources.{n}", one, config, absent, unread) for n, one in enumerate(config.sources)]
     return sum(total for total, _ in read), mixed(config.sources, [rows for _, rows in read])
 
 
@@ -227,36 +234,59 @@ def mixed(sources: Sequence[MixedSource], rows: Sequence[Iterator[T]]) -> Iterat
 
 
 def _read_one(
-    field: str, source: str, split: str, config: DataConfig, absent: set[str]
+    field: str, part: DataConfig | MixedSource, config: DataConfig, absent: set[str], unread: Unread
 ) -> tuple[int, Iterator[Conversation]]:
-    context = config.context_messages
-    if source == CHITCHAT:
+    if part.source == CHITCHAT:
         conversations = chitchat_conversations()
         return len(conversations), (
-            Conversation(n, c.id, list(chat_pairs(c, context))) for n, c in enumerate(conversations, start=1)
+            Conversation(n, c.id, list(chat_pairs(c, config.context_messages)))
+            for n, c in enumerate(conversations, start=1)
         )
-    total, records = read_records(field, source, split)
-    return total, (
-        Conversation(
-            where.number,
-            conversation_id(record),
-            list(prompt_and_replies(where, record, context)),
-            _columns(record, config.columns, absent),
-            0.0 if config.curriculum is None else _difficulty(where, record, config.curriculum),
-        )
-        for where, record in ((where, usual(where, record)) for where, record in records)
+    total, records = read_records(f"{field}.source", part.source, part.split)
+    names, unseen = part.rename_columns, set(part.rename_columns)
+
+    def read() -> Iterator[Conversation]:
+        for where, given in records:
+            record = renamed(f"{field}.rename_columns", where, given, names, unseen)
+            try:
+                one = _conversation(where, record, config, unread)
+            except ValueError as error:
+                raise ValueError(f"{error}{_unseen(field, unseen)}") from error
+            absent.difference_update(record)
+            yield one
+        if unseen:
+            raise ValueError(f"{field}.rename_columns: {min(unseen)!r} has a value in no record of {part.source!r}")
+
+    return total, read()
+
+
+def _unseen(field: str, names: set[str]) -> str:
+    return f" ({field}.rename_columns: no record had {min(names)!r} so far)" if names else ""
+
+
+def _conversation(where: Where, record: dict[str, Any], config: DataConfig, unread: Unread) -> Conversation:
+    carried = [*config.columns, *([config.curriculum] if config.curriculum is not None else [])]
+    found = usual(where, record, carried=carried, unread=unread)
+    pairs: list[Pair] = list(prompt_and_replies(where, found, config.context_messages, unread))
+    reason = left_out(where, found) if any(reply is not None for _, reply in pairs) else None
+    return Conversation(
+        where.row,
+        conversation_id(where, found),
+        [] if reason else pairs,
+        _columns(where, record, config.columns),
+        0.0 if config.curriculum is None else _difficulty(where, record, config.curriculum),
+        reason,
     )
 
 
-def _columns(record: dict[str, Any], names: list[str], absent: set[str]) -> str:
-    absent.difference_update(record)
-    # `default=str` writes dates and the like as text.
-    return json.dumps({name: record.get(name) for name in names}, default=str)
+def _columns(where: Where, record: dict[str, Any], names: list[str]) -> str:
+    values = {name: check_json(where, name, record.get(name)) for name in names}
+    return json.dumps(values, sort_keys=True)
 
 
 def _difficulty(where: object, record: dict[str, Any], column: str) -> float:
     value = record.get(column)
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{where}: column {column!r} must be a finite number (data.curriculum), not {value!r}")
     return float(value)
 
@@ -269,12 +299,22 @@ def _reorder(path: Path, order: np.ndarray) -> None:
     unordered.unlink()
 
 
-def _reason_to_drop(prompt: Messages, text: str, reply: str, config: DataConfig) -> str | None:
-    texts = [message_text(m["content"], m.get("tool_calls")) for m in prompt if m["role"] != "tool"]
-    if not reply.strip() or not all(map(str.strip, texts)):
+def _reason_to_drop(prompt: Messages, text: str, reply: dict[str, Any] | None, config: DataConfig) -> str | None:
+    texts = [_whole_text(message) for message in prompt if message["role"] != "tool"]
+    lengths = [len(text)]
+    if reply is not None:
+        texts.append(_whole_text(reply))
+        lengths.append(len(texts[-1]))
+    if not all(map(str.strip, texts)):
         return "empty"
-    if min(len(text), len(reply)) < config.min_chars:
+    if min(lengths) < config.min_chars:
         return "too_short"
-    if config.max_chars is not None and max(len(text), len(reply)) > config.max_chars:
+    if config.max_chars is not None and max(lengths) > config.max_chars:
         return "too_long"
     return None
+
+
+def _whole_text(message: dict[str, Any]) -> str:
+    """A message's text with its reasoning and its calls."""
+    text = message_text(message["content"], message.get("tool_calls"))
+    return message["reasoning_content"] + text if "reasoning_content" in message else text

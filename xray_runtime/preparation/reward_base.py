@@ -64,7 +64,10 @@ def _heldout_scores(
     """Scores [n] of held-out human replies to prompts within the dataset's limit."""
     examples, limit = Pairs(dataset / HELDOUT, Example), max_prompt_tokens(dataset, out, max_reply_tokens(None, out))
     batches = (encode_prompts(tokenizer, [e.prompt for e in batch]) for batch in examples.batches())
-    fit = [row for row, ids in enumerate(chain.from_iterable(batches)) if len(ids) <= limit]
+    fits = [row for row, ids in enumerate(chain.from_iterable(batches)) if len(ids) <= limit]
+    fit = [row for row in fits if examples[row].has_reply]
+    if fits and not fit:
+        raise ValueError(f"{stage.name}.data: the held-out prompts have no replies to score: add rows with replies")
     if not fit:
         raise ValueError(
             f"{stage.name}.data: no held-out prompt fits max_prompt_tokens = {limit} in the tokens of "

@@ -32,8 +32,15 @@ WHY = {
     "same_or_empty": "with two equal or empty replies",
     "unmatched_transcripts": "whose transcripts begin differently or end without a reply",
     "prompt_held_out": "to prompts that are held out for evaluation",
+    "withdrawn": "with withdrawn texts",
 }
 """Reason to drop a reply, by its name in metrics → phrase."""
+ROWS = {
+    "without_reply": "without a reply to learn",
+    "undesirable": "with replies labelled as bad (label)",
+    "weight_0": "with weight 0",
+}
+"""Reason to leave out a row's replies → phrase."""
 LISTED = "listed in dropped.jsonl of the checkpoint"
 
 
@@ -42,16 +49,33 @@ def data_findings(series: Series) -> list[str]:
     counts = _counts(series, "data/")
     total, reasons = _dropped(counts)
     found = [f"dropped {total:,} of {counts['read_pairs']:,} replies: {reasons}"] if total else []
-    if counts.get("dropped_without_reply"):
-        found.append(f"{counts['dropped_without_reply']:,} of {counts['read_records']:,} rows without a reply to learn")
-    return [f"{'; '.join(found)}; {LISTED}"] if found else []
+    for reason, why in ROWS.items():
+        if counts.get(f"dropped_{reason}"):
+            found.append(f"{counts[f'dropped_{reason}']:,} of {counts['read_records']:,} rows {why}")
+    dropped = [f"{'; '.join(found)}; {LISTED}"] if found else []
+    alone = counts.get("prompts_without_reply", 0)
+    if alone:
+        dropped.append(f"{alone:,} of {counts['read_pairs']:,} prompts have no reply: sft leaves them out")
+    return dropped + _unread(counts)
 
 
 def preferences_findings(series: Series) -> list[str]:
     """Preference pairs: number of dropped pairs, by reason."""
     counts = _counts(series, "preferences/")
     total, reasons = _dropped(counts)
-    return [f"dropped {total:,} of {counts['pairs'] + total:,} pairs: {reasons}"] if total else []
+    dropped = [f"dropped {total:,} of {counts['pairs'] + total:,} pairs: {reasons}"] if total else []
+    return dropped + _unread(counts)
+
+
+def _unread(counts: Mapping[str, int]) -> list[str]:
+    """What of the rows was not read: the most frequent columns and keys of messages."""
+    found = []
+    for what in ("columns_not_read", "message_keys_not_read"):
+        named = {n.removeprefix(f"{what}/"): count for n, count in counts.items() if n.startswith(f"{what}/")}
+        most = sorted(named.items(), key=lambda item: (-item[1], item[0]))
+        if most:
+            found.append(f"{what.replace('_', ' ')}: {', '.join(f'{name} {count:,}' for name, count in most)}")
+    return ["; ".join(found)] if found else []
 
 
 def sft_findings(series: Series) -> list[str]:

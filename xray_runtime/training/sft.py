@@ -97,6 +97,11 @@ def _data(
 
     dataset, validation = stage.inputs.data.path, stage.config.validation
     train, heldout = tokens(dataset / TRAIN), tokens(dataset / HELDOUT)
+    if not train.num_all or not heldout.num_all:
+        raise ValueError(
+            f"{stage.name}: the {'held-out' if train.num_all else 'training'} rows of the dataset are prompts without "
+            "replies: add rows with replies; data.rename_columns maps other names of columns"
+        )
     if not len(train) or not len(heldout):
         raise ValueError(
             f"{stage.name}: no pairs fit max_prompt_tokens = {limits[0]} and max_response_tokens = {limits[1]}"

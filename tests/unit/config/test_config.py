@@ -16,6 +16,7 @@ from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import load_config, resolved_yaml, validate
+from xray_runtime.config.rewards import Route
 from xray_runtime.config.validation import ConfigError
 
 PRESETS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
@@ -518,3 +519,33 @@ def test_a_field_in_the_wrong_section_is_told_where_it_belongs(text: str, messag
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("equals", "value", "applies"),
+    [
+        ("math", "math", True),
+        ("math", "Math", False),
+        ("math", 1, False),
+        ("math", None, False),
+        (1, 1, True),
+        (1, 1.0, True),
+        (1, 2, False),
+        (True, True, True),
+        (True, False, False),
+        ("1", 1, None),
+        (1, "1", None),
+        (1, True, None),
+        ("true", True, None),
+        ("None", None, False),
+    ],
+)
+def test_a_route_compares_by_type(equals: Any, value: Any, applies: bool | None) -> None:
+    route = Route(column="task", equals=equals)
+    if applies is None:
+        with pytest.raises(
+            ValueError, match=r"when\.equals = .* the column 'task' has .*: must be of the same type"
+        ):
+            route.applies(value)
+    else:
+        assert route.applies(value) is applies

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.data.records import conversation_id, preference, prompt_and_replies, usual
-from xray_runtime.data.sources import Conversation, Where, chat_pairs, chitchat_conversations, read_records
+from xray_runtime.data.forms import usual
+from xray_runtime.data.record_files import Where
+from xray_runtime.data.records import conversation_id, preference, prompt_and_replies
+from xray_runtime.data.sources import Conversation, chat_pairs, chitchat_conversations, read_records
 
 
 def user(text: str) -> dict[str, str]:
@@ -21,7 +23,7 @@ def assistant(text: str) -> dict[str, str]:
 
 
 SYSTEM = {"role": "system", "content": "Be kind."}
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Pau", "days": None}}}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Pau"}}}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 TOLD = {"role": "tool", "content": '{"sky":\t"blue"}', "name": "weather", "tool_call_id": "c1"}
@@ -81,8 +83,6 @@ def test_chat_pairs(context: int, expected: list[tuple[list[dict[str, str]], str
             3,
             [([user("a")], "b"), ([user("a"), assistant("b"), user("c")], "d")],
         ),
-        ({"messages": [user("a")]}, 1, []),
-        ({"messages": [assistant("a"), user("b")]}, 1, []),
         ({"prompt": "hi", "chosen": "good", "rejected": "bad"}, 1, [([user("hi")], "good")]),
         (
             {"chosen": HH + "Yes.", "rejected": HH + "No."},
@@ -98,7 +98,7 @@ def test_prompt_and_replies(record: dict[str, Any], context: int, expected: list
 
 
 ASK, SAY = {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}
-CALLED = {"name": "weather", "arguments": {"city": "Pau", "days": None}}
+CALLED = {"name": "weather", "arguments": {"city": "Pau"}}
 
 
 @pytest.mark.parametrize(
@@ -213,61 +213,70 @@ def test_preference(record: dict[str, Any], expected: Any) -> None:
             {"instruction": "x", "output": "y", "history": [["a"]]},
             r"file line 3: history must be a list of \[instruction, output\] pairs",
         ),
-        ({"conversations": "x"}, "file line 3: messages must be a list of messages, not str"),
-        ({"conversations": [{"from": "human"}]}, "file line 3: messages must hold objects with role and content"),
+        ({"conversations": "x"}, "file line 3: messages must be a list of messages, not text"),
+        (
+            {"conversations": [{"from": "human"}]},
+            "file line 3: message 1 of messages: content is missing; its keys are from",
+        ),
         (
             {"conversations": [{"from": "judge", "value": "x"}]},
-            "file line 3: messages has role 'judge'; allowed: system",
+            "file line 3: message 1 of messages: role is 'judge'; allowed: system",
         ),
         (
             {"conversations": [{"from": "function_call", "value": "{"}]},
-            "file line 3: messages has a function_call that is not JSON",
+            "file line 3: message 1 of messages is a text that cannot be read: not JSON",
         ),
         (
             {"messages": [user("x") | {"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "file line 3: messages has a content part of type 'image_url', which is not supported; allowed: text",
+            "file line 3: message 1 of messages has a content part of type 'image_url', which is not supported; allowe",
         ),
         (
             {"messages": [user("x") | {"content": ["x"]}]},
-            "file line 3: messages has a content part of type 'str', which is not supported",
+            "file line 3: message 1 of messages has a content part of type 'str', which is not supported",
         ),
-        ({"messages": "x"}, "file line 3: messages must be a list of messages, not str"),
+        ({"messages": "x"}, "file line 3: messages must be a list of messages, not text"),
         ({"prompt": [], "completion": "x"}, "file line 3: prompt must be a list of messages, not an empty list"),
-        ({"messages": ["x"]}, "file line 3: messages must hold objects with role and content"),
+        ({"messages": ["x"]}, "file line 3: message 1 of messages is text; allowed: an object with role and content"),
         (
             {"messages": [{"role": "user", "content": 3}]},
-            "file line 3: messages must hold objects with role and content",
+            "file line 3: message 1 of messages: content is a whole number; allowed: text, or a list of parts",
         ),
         (
             {"messages": [{"role": "judge", "content": "x"}]},
-            "file line 3: messages has role 'judge'; allowed: system, user, assistant, tool",
+            "file line 3: message 1 of messages: role is 'judge'; allowed: system, user, assistant, tool",
         ),
         ({"prompt": [assistant("x")], "completion": "y"}, "file line 3: prompt must end with a user message"),
         ({"prompt": "x\ud800", "completion": "y"}, r"file line 3: prompt has a lone surrogate \(U\+D800\)"),
         (
             {"messages": [user("x"), {"role": "assistant", "content": "\udfff"}]},
-            r"file line 3: messages has a lone surrogate \(U\+DFFF\)",
+            r"file line 3: message 2 of messages: content has a lone surrogate \(U\+DFFF\)",
         ),
-        ({"messages": [user("x"), {"role": "assistant"}]}, "file line 3: messages must hold objects with role and con"),
+        (
+            {"messages": [user("x"), {"role": "assistant"}]},
+            "file line 3: message 2 of messages: content is missing; its keys are role",
+        ),
         (
             {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
-            "file line 3: messages has tool_calls of role 'user'; allowed: assistant",
+            "file line 3: message 1 of messages has tool_calls and role 'user'; allowed: assistant",
         ),
         (
             {"messages": [user("x"), {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
-            "file line 3: messages must hold tool_calls with a function's name and arguments",
+            "file line 3: message 2 of messages: tool_calls must have a function's name and arguments, not {'id': '1'}",
         ),
         (
             {"messages": [user("x"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
-            "file line 3: messages has a tool call whose arguments are not JSON",
+            "file line 3: message 2 of messages: arguments of 'f' is a text that cannot be read: not JSON",
         ),
         (
             {"messages": [user("x"), {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}]},
-            r"file line 3: messages has a tool call whose arguments are not a JSON object: \[1\]",
+            r"file line 3: message 2 of messages: arguments of 'f' are \[1\]; allowed: a JSON object",
         ),
-        ({"prompt": "x", "completion": "y", "tools": "[{"}, "file line 3: tools is a text that is not JSON"),
+        (
+            {"prompt": "x", "completion": "y", "tools": "[{"},
+            "file line 3: tools is a text that cannot be read: not JSON",
+        ),
         ({"prompt": "x", "completion": "y", "tools": ["f"]}, "file line 3: tools must be a list of JSON schemas"),
-        ({"prompt": 5, "completion": "y"}, "file line 3: prompt must be a list of messages, not int"),
+        ({"prompt": 5, "completion": "y"}, "file line 3: prompt must be a list of messages, not a whole number"),
         ({"prompt": "x", "completion": [user("y")]}, "file line 3: completion must be a string, or messages that beg"),
         (
             {"prompt": "x", "completion": [user("other"), assistant("y")]},
@@ -279,15 +288,21 @@ def test_preference(record: dict[str, Any], expected: Any) -> None:
         ),
         (
             {"messages": [user("x"), assistant("y") | {"function_call": {"name": "f", "arguments": "{}"}}]},
-            "file line 3: messages has function_call, OpenAI's old form of a call; tool_calls is expected",
+            r"message 2 of messages: function_call \(an object\) is not supported: OpenAI's old form of a call",
         ),
-        ({"messages": [user("x"), assistant("y") | {"weight": 2}]}, "file line 3: messages has weight 2; allowed: 0"),
+        (
+            {"messages": [user("x"), assistant("y") | {"weight": 2}]},
+            r"file line 3: message 2 of messages: weight is 2 \(a whole number\); allowed: 0, 1",
+        ),
         ({"chosen": "no turns", "rejected": "x"}, "file line 3: chosen must be turns that begin with"),
         (
             {"chosen": "lost\n\nHuman: a\n\nAssistant: b", "rejected": "x"},
             "file line 3: chosen must be turns that begin with",
         ),
-        ({"chosen": 1, "rejected": "x"}, "file line 3: chosen must be a string or a list of messages, not int"),
+        (
+            {"chosen": 1, "rejected": "x"},
+            "file line 3: chosen must be a string or a list of messages, not a whole number",
+        ),
     ],
 )
 def test_bad_records_name_file_row_column_and_what_is_allowed(record: dict[str, Any], message: str) -> None:
@@ -381,10 +396,10 @@ def test_jsonl_reads_every_row_and_numbers_lines(tmp_path: Path) -> None:
     total, records = read_records("data.source", str(path), "train")
     assert total == 2
     assert list(records) == [
-        (Where(str(path), "line", 1), {"a": 1}),
-        (Where(str(path), "line", 3), {"a": "x\u2028y"}),
+        (Where(str(path), "line", 1, 1), {"a": 1}),
+        (Where(str(path), "line", 3, 2), {"a": "x\u2028y"}),
     ]
-    assert str(Where(str(path), "line", 3)) == f"{path} line 3"
+    assert str(Where(str(path), "line", 3, 2)) == f"{path} line 3"
 
 
 @pytest.mark.parametrize(
@@ -413,8 +428,8 @@ def test_an_array_and_lines_in_a_json_file_read_alike(tmp_path: Path) -> None:
         total, records = read_records("data.source", source, "train")
         assert total == 2
         assert list(records) == [
-            (Where(source, unit, 1), rows[0]),
-            (Where(source, unit, 2), {"prompt": "who", "completion": "me"}),
+            (Where(source, unit, 1, 1), rows[0]),
+            (Where(source, unit, 2, 2), {"prompt": "who", "completion": "me"}),
         ]
     for content, message in (("[1]", "row 1: int found, an object is expected"), ("[{", "cannot be read")):
         (tmp_path / "array.json").write_text(content)
@@ -457,7 +472,7 @@ def test_messages_survive_parquet(tmp_path: Path) -> None:
 
 
 def test_conversation_ids_follow_content_not_place() -> None:
-    first = conversation_id({"prompt": "x", "completion": "y"})
-    assert first == conversation_id({"completion": "other", "prompt": "x"})
-    assert first != conversation_id({"prompt": "z", "completion": "y"})
-    assert conversation_id({"conversation_id": 7, "messages": []}) == "7"
+    first = conversation_id("row", {"prompt": "x", "completion": "y"})
+    assert first == conversation_id("row", {"completion": "other", "prompt": "x"})
+    assert first != conversation_id("row", {"prompt": "z", "completion": "y"})
+    assert conversation_id("row", {"conversation_id": 7, "messages": []}) == "7"

@@ -131,7 +131,7 @@ def test_every_reason_to_drop_is_counted(tmp_path: Path) -> None:
         {"prompt": "short reply", "completion": "k"},
         {"prompt": "long reply", "completion": "x" * 41},
         {"prompt": "long prompt" * 4, "completion": "fine"},
-        {"messages": [{"role": "user", "content": "no reply"}]},
+        {"messages": [{"role": "assistant", "content": "no reply"}]},
     ]
     source = rows_file(tmp_path / "rows.jsonl", rows)
     limits: dict[str, Any] = {"min_chars": 2, "max_chars": 40}

@@ -102,7 +102,7 @@ def test_rows_go_to_the_sources_that_apply_to_them() -> None:
     when = Route(column="task", equals="math")
     found = sources(
         RewardTerm(function="f", when=when),
-        RewardTerm(function="g", when=Route(column="task", equals="1")),
+        RewardTerm(function="g", when=Route(column="task", equals=1)),
         RewardTerm(verifier=RegexVerifier(pattern="b"), when=when, weight=5.0),
         f=math_only,
         g=lambda p, r: [3.0] * len(r),
