@@ -114,6 +114,8 @@ def _perplexity(stage: Stage[PerplexitySuite, BenchmarkInputs], recorder: Record
 
 def _pass_at_k(stage: Stage[PassAtKSuite, BenchmarkInputs], recorder: Recorder, out: Path) -> SuiteResult:
     config = stage.config
+    verifier = VerifierSource(config.verifier)
+    verifier.check_column(stage.inputs.prompts.path, f"{stage.name}.verifier", None)
     prompts, columns, replies = _sampled(stage, recorder, config.samples)
     column = config.verifier.column
     if column is not None and column not in columns:
@@ -123,7 +125,7 @@ def _pass_at_k(stage: Stage[PassAtKSuite, BenchmarkInputs], recorder: Recorder, 
     each = [messages for messages in prompts for _ in range(config.samples)]
     values = {name: [value for value in of for _ in range(config.samples)] for name, of in columns.items()}
     batch = Batch([prompt_text(messages) for messages in each], replies, each, values)
-    scores = VerifierSource(config.verifier).score(batch)
+    scores = verifier.score(batch)
     passed = torch.tensor([score.value for score in scores], dtype=torch.float64).view(-1, config.samples)
     checked = ~passed.isnan().any(1)
     if not checked.any():

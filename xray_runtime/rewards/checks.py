@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from decimal import Decimal
+from math import isfinite
 from typing import Any
 
+from xray_runtime.rewards.answers import read_gold, right
+
+NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:(?<=\d)\.?|\.\d+)(?:[eE][-+]?\d+)?")
 FENCE = re.compile(r"```[\w+-]*[ \t]*\n(.*?)```", re.DOTALL)
 
 
@@ -16,51 +21,88 @@ def last_block(reply: str) -> str:
 
 
 def math(reply: str, answer: Any) -> float:
-    """Whether the reply's final answer equals `answer` (a number, an expression, LaTeX), by math-verify.
+    """Whether the reply's final answer equals `answer` (a number, LaTeX or a text), as `answers` compares them.
 
     Raises:
-        ValueError: `answer` cannot be read.
+        ValueError: `answer` is not read whole.
     """
-    from math_verify import parse, verify
+    return float(right(reply, read_gold(answer)))
 
-    # Its own time limits need a main thread; here the caller kills the process.
-    text = str(answer)
-    expected = parse(text, parsing_timeout=None) or parse(f"${text}$", parsing_timeout=None)
-    if not expected:
-        raise ValueError(f"{text[:100]!r} cannot be read as mathematics")
-    return float(verify(expected, parse(reply, parsing_timeout=None), timeout_seconds=None))
+
+def math_gold(answer: Any) -> None:
+    """Raises ValueError if `math` cannot read `answer` whole."""
+    read_gold(answer)
 
 
 def regex(reply: str, pattern: str, answer: Any) -> float:
-    """Whether `pattern` is found and, if there is an answer, whether the last match (its first group) equals it."""
+    """Whether `pattern` is found and, if there is an answer, whether the last match (its first group) equals it: a text
+    as text, a number as a number (7 equals "7.0").
+
+    Raises:
+        ValueError: the answer is neither.
+    """
+    regex_gold(answer)
     matches = list(re.finditer(pattern, reply))
     if not matches or answer is None:
         return float(bool(matches))
     last = matches[-1]
-    return float((last.group(1 if last.re.groups else 0) or "").strip() == str(answer).strip())
+    found = (last.group(1 if last.re.groups else 0) or "").strip()
+    if isinstance(answer, str):
+        return float(found == answer.strip())
+    number = NUMBER.fullmatch(found)
+    return float(number is not None and Decimal(found.replace(",", "")) == Decimal(str(answer)))
+
+
+def regex_gold(answer: Any) -> None:
+    """Raises ValueError if `regex` cannot compare with `answer`."""
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float | None):
+        raise ValueError(f"must be a text or a number, not {type(answer).__name__}")
+    if isinstance(answer, float) and not isfinite(answer):
+        raise ValueError("must be finite")
 
 
 def json_schema(reply: str, schema: Any) -> float:
-    """Whether the reply's JSON is valid under `schema`, an object or its JSON text.
+    """Whether the reply's JSON is valid under `schema`, an object, true or false, or its JSON text.
 
     Raises:
         ValueError: `schema` is not a JSON Schema.
     """
-    import jsonschema
     import referencing
 
-    schema = json.loads(schema) if isinstance(schema, str) else schema
-    validator = jsonschema.validators.validator_for(schema)
-    try:
-        validator.check_schema(schema)
-    except jsonschema.SchemaError as error:
-        raise ValueError(f"not a JSON Schema ({error.message})") from error
+    schema = _schema(schema)
     try:
         value = json.loads(last_block(reply), parse_constant=_no_json)
     except ValueError:
         return 0.0
     # An empty registry, so that references are not downloaded.
-    return float(validator(schema, registry=referencing.Registry()).is_valid(value))
+    return float(_validator(schema)(schema, registry=referencing.Registry()).is_valid(value))
+
+
+def json_schema_gold(schema: Any) -> None:
+    """Raises ValueError if `schema` is not a JSON Schema."""
+    _schema(schema)
+
+
+def _schema(schema: Any) -> Any:
+    import jsonschema
+
+    try:
+        schema = json.loads(schema, parse_constant=_no_json) if isinstance(schema, str) else schema
+    except ValueError as error:
+        raise ValueError(f"not a JSON Schema (not JSON: {error})") from None
+    if not isinstance(schema, dict | bool):
+        raise ValueError(f"not a JSON Schema (an object, or true or false, not {type(schema).__name__})")
+    try:
+        _validator(schema).check_schema(schema)
+    except jsonschema.SchemaError as error:
+        raise ValueError(f"not a JSON Schema ({error.message})") from error
+    return schema
+
+
+def _validator(schema: Any) -> Any:
+    import jsonschema
+
+    return jsonschema.validators.validator_for(schema)
 
 
 def _no_json(constant: str) -> None:

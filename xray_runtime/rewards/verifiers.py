@@ -11,21 +11,26 @@ import os
 import sys
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from xray_runtime.config.rewards import CodeVerifier, JSONSchemaVerifier, MathVerifier, RegexVerifier
+from xray_runtime.data.pairs import HELDOUT, TRAIN, VALIDATION, Example, Pairs
+from xray_runtime.errors import shown
 from xray_runtime.rewards import checks, worker
 from xray_runtime.rewards.code.client import CodeSandbox, read_tests
 from xray_runtime.rewards.sandbox import LIMITED, LimitedProcess
 from xray_runtime.rewards.source import Batch, Score, described, failure
 
 if TYPE_CHECKING:
-    from xray_runtime.config.rewards import Verifier
+    from xray_runtime.config.rewards import Route, Verifier
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 ATTEMPTS = 3
 """Checks of a reply, until a failure of the system becomes a failed score."""
@@ -62,22 +67,66 @@ class VerifierSource:
     def score(self, batch: Batch) -> list[Score]:
         column = self._config.column
 
-        def checked(row: tuple[str, Any]) -> Score:
+        def checked(one: _TextChecks | _CodeChecks, row: tuple[str, Any]) -> Score:
             if column is not None and row[1] is None:
                 return failure(f"column {column!r} has no value in a row")
-            one = self._free.get()
+            return one.check(*row)
+
+        found = self._each(checked, list(zip(batch.replies, batch.column(column), strict=True)))
+        return [score if isinstance(score, Score) else failure(described(score)) for score in found]
+
+    def check_column(self, dataset: Path, field: str, when: Route | None) -> None:
+        """Check the column's value in each row of a dataset before any reply is scored, each value once.
+
+        Args:
+            field: the config field of the verifier.
+            when: the rows whose replies are scored.
+
+        Raises:
+            ValueError: a value cannot be used; with its row.
+            RuntimeError: the verifier's process does not work.
+        """
+        column, known = self._config.column, set[str]()
+        if column is None:
+            return
+        for side in (dataset / name for name in (TRAIN, VALIDATION, HELDOUT) if (dataset / name).exists()):
+            for batch in Pairs(side, Example).batches():
+                fresh: dict[str, str] = {}
+                for example in batch:
+                    columns = json.loads(example.columns)
+                    text = json.dumps(columns.get(column))
+                    if (
+                        text != "null"
+                        and text not in known
+                        and (when is None or when.applies(columns.get(when.column)))
+                    ):
+                        fresh.setdefault(text, example.id)
+                known |= fresh.keys()
+                refusals = self._each(lambda one, text: one.refusal(json.loads(text)), list(fresh))
+                for (text, row), why in zip(fresh.items(), refusals, strict=True):
+                    if isinstance(why, Exception):
+                        raise RuntimeError(f"{field}: {described(why)}")
+                    if why is not None:
+                        where = f"row {row} of {side.name}, column {column!r}"
+                        raise ValueError(f"{field}: {where}: {shown(json.loads(text))} is not allowed: {why}")
+
+    def _each(self, check: Callable[[_TextChecks | _CodeChecks, T], R], given: Sequence[T]) -> list[R | Exception]:
+        """The result of each check, or the error that remains after `ATTEMPTS`."""
+
+        def tried(one: T) -> R | Exception:
+            process = self._free.get()
             try:
                 for _ in range(ATTEMPTS):
                     try:
-                        return one.check(*row)
+                        return check(process, one)
                     except (OSError, RuntimeError) as error:
                         last = error
-                return failure(described(last))
+                return last
             finally:
-                self._free.put(one)
+                self._free.put(process)
 
         with ThreadPoolExecutor(self._parallel) as pool:
-            return list(pool.map(checked, zip(batch.replies, batch.column(column), strict=True)))
+            return list(pool.map(tried, given))
 
 
 class _TextChecks:
@@ -101,6 +150,11 @@ class _TextChecks:
         answer = self._process.ask(_line(config.kind, arguments), config.limit_s)
         return Score(0.0 if answer is None else float(answer["score"]))
 
+    def refusal(self, given: Any) -> str | None:
+        """Why the column's value cannot be used."""
+        answer = self._process.ask(_line(f"{self._config.kind}_gold", (given,)), self._config.limit_s)
+        return f"it takes longer than limit_s = {self._config.limit_s:g}" if answer is None else answer["refused"]
+
 
 class _CodeChecks:
     """Runs code of replies against a column's tests."""
@@ -117,6 +171,14 @@ class _CodeChecks:
         except ValueError as error:
             return failure(f"column {config.column!r} {error}")
         return self._sandbox.score(checks.last_block(reply), tests, config.limit_s, config.memory_mb)
+
+    def refusal(self, given: Any) -> str | None:
+        """Why the column's value cannot be used."""
+        try:
+            read_tests(given)
+        except ValueError as error:
+            return str(error)
+        return None
 
 
 def _line(name: str, arguments: Sequence[Any]) -> bytes:

@@ -1,7 +1,7 @@
 """A process that checks replies, one a line: `python -m xray_runtime.rewards.worker`.
 
-Each input line is [name of a check, its arguments], each output line {"score": number} or {"error": why}. The first
-output line is {"ready": true}.
+Each input line is [name of a check, its arguments], each output line {"score": number} or {"error": why}; for checks of
+a column's value {"refused": why, or null}. The first output line is {"ready": true}.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from xray_runtime.rewards import checks
 
@@ -19,6 +20,26 @@ CHECKS: dict[str, Callable[..., float]] = {
     "regex": checks.regex,
     "json_schema": checks.json_schema,
 }
+GOLDS: dict[str, Callable[[Any], None]] = {
+    "math_gold": checks.math_gold,
+    "regex_gold": checks.regex_gold,
+    "json_schema_gold": checks.json_schema_gold,
+}
+"""Checks of a column's value alone."""
+
+
+def answer(name: str, arguments: list[Any]) -> dict[str, Any]:
+    """The result of a check, as the module says."""
+    is_gold = name in GOLDS
+    try:
+        return {"refused": GOLDS[name](*arguments)} if is_gold else {"score": CHECKS[name](*arguments)}
+    except (RecursionError, MemoryError, ArithmeticError):
+        # The reply, or the value, exceeds the limits of the process.
+        return {"refused": "is too large"} if is_gold else {"score": 0.0}
+    except ValueError as error:
+        return {"refused": str(error)} if is_gold else {"error": f"ValueError: {error}"}
+    except Exception as error:  # of a library
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def main() -> None:
@@ -34,13 +55,7 @@ def main() -> None:
     say({"ready": True})
     for line in sys.stdin:
         name, arguments = json.loads(line)
-        try:
-            say({"score": CHECKS[name](*arguments)})
-        except (RecursionError, MemoryError, ArithmeticError):
-            # The reply exceeds the limits of the process.
-            say({"score": 0.0})
-        except Exception as error:  # of the column's value, or of a library
-            say({"error": f"{type(error).__name__}: {error}"})
+        say(answer(name, arguments))
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from xray_runtime.config.ppo import JudgingConfig
     from xray_runtime.config.rewards import RewardTerm
     from xray_runtime.data.rows import Rows
+    from xray_runtime.graph.artifacts import Artifact
     from xray_runtime.graph.kind import Stage
     from xray_runtime.workers.protocols import ModelHandle, Ref
 
@@ -81,6 +82,7 @@ class RewardSources:
             self._terms[source], self._fields[source] = term, f"{stage.name}.{field}.{number}"
             if not term.roles:
                 self._external[source] = self._open(source, term, stage.functions)
+        self._check_columns(getattr(stage.inputs, "prompts", None) or getattr(stage.inputs, "data", None))
         self.weights = {source: term.weight for source, term in self._terms.items()}
         if field == "rewards" and getattr(config, "environment", None) is not None:
             self.weights[ENVIRONMENT] = 1.0
@@ -101,6 +103,12 @@ class RewardSources:
             for role, path in self._models.items():
                 if self._readers[role].takes_tokens and same_trunk(path, *trunk):
                     self.branches[role] = BranchSpec(path, path / REWARD_HEAD)
+
+    def _check_columns(self, dataset: Artifact | None) -> None:
+        """Check what verifiers compare with in all rows, before models are opened."""
+        for source, opened in self._external.items():
+            if isinstance(opened, VerifierSource) and dataset is not None:
+                opened.check_column(dataset.path, f"{self._fields[source]}.verifier", self._terms[source].when)
 
     def _open(self, source: str, term: RewardTerm, functions: Mapping[str, Any]) -> Source:
         if term.verifier is not None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from xray_runtime.config.rewards import CodeVerifier, JSONSchemaVerifier, MathVerifier, RegexVerifier, Verifier
+from xray_runtime.config.rewards import CodeVerifier, JSONSchemaVerifier, MathVerifier, RegexVerifier, Route, Verifier
+from xray_runtime.data.pairs import TRAIN, Example, write_pairs
 from xray_runtime.processes import TAG
 from xray_runtime.rewards import sandbox, verifiers
 from xray_runtime.rewards.source import Batch, Score
@@ -75,6 +78,74 @@ def test_a_row_without_ground_truth_is_a_failure() -> None:
     assert math.isnan(found.value)
     assert found.why == "column 'answer' has no value in a row"
     assert other == Score(1.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reply", "score"),
+    [
+        (7, "x = 7", 1.0),
+        (7, "x = 7.0", 1.0),
+        (7, "x = 7.5", 0.0),
+        (7.0, "x = 7", 1.0),
+        (0.1, "x = 0.10", 1.0),
+        (1234, "x = 1,234", 1.0),
+        (7, "x = seven", 0.0),
+        ("7", "x = 7", 1.0),
+        # Texts are compared as texts.
+        ("7", "x = 7.0", 0.0),
+        ("True", "x = True", 1.0),
+    ],
+)
+def test_a_pattern_is_compared_by_type(answer: Any, reply: str, score: float) -> None:
+    assert values(RegexVerifier(pattern=r"x = (.*)", column="answer"), [(reply, answer)]) == [score]
+
+
+@pytest.mark.parametrize(
+    ("config", "good", "bad", "why"),
+    [
+        (
+            MathVerifier(column="a"),
+            ["4x-7", 3, 0.5, "#### 18", None],
+            "4x-7 foo",
+            "'4x-7 foo' is not allowed: it is not",
+        ),
+        (MathVerifier(column="a"), ["1"], True, "True is not allowed: must be a number or a text, not bool"),
+        (MathVerifier(column="a", limit_s=1.0), ["1"], "(" * 4000, "is not allowed: it"),
+        (
+            RegexVerifier(pattern="x", column="a"),
+            ["1", 2, 0.5],
+            False,
+            "False is not allowed: must be a text or a number",
+        ),
+        (RegexVerifier(pattern="x", column="a"), ["1"], ["1"], "['1'] is not allowed: must be a text or a number"),
+        (JSONSchemaVerifier(column="a"), ["{}", {"type": "null"}, True], "{", "'{' is not allowed: not a JSON Schema"),
+        (JSONSchemaVerifier(column="a"), ["{}"], 7, "7 is not allowed: not a JSON Schema (an object, or true or"),
+        (JSONSchemaVerifier(column="a"), ["{}"], {"type": "no"}, "is not allowed: not a JSON Schema ('no' is not"),
+        (CodeVerifier(column="a"), ["assert f()"], {"inputs": []}, "is not allowed: must hold Python statements"),
+    ],
+)
+def test_a_column_is_checked_before_anything_runs(
+    tmp_path: Path, config: Verifier, good: list[Any], bad: Any, why: str
+) -> None:
+    def written(values: Sequence[Any]) -> None:
+        rows = [
+            Example(f"{row}-0", "c", [{"role": "user", "content": "q"}], "r", None, json.dumps({"a": value, "t": row}))
+            for row, value in enumerate(values, start=1)
+        ]
+        write_pairs(tmp_path / TRAIN, Example, rows)
+
+    source = VerifierSource(config)
+    written(good * 20)
+    source.check_column(tmp_path, "ppo.rewards.0.verifier", None)
+    written([*good, bad])
+    where = f"ppo.rewards.0.verifier: row {len(good) + 1}-0 of train.arrow, column 'a': "
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        source.check_column(tmp_path, "ppo.rewards.0.verifier", None)
+    assert str(caught.value).startswith(where)
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)
+    # Rows that the source does not score are not checked.
+    source.check_column(tmp_path, "ppo.rewards.0.verifier", Route(column="t", equals="1"))
 
 
 CODE = CodeVerifier(column="answer", limit_s=10.0)
