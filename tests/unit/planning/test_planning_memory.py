@@ -23,10 +23,10 @@ from xray_runtime.planning.memory import (
     layer_activation_bytes,
     logit_bytes,
     lora_parameters,
-    model_states,
     scoring_memory,
     training_memory,
 )
+from xray_runtime.planning.model_states import model_states
 from xray_runtime.planning.shapes import ModelShape, from_fresh, from_hf_config, from_parameter_count, from_pretrained
 
 SMALL = ModelShape(
