@@ -65,6 +65,8 @@ LAYER_S = 3e-4
 """Least time of one layer's forward pass: its kernels are started one by one."""
 STEP_S, SEQUENCE_S = 4e-3, 2e-5
 """vLLM's own work for one decoding step, and for each sequence in it: scheduling, a draw with its own seed, outputs."""
+SLEEP_S = 0.2
+"""Least time to free one model's memory and to map it again, piece by piece: an assumption."""
 REDUCE_S = 15e-6
 """Least time of one all-reduce."""
 HOST_COPY_RATE = 1.3e9
@@ -160,20 +162,23 @@ def forward_flops(role: Role, workload: Workload) -> float:
     return 2.0 * (weights + logits + attention)
 
 
-def traffic_bytes(role: Role, workload: Workload, rows: float, *, training: bool) -> float:
-    """Bytes that move in the memory of a GPU that computes `rows` sequences of a whole `role`, for all but the matrix
-    products of its layers: in one forward pass or, if `training`, in all passes of an update."""
-    shape, options, width = role.shape, role.options, role.weight_bytes
-    passes = 3.0 + options.checkpointing if training else 1.0
-    kept = shape.num_layers * layer_activation_bytes(shape, workload.sequence_tokens, width)
-    moved = passes * ACTIVATION_TRAFFIC * kept
+def traffic_seconds(
+    role: Role, layout: Layout, workload: Workload, rows: float, links: Links, *, training: bool
+) -> float:
+    """Memory traffic of the fullest pipeline stage for `rows` sequences, for all but the matrix products of layers: in
+    one forward pass or, if `training`, in all passes of an update. Every tensor-parallel rank computes all logits."""
+    shape, width = role.shape, role.weight_bytes
+    passes = 3.0 + role.options.checkpointing if training else 1.0
+    share = 1.0 if role.top_layers is None or not training else role.top_layers / shape.num_layers
+    kept = layer_activation_bytes(shape, workload.sequence_tokens, width, layout.tp)
+    moved = passes * ACTIVATION_TRAFFIC * kept * share * shape.num_layers / layout.pp
     if role.scores_tokens:
         each = TRAINING_LOGIT_TRAFFIC if training else FORWARD_LOGIT_TRAFFIC
         reads = HEAD_READS["training" if training else "forward"]
         chunk = chunk_tokens(shape, on_gpu=workload.device == "cuda")
         head = reads * shape.embedding_parameters * width / chunk
         moved += workload.response_tokens * (each * shape.vocab_size + head)
-    return rows * moved
+    return rows * moved / links.memory
 
 
 def score_seconds(role: Role, layout: Layout, workload: Workload, machine: Machine) -> float:
@@ -183,7 +188,7 @@ def score_seconds(role: Role, layout: Layout, workload: Workload, machine: Machi
     passes = math.ceil(rows * workload.sequence_tokens / tokens)
     flops = rows * forward_flops(role, workload) / (layout.tp * layout.pp)
     compute = max(flops / links.flops(role.weight_bytes, tokens), passes * role.shape.num_layers * LAYER_S)
-    compute += traffic_bytes(role, workload, rows, training=False) / (layout.tp * layout.pp) / links.memory
+    compute += traffic_seconds(role, layout, workload, rows, links, training=False)
     gathered = passes * _gather_bytes(role, layout) / links.ring(layout.dp)
     return _overlapped(compute, gathered) + passes * _split_seconds(role, layout, tokens, links)
 
@@ -202,7 +207,7 @@ def update_seconds(role: Role, layout: Layout, workload: Workload, machine: Mach
     flops = rows * forward_flops(role, workload) * weight * share / (layout.tp * layout.pp)
     least = passes * math.ceil(shape.num_layers * share / layout.pp) * LAYER_S * weight
     compute = max(flops / links.flops(role.weight_bytes, tokens), least)
-    compute += share * traffic_bytes(role, workload, rows, training=True) / (layout.tp * layout.pp) / links.memory
+    compute += traffic_seconds(role, layout, workload, rows, links, training=True)
     compute *= (passes + layout.pp - 1) / passes
     trained, ring = trained_parameters(role, layout), links.ring(layout.dp, layout.tp)
     gradients = trained * gradient_bytes(role.weight_bytes, layout.zero_stage, options.float32_sums)
@@ -276,7 +281,7 @@ def sleep_seconds(workload: Workload, roles: Sequence[Role], memory: Sequence[Me
     trained = workload.of_use("trained")
     synced = bool(trained) and trained[0].options.lora_rank is None and trained[0].top_layers is None
     kept = [m for role, m in zip(roles, memory, strict=True) if role.use != "sampled" or not synced]
-    return 2 * sum(m.weights + m.optimizer + m.kept for m in kept) / Links(machine).host
+    return SLEEP_S * len(roles) + 2 * sum(m.weights + m.optimizer + m.kept for m in kept) / Links(machine).host
 
 
 def trained_parameters(role: Role, layout: Layout) -> int:

@@ -100,8 +100,14 @@ class Memory:
     @property
     def total(self) -> int:
         """The peak: in a pass, while the model is loaded, or while weights are sent."""
-        passing = sum(getattr(self, name) for name in HELD_IN_A_PASS)
-        return max(passing, self.weights + self.loading + self.process, self.resident + self.kv_cache + self.syncing)
+        return max(
+            self.working, self.weights + self.loading + self.process, self.resident + self.kv_cache + self.syncing
+        )
+
+    @property
+    def working(self) -> int:
+        """The peak in a pass."""
+        return sum(getattr(self, name) for name in HELD_IN_A_PASS)
 
     @property
     def resident(self) -> int:

@@ -26,15 +26,16 @@ def sending_bytes(
 ) -> int:
     """What the policy needs to send: the buffer, or NCCL's chunks, each up to one tensor beyond the buffer's size.
 
-    A tensor that is gathered, merged with its adapters or rounded is there once more, in float32 at most.
+    One tensor at a time is there once more where it is gathered by ZeRO-3, merged with its adapters, or rounded.
 
     Args:
         through_host: weights go through host memory.
         shared: the generator is on the same GPUs.
     """
     largest = largest_tensor(shape)
-    whole = weight_bytes == HALF_BYTES and options.lora_rank is None and (layout.zero_stage < 3 or layout.dp == 1)
-    copy = 0 if whole else FLOAT32_BYTES * largest
+    copy = weight_bytes * largest if layout.zero_stage >= 3 and layout.dp > 1 else 0
+    copy += FLOAT32_BYTES * largest if options.lora_rank is not None else 0
+    copy += HALF_BYTES * largest if weight_bytes > HALF_BYTES else 0
     if through_host or layout.tp * layout.pp > 1:
         return FLOAT32_BYTES * largest
     return copy + (buffer_bytes(shape) if shared else _chunk_bytes(shape))
