@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from xray_runtime.planning.cost import GPUS, SNAPSHOT_BYTES, iteration_seconds, score_seconds
-from xray_runtime.planning.memory import HALF_BYTES, Layout
+from xray_runtime.planning.memory import Layout
+from xray_runtime.planning.model_states import HALF_BYTES
 from xray_runtime.planning.roles import Use
 from xray_runtime.planning.shapes import from_parameter_count
 from xray_runtime.planning.workload import Machine, Role, Workload

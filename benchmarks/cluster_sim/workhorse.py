@@ -20,7 +20,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.files import write_atomic
 from xray_runtime.planning.cost import SNAPSHOT_BYTES
-from xray_runtime.planning.memory import HALF_BYTES
+from xray_runtime.planning.model_states import HALF_BYTES
 from xray_runtime.store.shards import Piece, Shard, index_path, read_shards, shard_problem
 from xray_runtime.weights.device_transfer import Device
 from xray_runtime.workers.generator_spec import GeneratorSpec

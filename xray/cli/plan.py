@@ -18,6 +18,8 @@ from xray_runtime.planning.search import MAX_DEVICES, search
 from xray_runtime.planning.suggestions import Planner, planner_of, suggest
 from xray_runtime.planning.workload import Machine
 
+DENSE = "--params plans dense models; a mixture of experts with as many parameters needs other memory and time"
+
 
 def plan(
     target: Annotated[
@@ -73,7 +75,7 @@ def _read(
     memory_gib: str | None,
     sequence_tokens: str | None,
 ) -> tuple[Planner, Machine, str | None]:
-    """(planner, machine, warning about slow precision or None)."""
+    """(planner, machine, a note about the plan or None)."""
     if (target is None) == (params is None):
         given = "both are given" if target is not None else "neither is given"
         raise ConfigError(f"CONFIG, --params: {given}; exactly one is required")
@@ -85,7 +87,7 @@ def _read(
         assert count is not None
         if overrides:
             raise ConfigError(f"--set: {json.dumps(overrides[0])} is not allowed: must be given with a CONFIG")
-        return _of_parameters(count, int(length or 1024)), machine_of("auto", num_devices, memory), None
+        return _of_parameters(count, int(length or 1024)), machine_of("auto", num_devices, memory), DENSE
     if length is not None:
         raise ConfigError(
             f"--sequence-tokens: {sequence_tokens} is not allowed: must be given with --params; a graph has its own "

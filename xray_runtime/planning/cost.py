@@ -11,6 +11,9 @@ sequence is taken to be as long as the config allows.
     sync       weights to the generator
     sleep      memory that moves to the host and back, for models that take turns
 
+A pass takes its matrix products' FLOPs, and after them the memory traffic of everything else: norms, activations and
+the loss. `tests/unit/planning/test_published_speed.py` compares seconds with what prime-rl and NeMo-RL published.
+
 FLOPs of a forward pass: 2 a weight and token, and 2·S·a·d a layer for causal attention (Korthikanti et al. 2022,
 appendix A). Collectives of n ranks move (n - 1)/n of their bytes, all-reduces twice that (Patarasuk & Yuan 2009).
 """
@@ -24,23 +27,32 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from xray_runtime.planning.memory import (
-    FLOAT32_BYTES,
     GENERATOR_BATCH_TOKENS,
-    HALF_BYTES,
     Layout,
     Memory,
+    chunk_tokens,
     device_parameters,
-    gradient_bytes,
     kv_cache_bytes,
+    layer_activation_bytes,
     lora_parameters,
 )
+from xray_runtime.planning.model_states import FLOAT32_BYTES, HALF_BYTES, gradient_bytes
 from xray_runtime.planning.roles import ALL_USES, Use
 
 if TYPE_CHECKING:
     from xray_runtime.planning.workload import Machine, Role, Workload
 
 MFU = 0.4
-"""Share of peak FLOP/s in large passes."""
+"""Share of peak FLOP/s in large matrix products, attention's included."""
+ACTIVATION_TRAFFIC = 3
+"""Bytes moved in one pass for each byte of activations: written once, and read by what follows, kernel by kernel. The
+one number here that published speeds decided (prime-rl's SFT of 0.6B and 4B)."""
+FORWARD_LOGIT_TRAFFIC, TRAINING_LOGIT_TRAFFIC = 40, 106
+"""Bytes moved for each logit: the operations of `algorithms.logprobs`, each reading and writing its tensors; training
+computes logits twice."""
+HEAD_READS = {"forward": 1, "training": 7}
+"""How often the output layer's weight is moved for each chunk of logits: read in three products, its gradient written,
+and read twice and written to be summed."""
 HALF_SPEED_TOKENS = 512
 """Tokens of a pass that reaches half of `MFU`."""
 BANDWIDTH = 0.7
@@ -51,8 +63,10 @@ EXPOSED = 0.1
 """Share of the shorter of computation and ZeRO's collectives that does not overlap with the longer."""
 LAYER_S = 3e-4
 """Least time of one layer's forward pass: its kernels are started one by one."""
-STEP_S = 4e-3
-"""vLLM's own work for one decoding step."""
+STEP_S, SEQUENCE_S = 4e-3, 2e-5
+"""vLLM's own work for one decoding step, and for each sequence in it: scheduling, a draw with its own seed, outputs."""
+SLEEP_S = 0.2
+"""Least time to free one model's memory and to map it again, piece by piece: an assumption."""
 REDUCE_S = 15e-6
 """Least time of one all-reduce."""
 HOST_COPY_RATE = 1.3e9
@@ -100,6 +114,8 @@ GPUS = (
     Gpu("H200", 143_771 * MIB, 989e12, 67e12, 4.8e12, 450e9, 50e9, 64e9),
 )
 """24, 48, 80 and 141 GB. A 24 GB card is taken to be an L4, the slowest of them."""
+COMPARED = ("H100", "H200")
+"""Those for which published speeds were compared: seconds are within a factor of two."""
 
 
 @cache
@@ -146,6 +162,25 @@ def forward_flops(role: Role, workload: Workload) -> float:
     return 2.0 * (weights + logits + attention)
 
 
+def traffic_seconds(
+    role: Role, layout: Layout, workload: Workload, rows: float, links: Links, *, training: bool
+) -> float:
+    """Memory traffic of the fullest pipeline stage for `rows` sequences, for all but the matrix products of layers: in
+    one forward pass or, if `training`, in all passes of an update. Every tensor-parallel rank computes all logits."""
+    shape, width = role.shape, role.weight_bytes
+    passes = 3.0 + role.options.checkpointing if training else 1.0
+    share = 1.0 if role.top_layers is None or not training else role.top_layers / shape.num_layers
+    kept = layer_activation_bytes(shape, workload.sequence_tokens, width, layout.tp)
+    moved = passes * ACTIVATION_TRAFFIC * kept * share * shape.num_layers / layout.pp
+    if role.scores_tokens:
+        each = TRAINING_LOGIT_TRAFFIC if training else FORWARD_LOGIT_TRAFFIC
+        reads = HEAD_READS["training" if training else "forward"]
+        chunk = chunk_tokens(shape, on_gpu=workload.device == "cuda")
+        head = reads * shape.embedding_parameters * width / chunk
+        moved += workload.response_tokens * (each * shape.vocab_size + head)
+    return rows * moved / links.memory
+
+
 def score_seconds(role: Role, layout: Layout, workload: Workload, machine: Machine) -> float:
     """One forward pass of a rollout."""
     links, rows = Links(machine), math.ceil(workload.rollout_size / layout.dp)
@@ -153,6 +188,7 @@ def score_seconds(role: Role, layout: Layout, workload: Workload, machine: Machi
     passes = math.ceil(rows * workload.sequence_tokens / tokens)
     flops = rows * forward_flops(role, workload) / (layout.tp * layout.pp)
     compute = max(flops / links.flops(role.weight_bytes, tokens), passes * role.shape.num_layers * LAYER_S)
+    compute += traffic_seconds(role, layout, workload, rows, links, training=False)
     gathered = passes * _gather_bytes(role, layout) / links.ring(layout.dp)
     return _overlapped(compute, gathered) + passes * _split_seconds(role, layout, tokens, links)
 
@@ -171,6 +207,7 @@ def update_seconds(role: Role, layout: Layout, workload: Workload, machine: Mach
     flops = rows * forward_flops(role, workload) * weight * share / (layout.tp * layout.pp)
     least = passes * math.ceil(shape.num_layers * share / layout.pp) * LAYER_S * weight
     compute = max(flops / links.flops(role.weight_bytes, tokens), least)
+    compute += traffic_seconds(role, layout, workload, rows, links, training=True)
     compute *= (passes + layout.pp - 1) / passes
     trained, ring = trained_parameters(role, layout), links.ring(layout.dp, layout.tp)
     gradients = trained * gradient_bytes(role.weight_bytes, layout.zero_stage, options.float32_sums)
@@ -197,7 +234,7 @@ def generate_seconds(role: Role, layout: Layout, workload: Workload, machine: Ma
     read = (weights * role.weight_bytes + cached) / links.memory
     compute = running * 2 * weights / links.flops(role.weight_bytes, GENERATOR_BATCH_TOKENS)
     reduced = _split_seconds(role, layout, running, links)
-    step = max(read, compute) + reduced + STEP_S
+    step = max(read, compute) + reduced + STEP_S + running * SEQUENCE_S
     prefill = rows * prompt * 2 * weights / links.flops(role.weight_bytes, GENERATOR_BATCH_TOKENS)
     return math.ceil(rows / running) * workload.response_tokens * step + prefill
 
@@ -232,14 +269,19 @@ def iteration_seconds(
         found["sync"] = sync_seconds(trained[0], layouts["trained"], workload, machine, shared=shared)
     asleep = ["sampled"] * workload.generator_sleeps + ["trained"] * workload.trainer_sleeps
     if asleep:
-        memory = [workload.memory(role, layouts[role.use]) for role in workload.roles if role.use in asleep]
-        found["sleep"] = sleep_seconds(memory, machine)
+        roles = [role for role in workload.roles if role.use in asleep]
+        memory = [workload.memory(role, layouts[role.use]) for role in roles]
+        found["sleep"] = sleep_seconds(workload, roles, memory, machine)
     return found
 
 
-def sleep_seconds(memory: Sequence[Memory], machine: Machine) -> float:
-    """Weights and optimizer states of models on one GPU, to host memory and back."""
-    return 2 * sum(m.weights + m.optimizer for m in memory) / Links(machine).host
+def sleep_seconds(workload: Workload, roles: Sequence[Role], memory: Sequence[Memory], machine: Machine) -> float:
+    """What models on one GPU hold, to host memory and back. Weights of a generator that the next sync brings are not
+    kept."""
+    trained = workload.of_use("trained")
+    synced = bool(trained) and trained[0].options.lora_rank is None and trained[0].top_layers is None
+    kept = [m for role, m in zip(roles, memory, strict=True) if role.use != "sampled" or not synced]
+    return SLEEP_S * len(roles) + 2 * sum(m.weights + m.optimizer + m.kept for m in kept) / Links(machine).host
 
 
 def trained_parameters(role: Role, layout: Layout) -> int:

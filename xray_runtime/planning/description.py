@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from xray_runtime.planning.auto import GraphPlan
-from xray_runtime.planning.cost import disk_bytes
+from xray_runtime.planning.cost import COMPARED, disk_bytes, gpu_of
 from xray_runtime.planning.memory import Layout
 from xray_runtime.planning.plan import Plan
 from xray_runtime.planning.suggestions import Suggestion
@@ -23,7 +23,7 @@ COLUMNS = {
     "states": ("weights", "gradients", "optimizer"),
     "passes": ("activations", "logits"),
     "KV": ("kv_cache",),
-    "other": ("buffers", "process"),
+    "other": ("buffers", "graphs", "process"),
 }
 """Column of the table → fields of `Memory`; the JSON has every field."""
 CPUINFO = Path("/proc/cpuinfo")
@@ -49,7 +49,7 @@ def as_dict(planned: GraphPlan, suggestions: list[Suggestion], note: str | None)
         **_stage(chosen),
         "parameters": policy.shape.num_parameters,
         "limits": [_limit(chosen)],
-        "notes": [note] if note else [],
+        "notes": [text for text in (note, _uncompared(machine)) if text],
         "reasons": list(chosen.reasons),
         "suggestions": [{"change": s.change, "value": s.value, "text": s.text} for s in suggestions],
         "stages": {name: _stage(found) for name, found in planned.stages.items()},
@@ -65,6 +65,7 @@ def as_dict(planned: GraphPlan, suggestions: list[Suggestion], note: str | None)
 def _stage(chosen: Plan) -> dict[str, Any]:
     return {
         "placement": chosen.placement,
+        "max_num_seqs": chosen.max_num_seqs,
         "in_turn": chosen.workload.generator_sleeps,
         "trainer_sleeps": chosen.workload.trainer_sleeps,
         "micro_batch_tokens": chosen.workload.micro_batch_tokens,
@@ -91,6 +92,16 @@ def _stage(chosen: Plan) -> dict[str, Any]:
             p.role.name: {part: _gb(size) for part, size in asdict(p.memory).items()} for p in chosen.roles
         },
     }
+
+
+def _uncompared(machine: Machine) -> str | None:
+    """A note that seconds for this GPU were never compared with a run."""
+    if machine.device == "cpu" or (gpu := gpu_of(machine.memory_bytes)).name in COMPARED:
+        return None
+    return (
+        f"seconds for {gpu.name} follow from its data sheet and were compared with no run; those for "
+        f"{' and '.join(COMPARED)} are within a factor of two of published ones"
+    )
 
 
 def _limit(chosen: Plan) -> str:

@@ -14,18 +14,20 @@ attention a·s² of them; LoRA after Hu et al. 2021.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from xray_runtime.config.engines import LINEAR_LAYERS
+from xray_runtime.planning.model_states import FLOAT32_BYTES, kept_bytes, model_states
 from xray_runtime.planning.shapes import ModelShape, ceil_div
 
-FLOAT32_BYTES, HALF_BYTES = 4, 2
 ZERO_BUCKET = 500_000_000
 """Elements of DeepSpeed's buffer for reducing gradients (default of `reduce_bucket_size`)."""
 LIVE_PARAMETERS = 1_000_000_000
 """Most parameters that ZeRO-3 keeps gathered (DeepSpeed's default of `stage3_max_live_parameters`)."""
-MAX_LOGITS = 2**24
-"""Logits computed at a time (a copy of `algorithms.logprobs.MAX_LOGITS`, which needs torch)."""
+MAX_LOGITS, MAX_LOGITS_ON_GPU = 2**24, 2**28
+"""Logits computed at a time (as in `algorithms.logprobs`, which needs torch)."""
+LOGIT_BYTES = 3 * FLOAT32_BYTES
+"""Of one logit that is computed: itself, its log-softmax and a temporary, in float32."""
 PROCESS_BYTES = 500_000_000
 """A Workhorse's process without a model: private memory after imports on CPU (measured: 0.43 GB with DeepSpeed, 0.58 GB
 with vLLM), about a CUDA context on a GPU."""
@@ -85,57 +87,44 @@ class Memory:
     activations: int = 0
     logits: int = 0
     kv_cache: int = 0
+    graphs: int = 0
+    """vLLM's CUDA graphs and workspaces, which stay while it sleeps."""
     process: int = PROCESS_BYTES
     loading: int = 0
     """Peak while the model is loaded, without weights and process."""
+    syncing: int = 0
+    """Peak while weights are sent or received, beside what is resident."""
+    kept: int = 0
+    """What DeepSpeed keeps of `gradients` and `buffers` between turns."""
 
     @property
     def total(self) -> int:
-        """The peak, in a pass or while the model is loaded."""
-        passing = sum(getattr(self, field.name) for field in fields(self) if field.name != "loading")
-        return max(passing, self.weights + self.loading + self.process)
+        """The peak: in a pass, while the model is loaded, or while weights are sent."""
+        return max(
+            self.working, self.weights + self.loading + self.process, self.resident + self.kv_cache + self.syncing
+        )
+
+    @property
+    def working(self) -> int:
+        """The peak in a pass."""
+        return sum(getattr(self, name) for name in HELD_IN_A_PASS)
 
     @property
     def resident(self) -> int:
-        """Memory between a model's turns: weights, optimizer states and the process."""
-        return self.weights + self.optimizer + self.process
+        """Memory between an awake model's turns, without a KV cache: weights, optimizer states, what DeepSpeed keeps,
+        CUDA graphs and the process."""
+        return self.weights + self.optimizer + self.kept + self.asleep
+
+    @property
+    def asleep(self) -> int:
+        """Memory of a model that sleeps."""
+        return self.graphs + self.process
 
 
-def optimizer_bytes(weight_bytes: int, zero_stage: int) -> int:
-    """AdamW's bytes per trained parameter: two float32 moments, and a float32 master copy of half-precision weights
-    (K = 12 in the ZeRO paper). DeepSpeed's ZeRO 1 to 3 also copy float32 weights.
-    """
-    return 12 if weight_bytes < FLOAT32_BYTES or zero_stage else 8
-
-
-def gradient_bytes(weight_bytes: int, zero_stage: int, float32_sums: bool) -> int:
-    """Gradient bytes per trained parameter: the weights' width; with float32 sums 4, plus the last pass's gradients
-    unless ZeRO 2 or 3 reduces them immediately.
-    """
-    if weight_bytes == FLOAT32_BYTES or not float32_sums:
-        return weight_bytes
-    return FLOAT32_BYTES if zero_stage >= 2 else FLOAT32_BYTES + weight_bytes
-
-
-def model_states(
-    num_parameters: float,
-    num_trained: float,
-    weight_bytes: int,
-    zero_stage: int,
-    dp: int,
-    *,
-    float32_sums: bool = False,
-) -> tuple[float, float, float]:
-    """(weights, gradients, optimizer states) in bytes on one of `dp` devices.
-
-    Rajbhandari et al. 2020, figure 1, with Ψ parameters, all trained, gradients as wide as weights and K bytes of
-    optimizer states: together (2w + K)·Ψ; stage 1 shards the optimizer, 2w·Ψ + K·Ψ/dp; stage 2 gradients too,
-    w·Ψ + (w + K)·Ψ/dp; stage 3 weights too, (2w + K)·Ψ/dp.
-    """
-    weights = num_parameters * weight_bytes / (dp if zero_stage >= 3 else 1)
-    gradients = num_trained * gradient_bytes(weight_bytes, zero_stage, float32_sums) / (dp if zero_stage >= 2 else 1)
-    optimizer = num_trained * optimizer_bytes(weight_bytes, zero_stage) / (dp if zero_stage >= 1 else 1)
-    return weights, gradients, optimizer
+HELD_IN_A_PASS = (
+    *("weights", "gradients", "optimizer", "buffers", "activations", "logits", "kv_cache", "graphs", "process"),
+)
+"""Fields of `Memory` that add up."""
 
 
 def device_parameters(shape: ModelShape, tp: int = 1, pp: int = 1, *, split_vocabulary: bool = False) -> int:
@@ -146,7 +135,8 @@ def device_parameters(shape: ModelShape, tp: int = 1, pp: int = 1, *, split_voca
     """
     matrices = 1 if shape.tied or pp > 1 else 2
     embeddings = matrices * ceil_div(shape.embedding_parameters, tp if split_vocabulary else 1)
-    return ceil_div(shape.num_layers, pp) * shape.layer_parameters(tp) + embeddings + shape.hidden_size
+    outside = embeddings + shape.hidden_size + shape.extra_parameters
+    return ceil_div(shape.num_layers, pp) * shape.layer_parameters(tp) + outside
 
 
 def lora_parameters(
@@ -169,17 +159,17 @@ def layer_activation_bytes(
     """Bytes that one layer keeps for its backward pass over `tokens` tokens.
 
     Per token: two RMSNorms, each with its float32 input, the normalized and the scaled input, and one float32 root,
-    2·((4 + 2w)·h + 4); attention's q, k, v, its output with a float32 log-sum, and the concatenated outputs of packed
-    sequences, w·(3a + 2k)·d + 4·a; the MLP's gate, its SiLU, up and their product, 4w·i. Tensor parallelism splits
-    attention and MLP, not the norms (Korthikanti et al. 2022, eq. 2; their GPT layer keeps 34·h + 5·a·s bytes per
-    token, of which 24·h and the second term are split).
+    2·((4 + 2w)·h + 4), and 4 + 2w for each feature of further norms; attention's q, k, v, its output with a float32
+    log-sum, and the concatenated outputs of packed sequences, w·(3a + 2k)·d + 4·a; the MLP's gate, its SiLU, up and
+    their product, 4w·i. Tensor parallelism splits attention and MLP, not the norms (Korthikanti et al. 2022, eq. 2;
+    their GPT layer keeps 34·h + 5·a·s bytes per token, of which 24·h and the second term are split).
 
     Args:
         scored_length: tokens of a sequence whose attention scores are kept, the softmax's output, w·a·s² for each; 0:
             fused attention keeps none.
     """
     w, d = weight_bytes, shape.head_size
-    norms = 2 * ((FLOAT32_BYTES + 2 * w) * shape.hidden_size + FLOAT32_BYTES)
+    norms = (FLOAT32_BYTES + 2 * w) * (2 * shape.hidden_size + shape.extra_norm_width) + 2 * FLOAT32_BYTES
     heads, kv_heads = ceil_div(shape.num_heads, tp), ceil_div(shape.num_kv_heads, tp)
     attention = w * (3 * heads + 2 * kv_heads) * d + FLOAT32_BYTES * heads + w * heads * scored_length
     return tokens * (norms + attention + 4 * w * ceil_div(shape.intermediate_size, tp))
@@ -213,13 +203,17 @@ def activation_bytes(
     return layers * layer + final_norm
 
 
-def logit_bytes(shape: ModelShape, positions: int) -> int:
+def logit_bytes(shape: ModelShape, positions: int, *, on_gpu: bool = False) -> int:
     """Logits of `positions` tokens with log-softmax and entropy: three float32 [positions, V].
 
-    At most `MAX_LOGITS` logits exist at a time.
+    At most `MAX_LOGITS`, on GPUs `MAX_LOGITS_ON_GPU`, exist at a time.
     """
-    positions = min(positions, max(MAX_LOGITS // shape.vocab_size, 1))
-    return 3 * FLOAT32_BYTES * positions * shape.vocab_size
+    return LOGIT_BYTES * min(positions, chunk_tokens(shape, on_gpu=on_gpu)) * shape.vocab_size
+
+
+def chunk_tokens(shape: ModelShape, *, on_gpu: bool) -> int:
+    """Tokens whose logits are computed at a time."""
+    return max((MAX_LOGITS_ON_GPU if on_gpu else MAX_LOGITS) // shape.vocab_size, 1)
 
 
 def training_memory(
@@ -233,6 +227,7 @@ def training_memory(
     branches: int = 0,
     options: Options = PLAIN,
     scored_length: int = 0,
+    on_gpu: bool = False,
 ) -> Memory:
     """A model under training.
 
@@ -255,25 +250,34 @@ def training_memory(
         held, trained, weight_bytes, layout.zero_stage, layout.dp, float32_sums=options.float32_sums
     )
     bucket_width = FLOAT32_BYTES if options.float32_sums else weight_bytes
+    bucket = min(ZERO_BUCKET, trained) * bucket_width if layout.zero_stage else 0
     memory = Memory(
         weights=0 if options.offload and layout.zero_stage >= 3 else round(weights),
         gradients=round(gradients),
         optimizer=0 if options.offload else round(optimizer),
-        buffers=min(ZERO_BUCKET, trained) * bucket_width if layout.zero_stage else 0,
+        buffers=bucket,
         activations=activation_bytes(
             shape, tokens, weight_bytes, layout, top_layers, scored_length, checkpointing=options.checkpointing
         ),
-        logits=logit_bytes(shape, positions),
+        logits=logit_bytes(shape, positions, on_gpu=on_gpu),
     )
     return replace(
         memory,
+        kept=kept_bytes(memory.gradients, bucket, trained, layout.zero_stage, float32_sums=options.float32_sums),
         loading=_loading_bytes(shape, weight_bytes, layout, memory, trained, float32_sums=options.float32_sums),
         buffers=memory.buffers + _gathered_bytes(held, weight_bytes, layout, options.offload),
     )
 
 
 def scoring_memory(
-    shape: ModelShape, weight_bytes: int, layout: Layout, *, tokens: int, positions: int, scored_length: int = 0
+    shape: ModelShape,
+    weight_bytes: int,
+    layout: Layout,
+    *,
+    tokens: int,
+    positions: int,
+    scored_length: int = 0,
+    on_gpu: bool = False,
 ) -> Memory:
     """A frozen model that scores `tokens` tokens in one pass: one layer's activations at a time."""
     held = device_parameters(shape, layout.tp, layout.pp)
@@ -281,7 +285,7 @@ def scoring_memory(
         weights=round(held * weight_bytes / (layout.dp if layout.zero_stage >= 3 else 1)),
         buffers=_gathered_bytes(held, weight_bytes, layout),
         activations=layer_activation_bytes(shape, tokens, weight_bytes, layout.tp, scored_length),
-        logits=logit_bytes(shape, positions),
+        logits=logit_bytes(shape, positions, on_gpu=on_gpu),
         loading=reading_bytes(shape, weight_bytes, layout),
     )
 
@@ -302,14 +306,17 @@ def generation_memory(
     reserved_kv_bytes: int = 0,
     on_gpu: bool = False,
 ) -> Memory:
-    """vLLM with a KV cache of `cached_tokens`, at least `reserved_kv_bytes`, sampling `sequences` at a time."""
+    """vLLM with a KV cache of `cached_tokens`, at least `reserved_kv_bytes`.
+
+    It samples `sequences` at a time, and computes their logits at once.
+    """
     kv_cache = kv_cache_bytes(shape, cached_tokens, weight_bytes, layout.tp, layout.pp)
     return Memory(
         weights=device_parameters(shape, layout.tp, layout.pp, split_vocabulary=True) * weight_bytes,
         activations=layer_activation_bytes(shape, GENERATOR_BATCH_TOKENS, weight_bytes, layout.tp),
-        logits=logit_bytes(shape, sequences),
+        logits=LOGIT_BYTES * sequences * shape.vocab_size,
         kv_cache=max(kv_cache, reserved_kv_bytes),
-        buffers=WORKSPACE_BYTES + shape.num_layers * GRAPH_BYTES if on_gpu else 0,
+        graphs=WORKSPACE_BYTES + shape.num_layers * GRAPH_BYTES if on_gpu else 0,
         loading=reading_bytes(shape, weight_bytes, layout),
     )
 
@@ -318,10 +325,15 @@ def reading_bytes(shape: ModelShape, weight_bytes: int, layout: Layout) -> int:
     """Extra memory while a model is read one float32 tensor at a time: the largest tensor, before it is rounded or,
     under ZeRO-3, sharded.
     """
-    wide = max(shape.intermediate_size, shape.num_heads * shape.head_size)
-    largest = max(shape.embedding_parameters, shape.hidden_size * ceil_div(wide, layout.tp))
+    largest = largest_tensor(shape, layout.tp)
     rounded = FLOAT32_BYTES if weight_bytes < FLOAT32_BYTES else 0
     return largest * (rounded + (weight_bytes if layout.zero_stage >= 3 else 0))
+
+
+def largest_tensor(shape: ModelShape, tp: int = 1) -> int:
+    """Elements of the largest tensor of one of `tp` ranks, which all hold the embeddings whole."""
+    wide = max(shape.intermediate_size, shape.num_heads * shape.head_size)
+    return max(shape.embedding_parameters, shape.hidden_size * ceil_div(wide, tp))
 
 
 def _loading_bytes(

@@ -28,17 +28,18 @@ from xray_runtime.planning.cost import (
     sync_seconds,
     update_seconds,
 )
-from xray_runtime.planning.memory import Layout, Memory
-from xray_runtime.planning.plan import Placement, Plan, plan_of
+from xray_runtime.planning.memory import Layout
+from xray_runtime.planning.plan import NOTHING, Held, Placement, Plan, Sleeps, peak_bytes, plan_of
 from xray_runtime.planning.roles import ALL_USES, Use
 from xray_runtime.planning.splits import DEGREES, MAX_RANKS, groups, splits, trained_layouts, zero3_shards
-from xray_runtime.planning.workload import Machine, Workload
+from xray_runtime.planning.workload import Machine, Role, Workload
 
 CACHE_SCALES = (1, 4, 8, 16, 32)
 MAX_PASS_TOKENS = 32_768
 
-Sleeps = tuple[bool, bool]
-"""(generator, trained models)."""
+WORTH_SPLITTING = 1.25
+"""A split generator must be faster by more than this: the cost model is no more exact, and vLLM's all-reduce over GPUs
+that other models share is NCCL's plain one."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +50,15 @@ class Choice:
     seconds: float = 0.0
     asleep_seconds: float = 0.0
     """Seconds to free the memory and to restore it."""
-    total: int = 0
-    """Peak bytes on one GPU, of all models of the use or, if separate, of the largest."""
-    resident: int = 0
-    process: int = 0
+    held: Held = NOTHING
+    """Of all models of the use or, if separate, the total of the largest."""
     micro_batch_tokens: int = 0
     checkpointing: bool = False
     cache_scale: int = 4
 
 
 Candidate = tuple[float, Sleeps, Choice, Choice, Choice]
-"""(seconds, sleeps, trained, frozen, sampled)."""
+"""(seconds by which candidates are ranked, sleeps, trained, frozen, sampled)."""
 
 
 def plans(workload: Workload, machine: Machine) -> Iterator[Plan]:
@@ -116,9 +115,9 @@ class _Search:
         for candidate in candidates:
             _, sleeps, trained, frozen, sampled = candidate
             if placement == "separate":
-                peak = max(trained.total, frozen.total, sampled.total)
+                peak = max(trained.held.total, frozen.held.total, sampled.held.total)
             else:
-                peak = _peak(sleeps, trained, frozen, sampled)
+                peak = peak_bytes(sleeps, trained.held, frozen.held, sampled.held)
             if peak < smallest:
                 least, smallest = candidate, peak
             if peak <= usable:
@@ -139,7 +138,7 @@ class _Search:
             for (generator, trainer), frozen, sampled in product(sleeps, scoring, generating):
                 seconds = trained.seconds + frozen.seconds + sampled.seconds
                 seconds += generator * sampled.asleep_seconds + trainer * trained.asleep_seconds
-                yield seconds, (generator, trainer), trained, frozen, sampled
+                yield _ranking(seconds, sampled), (generator, trainer), trained, frozen, sampled
 
     def separate(self, fewer: bool) -> Iterator[Candidate]:
         """Candidates of which every model has GPUs of its own."""
@@ -162,7 +161,8 @@ class _Search:
                 by_degree = dict(zip(DEGREES, left, strict=True))
                 known[left] = list(self._training(by_degree.__getitem__, fewer=fewer, shared=False))
             for trained in known[left]:
-                yield trained.seconds + frozen.seconds + sampled.seconds, awake, trained, frozen, sampled
+                seconds = trained.seconds + frozen.seconds + sampled.seconds
+                yield _ranking(seconds, sampled), awake, trained, frozen, sampled
 
     def _training(self, groups_of: Callable[[int], int], *, fewer: bool, shared: bool) -> Iterator[Choice]:
         """Choices for the trained models. Args: groups_of: tensor-parallel degree → groups of GPUs that are free."""
@@ -192,7 +192,7 @@ class _Search:
             roles = variant.of_use("trained")
             for tokens in self._pass_tokens(layout.dp):
                 one = replace(variant, micro_batch_tokens=tokens)
-                needs = _needs([one.memory(role, layout) for role in roles], shared, machine)
+                needs = self._needs(one, roles, layout, shared)
                 updates = [update_seconds(role, layout, one, machine) for role in roles]
                 seconds = [update + score for update, score in zip(updates, each, strict=True)]
                 total = sum(seconds) if shared else max(seconds)
@@ -200,7 +200,7 @@ class _Search:
                     total += sync_seconds(roles[0], layout, one, machine, shared=shared)
                 again = all(role.options.checkpointing for role in roles)
                 yield Choice(layout, total, micro_batch_tokens=tokens, checkpointing=again, **needs)
-                if needs["total"] > machine.usable_bytes:
+                if needs["held"].total > machine.usable_bytes:
                     break
 
     def _pass_tokens(self, dp: int) -> list[int]:
@@ -229,8 +229,8 @@ class _Search:
 
     def _frozen_choice(self, layout: Layout, *, shared: bool) -> Choice:
         seconds = [score_seconds(role, layout, self._workload, self._machine) for role in self._frozen]
-        memory = [self._workload.memory(role, layout) for role in self._frozen]
-        return Choice(layout, sum(seconds) if shared else max(seconds), **_needs(memory, shared, self._machine))
+        needs = self._needs(self._workload, self._frozen, layout, shared)
+        return Choice(layout, sum(seconds) if shared else max(seconds), **needs)
 
     def _frozen_alone(self) -> Choice:
         """The least split with which one copy of each frozen model fits alone on its GPUs; if none does, whole ones."""
@@ -239,7 +239,7 @@ class _Search:
         replicas = (Layout(tp=tp, pp=pp) for tp, pp in splits(self._frozen, self._machine))
         for layout in (*replicas, *zero3_shards(self._workload, self._machine)):
             found = self._frozen_choice(layout, shared=False)
-            if found.total <= self._machine.usable_bytes:
+            if found.held.total <= self._machine.usable_bytes:
                 return found
         return self._frozen_choice(Layout(), shared=False)
 
@@ -269,28 +269,18 @@ class _Search:
             for count, scale in product(counts, CACHE_SCALES):
                 layout, one = Layout(tp=tp, dp=count), replace(self._workload, cache_scale=scale)
                 seconds = sum(generate_seconds(role, layout, one, self._machine) for role in self._sampled)
-                memory = [one.memory(role, layout) for role in self._sampled]
-                yield Choice(layout, seconds, cache_scale=scale, **_needs(memory, shared, self._machine))
+                needs = self._needs(one, self._sampled, layout, shared)
+                yield Choice(layout, seconds, cache_scale=scale, **needs)
+
+    def _needs(self, workload: Workload, roles: Sequence[Role], layout: Layout, shared: bool) -> dict[str, Any]:
+        """The fields of `Choice` about memory."""
+        memory = [workload.memory(role, layout, shared=shared) for role in roles]
+        held = Held.of(memory) if shared else Held(total=max(m.total for m in memory))
+        return {"held": held, "asleep_seconds": sleep_seconds(workload, roles, memory, self._machine)}
 
 
-def _needs(memory: Sequence[Memory], shared: bool, machine: Machine) -> dict[str, Any]:
-    """The fields of `Choice` about memory."""
-    totals = [m.total for m in memory]
-    return {
-        "total": sum(totals) if shared else max(totals),
-        "resident": sum(m.resident for m in memory),
-        "process": sum(m.process for m in memory),
-        "asleep_seconds": sleep_seconds(memory, machine),
-    }
-
-
-def _peak(sleeps: Sleeps, trained: Choice, frozen: Choice, sampled: Choice) -> int:
-    """`Group.peak_bytes` of a GPU that all models share."""
-    generator, trainer = sleeps
-    if not generator:
-        return trained.total + frozen.total + sampled.total
-    waiting = trained.process if trainer else trained.resident
-    return max(sampled.total + waiting + frozen.resident, trained.total + frozen.total + sampled.process)
+def _ranking(seconds: float, sampled: Choice) -> float:
+    return seconds * WORTH_SPLITTING if sampled.layout.tp > 1 else seconds
 
 
 def _keep(front: list[Choice], found: Choice) -> None:
@@ -299,8 +289,9 @@ def _keep(front: list[Choice], found: Choice) -> None:
     def better(a: Choice, b: Choice) -> bool:
         return (
             a.seconds <= b.seconds
-            and a.total <= b.total
-            and a.resident <= b.resident
+            and a.held.total <= b.held.total
+            and a.held.resident + a.held.syncing <= b.held.resident + b.held.syncing
+            and a.held.resident <= b.held.resident
             and a.asleep_seconds <= b.asleep_seconds
         )
 

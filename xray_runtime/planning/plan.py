@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from xray_runtime.planning.memory import Layout, Memory
+from xray_runtime.planning.memory import HELD_IN_A_PASS, Layout, Memory
 from xray_runtime.planning.roles import ALL_USES, Use
 from xray_runtime.planning.workload import Machine, Role, Workload
 
@@ -42,6 +42,44 @@ class RolePlan:
 
 
 @dataclass(frozen=True)
+class Held:
+    """Bytes on one device of all models of one use."""
+
+    total: int = 0
+    resident: int = 0
+    asleep: int = 0
+    syncing: int = 0
+
+    @classmethod
+    def of(cls, memory: Sequence[Memory]) -> Held:
+        """What models that may work at the same time hold together."""
+        names = [f.name for f in fields(cls)]
+        return cls(**{name: sum(getattr(m, name) for m in memory) for name in names})
+
+
+NOTHING = Held()
+Sleeps = tuple[bool, bool]
+"""Whether (the generator, the trained models) sleep while others work."""
+
+
+def peak_bytes(sleeps: Sleeps, trained: Held, frozen: Held, sampled: Held) -> int:
+    """Peak of a device that all models share, over the turns of an iteration (`rl/ppo.py`).
+
+        sync        the generator's weights wake up beside awake trainers; its KV cache still sleeps
+        generate    then trainers sleep, and the KV cache wakes up
+        score, update    the generator sleeps, trainers are awake
+
+    Each model is a process whose allocator keeps its peak, unless it gives back what it does not need after its turn.
+    """
+    generator, trainer = sleeps
+    if not generator:
+        return trained.total + frozen.total + sampled.total
+    sync = trained.resident + trained.syncing + sampled.resident + sampled.syncing + frozen.resident
+    generate = sampled.total + (trained.asleep if trainer else trained.resident) + frozen.resident
+    return max(sync, generate, trained.total + frozen.total + sampled.asleep)
+
+
+@dataclass(frozen=True)
 class Group:
     """Ranks that may share one device."""
 
@@ -53,18 +91,17 @@ class Group:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak memory. Each rank is a process whose allocator keeps its own peak."""
-        if not self.generator_sleeps:
-            return sum(rank.memory.total for rank in self.ranks)
-        trained, frozen, sampled = ([p.memory for p in self.ranks if p.role.use == use] for use in ALL_USES)
-        waiting = sum(m.process if self.trainer_sleeps else m.resident for m in trained)
-        generating = sum(m.total for m in sampled) + waiting + sum(m.resident for m in frozen)
-        return max(generating, sum(m.total for m in trained + frozen) + sum(m.process for m in sampled))
+        """Peak memory."""
+        by_use = (Held.of([p.memory for p in self.ranks if p.role.use == use]) for use in ALL_USES)
+        return peak_bytes((self.generator_sleeps, self.trainer_sleeps), *by_use)
 
     def largest(self) -> tuple[RolePlan, str, int]:
         """(role, field of `Memory`, bytes) of the largest item."""
-        needs = [(rank, f.name, getattr(rank.memory, f.name)) for rank in self.ranks for f in fields(Memory)]
-        return max(needs, key=lambda need: need[2])
+        names = (*HELD_IN_A_PASS, "loading", "syncing")
+        return max(
+            ((rank, name, getattr(rank.memory, name)) for rank in self.ranks for name in names),
+            key=lambda need: need[2],
+        )
 
 
 @dataclass(frozen=True)
@@ -92,6 +129,12 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.fullest.peak_bytes <= self.machine.usable_bytes
+
+    @property
+    def max_num_seqs(self) -> int | None:
+        """Sequences that a replica of the generator samples at a time, for which its KV cache and its sampler's logits
+        are planned; None without a generator."""
+        return self.workload.running_sequences(self.layouts["sampled"]) if self.workload.of_use("sampled") else None
 
     @property
     def iteration_s(self) -> float:
@@ -126,9 +169,9 @@ class Plan:
 
 def plan_of(workload: Workload, machine: Machine, placement: Placement, layouts: Mapping[Use, Layout]) -> Plan:
     """The plan with these layouts, without its seconds."""
-    plans = tuple(
-        RolePlan(role, layouts[role.use], workload.memory(role, layouts[role.use])) for role in workload.roles
-    )
+    shared = placement == "colocated"
+    memory = [workload.memory(role, layouts[role.use], shared=shared) for role in workload.roles]
+    plans = tuple(RolePlan(role, layouts[role.use], m) for role, m in zip(workload.roles, memory, strict=True))
     return Plan(placement, plans, tuple(_shared(plans, workload, machine, placement)), layouts, workload, machine)
 
 

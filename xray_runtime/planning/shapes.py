@@ -15,12 +15,15 @@ from typing import Any
 from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.errors import first_line
 from xray_runtime.store.hub import check_on_hub
-from xray_runtime.store.location import NO_CODE, locate
+from xray_runtime.store.location import locate
 
 EXACT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""`model_type`s whose parameters are counted exactly and whose layers can be split; others with the same fields are
-counted as a Llama."""
+"""`model_type`s whose parameters are counted from their configs alone, and whose layers can be split. Others are built
+first (`built_shapes`)."""
+CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
+"""Config fields by which families name their context (as in `models.causal_lm`, which needs torch)."""
 
+MIXTURE = "a {!r} model has experts: mixtures of experts cannot be planned, so write its layouts out"
 _FIELDS = (
     "model_type",
     "hidden_size",
@@ -31,19 +34,20 @@ _FIELDS = (
     "head_dim",
     "vocab_size",
     "tie_word_embeddings",
+    "max_position_embeddings",
 )
 _ROWS: dict[str, tuple[Any, ...]] = {
-    "Qwen/Qwen2.5-0.5B": ("qwen2", 896, 4864, 24, 14, 2, 64, 151_936, True),
-    "Qwen/Qwen3-0.6B": ("qwen3", 1024, 3072, 28, 16, 8, 128, 151_936, True),
-    "meta-llama/Llama-3.2-1B": ("llama", 2048, 8192, 16, 32, 8, 64, 128_256, True),
-    "Qwen/Qwen3-1.7B": ("qwen3", 2048, 6144, 28, 16, 8, 128, 151_936, True),
-    "meta-llama/Llama-3.2-3B": ("llama", 3072, 8192, 28, 24, 8, 128, 128_256, True),
-    "Qwen/Qwen3-4B": ("qwen3", 2560, 9728, 36, 32, 8, 128, 151_936, True),
-    "meta-llama/Llama-3.1-8B": ("llama", 4096, 14_336, 32, 32, 8, 128, 128_256, False),
-    "Qwen/Qwen3-8B": ("qwen3", 4096, 12_288, 36, 32, 8, 128, 151_936, False),
-    "Qwen/Qwen3-14B": ("qwen3", 5120, 17_408, 40, 40, 8, 128, 151_936, False),
-    "Qwen/Qwen3-32B": ("qwen3", 5120, 25_600, 64, 64, 8, 128, 151_936, False),
-    "meta-llama/Llama-3.1-70B": ("llama", 8192, 28_672, 80, 64, 8, 128, 128_256, False),
+    "Qwen/Qwen2.5-0.5B": ("qwen2", 896, 4864, 24, 14, 2, 64, 151_936, True, 32_768),
+    "Qwen/Qwen3-0.6B": ("qwen3", 1024, 3072, 28, 16, 8, 128, 151_936, True, 40_960),
+    "meta-llama/Llama-3.2-1B": ("llama", 2048, 8192, 16, 32, 8, 64, 128_256, True, 131_072),
+    "Qwen/Qwen3-1.7B": ("qwen3", 2048, 6144, 28, 16, 8, 128, 151_936, True, 40_960),
+    "meta-llama/Llama-3.2-3B": ("llama", 3072, 8192, 28, 24, 8, 128, 128_256, True, 131_072),
+    "Qwen/Qwen3-4B": ("qwen3", 2560, 9728, 36, 32, 8, 128, 151_936, True, 40_960),
+    "meta-llama/Llama-3.1-8B": ("llama", 4096, 14_336, 32, 32, 8, 128, 128_256, False, 131_072),
+    "Qwen/Qwen3-8B": ("qwen3", 4096, 12_288, 36, 32, 8, 128, 151_936, False, 40_960),
+    "Qwen/Qwen3-14B": ("qwen3", 5120, 17_408, 40, 40, 8, 128, 151_936, False, 40_960),
+    "Qwen/Qwen3-32B": ("qwen3", 5120, 25_600, 64, 64, 8, 128, 151_936, False, 40_960),
+    "meta-llama/Llama-3.1-70B": ("llama", 8192, 28_672, 80, 64, 8, 128, 128_256, False, 131_072),
 }
 KNOWN_CONFIGS: dict[str, dict[str, Any]] = {name: dict(zip(_FIELDS, row, strict=True)) for name, row in _ROWS.items()}
 """Hub name → the fields of its `config.json` that a plan needs, so that common models are planned without a network."""
@@ -64,6 +68,14 @@ class ModelShape:
     """Input and output embeddings are one matrix."""
     extra_layer_parameters: int = 0
     """Biases and norms of one layer that a Llama does not have."""
+    layer_matrices: int | None = None
+    """Elements of one layer's matrices; None: those of a Llama."""
+    extra_parameters: int = 0
+    """Parameters outside the layers that a Llama does not have."""
+    extra_norm_width: int = 0
+    """Features that one layer normalizes, beyond the 2·h of a Llama: norms of queries and keys, or after each part."""
+    max_positions: int | None = None
+    """Its context in tokens; None: unknown."""
     family: str = "llama"
     """Hugging Face's `model_type`."""
 
@@ -78,13 +90,17 @@ class ModelShape:
         """
         heads = ceil_div(self.num_heads, tp) + ceil_div(self.num_kv_heads, tp)
         mlp = 3 * self.hidden_size * ceil_div(self.intermediate_size, tp)
-        return 2 * self.hidden_size * self.head_size * heads + mlp + 2 * self.hidden_size + self.extra_layer_parameters
+        matrices = 2 * self.hidden_size * self.head_size * heads + mlp
+        if self.layer_matrices is not None:
+            matrices = ceil_div(self.layer_matrices, tp)
+        return matrices + 2 * self.hidden_size + self.extra_layer_parameters
 
     @property
     def num_parameters(self) -> int:
         """All parameters of the causal LM, a tied embedding once."""
         embeddings = self.embedding_parameters * (1 if self.tied else 2)
-        return self.num_layers * self.layer_parameters() + embeddings + self.hidden_size
+        outside = embeddings + self.hidden_size + self.extra_parameters
+        return self.num_layers * self.layer_parameters() + outside
 
 
 def from_fresh(config: FreshBase) -> ModelShape:
@@ -98,50 +114,58 @@ def from_fresh(config: FreshBase) -> ModelShape:
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
         tied=True,
+        max_positions=config.max_positions,
     )
 
 
-def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
-    """The shape in a Hugging Face `config.json`.
+def is_complete(config: Mapping[str, Any]) -> bool:
+    """Whether `from_hf_config` can count a `config.json`: of a known family, with every field written out, since
+    families differ in what they take for a missing one (only Qwen3 has heads of a fixed size)."""
+    family = config.get("model_type")
+    names = [name for name in _FIELDS[1:] if name != "head_dim" or family == "qwen3"]
+    return family in EXACT_FAMILIES and all(isinstance(config.get(name), int) for name in names)
 
-    Raises:
-        ValueError: a field that a Llama has is missing, or the model is a mixture of experts.
-    """
-    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    absent = [name for name in names if not isinstance(config.get(name), int)]
-    family = config.get("model_type", "unknown")
-    if absent:
-        raise ValueError(f"a {family!r} model cannot be planned: its config has no {absent[0]}; plan with --params")
-    if any(config.get(name) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
-        raise ValueError(
-            f"a {family!r} model cannot be planned: mixtures of experts are not supported; plan with --params"
-        )
-    hidden, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
-    kv_heads = config.get("num_key_value_heads") or heads
+
+def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
+    """The shape in a Hugging Face `config.json` that `is_complete`."""
+    family, hidden, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
+    kv_heads, mlp = config["num_key_value_heads"], config["intermediate_size"]
     head_size = config.get("head_dim") or hidden // heads
-    q, kv, mlp = heads * head_size, kv_heads * head_size, config["intermediate_size"]
+    q, kv = heads * head_size, kv_heads * head_size
     extra = 0
-    if config.get("attention_bias"):
+    if config.get("attention_bias") and family in ("llama", "qwen3"):
         extra += q + 2 * kv + hidden
     elif family == "qwen2":
         # Its config does not mention its biases on q, k and v.
         extra += q + 2 * kv
-    if config.get("mlp_bias"):
+    if config.get("mlp_bias") and family == "llama":
         extra += 2 * mlp + hidden
     if family == "qwen3":
         extra += 2 * head_size
     return ModelShape(
-        num_layers=layers,
+        num_layers=config["num_hidden_layers"],
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_size=head_size,
         intermediate_size=mlp,
         vocab_size=config["vocab_size"],
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=bool(config["tie_word_embeddings"]),
         extra_layer_parameters=extra,
+        extra_norm_width=q + kv if family == "qwen3" else 0,
+        max_positions=config["max_position_embeddings"],
         family=family,
     )
+
+
+def max_positions(config: Mapping[str, Any]) -> int | None:
+    """The context in a Hugging Face `config.json`, in tokens; None where it does not say."""
+    # A model that also reads images keeps what its language model is in a section of its own.
+    for section in (config, config.get("text_config") or {}):
+        for name in CONTEXT:
+            if isinstance(section.get(name), int) and section[name] > 0:
+                return int(section[name])
+    return None
 
 
 def from_pretrained(config: PretrainedBase, field: str = "base.model") -> ModelShape:
@@ -151,7 +175,7 @@ def from_pretrained(config: PretrainedBase, field: str = "base.model") -> ModelS
         field: config field that names it; errors begin with it.
 
     Raises:
-        ValueError: it cannot be found or read, or is not a Llama-like model.
+        ValueError: it cannot be found, read or built, or is a mixture of experts; one line.
     """
     if config.model in KNOWN_CONFIGS and not Path(config.model).exists():
         return from_hf_config(KNOWN_CONFIGS[config.model])
@@ -160,12 +184,14 @@ def from_pretrained(config: PretrainedBase, field: str = "base.model") -> ModelS
     try:
         if gguf is not None:
             return _from_gguf(Path(name) / gguf)
-        if Path(name).is_dir():
-            config_json = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
-            return from_hf_config(config_json if isinstance(config_json, dict) else {})
-        import transformers
+        written = json.loads((Path(name) / "config.json").read_text(encoding="utf-8")) if Path(name).is_dir() else {}
+        if not isinstance(written, dict):
+            raise ValueError("its config.json is no JSON object")
+        if is_complete(written):
+            return from_hf_config(written)
+        from xray_runtime.planning.built_shapes import built_shape
 
-        return from_hf_config(transformers.AutoConfig.from_pretrained(name, **NO_CODE).to_dict())
+        return built_shape(config.model)
     except (OSError, ValueError) as error:
         reason = first_line(error)
         raise ValueError(f"{field}: {config.model!r} cannot be planned ({reason})") from error
@@ -186,6 +212,8 @@ def _from_gguf(path: Path) -> ModelShape:
     def number(key: str) -> int:
         return int(field(f"{family}.{key}"))
 
+    if f"{family}.expert_count" in reader.fields and number("expert_count") > 0:
+        raise ValueError(MIXTURE.format(family))
     sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
     hidden, heads = number("embedding_length"), number("attention.head_count")
     shape = ModelShape(
@@ -199,9 +227,11 @@ def _from_gguf(path: Path) -> ModelShape:
         intermediate_size=number("feed_forward_length"),
         vocab_size=sizes["token_embd.weight"] // hidden,
         tied="output.weight" not in sizes,
+        max_positions=number("context_length") if f"{family}.context_length" in reader.fields else None,
         family=family,
     )
-    return replace(shape, extra_layer_parameters=(sum(sizes.values()) - shape.num_parameters) // shape.num_layers)
+    extra, rest = divmod(sum(sizes.values()) - shape.num_parameters, shape.num_layers)
+    return replace(shape, extra_layer_parameters=extra, extra_parameters=rest)
 
 
 def from_parameter_count(count: float) -> ModelShape:

@@ -12,7 +12,8 @@ from xray_runtime.config.engines import EngineConfig, GeneratorConfig, with_prec
 from xray_runtime.config.prepare import PROMPT_TOKENS
 from xray_runtime.config.sft import REPLY_TOKENS
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.planning.memory import FLOAT32_BYTES, HALF_BYTES, PLAIN
+from xray_runtime.planning.memory import PLAIN
+from xray_runtime.planning.model_states import FLOAT32_BYTES, HALF_BYTES
 from xray_runtime.planning.roles import ModelRole
 from xray_runtime.planning.shapes import EXACT_FAMILIES, ModelShape, from_fresh, from_pretrained
 from xray_runtime.planning.workload import GIB, OpenChoice, Role, Workload, training_options
@@ -37,7 +38,9 @@ def stage_workload(call: StageCall, device: str) -> Workload | None:
     if not kept:
         return None
     roles = tuple(_planned(call, name, role, branches[name], device) for name, role in kept.items())
-    lengths = [_lengths(call, role) for role in kept.values()]
+    lengths = [
+        _lengths(call, role, planned.shape.max_positions) for role, planned in zip(kept.values(), roles, strict=True)
+    ]
     engines = [role.layout for role in kept.values() if isinstance(role.layout, EngineConfig)]
     return Workload(
         roles=roles,
@@ -176,16 +179,16 @@ def _is_branch(call: StageCall, role: ModelRole, declared: dict[str, ModelRole])
     )
 
 
-def _lengths(call: StageCall, role: ModelRole) -> tuple[int, int]:
-    """(longest prompt, longest reply) in tokens, from the config of the data, or else the stages' defaults; an unknown
-    context counts as unlimited."""
-    source, _ = _source(call, role, call.name)
-    context = source.max_positions if isinstance(source, FreshBase) else None
+def _lengths(call: StageCall, role: ModelRole, context: int | None) -> tuple[int, int]:
+    """(longest prompt, longest reply) in tokens, from the config of the data, or else the stages' defaults; together no
+    longer than the model's `context`, of which replies take what they may first. None: unknown, without a limit."""
     data = call.parents.get(role.data or "")
     reply = role.reply_tokens or next(_settings(data, "max_new_tokens"), None)
-    reply = reply or (REPLY_TOKENS if context is None else min(REPLY_TOKENS, context // 3))
-    prompt = next(_settings(data, "max_prompt_tokens"), None)
-    return prompt or (PROMPT_TOKENS if context is None else max(min(PROMPT_TOKENS, context - reply), 1)), reply
+    prompt = next(_settings(data, "max_prompt_tokens"), None) or PROMPT_TOKENS
+    if context is None:
+        return prompt, reply or REPLY_TOKENS
+    reply = min(reply or min(REPLY_TOKENS, context // 3), max(context - 1, 1))
+    return max(min(prompt, context - reply), 1), reply
 
 
 def _settings(data: Handle | None, field: str) -> Iterator[Any]:

@@ -12,8 +12,6 @@ from xray_runtime.config.engines import EngineConfig, LoRAConfig, with_precision
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.cores import usable_cores
 from xray_runtime.planning.memory import (
-    FLOAT32_BYTES,
-    HALF_BYTES,
     PLAIN,
     Layout,
     Memory,
@@ -22,8 +20,10 @@ from xray_runtime.planning.memory import (
     scoring_memory,
     training_memory,
 )
+from xray_runtime.planning.model_states import FLOAT32_BYTES, HALF_BYTES
 from xray_runtime.planning.roles import Use
 from xray_runtime.planning.shapes import ModelShape, ceil_div, from_parameter_count
+from xray_runtime.planning.sync_memory import receiving_bytes, sending_bytes
 
 GIB = 2**30
 USABLE = 0.9
@@ -132,11 +132,29 @@ class Workload:
 
         return replace(self, roles=tuple(changed(role) for role in self.roles))
 
-    def memory(self, role: Role, layout: Layout) -> Memory:
-        """Memory of `role` on one of its devices."""
-        shape, width = role.shape, role.weight_bytes
+    def memory(self, role: Role, layout: Layout, *, shared: bool = True) -> Memory:
+        """Memory of `role` on one of its devices; `shared`: the other models are on the same devices."""
+        memory = self._working(role, layout)
+        return memory if self.device == "cpu" else replace(memory, syncing=self._syncing(role, layout, shared))
+
+    def _syncing(self, role: Role, layout: Layout, shared: bool) -> int:
+        """`Memory.syncing`: the first trained model is the policy, and sends its weights to the generators."""
+        trained, through_host = self.of_use("trained"), self.through_host
+        if not trained or not self.of_use("sampled"):
+            return 0
+        if role.use == "sampled":
+            return receiving_bytes(role.shape, role.weight_bytes, layout.tp, through_host=through_host, shared=shared)
+        if role.name != trained[0].name:
+            return 0
+        return sending_bytes(
+            *(role.shape, role.weight_bytes, layout, role.options), through_host=through_host, shared=shared
+        )
+
+    def _working(self, role: Role, layout: Layout) -> Memory:
+        """What its own work needs."""
+        shape, width, on_gpu = role.shape, role.weight_bytes, self.device == "cuda"
         # On CUDA, torch has no fused attention for float32 with grouped heads.
-        keeps_scores = self.device == "cuda" and width == FLOAT32_BYTES and shape.num_kv_heads < shape.num_heads
+        keeps_scores = on_gpu and width == FLOAT32_BYTES and shape.num_kv_heads < shape.num_heads
         scored_length = self.sequence_tokens if keeps_scores else 0
         if role.use == "sampled":
             sequences = min(CACHED_SEQUENCES * self.cache_scale, ceil_div(self.rollout_size, layout.dp))
@@ -146,13 +164,15 @@ class Workload:
                 shape,
                 width,
                 layout,
-                sequences=sequences,
+                sequences=self.running_sequences(layout) if on_gpu else sequences,
                 cached_tokens=cached,
                 reserved_kv_bytes=self.reserved_kv_bytes,
-                on_gpu=self.device == "cuda",
+                on_gpu=on_gpu,
             )
         tokens, positions = self._pass(role, self.score_tokens)
-        scoring = scoring_memory(shape, width, layout, tokens=tokens, positions=positions, scored_length=scored_length)
+        scoring = scoring_memory(
+            *(shape, width, layout), tokens=tokens, positions=positions, scored_length=scored_length, on_gpu=on_gpu
+        )
         if role.use == "frozen":
             return scoring
         tokens, positions = self._pass(role, self.micro_batch_tokens)
@@ -166,6 +186,7 @@ class Workload:
             branches=role.branches,
             options=role.options,
             scored_length=scored_length,
+            on_gpu=on_gpu,
         )
         # A trained model scores as well, at another time.
         passes = (training.activations, training.logits), (scoring.activations, scoring.logits)
@@ -177,7 +198,7 @@ class Workload:
         return replace(training, activations=activations, logits=logits)
 
     def running_sequences(self, layout: Layout) -> int:
-        """Sequences that one replica of the generator samples at a time."""
+        """Sequences that one replica of the generator samples at a time: vLLM's `max_num_seqs`."""
         cached = max(CACHED_TOKENS * self.cache_scale // self.sequence_tokens, 1)
         return min(CACHED_SEQUENCES * self.cache_scale, ceil_div(self.rollout_size, layout.dp), cached)
 

@@ -59,15 +59,28 @@ def test_passes_are_counted() -> None:
     flops = 512 * forward_flops(role, one)
     rate = 0.4 * 989e12 * 16_384 / (16_384 + 512)
     # 28 bytes a parameter at 70% of 3.35 TB/s.
-    step = role.shape.num_parameters * 28 / (0.7 * 3.35e12)
-    assert update_seconds(role, Layout(), one, there) == pytest.approx(3 * flops / rate + step, rel=1e-3)
-    assert score_seconds(role, Layout(), replace(one, score_tokens=16_384), there) == pytest.approx(
-        flops / rate, rel=1e-3
-    )
+    memory = 0.7 * 3.35e12
+    step = role.shape.num_parameters * 28 / memory
+    # In one pass three times what a layer keeps of a token: two norms of 8 · h + 4, attention 10 · h and 4 a head, the
+    # MLP 8 · i. Half of the tokens have logits.
+    h, layers, heads, vocabulary = role.shape.hidden_size, role.shape.num_layers, role.shape.num_heads, 32_000
+    kept = 2 * (8 * h + 4) + 10 * h + 4 * heads + 8 * role.shape.intermediate_size
+    tokens = 512 * 2048
+    layer_traffic = tokens * layers * 3 * kept / memory
+    # Training moves 106 bytes a logit, and the output layer seven times for every 2²⁸ of them; a forward pass 40, once.
+    logits = tokens / 2 * vocabulary
+    training = logits * (106 + 7 * 2 * h * vocabulary / (2**28 // vocabulary * vocabulary)) / memory
+    scoring = logits * (40 + 2 * h * vocabulary / (2**28 // vocabulary * vocabulary)) / memory
+    expected = 3 * flops / rate + 3 * layer_traffic + training + step
+    assert update_seconds(role, Layout(), one, there) == pytest.approx(expected, rel=1e-3)
+    scored = score_seconds(role, Layout(), replace(one, score_tokens=16_384), there)
+    assert scored == pytest.approx(flops / rate + layer_traffic + scoring, rel=1e-3)
     again = one.with_options(checkpointing=True)
-    assert update_seconds(policy(again), Layout(), again, there) == pytest.approx(4 * flops / rate + step, rel=1e-3)
+    expected += flops / rate + layer_traffic
+    assert update_seconds(policy(again), Layout(), again, there) == pytest.approx(expected, rel=1e-3)
     adapters = one.with_options(lora_rank=16)
-    assert update_seconds(policy(adapters), Layout(), adapters, there) == pytest.approx(2 * flops / rate, rel=1e-2)
+    expected = 2 * flops / rate + 3 * layer_traffic + training
+    assert update_seconds(policy(adapters), Layout(), adapters, there) == pytest.approx(expected, rel=1e-2)
 
 
 def test_a_rollout_reads_the_weights_at_each_step() -> None:

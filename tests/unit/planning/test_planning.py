@@ -298,9 +298,12 @@ def test_a_generator_that_sleeps_makes_room() -> None:
     assert in_turn.workload.generator_sleeps
     policy, reference, critic, reward, generator = [p.memory for p in in_turn.roles]
     trained = [m.process if in_turn.workload.trainer_sleeps else m.resident for m in (policy, critic)]
-    generating = generator.total + reference.resident + reward.resident + sum(trained)
-    passing = policy.total + reference.total + critic.total + reward.total + PROCESS_BYTES
-    assert in_turn.fullest.peak_bytes == max(generating, passing)
+    frozen = reference.resident + reward.resident
+    sync = policy.resident + policy.syncing + critic.resident + generator.resident + generator.syncing + frozen
+    generating = generator.total + frozen + sum(trained)
+    passing = policy.total + reference.total + critic.total + reward.total + PROCESS_BYTES + generator.graphs
+    assert in_turn.fullest.peak_bytes == max(sync, generating, passing)
+    assert in_turn.max_num_seqs == in_turn.workload.running_sequences(in_turn.layouts["sampled"])
     # Memory that moves costs time.
     assert search(asleep, machine(1, 49)).seconds["sleep"] > 0
 
