@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from xray_runtime.data.pairs import Messages
+from xray_runtime.data.reasoning import KEY
 
 ROLES = ("system", "user", "assistant", "tool")
 ASKING = ("user", "tool")
@@ -86,6 +87,8 @@ def _message(where: object, column: str, value: Any) -> dict[str, Any]:
         if role != "assistant":
             raise ValueError(f"{where}: {column} has tool_calls of role {role!r}; allowed: assistant")
         message["tool_calls"] = _tool_calls(where, column, calls)
+    if role == "assistant" and isinstance(given.get(KEY), str) and given[KEY]:
+        message[KEY] = checked_text(where, column, given[KEY])
     if role == "tool":
         message |= {
             name: checked_text(where, column, str(given[name])) for name in ("name", "tool_call_id") if name in given

@@ -1,8 +1,9 @@
 """The two record types of X-ray's datasets, and their files, which may be larger than memory.
 
 A prompt is a list of messages, `{"role": "system" | "user" | "assistant" | "tool", "content": str}`, and ends with one
-of the user or a tool. Assistant messages may have `tool_calls`, tool messages `name` and `tool_call_id`; the first
-message of a prompt may have `tools`, the JSON schemas of the available tools. Texts are never changed.
+of the user or a tool. Assistant messages may have `tool_calls` and `reasoning_content`, tool messages `name` and
+`tool_call_id`; the first message of a prompt may have `tools`, the JSON schemas of the available tools. Texts are never
+changed.
 
 A file is an uncompressed Arrow IPC file (Feather): `pandas.read_feather(path)` shows it, and so does
 `datasets.load_dataset("arrow", data_files=path)`. Its record batches have `BATCH_ROWS` rows each, except the last,
@@ -19,6 +20,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import orjson
 import pyarrow as pa
+
+from xray_runtime.data.reasoning import KEY, split_reasoning, with_reasoning
 
 Messages = list[dict[str, Any]]
 
@@ -41,6 +44,18 @@ class Example(NamedTuple):
     """Tool calls of the reply."""
     columns: str = "{}"
     """Further columns of its record, as a JSON object, for rewards."""
+    reasoning_content: str | None = None
+    """Reasoning before the reply."""
+
+    @property
+    def reply(self) -> dict[str, Any]:
+        """The reply as a message."""
+        return reply_message(self.response, self.tool_calls, self.reasoning_content)
+
+    @property
+    def text(self) -> str:
+        """The whole reply for display, with its reasoning, and with calls as JSON."""
+        return message_text(self.response, self.tool_calls, self.reasoning_content)
 
 
 class PreferenceExample(NamedTuple):
@@ -53,11 +68,24 @@ class PreferenceExample(NamedTuple):
     chosen_tool_calls: list[dict[str, Any]] | None = None
     """Tool calls of the chosen reply."""
     rejected_tool_calls: list[dict[str, Any]] | None = None
+    chosen_reasoning_content: str | None = None
+    rejected_reasoning_content: str | None = None
+
+    @property
+    def replies(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The chosen and the rejected reply as messages."""
+        return (
+            reply_message(self.chosen, self.chosen_tool_calls, self.chosen_reasoning_content),
+            reply_message(self.rejected, self.rejected_tool_calls, self.rejected_reasoning_content),
+        )
 
     @property
     def texts(self) -> tuple[str, str]:
-        """The chosen and the rejected reply for display, with calls as JSON."""
-        return message_text(self.chosen, self.chosen_tool_calls), message_text(self.rejected, self.rejected_tool_calls)
+        """The chosen and the rejected reply for display, with reasoning, and with calls as JSON."""
+        return (
+            message_text(self.chosen, self.chosen_tool_calls, self.chosen_reasoning_content),
+            message_text(self.rejected, self.rejected_tool_calls, self.rejected_reasoning_content),
+        )
 
 
 P = TypeVar("P", Example, PreferenceExample)
@@ -65,14 +93,15 @@ P = TypeVar("P", Example, PreferenceExample)
 # 64-bit offsets, so that texts of any length fit a batch.
 TEXT = pa.large_string()
 REQUIRED = ("role", "content")
-PARTS = (*REQUIRED, "name", "tool_call_id", "tool_calls", "tools")
+PARTS = (*REQUIRED, "name", "tool_call_id", "tool_calls", "tools", "reasoning_content")
 MESSAGE = pa.struct([pa.field(part, TEXT, nullable=part not in REQUIRED) for part in PARTS])
 AS_JSON = ("tool_calls", "tools", "chosen_tool_calls", "rejected_tool_calls")
 """Fields without a fixed schema, stored as JSON."""
+OPTIONAL = (*AS_JSON, "reasoning_content", "chosen_reasoning_content", "rejected_reasoning_content")
 PROMPT = pa.large_list(pa.field("item", MESSAGE, nullable=False))
 SCHEMAS = {
     of: pa.schema(
-        [pa.field(name, PROMPT if name == "prompt" else TEXT, nullable=name in AS_JSON) for name in of._fields]
+        [pa.field(name, PROMPT if name == "prompt" else TEXT, nullable=name in OPTIONAL) for name in of._fields]
     )
     for of in (Example, PreferenceExample)
 }
@@ -213,11 +242,24 @@ def _read_back(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def message_text(content: str, tool_calls: list[dict[str, Any]] | None = None) -> str:
-    """A message's text, with calls as JSON."""
-    if not tool_calls:
-        return content
-    return "\n".join([*([content] if content else []), orjson.dumps(tool_calls).decode()])
+def reply_message(
+    content: str, tool_calls: list[dict[str, Any]] | None = None, reasoning: str | None = None
+) -> dict[str, Any]:
+    """A reply as the assistant's message."""
+    calls = {"tool_calls": tool_calls} if tool_calls else {}
+    return {"role": "assistant", "content": content} | calls | ({KEY: reasoning} if reasoning else {})
+
+
+def without_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """An assistant's message without its reasoning, also where that is a block in its text."""
+    return {k: v for k, v in message.items() if k != KEY} | {"content": split_reasoning(message["content"])[1]}
+
+
+def message_text(content: str, tool_calls: list[dict[str, Any]] | None = None, reasoning: str | None = None) -> str:
+    """A message's text, with its reasoning, and with calls as JSON."""
+    answer = [content] if content or not tool_calls else []
+    calls = [orjson.dumps(tool_calls).decode()] if tool_calls else []
+    return with_reasoning(reasoning, "\n".join([*answer, *calls]))
 
 
 def prompt_text(prompt: Messages) -> str:

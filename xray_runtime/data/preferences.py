@@ -13,6 +13,7 @@ from xray_runtime.config.preferences import RatingPreferences
 from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.heldout import is_held_out
 from xray_runtime.data.pairs import Example, Messages, PreferenceExample, message_text, prompt_text
+from xray_runtime.data.reasoning import KEY
 from xray_runtime.data.records import preference
 from xray_runtime.data.sources import Where
 from xray_runtime.seeding import derive_seed
@@ -144,13 +145,15 @@ def from_dataset(
             dropped.add("unmatched_transcripts", {"row": where.number})
             continue
         prompt, chosen, rejected = found
-        texts = [message_text(m["content"], m.get("tool_calls")).strip() for m in (chosen, rejected)]
+        texts = [message_text(m["content"], m.get("tool_calls"), m.get(KEY)).strip() for m in (chosen, rejected)]
         if texts[0] == texts[1] or not all(texts) or not prompt[-1]["content"].strip():
             dropped.add("same_or_empty", {"row": where.number})
             continue
         num_pairs += 1
-        calls = [m.get("tool_calls") for m in (chosen, rejected)]
+        calls, reasoning = ([m.get(key) for m in (chosen, rejected)] for key in ("tool_calls", KEY))
         yield (
             where.number,
-            PreferenceExample(f"dataset-{where.number}", prompt, chosen["content"], rejected["content"], *calls),
+            PreferenceExample(
+                f"dataset-{where.number}", prompt, chosen["content"], rejected["content"], *calls, *reasoning
+            ),
         )

@@ -28,6 +28,7 @@ from xray_runtime.data.pairs import (
     prompt_text,
     write_pairs,
 )
+from xray_runtime.data.reasoning import KEY
 from xray_runtime.data.records import conversation_id, prompt_and_replies, usual
 from xray_runtime.data.sources import CHITCHAT, chat_pairs, chitchat_conversations, read_records
 from xray_runtime.data.text_set import TextSet
@@ -89,7 +90,7 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
     recorder.metrics({f"data/{name}": float(value) for name, value in counts.items()}, step=0)
     recorder.table("data_counts", ["what", "count"], [[name, count] for name, count in sorted(counts.items())])
     shown = Pairs(out / TRAIN, Example)[:: -(-counts["train_pairs"] // NUM_EXAMPLES_SHOWN)]
-    examples = [[prompt_text(e.prompt), message_text(e.response, e.tool_calls)] for e in shown]
+    examples = [[prompt_text(e.prompt), e.text] for e in shown]
     recorder.table("data_examples", ["prompt", "response"], examples)
     return 0
 
@@ -134,7 +135,9 @@ def _write_sides(
                 if reason:
                     left_out.add(reason, at | {"reply": place})
                     continue
-                example = Example(f"{name}-{place}", conversation, prompt, reply["content"], calls, columns)
+                example = Example(
+                    f"{name}-{place}", conversation, prompt, reply["content"], calls, columns, reply.get(KEY)
+                )
                 (held[held_out] if held_out else train).append(example)
                 if config.sources:
                     counts[f"kept_pairs_source_{part}"] += 1

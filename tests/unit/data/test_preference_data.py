@@ -169,7 +169,7 @@ def test_from_dataset_counts_what_it_drops(tmp_path: Path) -> None:
             {"prompt": "c", "chosen": calls, "rejected": calls},
         ]
     )
-    assert [pair[2:] for pair in pairs] == [("", "No.", [call], None), ("No.", "No.", None, [call])]
+    assert [pair[2:6] for pair in pairs] == [("", "No.", [call], None), ("No.", "No.", None, [call])]
     assert stats["same_or_empty"] == 1
     with pytest.raises(ValueError, match=r"p\.jsonl line 1: the columns 'chosen', 'prompt' match no supported form"):
         read([{"prompt": "a", "chosen": "good"}])
