@@ -77,7 +77,7 @@ class VerifierSource:
                 self._free.put(one)
 
         with ThreadPoolExecutor(self._parallel) as pool:
-            return list(pool.map(checked, zip(batch.replies, batch.column(column), strict=True)))
+            return list(pool.map(checked, zip(batch.answers, batch.column(column), strict=True)))
 
 
 class _TextChecks:
