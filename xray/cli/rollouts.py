@@ -110,8 +110,9 @@ def _print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
             print_indented(console, "  scores  ", ", ".join(scores))
         for source, why in row["failures"].items():
             print_indented(console, "  failed  ", shown(f"{source}: {why}"))
-        for column in ("prompt", "reply"):
-            print_indented(console, f"  {column:8}", shown(row[column]))
+        for column, title in (("prompt", "prompt"), ("reasoning", "thinks"), ("reply", "reply")):
+            if column in row:
+                print_indented(console, f"  {title:8}", shown(row[column]))
         console.print()
 
 

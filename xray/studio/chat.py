@@ -39,7 +39,7 @@ def chat_page(request: Request) -> Response:
 
 @router.post("/chat")
 def chat(request: Request, fields: Fields) -> Response:
-    """The reply to a conversation. Each line has one of `text`, `calls` (at the end) and `error`."""
+    """The reply to a conversation. Each line has one of `reasoning`, `text`, `calls` (at the end) and `error`."""
     studio = studio_of(request)
     if studio.serve is None:
         raise ConfigError("--serve: is required for a chat")
@@ -80,6 +80,8 @@ def _reply(studio: Studio, content: dict[str, Any]) -> Iterator[dict[str, Any]]:
                     yield {"error": f"refused: {reply.read().decode('utf-8', 'replace')[:500]}"}
                     return
                 for delta in _deltas(reply.iter_lines()):
+                    if delta.get("reasoning"):
+                        yield {"reasoning": delta["reasoning"]}
                     if delta.get("content"):
                         yield {"text": delta["content"]}
                     for piece in delta.get("tool_calls") or ():

@@ -14,6 +14,7 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
 from xray_runtime.lineage.log import view
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store
@@ -83,6 +84,7 @@ class Studio:
             loader=PackageLoader("xray.studio"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
         )
         environment.filters["number"] = _number
+        environment.filters["parts"] = split_reasoning
         return environment
 
 

@@ -61,6 +61,8 @@ def usage(replies: Sequence[Reply]) -> dict[str, int]:
 
 def _message(reply: Reply) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
+    if reply.reasoning is not None:
+        message["reasoning_content"] = reply.reasoning
     if reply.calls:
         message["content"] = reply.text or None
         message["tool_calls"] = [

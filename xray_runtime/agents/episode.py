@@ -21,6 +21,7 @@ from xray_runtime.agents.request import RefusedError, Reply, Request, before_sto
 from xray_runtime.agents.sampler import BatchSampler
 from xray_runtime.agents.segments import Call, Place, Tree
 from xray_runtime.data.chat_format import ChatFormat
+from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.engines.generation.sampling import Sampling
 
 COUNTS = ("calls", "retries", "refused", "cancelled", "left_out", "unanswered")
@@ -263,11 +264,14 @@ class AgentEpisode:
         return Call(key, parent, place.prompt, seed, *found, is_trained, options, place.messages)
 
     def _reply(self, call: Call, request: Request) -> Reply:
-        text = before_stop(self._policy.decode(call.ids), request.stop)
+        is_chat = request.prompt is None
+        text = self._policy.chat_format.texts([call.ids])[0] if is_chat else self._policy.decode(call.ids)
+        text = before_stop(text, request.stop)
+        reasoning, text = split_reasoning(text) if is_chat else (None, text)
         rest, found = read_calls(text) if request.tools and request.calls_tools else (text, [])
         named = [{"id": f"call_{call.key[:16]}{n}", **each} for n, each in enumerate(found)]
         finish = "tool_calls" if named else "stop" if call.ended else "length"
-        return Reply(rest, named, finish, call.key[:24], len(call.prompt), len(call.ids))
+        return Reply(rest, named, finish, call.key[:24], len(call.prompt), len(call.ids), reasoning)
 
 
 def call_from_json(given: Mapping[str, Any]) -> Call:

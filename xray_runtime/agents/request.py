@@ -81,7 +81,7 @@ class Reply:
     """A sampled reply as an agent sees it."""
 
     text: str
-    """Without tool calls, and without the stop text."""
+    """Without reasoning and tool calls, and without the stop text."""
     calls: list[dict[str, Any]]
     """[{"id", "name", "arguments"}], arguments as an object."""
     finish: str
@@ -90,6 +90,7 @@ class Reply:
     num_prompt: int
     """Tokens of the prompt, and of the reply."""
     num_tokens: int
+    reasoning: str | None = None
 
     def message(self) -> dict[str, Any]:
         """The assistant's message in X-ray's form."""

@@ -1,59 +1,62 @@
 """Conversations in tokens under a tokenizer's chat template, where a message cannot forge control tokens.
 
-A template is rendered twice: with the messages, and with an unguessable word in place of each message. The second
-rendering shows the template's own output: the control tokens, and the position of each message. With the messages
-inserted it must equal the first rendering, apart from outer whitespace (Llama 3 and Gemma trim), or the template is
-refused. So ids are those of transformers' `apply_chat_template`, except that a message that spells a control token
-stays text.
+Ids are those of transformers' `apply_chat_template`, except that a message that spells a control token stays text
+(`template_text`). A reply is what the policy would have to sample: everything that the template writes behind the
+prompt, up to the end of the turn. Every method (SFT, preferences, reward models, rollouts, evaluation) takes it from
+here, so that the tokens of a prompt and of the reply behind it are those of the row:
 
-An assistant's reply is located by the template's `{% generation %}` blocks if it has them, else by the position of its
-text, else (tool calls) by rendering the conversation before it. The reply includes the end of its turn.
+    prompt     <|im_start|>user ⏎ hi <|im_end|> ⏎ <|im_start|>assistant ⏎
+    reply                                                                 <think> ⏎ … ⏎ </think> ⏎⏎ hello <|im_end|>
+
+A template that opens the reasoning in prompts but writes none in rows (DeepSeek-R1) gets it in replies all the same:
+its prompts are the template's, and behind them the reasoning, the end of its block, and what the row has. There and in
+Qwen3's, a reply without reasoning has an empty block.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
 from functools import cached_property, lru_cache
-from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from xray_runtime.data.control_tokens import ControlTokens, Encoded, unguessable
+from xray_runtime.data.control_tokens import ControlTokens, Encoded
 from xray_runtime.data.pairs import Messages
+from xray_runtime.data.reasoning import CLOSE, KEY, OPEN, split_reasoning
+from xray_runtime.data.template_text import ASSISTANT_TURN, OF_REASONING, USER_TURN, TemplateText, refuse
 
-TODAY = datetime(2024, 7, 26, tzinfo=UTC)
-"""A fixed date for templates that write one; otherwise the same data would have other tokens the next day."""
-USER_TURN, ASSISTANT_TURN = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 PARAMETERS = {"type": "object", "properties": {"c": {"type": "string", "description": "d"}}, "required": ["c"]}
 TOOL = {"type": "function", "function": {"name": "call", "description": "e", "parameters": PARAMETERS}}
 CALL = {"type": "function", "function": {"name": "call", "arguments": {"c": "f"}}}
 HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 """The form of tool calls of Hermes and Qwen: a JSON object with name and arguments."""
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Turns(NamedTuple):
-    """A conversation in tokens."""
+    """A conversation, or a part of it, in tokens."""
 
     ids: list[int]
     spans: list[tuple[int, int]]
     """For each requested reply: its first token, and one past the end of its turn."""
 
 
-class Rendered(NamedTuple):
-    """A conversation as text, and spans in it, in characters."""
+class _Row(NamedTuple):
+    """`Turns` as text, with control tokens by their names; spans in characters."""
 
     text: str
     spans: list[tuple[int, int]]
 
-    def named(self, control: ControlTokens) -> Rendered:
-        """Text in which control tokens have their names."""
-        spans = [(len(control.named(self.text[:a])), len(control.named(self.text[:b]))) for a, b in self.spans]
-        return Rendered(control.named(self.text), spans)
+
+class _Reply(NamedTuple):
+    """A prompt as text, the reply behind it with the end of its turn, and what the template writes after that."""
+
+    before: str
+    text: str
+    rest: str
 
 
 def chat_format(tokenizer: Any) -> ChatFormat:
@@ -69,81 +72,71 @@ def _chat_format(tokenizer: Any, template: str) -> ChatFormat:
 
 class ChatFormat:
     """The chat template and the tokens of `tokenizer`. Every method raises a one-line ValueError if the template
-    refuses a conversation, changes a message's text, or omits a message, a tool or a call."""
+    refuses a conversation, changes a message's text, omits a message, its reasoning, a tool or a call, or begins a
+    reply otherwise than its prompt ends."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.control = tokenizer, ControlTokens(tokenizer)
-        secret = unguessable()
-        self._slot_prefix, self._spare_prefix = f"{secret}a", f"{secret}b"
-        self._slots = re.compile(f"{self._slot_prefix}([0-9]{{6}})")
-        self._spares = {
-            token: f"{self._spare_prefix}{number:06}" for number, token in enumerate(sorted(self.control.ids))
-        }
-        self._spelled = {spare: token for token, spare in self._spares.items()}
-        self._spare = re.compile(f"{self._spare_prefix}[0-9]{{6}}")
+        self._template = TemplateText(tokenizer, self.control)
 
     @cached_property
     def end_of_turn(self) -> int:
         """The token with which the template ends an assistant's turn. Raises ValueError if there is none, so that
         nothing would stop a reply."""
-        return self.control.find(self._one_turn.text[slice(*self._one_turn.spans[0])])[-1][2]
+        turns = [USER_TURN, ASSISTANT_TURN]
+        rendered = self._template.render(turns, False)
+        if 1 not in rendered.places:
+            refuse(turns, 1, "leaves out what {} says")
+        found = self.control.find(rendered.text[rendered.places[1][1] :])
+        if not found:
+            refuse(turns, 1, "ends what {} says with no special token, so nothing would stop a reply")
+        return found[0][2]
 
     @cached_property
-    def _lead(self) -> tuple[str, int]:
-        """(text before a reply, from the last control token on; the number of its characters in the prompt)."""
-        prompt, rendering = self._render([USER_TURN], True).text, self._one_turn
-        begin = max((start for start, _, _ in self.control.find(prompt)), default=0)
-        between = rendering.text[len(prompt) : rendering.spans[0][0]] if rendering.text.startswith(prompt) else ""
-        return prompt[begin:] + between, len(prompt) - begin
-
-    @cached_property
-    def _one_turn(self) -> Rendered:
-        """A conversation of one turn, and the span of its reply."""
-        return self._render([USER_TURN, ASSISTANT_TURN], False, (1,))
+    def _earlier(self) -> tuple[dict[str, Any], str]:
+        """(a reply, with reasoning where the template knows that; its turn and the one before it as sampled)."""
+        reply = ASSISTANT_TURN | ({} if self._template.reasoning is None else {KEY: "c"})
+        before, text, _ = self._reply([USER_TURN], reply)
+        return reply, before + text
 
     @cached_property
     def writes_hermes_calls(self) -> bool:
         """Whether the template shows tools, and writes calls as `HERMES`."""
         reply = {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}
         try:
-            text = self._tokenizer.decode(self.calling_reply([USER_TURN | {"tools": [TOOL]}], reply))
-            return [json.loads(call) for call in HERMES.findall(text)] == [CALL["function"]] * 2
+            [ids] = self.replies([([USER_TURN | {"tools": [TOOL]}], reply)])
+            return [json.loads(call) for call in HERMES.findall(self._tokenizer.decode(ids))] == [CALL["function"]] * 2
         except ValueError:
             return False
 
     def prompts(self, prompts: Sequence[Messages], **variables: Any) -> list[list[int]]:
         """Ids up to the start of the assistant's reply; `variables` are the template's."""
-        texts = [self._render(messages, True, (), variables).text for messages in prompts]
+        texts = [self._template.render(messages, True, variables).text for messages in prompts]
         return [encoded.ids for encoded in self.control.encode(texts)]
 
-    def replies(self, replies: Sequence[str]) -> list[list[int]]:
-        """Ids of replies after a prompt, each with the end of its turn."""
-        lead, own = self._lead
-        [of_prompt] = self.control.encode([lead[:own]])
-        found = []
-        for reply, encoded in zip(replies, self.control.encode([lead + reply for reply in replies]), strict=True):
-            ids, known = encoded.ids, len(of_prompt.ids)
-            if ids[:known] != of_prompt.ids:
-                # A token would span prompt and reply, but the prompt's tokens are fixed: encode the reply alone.
-                [encoded] = self.control.encode([self.control.name_of(self.end_of_turn) + lead[own:] + reply])
-                ids, known = encoded.ids, 1
-            found.append([*ids[known:], self.end_of_turn])
-        return found
+    def replies(self, replies: Sequence[tuple[Messages, dict[str, Any]]]) -> list[list[int]]:
+        """Ids of the assistant's messages behind their prompts, each with the end of its turn."""
+        texts = [self._reply(prompt, message) for prompt, message in replies]
+        leads = [self._lead(one.before) for one in texts]
+        known = self._encoded_leads(leads)
+        encoded = self.control.encode([lead + one.text for lead, one in zip(leads, texts, strict=True)])
+        return [
+            self._behind(known[lead], joint, one.text) for lead, one, joint in zip(leads, texts, encoded, strict=True)
+        ]
 
-    def calling_reply(self, prompt: Messages, reply: dict[str, Any]) -> list[int]:
-        """Ids of a reply with tool calls, after its prompt, with the end of its turn."""
-        before = self._render(prompt, True).text
-        rendering = self._render([*prompt, reply], False, (len(prompt),))
-        start, end = rendering.spans[0]
-        text = rendering.text[:end]
-        start = len(before) if text.startswith(before) else start
-        of_prompt, encoded = self.control.encode([text[:start], text])
-        known = len(of_prompt.ids)
-        if encoded.ids[:known] != of_prompt.ids:
-            # As in `replies`: encode the reply alone.
-            [encoded] = self.control.encode([self.control.name_of(self.end_of_turn) + text[start:]])
-            known = 1
-        return encoded.ids[known:]
+    def turns(self, conversations: Sequence[tuple[Messages, Collection[int]]]) -> list[Turns]:
+        """The replies with the given indices of each conversation, in order, in as few rows as possible: a row goes on
+        as long as the next prompt begins with it. Qwen3 and DeepSeek-R1 leave out earlier reasoning, so that each of
+        their replies is a row of its own."""
+        rows = [row for messages, replies in conversations for row in self._rows(messages, replies)]
+        known = self._encoded_leads([self._lead(row.text[:start]) for row in rows for start, _ in row.spans])
+        encoded = self.control.encode([row.text for row in rows])
+        return [turns for row, joint in zip(rows, encoded, strict=True) for turns in self._tokens(row, joint, known)]
+
+    def wholes(self, conversations: Sequence[Messages]) -> list[list[int]]:
+        """Ids of conversations to their last character, as other trainers' reward models read them."""
+        texts = [self._template.render(messages, False).text for messages in conversations]
+        return [encoded.ids for encoded in self.control.encode(texts)]
 
     def observations(self, messages: Messages, last: int) -> list[int]:
         """Ids of the messages between two replies, up to the start of the next reply.
@@ -155,160 +148,135 @@ class ChatFormat:
             ValueError: see the class; also if the template changes earlier turns, so that sampled tokens would differ
             when they are encoded again.
         """
-        rendering = self._render([USER_TURN, ASSISTANT_TURN, *messages], True, (1,))
-        _, end = rendering.spans[0]
-        if self._one_turn.text[: self._one_turn.spans[0][1]] != rendering.text[:end]:
-            raise ValueError("the chat template writes a turn differently once another follows it")
-        [encoded] = self.control.encode([self.control.name_of(self.end_of_turn) + rendering.text[end:]])
+        reply, known = self._earlier
+        text = self._template.render([USER_TURN, reply, *messages], True).text
+        if not text.startswith(known):
+            left_out = " (it leaves out earlier reasoning)" if KEY in reply else ""
+            raise ValueError(f"the chat template writes a turn differently once another follows it{left_out}")
+        [encoded] = self.control.encode([self.control.name_of(self.end_of_turn) + text[len(known) :]])
         return encoded.ids[1:] if last == self.end_of_turn else encoded.ids
 
-    def turns(self, conversations: Sequence[tuple[Messages, Collection[int]]]) -> list[Turns]:
-        """Ids of whole conversations, and the positions of the replies with the given indices."""
-        rendered = [self._render(messages, False, replies) for messages, replies in conversations]
-        encoded = self.control.encode([r.text for r in rendered])
-        return [Turns(e.ids, [_tokens_of(e, span) for span in r.spans]) for e, r in zip(encoded, rendered, strict=True)]
+    def texts(self, replies: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each reply without special tokens, with its reasoning in the form of `data.reasoning`."""
+        rows = [[number for number in map(int, ids) if number not in self._hidden] for ids in replies]
+        texts: list[str] = self._tokenizer.batch_decode(rows) if rows else []
+        return [self.with_marks(text) for text in texts]
 
-    def _render(
-        self,
-        messages: Messages,
-        prompt: bool,
-        replies: Collection[int] = (),
-        variables: Mapping[str, Any] = MappingProxyType({}),
-    ) -> Rendered:
-        tools = messages[0].get("tools")
-        texts = [{k: v for k, v in message.items() if k != "tools"} for message in messages]
-        plain = self._apply(texts, tools, prompt, variables).text
-        tools = self._guard(tools)
-        marked = [self._guard(m) | ({"content": self._slot(n)} if m["content"] else {}) for n, m in enumerate(texts)]
-        skeleton = self._apply(marked, tools, prompt, variables, marks=bool(replies))
-        self._check_nothing_is_left_out(messages, skeleton.text)
-        forms = self._forms(messages, plain, skeleton.text)
-        named = skeleton.named(self.control)
-        spans = [self._span(marked, tools, named, number) for number in sorted(replies)]
-        at = [(len(self._filled(named.text[:start], forms)), end) for start, end in spans]
-        return Rendered(
-            self._filled(named.text, forms), [(start, len(self._filled(named.text[:end], forms))) for start, end in at]
-        )
+    def num_reasoning(self, ids: Sequence[int]) -> int:
+        """How many tokens of a reply its reasoning has, with those around it; 0: it has none."""
+        reasoning, answer = split_reasoning(self.texts([ids])[0])
+        if reasoning is None:
+            return 0
 
-    def _slot(self, number: int) -> str:
-        return f"{self._slot_prefix}{number:06}"
+        def is_closed(count: int) -> bool:
+            return CLOSE in self.texts([ids[:count]])[0]
 
-    def _apply(
-        self,
-        messages: Messages,
-        tools: Any,
-        prompt: bool,
-        variables: Mapping[str, Any] = MappingProxyType({}),
-        marks: bool = False,
-    ) -> Rendered:
-        """The rendering and, with `marks`, the spans of its `{% generation %}` blocks."""
-        from transformers.utils.chat_template_utils import render_jinja_template
+        return bisect_left(range(len(ids)), True, key=is_closed) if answer else len(ids)
 
-        template = self._tokenizer.get_chat_template(tools=tools)
-        try:
-            texts, found = render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=template,
-                return_assistant_tokens_mask=marks and GENERATION.search(template) is not None,
-                add_generation_prompt=prompt,
-                **{**self._tokenizer.special_tokens_map, "strftime_now": TODAY.strftime, **variables},
-            )
-        except Exception as error:
-            # Templates raise their own errors, the engine's, or Python's.
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"the chat template refuses a conversation ({reason})") from error
-        return Rendered(texts[0], found[0] if found else [])
+    @cached_property
+    def _hidden(self) -> frozenset[int]:
+        """The special tokens, which texts do not show, apart from those around reasoning."""
+        style = self._template.reasoning
+        marks = self.control.named(" ".join([OPEN, CLOSE, *([] if style is None else [style.open, style.close])]))
+        shown = {number for _, _, number in self.control.find(marks)}
+        added = self._tokenizer.added_tokens_decoder.items()
+        return frozenset(number for number, token in added if token.special and number not in shown)
 
-    def _guard(self, value: Any) -> Any:
-        """The template's variables other than the messages' texts, with control tokens in them replaced by words."""
-        if isinstance(value, str):
-            return self.control.named(value, self._spares)
-        if isinstance(value, list):
-            return [self._guard(part) for part in value]
-        return {self._guard(k): self._guard(v) for k, v in value.items()} if isinstance(value, dict) else value
+    @property
+    def marks_are_special(self) -> bool:
+        """Whether decoding without special tokens loses where reasoning begins and ends."""
+        tokens = self._tokenizer.added_tokens_decoder.items()
+        return any(token.special and number not in self._hidden for number, token in tokens)
 
-    def _as_spelled(self, text: str) -> str:
-        return self._spare.sub(lambda found: self._spelled[found.group()], text)
+    def with_marks(self, text: str) -> str:
+        """A decoded reply with the marks of `data.reasoning` in place of the template's."""
+        style = self._template.reasoning
+        if style is None:
+            return text
+        if style.opened:
+            text = f"{style.open}\n{text}"
+        if (style.open, style.close) == (OPEN, CLOSE) or not text.lstrip().startswith(style.open):
+            return text
+        return text.replace(style.open, OPEN, 1).replace(style.close, CLOSE, 1)
 
-    def _filled(self, skeleton: str, forms: list[str]) -> str:
-        given = iter(forms)
-        return self._slots.sub(lambda _: next(given), self._as_spelled(skeleton))
+    def _reply(self, prompt: Messages, reply: dict[str, Any]) -> _Reply:
+        conversation, number, style = [*prompt, reply], len(prompt), self._template.reasoning
+        reasoning, _ = self._template.parts(reply)
+        before = self._template.render(prompt, True).text if prompt else ""
+        whole = self._template.render(conversation, False)
+        if reasoning and style is None:
+            refuse(conversation, number, f"leaves out {KEY} of {{}}: use one that writes it, as chatml does")
+        if reasoning and style is not None:
+            if CLOSE in reasoning or style.close in reasoning:
+                where = f"{KEY} of message {number + 1} (assistant)"
+                raise ValueError(f"{where} contains {style.close}, where it would end")
+            if style.key is not None and number + OF_REASONING not in whole.places:
+                refuse(conversation, number, f"leaves out {KEY} of {{}}")
+        begun, block = before, ""
+        if style is not None and style.key is None:
+            begun = before.removesuffix(style.opened)
+            block = f"{reasoning or ''}\n{self.control.named(style.close)}\n\n"
+        if not whole.text.startswith(begun):
+            same = _common_length(begun, whole.text)
+            ends, begins = (self.control.spelled(text[same:])[:40] for text in (begun, whole.text))
+            refuse(conversation, number, f"begins {{}} with {begins!r} in a row, and with {ends!r} in a prompt")
+        written = [end for slot, (_, end) in whole.places.items() if slot % OF_REASONING == number]
+        end = self._end_of(conversation, whole.text, max([len(begun), *written]))
+        return _Reply(before, block + whole.text[len(begun) : end], whole.text[end:])
 
-    def _forms(self, messages: Messages, plain: str, skeleton: str) -> list[str]:
-        """The text of each slot of `skeleton`; with these texts it equals the rendering `plain`."""
-        first, *pieces = self._slots.split(self._as_spelled(skeleton))
-        forms, at = [], len(first)
-        for number, written in zip(map(int, pieces[::2]), pieces[1::2], strict=True):
-            possible = _possible_forms(messages[number]["content"])
-            form = next((form for form in possible if plain.startswith(form + written, at)), None)
-            if form is None:
-                _refuse(messages, number, "changes what {} says")
-            forms.append(form)
-            at += len(form) + len(written)
-        if at != len(plain) or not plain.startswith(first):
-            _refuse(messages, len(messages) - 1, "changes what {} says")
-        return forms
+    def _end_of(self, conversation: Messages, text: str, at: int) -> int:
+        """The end of the turn that `text` ends with, whose message's own texts end at `at`."""
+        found = self.control.find(text[at:])
+        ends = [end for _, end, number in found if number == self.end_of_turn]
+        # Some templates end a turn with calls otherwise.
+        ends += [end for _, end, _ in found[-1:]]
+        if not ends:
+            what = "ends what {} says with no special token, so nothing would stop a reply"
+            refuse(conversation, len(conversation) - 1, what)
+        return at + ends[0]
 
-    def _check_nothing_is_left_out(self, messages: Messages, skeleton: str) -> None:
-        present = set(map(int, self._slots.findall(skeleton)))
-        for number, message in enumerate(messages):
-            if message["content"] and number not in present:
-                _refuse(messages, number, "leaves out or changes what {} says")
-            for key in ("tools", "tool_calls"):
-                names = [self._guard((of.get("function") or of).get("name", "")) for of in message.get(key) or ()]
-                if not all(name in skeleton for name in names):
-                    _refuse(messages, number, f"leaves out {key} of {{}}")
+    def _rows(self, messages: Messages, replies: Collection[int]) -> list[_Row]:
+        rows: list[_Row] = []
+        for number in sorted(replies):
+            before, text, rest = self._reply(messages[:number], messages[number])
+            goes_on = rows and before.startswith(rows[-1].text[: rows[-1].spans[-1][1]])
+            spans = rows.pop().spans if goes_on else []
+            rows.append(_Row(before + text + rest, [*spans, (len(before), len(before + text))]))
+        return rows
 
-    def _span(self, marked: Messages, tools: Any, rendered: Rendered, number: int) -> tuple[int, int]:
-        """The span of reply `number` in a rendering of slots and names, with the end of its turn."""
-        text, slot = rendered.text, self._slot(number)
-        start = text.find(slot) if marked[number]["content"] else -1
-        mark = _mark_of(marked, rendered.spans, number, start)
-        if mark is not None:
-            start, end = mark
-            closing = self.control.find(text[start:end])[-1:]
-            if closing and not text[start + closing[0][1] : end].strip():
-                return start, end
-        elif start < 0 or "tool_calls" in marked[number]:
-            return self._span_by_prefix(marked, tools, text, number, start)
-        else:
-            end = start + len(slot)
-        turn_end, next_slot = self.control.find(text[end:])[:1], self._slots.search(text, end)
-        if not turn_end or (next_slot is not None and next_slot.start() < end + turn_end[0][0]):
-            _refuse(marked, number, "ends what {} says with no special token, so nothing would stop a reply")
-        return start, end + turn_end[0][1]
+    def _tokens(self, row: _Row, joint: Encoded, known: dict[str, list[int]]) -> list[Turns]:
+        """The tokens of a row; a row for each reply if a token spans one and the prompt before it."""
+        spans = []
+        for start, end in row.spans:
+            first = int(np.searchsorted(joint.ends, start, side="right"))
+            lead = known[self._lead(row.text[:start])]
+            if first < len(lead) or joint.ids[first - len(lead) : first] != lead:
+                return [self._apart(row.text[:start], row.text[start:end]) for start, end in row.spans]
+            spans.append((first, int(np.searchsorted(joint.starts, end, side="left"))))
+        return [Turns(joint.ids, spans)]
 
-    def _span_by_prefix(self, marked: Messages, tools: Any, text: str, number: int, start: int) -> tuple[int, int]:
-        """The span of a reply with tool calls, from renderings of the conversation without it and with it."""
-        before = self._apply(marked[:number], tools, True).named(self.control).text
-        rendering = self._apply(marked[: number + 1], tools, False).named(self.control).text
-        rendering = rendering[: max((end for _, end, _ in self.control.find(rendering)), default=0)]
-        start = len(before) if start < 0 else start
-        if not rendering.startswith(before) or not text.startswith(rendering) or len(rendering) <= start:
-            _refuse(marked, number, "does not show where the calls of {} begin and end: give it generation marks")
-        return start, len(rendering)
+    def _apart(self, before: str, reply: str) -> Turns:
+        lead = self._lead(before)
+        prompt, of_lead, joint = self.control.encode([before, lead, lead + reply])
+        ids = self._behind(of_lead.ids, joint, reply)
+        return Turns([*prompt.ids, *ids], [(len(prompt.ids), len(prompt.ids) + len(ids))])
+
+    def _behind(self, lead: list[int], joint: Encoded, reply: str) -> list[int]:
+        """Ids of a reply behind the tokens `lead`; `joint` encodes both together."""
+        if joint.ids[: len(lead)] == lead:
+            return joint.ids[len(lead) :]
+        # A token would span prompt and reply, but the prompt's tokens are fixed: encode the reply alone.
+        [encoded] = self.control.encode([self.control.name_of(self.end_of_turn) + reply])
+        return encoded.ids[1:]
+
+    def _lead(self, before: str) -> str:
+        """The text before a reply from the last control token on, which no token spans."""
+        return before[max((start for start, _, _ in self.control.find(before)), default=0) :]
+
+    def _encoded_leads(self, leads: Collection[str]) -> dict[str, list[int]]:
+        distinct = list(dict.fromkeys(leads))
+        return {lead: encoded.ids for lead, encoded in zip(distinct, self.control.encode(distinct), strict=True)}
 
 
-def _mark_of(messages: Messages, marks: list[tuple[int, int]], number: int, slot: int) -> tuple[int, int] | None:
-    """The `{% generation %}` block of reply `number`, whose text is at `slot` (-1: no text)."""
-    if slot >= 0:
-        return next(((start, end) for start, end in marks if start <= slot < end), None)
-    assistants = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    return marks[assistants.index(number)] if len(marks) == len(assistants) else None
-
-
-def _possible_forms(content: str) -> Iterator[str]:
-    """The forms of a text in renderings: unchanged, without outer whitespace, as JSON (for tools' answers)."""
-    yield content
-    yield from (content.strip(), content.lstrip(), content.rstrip(), json.dumps(content, ensure_ascii=False)[1:-1])
-
-
-def _refuse(messages: Messages, number: int, what: str) -> NoReturn:
-    raise ValueError("the chat template " + what.format(f"message {number + 1} ({messages[number]['role']})"))
-
-
-def _tokens_of(encoded: Encoded, span: tuple[int, int]) -> tuple[int, int]:
-    """The tokens that cover a span. The first may begin before it if the tokenizer joins text across the boundary."""
-    first = int(np.searchsorted(encoded.ends, span[0], side="right"))
-    return first, int(np.searchsorted(encoded.starts, span[1], side="left"))
+def _common_length(one: str, other: str) -> int:
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

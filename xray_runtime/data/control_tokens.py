@@ -65,6 +65,11 @@ class ControlTokens:
         names = self.names if spare is None else spare
         return self._spelled.sub(lambda found: names[found.group()], text)
 
+    def spelled(self, text: str) -> str:
+        """`text` with every name replaced by its token."""
+        tokens = {name: token for token, name in self.names.items()}
+        return self._named.sub(lambda found: tokens[found.group()], text)
+
     def name_of(self, number: int) -> str:
         """The name of the token with this id."""
         return next(name for name, own in self._id_of_name.items() if own == number)

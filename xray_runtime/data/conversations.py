@@ -1,4 +1,5 @@
-"""Conversations as rows for SFT: one row each, with a mask of the assistant's tokens.
+"""Conversations as rows for SFT: one row each, with a mask of the assistant's tokens; more rows where the chat
+template writes earlier turns otherwise than they were sampled (`ChatFormat.turns`).
 
 A dataset has one pair per reply. Pairs of one conversation are joined if a prompt continues an earlier pair: with
 `context_messages: null` the whole conversation, else the parts within the context. A dropped reply stays in the context
@@ -16,11 +17,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from xray_runtime.data.chat_format import chat_format
+from xray_runtime.data.chat_format import Turns, chat_format
 from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.pairs import Example, Messages, Pairs
 from xray_runtime.data.rows import Ragged, Rows
-from xray_runtime.data.tokens import IDS, SHARD_ROWS, Report, Shard, in_shards, joined, stored
+from xray_runtime.data.tokens import IDS, SHARD_ROWS, Report, Shard, by_pair, in_shards, joined, stored
 from xray_runtime.store.seal import Seal
 
 PROMPT, REPLY = "prompt_too_long", "reply_too_long"
@@ -59,12 +60,12 @@ def conversations(examples: Iterable[Example]) -> Iterator[Conversation]:
             open_ones.append(found)
         found.replies.append(len(prompt))
         found.ids.append(example.id)
-        found.messages = [*prompt, example.message]
+        found.messages = [*prompt, example.reply]
     yield from open_ones
 
 
 class ConversationTokens:
-    """Rows of tokens, one per conversation of a dataset's file: columns stay on disk, selected rows are read.
+    """Rows of tokens of a dataset's conversations: columns stay on disk, selected rows are read.
 
     Args:
         max_prompt: maximum number of tokens before a reply to train on.
@@ -115,11 +116,11 @@ class ConversationTokens:
             rows.add(PROMPT if self._too_long[PROMPT][row] else REPLY, {"id": name})
 
     def __len__(self) -> int:
-        """Number of conversations with a reply to train on."""
+        """Number of rows with a reply to train on."""
         return len(self._rows)
 
     def take(self, rows: Sequence[int] | np.ndarray) -> Rows:
-        """These conversations, each up to its last trained reply: ragged `input_ids`, `prompt_lengths` [B] (tokens
+        """These rows, each up to its last trained reply: ragged `input_ids`, `prompt_lengths` [B] (tokens
         before the first trained reply) and ragged `response_mask` (bool) over the tokens after them."""
         ids, prompt_lengths, masks = [], [], []
         for row in self._rows[np.asarray(rows, dtype=np.int64)].tolist():
@@ -146,11 +147,20 @@ class ConversationTokens:
 
 
 def _encoded(pairs: Pairs[Example], tokenizer: Any, report: Report) -> Iterator[pa.RecordBatch]:
+    for rows in in_shards(_rows(pairs, tokenizer, report)):
+        spans = [[position for span in row.spans for position in span] for row in rows]
+        yield pa.RecordBatch.from_pydict({"input_ids": [row.ids for row in rows], "spans": spans}, schema=SCHEMA)
+
+
+def _rows(pairs: Pairs[Example], tokenizer: Any, report: Report) -> Iterator[Turns]:
     form, done = chat_format(tokenizer), 0
     for part in in_shards(conversations(pairs)):
         report(done, len(pairs))
-        turns = form.turns([(one.messages, one.replies) for one in part])
-        spans = [[position for span in one.spans for position in span] for one in turns]
-        yield pa.RecordBatch.from_pydict({"input_ids": [one.ids for one in turns], "spans": spans}, schema=SCHEMA)
+        yield from by_pair(part, _name, lambda some: form.turns([(one.messages, one.replies) for one in some]))
         done += sum(len(one.replies) for one in part)
     report(done, len(pairs))
+
+
+def _name(conversation: Conversation) -> str:
+    """The row of the conversation's last reply."""
+    return conversation.ids[-1]

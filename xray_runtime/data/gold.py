@@ -11,6 +11,7 @@ from typing import Any
 
 from xray_runtime.config.allowed_imports import check_import
 from xray_runtime.config.sources import BUILT_IN_GOLD
+from xray_runtime.data.reasoning import answers_of
 from xray_runtime.errors import shown
 
 GoldScore = Callable[[Sequence[str], Sequence[str]], list[float]]
@@ -21,11 +22,11 @@ USES: tuple[str, ...] = ()
 
 
 def vader(prompts: Sequence[str], replies: Sequence[str]) -> list[float]:
-    """VADER's compound sentiment of each reply, in [−1, 1] (Hutto & Gilbert 2014)."""
+    """VADER's compound sentiment of each answer, in [−1, 1] (Hutto & Gilbert 2014)."""
     from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
     analyzer = SentimentIntensityAnalyzer()
-    return [analyzer.polarity_scores(reply)["compound"] for reply in replies]
+    return [analyzer.polarity_scores(answer)["compound"] for answer in answers_of(replies)]
 
 
 def load_gold(name: str, functions: Mapping[str, Callable[..., Any]]) -> GoldScore:

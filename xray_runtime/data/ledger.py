@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import pyarrow.compute as pc
 from pyarrow import parquet
 
 from xray_runtime.data.agent_conversations import conversation, conversation_text
+from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.data.rows import Ragged
-from xray_runtime.data.tokenizing import decode_replies, own_text, transcript
+from xray_runtime.data.tokenizing import decode_prompts, decode_replies, decode_reply, own_text, transcript
 from xray_runtime.errors import first_line
 from xray_runtime.files import write_atomic
 
@@ -143,9 +145,9 @@ def readable(table: pa.Table, tokenizer: Any) -> Iterator[dict[str, Any]]:
     if hashed:
         prompts, replies = ([f"#{digest}" for digest in table[f"{of}_hash"].to_pylist()] for of in ("prompt", "reply"))
     else:
-        prompts = decode_replies(tokenizer, table["prompt_ids"].to_pylist())
+        prompts = decode_prompts(tokenizer, table["prompt_ids"].to_pylist())
         replies = reply_texts(table, tokenizer, transcript)
-    calls = _agent_calls(table, tokenizer)
+    calls, is_episode = _agent_calls(table, tokenizer), hashed or "response_mask" in table.column_names
     columns = [name for name in table.column_names if not pa.types.is_list(table[name].type)]
     for number, row in enumerate(table.select(columns).to_pylist()):
         if hashed:
@@ -158,7 +160,7 @@ def readable(table: pa.Table, tokenizer: Any) -> Iterator[dict[str, Any]]:
             **{name: row[name] for name in ("iteration", "row", "round")},
             "prompt_row": row["prompt"],
             "prompt": prompts[number],
-            "reply": replies[number] if (found := calls[number]) is None else found[1],
+            **_shown_reply(replies[number] if (found := calls[number]) is None else found[1], is_episode),
             "scores": {source: "failed" if score != score else score for source, score in scores.items()},
             "failures": {n.removeprefix(FAILURE): row[n] for n in columns if n.startswith(FAILURE) and row[n]},
             GOLD: row.get(GOLD),
@@ -168,6 +170,12 @@ def readable(table: pa.Table, tokenizer: Any) -> Iterator[dict[str, Any]]:
             **{name: row[name] for name in ("times_trained", "version", "seed", "ended")},
             **({} if found is None else {"calls": found[0]}),
         }
+
+
+def _shown_reply(text: str, is_episode: bool) -> dict[str, str]:
+    """`reply`, and `reasoning` where the reply has some; an episode stays whole, since each turn may reason."""
+    reasoning, answer = (None, text) if is_episode else split_reasoning(text)
+    return {"reply": answer} if reasoning is None else {"reasoning": reasoning, "reply": answer}
 
 
 def _agent_calls(table: pa.Table, tokenizer: Any) -> list[tuple[list[dict[str, Any]], str] | None]:
@@ -180,7 +188,7 @@ def _agent_calls(table: pa.Table, tokenizer: Any) -> list[tuple[list[dict[str, A
         if not isinstance(record, dict):  # an environment's answers
             found.append(None)
             continue
-        calls = conversation(record, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)), version)
+        calls = conversation(record, partial(decode_reply, tokenizer), version)
         found.append((calls, conversation_text(record, calls)))
     return found
 

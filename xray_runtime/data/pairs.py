@@ -21,6 +21,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 import pyarrow as pa
 
+from xray_runtime.data.reasoning import KEY, split_reasoning, with_reasoning
+
 Messages = list[dict[str, Any]]
 
 TRAIN, HELDOUT = "train.arrow", "heldout.arrow"
@@ -52,9 +54,14 @@ class Example(NamedTuple):
         return bool(self.response or self.tool_calls or self.reasoning_content)
 
     @property
-    def message(self) -> dict[str, Any]:
-        """The reply as an assistant's message."""
+    def reply(self) -> dict[str, Any]:
+        """The reply as a message."""
         return reply_message(self.response, self.tool_calls, self.reasoning_content)
+
+    @property
+    def text(self) -> str:
+        """The whole reply for display, with its reasoning, and with calls as JSON."""
+        return message_text(self.response, self.tool_calls, self.reasoning_content)
 
 
 class PreferenceExample(NamedTuple):
@@ -71,23 +78,26 @@ class PreferenceExample(NamedTuple):
     rejected_reasoning_content: str | None = None
 
     @property
-    def texts(self) -> tuple[str, str]:
-        """The chosen and the rejected reply for display, with calls as JSON."""
-        return message_text(self.chosen, self.chosen_tool_calls), message_text(self.rejected, self.rejected_tool_calls)
-
-    @property
-    def messages(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The chosen and the rejected reply as assistant's messages."""
+    def replies(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The chosen and the rejected reply as messages."""
         return (
             reply_message(self.chosen, self.chosen_tool_calls, self.chosen_reasoning_content),
             reply_message(self.rejected, self.rejected_tool_calls, self.rejected_reasoning_content),
         )
 
     @property
+    def texts(self) -> tuple[str, str]:
+        """The chosen and the rejected reply for display, with reasoning, and with calls as JSON."""
+        return (
+            message_text(self.chosen, self.chosen_tool_calls, self.chosen_reasoning_content),
+            message_text(self.rejected, self.rejected_tool_calls, self.rejected_reasoning_content),
+        )
+
+    @property
     def record(self) -> dict[str, Any]:
         """The pair as a record of users' data."""
         prompt = [{key: value for key, value in message.items() if key != "tools"} for message in self.prompt]
-        chosen, rejected = self.messages
+        chosen, rejected = self.replies
         tools = self.prompt[0].get("tools") if self.prompt else None
         return {"prompt": prompt, "chosen": [chosen], "rejected": [rejected]} | ({"tools": tools} if tools else {})
 
@@ -249,17 +259,24 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-def reply_message(text: str, tool_calls: list[dict[str, Any]] | None, reasoning: str | None) -> dict[str, Any]:
+def reply_message(
+    text: str, tool_calls: list[dict[str, Any]] | None = None, reasoning: str | None = None
+) -> dict[str, Any]:
     """An assistant's message in X-ray's form."""
-    more = {"tool_calls": tool_calls, "reasoning_content": reasoning}
+    more = {"tool_calls": tool_calls, KEY: reasoning}
     return {"role": "assistant", "content": text} | {name: value for name, value in more.items() if value}
 
 
-def message_text(content: str, tool_calls: list[dict[str, Any]] | None = None) -> str:
-    """A message's text, with calls as JSON, without its reasoning."""
-    if not tool_calls:
-        return content
-    return "\n".join([*([content] if content else []), _json(tool_calls)])
+def without_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """An assistant's message without its reasoning, also where that is a block in its text."""
+    return {k: v for k, v in message.items() if k != KEY} | {"content": split_reasoning(message["content"])[1]}
+
+
+def message_text(content: str, tool_calls: list[dict[str, Any]] | None = None, reasoning: str | None = None) -> str:
+    """A message's text, with its reasoning, and with calls as JSON."""
+    answer = [content] if content or not tool_calls else []
+    calls = [_json(tool_calls)] if tool_calls else []
+    return with_reasoning(reasoning, "\n".join([*answer, *calls]))
 
 
 def prompt_text(prompt: Messages) -> str:

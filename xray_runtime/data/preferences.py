@@ -14,6 +14,7 @@ from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.heldout import is_held_out
 from xray_runtime.data.keys import Unread
 from xray_runtime.data.pairs import Example, Messages, PreferenceExample, message_text, prompt_text
+from xray_runtime.data.reasoning import KEY
 from xray_runtime.data.record_files import Where
 from xray_runtime.data.records import preference
 from xray_runtime.seeding import derive_seed
@@ -148,15 +149,11 @@ def from_dataset(
             dropped.add("unmatched_transcripts", {"row": where.row})
             continue
         prompt, chosen, rejected = found
-        replies = [
-            (m.get("reasoning_content", ""), message_text(m["content"], m.get("tool_calls")).strip())
-            for m in (chosen, rejected)
-        ]
-        empty = not all(map(any, replies)) or not prompt[-1]["content"].strip()
-        if replies[0] == replies[1] or empty:
+        texts = [message_text(m["content"], m.get("tool_calls"), m.get(KEY)).strip() for m in (chosen, rejected)]
+        if texts[0] == texts[1] or not all(texts) or not prompt[-1]["content"].strip():
             dropped.add("same_or_empty", {"row": where.row})
             continue
         num_pairs += 1
-        more = [m.get(key) for key in ("tool_calls", "reasoning_content") for m in (chosen, rejected)]
-        texts = (chosen["content"], rejected["content"])
-        yield where.row, PreferenceExample(f"dataset-{where.row}", prompt, *texts, *more)
+        more = [m.get(key) for key in ("tool_calls", KEY) for m in (chosen, rejected)]
+        contents = (chosen["content"], rejected["content"])
+        yield where.row, PreferenceExample(f"dataset-{where.row}", prompt, *contents, *more)

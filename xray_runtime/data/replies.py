@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xray_runtime.data.batching import permuted
-from xray_runtime.data.pairs import Messages, prompt_text
+from xray_runtime.data.pairs import Messages, prompt_text, reply_message
 from xray_runtime.data.rows import Rows, join, take, text_rows
 from xray_runtime.data.text_set import TextSet
-from xray_runtime.data.tokenizing import encode_prompts, encode_replies
+from xray_runtime.data.tokenizing import encode_prompts, encode_replies_to
 from xray_runtime.data.tokens import Tokens
 
 SIDES = ("input_ids", "rejected_ids")
@@ -77,7 +77,7 @@ def from_verdicts(
 def encoded(labelled: Sequence[LabelledReply], tokenizer: Any) -> Replies:
     """The tokens of these replies, in memory, since human verdicts are few."""
     prompts = encode_prompts(tokenizer, [one.prompt for one in labelled])
-    replies = encode_replies(tokenizer, [one.reply for one in labelled])
+    replies = encode_replies_to(tokenizer, [(one.prompt, reply_message(one.reply)) for one in labelled])
     rows = text_rows(prompts, replies)
     return Replies(len(labelled), lambda numbers: take(rows, numbers))
 

@@ -6,13 +6,17 @@ A control token spelled in a text is encoded as text (`chat_format`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from xray_runtime.data.chat_format import chat_format
-from xray_runtime.data.pairs import Messages
+from xray_runtime.data.pairs import Messages, reply_message
+from xray_runtime.data.reasoning import split_reasoning, with_reasoning
+from xray_runtime.data.template_text import USER_TURN
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 TOOL, TOOLS = "<|tool|>", "<|tools|>"
@@ -23,9 +27,16 @@ CALLS = (
     "call.function.arguments | tojson + '}\n</tool_call>' }}{% endfor %}"
 )
 """The calls of a message in the form of Hermes and Qwen, which environments and `xray serve` read."""
+REASONING = (
+    "{% if message['role'] == 'assistant' and message['reasoning_content'] %}"
+    "{{ '<think>\n' + message['reasoning_content'] + '\n</think>\n\n' }}{% endif %}"
+)
+"""The reasoning of a message as DeepSeek and Qwen write it, in every turn."""
 CHAT_TEMPLATE = (
     "{% if tools %}{{ '<|tools|>' + tools | tojson + '<|end|>' }}{% endif %}"
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
+    + REASONING
+    + "{{ message['content'] }}"
     + CALLS
     + "{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
@@ -34,7 +45,9 @@ CHATML = (
     "{% if bos_token and bos_token != eos_token %}{{ bos_token }}{% endif %}"
     "{% if tools %}{{ '<|im_start|>tools\n' + tools | tojson + eos_token + '\n' }}{% endif %}"
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}"
+    + REASONING
+    + "{{ message['content'] }}"
     + CALLS
     + "{{ eos_token }}{% endgeneration %}"
     "{% else %}{{ message['content'] + eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
@@ -80,31 +93,33 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[Messages]) -> list[list[int
 
 
 def encode_replies(tokenizer: Any, replies: Sequence[str]) -> list[list[int]]:
-    """Token ids of each reply after a prompt, with the end of its turn."""
-    return chat_format(tokenizer).replies(replies) if replies else []
+    """Token ids of each text as a reply to a user's message, with the end of its turn."""
+    return encode_replies_to(tokenizer, [([USER_TURN], reply_message(reply)) for reply in replies])
 
 
-def encode_replies_to(tokenizer: Any, replies: Sequence[tuple[Messages, str, Any]]) -> list[list[int]]:
-    """`encode_replies` for (prompt, text, tool calls or None)."""
-    texts = iter(encode_replies(tokenizer, [text for _, text, calls in replies if not calls]))
-    found = []
-    for prompt, text, calls in replies:
-        reply = {"role": "assistant", "content": text, "tool_calls": calls}
-        # A template's form of calls may depend on the prompt's tools.
-        found.append(chat_format(tokenizer).calling_reply(prompt, reply) if calls else next(texts))
-    return found
+def encode_replies_to(tokenizer: Any, replies: Sequence[tuple[Messages, dict[str, Any]]]) -> list[list[int]]:
+    """Token ids of each assistant's message after its prompt, with the end of its turn."""
+    return chat_format(tokenizer).replies(replies)
 
 
 def encode_conversations(tokenizer: Any, prompts: Sequence[Messages], replies: Sequence[str]) -> list[list[int]]:
     """Token ids of each prompt with its reply as the assistant's last turn, under the chat template."""
-    conversations = [
-        ([*prompt, {"role": "assistant", "content": reply}], ()) for prompt, reply in zip(prompts, replies, strict=True)
-    ]
-    return [turns.ids for turns in chat_format(tokenizer).turns(conversations)]
+    conversations = [[*prompt, reply_message(reply)] for prompt, reply in zip(prompts, replies, strict=True)]
+    return chat_format(tokenizer).wholes(conversations)
 
 
 def decode_replies(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
-    """The text of each reply, without special tokens."""
+    """The text of each reply, without special tokens, with its reasoning as `data.reasoning` reads it."""
+    return chat_format(tokenizer).texts(ids)
+
+
+def decode_reply(tokenizer: Any, ids: Sequence[int]) -> str:
+    """`decode_replies` of one reply."""
+    return decode_replies(tokenizer, [ids])[0]
+
+
+def decode_prompts(tokenizer: Any, ids: Sequence[Sequence[int]]) -> list[str]:
+    """The text of each prompt, or of a part of one, without special tokens."""
     if not ids:
         return []  # transformers would return one empty text
     texts: list[str] = tokenizer.batch_decode([[int(i) for i in row] for row in ids], skip_special_tokens=True)
@@ -115,13 +130,24 @@ def turns(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> list[tuple[bo
     """A multi-turn episode, tokens [T] and which of them the policy sampled [T], as (whether it did, text)."""
     chosen = sampled.astype(bool)
     places = np.flatnonzero(chosen[1:] != chosen[:-1]) + 1
-    parts = decode_replies(tokenizer, [part.tolist() for part in np.split(ids.astype(np.int64), places)])
-    return list(zip(chosen[[0, *places.tolist()]].tolist(), parts, strict=True))
+    own = chosen[[0, *places.tolist()]].tolist()
+    parts = [part.tolist() for part in np.split(ids.astype(np.int64), places)]
+    texts = {True: decode_replies(tokenizer, parts), False: decode_prompts(tokenizer, parts)}
+    return [(is_own, texts[is_own][place]) for place, is_own in enumerate(own)]
+
+
+def sampled_turns(ids: Sequence[int], sampled: np.ndarray) -> list[list[int]]:
+    """The tokens of each of the policy's turns in an episode."""
+    runs = groupby(zip(ids, sampled.tolist(), strict=True), key=itemgetter(1))
+    return [[number for number, _ in run] for is_own, run in runs if is_own]
 
 
 def own_text(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> str:
-    """The policy's turns of an episode, one per line."""
-    return "\n".join(text for is_reply, text in turns(tokenizer, ids, sampled) if is_reply)
+    """The policy's turns of an episode as one reply: the reasoning of all turns, and then their answers, one per
+    line."""
+    own = [split_reasoning(text) for is_own, text in turns(tokenizer, ids, sampled) if is_own]
+    reasoning = [thought for thought, _ in own if thought is not None]
+    return with_reasoning("\n".join(reasoning) if reasoning else None, "\n".join(answer for _, answer in own))
 
 
 def transcript(tokenizer: Any, ids: np.ndarray, sampled: np.ndarray) -> str:

@@ -10,14 +10,14 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import xxhash
 
 from xray_runtime.data.derived import Derived
-from xray_runtime.data.pairs import Example, Pairs, PreferenceExample
+from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, without_reasoning
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.data.text_set import DIGEST
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies_to
@@ -27,22 +27,24 @@ from xray_runtime.store.seal import Seal
 ENDING = ".arrow"
 SHARD_ROWS = 8192
 """Rows per record batch except the last, and rows per call of the tokenizer."""
-ENCODING = ("chat_format", "control_tokens", "conversations", "tokenizing", "tokens")
+ENCODING = (
+    "chat_format",
+    "control_tokens",
+    "conversations",
+    "pairs",
+    "reasoning",
+    "template_text",
+    "tokenizing",
+    "tokens",
+)
 CODE = tuple(str(Path(__file__).with_name(f"{module}.py")) for module in ENCODING)
 LIBRARIES = ("jinja2", "tokenizers", "transformers")
 
 IDS = pa.large_list(pa.field("item", pa.int32(), nullable=False))
-Reply = tuple[str, str]
-"""Fields of a pair with a reply's text, and with its tool calls."""
-REPLIES: dict[type[Any], dict[str, Reply]] = {
-    Example: {"input_ids": ("response", "tool_calls")},
-    PreferenceExample: {
-        "input_ids": ("chosen", "chosen_tool_calls"),
-        "rejected_ids": ("rejected", "rejected_tool_calls"),
-    },
-}
-"""Type of a pair → column of token ids → the reply in it, after the prompt."""
+REPLIES: dict[type[Any], tuple[str, ...]] = {Example: ("input_ids",), PreferenceExample: ("input_ids", "rejected_ids")}
+"""Type of a pair → the columns of token ids, each with one of its replies after the prompt."""
 
+Read = Literal["replies", "answers", "prompts"]
 Report = Callable[[int, int], None]
 """(tokenized pairs, all pairs)."""
 
@@ -50,9 +52,15 @@ Report = Callable[[int, int], None]
 class Tokens:
     """Rows of tokens, one per pair of a dataset's file: columns stay on disk, selected rows are read.
 
-    Columns are `input_ids`, `prompt_lengths` [B] and, for preferences, `rejected_ids`. Only tokens with the seal of
-    `seal`, the run's key, are read; `report` is called while they are made. Raises ValueError if it is not a file of
-    such pairs, or is damaged.
+    Columns are `input_ids`, `prompt_lengths` [B] and, for preferences, `rejected_ids`.
+
+    Args:
+        seal: the run's key; only tokens with its seal are read.
+        report: called while they are made.
+        read: which part of each reply follows its prompt: all of it, the answer without reasoning, or none.
+
+    Raises:
+        ValueError: it is not a file of such pairs, or is damaged, or the chat template refuses a pair.
     """
 
     def __init__(
@@ -62,9 +70,11 @@ class Tokens:
         tokenizer: Any,
         seal: Seal,
         report: Report = lambda done, total: None,
+        read: Read = "replies",
     ) -> None:
+        form = f"{of.__name__} {read}"
         shards = stored(
-            pairs, of.__name__, tokenizer, lambda: _encoded(Pairs(pairs, of), REPLIES[of], tokenizer, report), seal
+            pairs, form, tokenizer, lambda: _encoded(Pairs(pairs, of), REPLIES[of], tokenizer, report, read), seal
         )
         self._ids = {name: [Shard(shard.column(name)) for shard in shards] for name in REPLIES[of]}
         self._digests = [shard.column("prompt_digests") for shard in shards]
@@ -149,21 +159,22 @@ def _key(pairs: Path, form: str, tokenizer: Any) -> str:
     return digest([file_sha256(pairs), form, files, code, versions])[:32]
 
 
-def _encoded(pairs: Pairs[Any], replies: dict[str, Reply], tokenizer: Any, report: Report) -> Iterator[pa.RecordBatch]:
+def _encoded(
+    pairs: Pairs[Any], names: tuple[str, ...], tokenizer: Any, report: Report, read: Read
+) -> Iterator[pa.RecordBatch]:
     schema = pa.schema(
-        [pa.field(name, IDS, nullable=False) for name in replies]
+        [pa.field(name, IDS, nullable=False) for name in names]
         + [pa.field("prompt_lengths", pa.int32(), nullable=False)]
         + [pa.field("prompt_digests", pa.binary(DIGEST.itemsize), nullable=False)]
     )
     done = 0
     for part in in_shards(pairs):
         report(done, len(pairs))
-        prompts = encode_prompts(tokenizer, [pair.prompt for pair in part])
-        columns: dict[str, list[Any]] = {}
-        for name, (text, calls) in replies.items():
-            rows = [(pair.prompt, getattr(pair, text), getattr(pair, calls)) for pair in part]
-            encoded = encode_replies_to(tokenizer, rows)
-            columns[name] = [prompt + reply for prompt, reply in zip(prompts, encoded, strict=True)]
+        encoded = by_pair(part, lambda pair: pair.id, lambda some: _in_tokens(some, tokenizer, read))
+        prompts = [prompt for prompt, _ in encoded]
+        columns: dict[str, list[Any]] = {
+            name: [prompt + own[number] for prompt, own in encoded] for number, name in enumerate(names)
+        }
         columns["prompt_lengths"] = list(map(len, prompts))
         columns["prompt_digests"] = [xxhash.xxh3_128_digest(np.array(ids, np.int32).tobytes()) for ids in prompts]
         yield pa.RecordBatch.from_pydict(columns, schema=schema)
@@ -171,7 +182,22 @@ def _encoded(pairs: Pairs[Any], replies: dict[str, Reply], tokenizer: Any, repor
     report(done, len(pairs))
 
 
-T = TypeVar("T")
+def _in_tokens(
+    pairs: Sequence[Example | PreferenceExample], tokenizer: Any, read: Read
+) -> list[tuple[list[int], list[list[int]]]]:
+    """(prompt, each reply behind it) of each pair."""
+    prompts = encode_prompts(tokenizer, [pair.prompt for pair in pairs])
+    if read == "prompts":
+        return [(prompt, [[] for _ in REPLIES[type(pair)]]) for prompt, pair in zip(prompts, pairs, strict=True)]
+    messages = [[pair.reply] if isinstance(pair, Example) else pair.replies for pair in pairs]
+    if read == "answers":
+        messages = [[without_reasoning(reply) for reply in own] for own in messages]
+    given = [(pair.prompt, reply) for pair, own in zip(pairs, messages, strict=True) for reply in own]
+    replies = iter(encode_replies_to(tokenizer, given))
+    return [(prompt, [next(replies) for _ in own]) for prompt, own in zip(prompts, messages, strict=True)]
+
+
+T, U = TypeVar("T"), TypeVar("U")
 
 
 def in_shards(rows: Iterable[T]) -> Iterator[list[T]]:
@@ -181,3 +207,16 @@ def in_shards(rows: Iterable[T]) -> Iterator[list[T]]:
     yield part
     while part := list(islice(walk, SHARD_ROWS)):
         yield part
+
+
+def by_pair(rows: Sequence[T], name: Callable[[T], str], encode: Callable[[Sequence[T]], list[U]]) -> list[U]:
+    """`encode(rows)`. Raises its ValueError with the name of the first row that it refuses."""
+    try:
+        return encode(rows)
+    except ValueError:
+        for row in rows:
+            try:
+                encode([row])
+            except ValueError as error:
+                raise ValueError(f"row {name(row)}: {error}") from error
+        raise

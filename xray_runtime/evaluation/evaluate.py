@@ -18,6 +18,7 @@ from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.rl.agent_rows import split_branches
 from xray_runtime.rl.policy_replies import PolicyReplies, sample_policy
+from xray_runtime.rl.reward_reader import answer_rows
 from xray_runtime.training.dataset import max_prompt_tokens
 from xray_runtime.training.prompts import UniquePrompts, drawn
 from xray_runtime.workers.generator_spec import GeneratorSpec
@@ -68,8 +69,11 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
         kl = _kl(models, replies["after"])
         for side in SIDES:
             answers = replies[side]
+            asked = [messages for messages, _ in prompts]
             tokens = text_rows(answers.begun, [with_end_of_turn(reply, stops) for reply in answers.ids])
-            scoring.score(side, models, [messages for messages, _ in prompts], prompt_texts, answers, columns, tokens)
+            if answers.mask is None:
+                tokens = answer_rows(tokenizer, asked, answers.texts, tokens)
+            scoring.score(side, models, asked, prompt_texts, answers, columns, tokens)
 
     evaluation: dict[str, Any] = {"samples": len(prompts), "kl": kl}
     evaluation |= judge(config, stage.seed, stage.name, "after", "before", scoring.panel, human_judges)

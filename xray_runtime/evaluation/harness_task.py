@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xray_runtime.data.reasoning import answers_of
 from xray_runtime.data.rows import Ragged, text_rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.evaluation.harness_files import HarnessTasks, read_tasks
@@ -179,7 +180,8 @@ class _Model:
         seeds = np.array([derive_seed(self.stage.seed, self.stage.name, number) for number in numbers])
         rows = {"input_ids": Ragged.of(self.encode(text)[-longest:] for text in texts), "seed": seeds}
         answer = get(self.models["generator"].generate.remote(rows, sampling, 0))
-        replies = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in answer["response_ids"]]
+        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in answer["response_ids"]]
+        replies = answers_of(texts)
         # The harness expects the text before the stop text.
         return [min((text.split(stop)[0] for stop in sampling.stop if stop), key=len, default=text) for text in replies]
 

@@ -16,6 +16,7 @@ import torch
 from xray_runtime.algorithms.statistics import bootstrap_interval, wins
 from xray_runtime.config.evaluate import GOLD
 from xray_runtime.data.gold import load_gold
+from xray_runtime.data.reasoning import answers_of, reasoning_of
 from xray_runtime.data.verdicts import outcomes
 from xray_runtime.evaluation.results import plain_numbers, write_results
 from xray_runtime.rl.reward_sources import RewardSources
@@ -165,6 +166,13 @@ def _both_scored(scores: Scores, stage: str, what: str) -> Scores:
     return {side: of_side[scored] for side, of_side in scores.items()}
 
 
+def _shown(side: str, replies: PolicyReplies) -> dict[str, Sequence[str | None]]:
+    """Column of the samples → its text for each reply."""
+    if replies.scores is not None or not any(replies.reasoning_lengths):
+        return {side: replies.shown}
+    return {f"{side}_reasoning": reasoning_of(replies.texts), side: answers_of(replies.texts)}
+
+
 def record_replies(
     out: Path,
     recorder: Recorder,
@@ -184,11 +192,13 @@ def record_replies(
 
     for side, of_side in replies.items():
         summary[f"length_{side}"] = float(np.mean([len(ids) for ids in of_side.own]))
+        if any(of_side.reasoning_lengths):
+            summary[f"reasoning_length_{side}"] = float(np.mean(of_side.reasoning_lengths))
         summary |= {f"{measure}_{side}": mean for measure, mean in of_side.means.items()}
     shown = {"reward": panel.rewards or None, GOLD: panel.gold} | panel.judges
     samples: list[dict[str, Any]] = [
         dict[str, Any]({"prompt": prompt_texts[i]})
-        | {side: of_side.shown[i] for side, of_side in replies.items()}
+        | {name: texts[i] for side, of_side in replies.items() for name, texts in _shown(side, of_side).items()}
         | {f"{kind}_{side}": score(scores, side, i) for kind, scores in shown.items() for side in replies}
         for i in range(min(config.num_samples_shown, len(prompt_texts)))
     ]

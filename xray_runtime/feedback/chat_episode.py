@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Messages, prompt_text
+from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.environments.pool import EnvironmentPool
 from xray_runtime.environments.protocol import Step
@@ -50,7 +51,7 @@ def play(
         if pool is None or reply[-1] not in limits.sampling.stop_token_ids:
             return
         [text] = decode_replies(limits.tokenizer, [reply])
-        step = pool.step(number, text).result()
+        step = pool.step(number, split_reasoning(text)[1]).result()
         yield step
         if step.terminated or step.truncated or not step.messages:
             return

@@ -9,7 +9,7 @@ from typing import Any
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Messages
-from xray_runtime.data.tokenizing import decode_replies, encode_prompts
+from xray_runtime.data.tokenizing import decode_replies, decode_reply, encode_prompts
 from xray_runtime.engines.generation.sampling import EngineRank, Sampling
 from xray_runtime.errors import first_line
 from xray_runtime.lineage.graph import Graph, Node
@@ -116,7 +116,7 @@ class ChatModel:
         sent, text = "", ""
         for token in stream(self._lm, list(prompt), seed, self._limits.sampling):
             tokens.append(token)
-            text = self._limits.tokenizer.decode(tokens, skip_special_tokens=True)
+            text = decode_reply(self._limits.tokenizer, tokens)
             if not text.endswith(TORN):
                 yield text[len(sent) :]
                 sent = text

@@ -33,7 +33,7 @@ def run(stage: Stage[FreshBase, FreshBaseInputs], out: Path, recorder: Recorder)
 def _texts(example: Example) -> Iterator[str]:
     """Texts to train the tokenizer on; tools and calls in the chat template's form."""
     yield prompt_text(example.prompt)
-    yield example.response
+    yield example.text
     for tool in example.prompt[0].get("tools", ()):
         yield json.dumps(tool, ensure_ascii=False)
     for call in example.tool_calls or ():

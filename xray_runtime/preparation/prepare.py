@@ -31,6 +31,7 @@ from xray_runtime.data.pairs import (
     prompt_text,
     write_pairs,
 )
+from xray_runtime.data.reasoning import KEY
 from xray_runtime.data.record_files import Where
 from xray_runtime.data.records import conversation_id, left_out, prompt_and_replies
 from xray_runtime.data.sources import CHITCHAT, chat_pairs, chitchat_conversations, read_records
@@ -97,7 +98,7 @@ def run(stage: Stage[DataConfig, NoInputs], out: Path, recorder: Recorder) -> in
     recorder.metrics({f"data/{name}": float(value) for name, value in counts.items()} | unread.metrics("data"), step=0)
     recorder.table("data_counts", ["what", "count"], [[name, count] for name, count in sorted(counts.items())])
     shown = Pairs(out / TRAIN, Example)[:: -(-counts["train_pairs"] // NUM_EXAMPLES_SHOWN)]
-    examples = [[prompt_text(e.prompt), message_text(e.response, e.tool_calls)] for e in shown]
+    examples = [[prompt_text(e.prompt), e.text] for e in shown]
     recorder.table("data_examples", ["prompt", "response"], examples)
     return 0
 
@@ -137,13 +138,13 @@ def _write_sides(
             for place, (prompt, reply) in enumerate(pairs):
                 text, said = prompt_text(prompt), (reply or {}).get("content", "")
                 reason = _reason_to_drop(prompt, text, reply, config)
-                if withdrawn.touches(prompt, said, (reply or {}).get("reasoning_content", "")):
+                if withdrawn.touches(prompt, said, (reply or {}).get(KEY, "")):
                     reason = "withdrawn"
                 if reason:
                     left_out.add(reason, at | {"reply": place})
                     continue
                 counts["prompts_without_reply"] += reply is None
-                more = {key: (reply or {}).get(key) for key in ("tool_calls", "reasoning_content")}
+                more = {key: (reply or {}).get(key) for key in ("tool_calls", KEY)}
                 example = Example(f"{name}-{place}", conversation, prompt, said, columns=columns, **more)
                 (held[held_out] if held_out else train).append(example)
                 if config.sources:
@@ -316,5 +317,4 @@ def _reason_to_drop(prompt: Messages, text: str, reply: dict[str, Any] | None, c
 
 def _whole_text(message: dict[str, Any]) -> str:
     """A message's text with its reasoning and its calls."""
-    text = message_text(message["content"], message.get("tool_calls"))
-    return message["reasoning_content"] + text if "reasoning_content" in message else text
+    return message_text(message["content"], message.get("tool_calls"), message.get(KEY))

@@ -15,7 +15,9 @@ from xray_runtime.rewards.source import Batch, Score, as_number, described, fail
 
 log = logging.getLogger(__name__)
 
-GIVEN = ("messages", "columns", "metadata")
+OF_REPLIES = ("reasoning", "answers")
+"""The two parts of each reply."""
+GIVEN = ("messages", "columns", "metadata", *OF_REPLIES)
 """Keywords that a function may take besides the dataset's columns."""
 PARTS = 8
 """If a function fails for so many parts of a batch, the function is at fault, not a reply."""
@@ -46,7 +48,14 @@ class Arguments:
             raise ValueError(f"{where}: must take the arguments prompts and replies, in this order")
 
     def check(self, columns: Collection[str]) -> None:
-        """Raises ValueError if a required parameter is not one of the dataset's `columns`."""
+        """Raises ValueError if a required parameter is not one of the dataset's `columns`, or a parameter is both a
+        column and a part of the replies."""
+        for name in OF_REPLIES:
+            if name in self._takes and name in columns:
+                raise ValueError(
+                    f"{self._where}: takes {name!r}, which is a part of the replies and a column of the dataset: take "
+                    f"`columns` for the column, or rename it"
+                )
         for name in self._needs:
             if name not in columns:
                 raise ValueError(
@@ -57,7 +66,8 @@ class Arguments:
     def of(self, batch: Batch) -> dict[str, Any]:
         """The keyword arguments for a batch."""
         self.check(batch.columns)
-        offered = dict(batch.columns) | {name: getattr(batch, name) for name in GIVEN}
+        offered = dict(batch.columns) | {name: getattr(batch, name) for name in GIVEN if name not in OF_REPLIES}
+        offered |= {name: getattr(batch, name) for name in OF_REPLIES if name in self._takes}
         return {name: value for name, value in offered.items() if self._takes_all or name in self._takes}
 
 

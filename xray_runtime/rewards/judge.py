@@ -1,4 +1,5 @@
-"""A model behind an OpenAI-compatible address as a source of reward: it scores each reply by a rubric.
+"""A model behind an OpenAI-compatible address as a source of reward: it scores each reply, without its reasoning, by a
+rubric.
 
 Zheng et al. 2023, "Judging LLM-as-a-judge with MT-Bench and Chatbot Arena". The score is the last one in the answer; an
 answer without a score, or with one outside the scale, fails.
@@ -46,7 +47,7 @@ class JudgeSource:
         self._config = config
 
     def score(self, batch: Batch) -> list[Score]:
-        rows = zip(batch.messages, batch.replies, batch.column(self._config.column), strict=True)
+        rows = zip(batch.messages, batch.answers, batch.column(self._config.column), strict=True)
         low, high = self._config.scale
         requests = [
             request(self._config, PROMPT, messages, reference, reply=reply, low=low, high=high)

@@ -58,19 +58,20 @@ class PairwiseJudgeSource:
         self._config, self._opponents = config, config.opponents
 
     def score(self, batch: Batch) -> list[Score]:
+        replies = batch.answers
         pairs = [pair for group in _groups(batch) for pair in circle(group, self._opponents)]
-        distinct = [(a, b) for a, b in pairs if batch.replies[a] != batch.replies[b]]
+        distinct = [(a, b) for a, b in pairs if replies[a] != replies[b]]
         orders = [order for a, b in distinct for order in ((a, b), (b, a))]
         references = batch.column(self._config.column)
         requests = [
-            request(self._config, PROMPT, batch.messages[a], references[a], a=batch.replies[a], b=batch.replies[b])
+            request(self._config, PROMPT, batch.messages[a], references[a], a=replies[a], b=replies[b])
             for a, b in orders
         ]
         answers = ask_all(self._config, "/chat/completions", requests, lambda _, answer: _read(answer))
-        won: list[list[float]] = [[] for _ in batch.replies]
-        lost: list[list[Score]] = [[] for _ in batch.replies]
+        won: list[list[float]] = [[] for _ in replies]
+        lost: list[list[Score]] = [[] for _ in replies]
         for a, b in pairs:
-            if batch.replies[a] == batch.replies[b]:
+            if replies[a] == replies[b]:
                 won[a].append(0.5)
                 won[b].append(0.5)
         for (a, b), first, second in zip(distinct, answers[::2], answers[1::2], strict=True):

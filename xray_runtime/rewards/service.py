@@ -1,4 +1,5 @@
-"""An HTTP service as a source of reward: POST {prompts, messages, replies, columns} → {scores: [number or null]}."""
+"""An HTTP service as a source of reward: POST {prompts, messages, replies, reasoning, answers, columns} →
+{scores: [number or null]}."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ from xray_runtime.rewards.source import Batch, Score, failure
 
 if TYPE_CHECKING:
     from xray_runtime.config.rewards import ServiceConfig
+
+
+SENT = ("prompts", "messages", "replies", "reasoning", "answers", "columns")
 
 
 class ServiceSource:
@@ -22,9 +26,7 @@ class ServiceSource:
     def score(self, batch: Batch) -> list[Score]:
         size, rows = self._config.batch_size, range(len(batch.replies))
         parts = [batch.take(rows[start : start + size]) for start in rows[::size]]
-        requests = [
-            {"prompts": p.prompts, "messages": p.messages, "replies": p.replies, "columns": p.columns} for p in parts
-        ]
+        requests = [{name: getattr(part, name) for name in SENT} for part in parts]
         answers = ask_all(self._config, "", requests, lambda number, answer: _scores(parts[number], answer))
         return [
             score

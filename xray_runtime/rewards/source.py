@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from xray_runtime.data.reasoning import answers_of, reasoning_of
+
 if TYPE_CHECKING:
     from xray_runtime.data.pairs import Messages
 
@@ -18,12 +20,23 @@ class Batch:
 
     prompts: Sequence[str]
     replies: Sequence[str]
+    """Whole replies, with their reasoning (`data.reasoning`)."""
     messages: Sequence[Messages]
     """The prompts with their roles."""
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Column of the dataset → its values; None for rows without one."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """`stage` and `step`."""
+
+    @property
+    def reasoning(self) -> list[str | None]:
+        """The reasoning of each reply; None: it has none."""
+        return reasoning_of(self.replies)
+
+    @property
+    def answers(self) -> list[str]:
+        """Each reply without its reasoning."""
+        return answers_of(self.replies)
 
     def take(self, rows: Sequence[int]) -> Batch:
         """The replies at `rows`."""

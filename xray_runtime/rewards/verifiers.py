@@ -72,7 +72,7 @@ class VerifierSource:
                 return failure(f"column {column!r} has no value in a row")
             return one.check(*row)
 
-        found = self._each(checked, list(zip(batch.replies, batch.column(column), strict=True)))
+        found = self._each(checked, list(zip(batch.answers, batch.column(column), strict=True)))
         return [score if isinstance(score, Score) else failure(described(score)) for score in found]
 
     def check_column(self, dataset: Path, field: str, when: Route | None) -> None:

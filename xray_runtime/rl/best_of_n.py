@@ -15,6 +15,8 @@ import torch
 
 from xray_runtime.algorithms.groups import NONE, best_of, tied
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, prompt_text, write_pairs
+from xray_runtime.data.reasoning import split_reasoning
+from xray_runtime.data.tokenizing import decode_reply
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rl.agent_records import agent_examples
 from xray_runtime.rl.sampled_groups import Groups, sample_groups
@@ -67,9 +69,13 @@ def _examples(
     """The best replies of these prompts; of an agent's episode each call that is in the loss."""
     names = {row: f"{stage.name}-{row}" for row in rows}
     if groups.episodes is None:
-        return [Example(name, name, groups.prompts[row], groups.replies[row][best[row]]) for row, name in names.items()]
+        found = []
+        for row, name in names.items():
+            reasoning, answer = split_reasoning(groups.replies[row][best[row]])
+            found.append(Example(name, name, groups.prompts[row], answer, reasoning_content=reasoning))
+        return found
     tokenizer = load_tokenizer(stage.inputs.policy.path)
-    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    decode = partial(decode_reply, tokenizer)
     return [
         example
         for row, name in names.items()

@@ -23,6 +23,7 @@ import numpy as np
 
 from xray_runtime.config.environment import AgentConfig
 from xray_runtime.data.chat_format import chat_format
+from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.data.rows import Ragged
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.generation.sampling import Sampling
@@ -181,7 +182,7 @@ class Episodes:
         for reply in episode.replies[episode.known - 1 :]:
             if futures:
                 futures[-1].exception()  # waits for it; a failure surfaces in the next answer
-            futures.append(self._pool.step(episode.number, reply))
+            futures.append(self._pool.step(episode.number, split_reasoning(reply)[1]))
             episode.known += 1
         return futures
 

@@ -175,14 +175,15 @@ class Ledger:
         numbers = iterations(self._directory)
         if not numbers or self._salt is not None:
             return
-        rows = []
+        found = []
         for number in sorted({numbers[0], numbers[len(numbers) // 2], numbers[-1]}):
             table = read_shard(shard_path(self._directory, number)).table
-            shown = list(readable(table.take(_remarkable(table)), tokenizer))
-            sources = list(shown[0]["scores"])
-            names = ["iteration", "prompt", "reply", "reward", "advantage", "used"]
-            names += [GOLD] if GOLD in table.column_names else []
-            rows += [[*(row[name] for name in names), *(row["scores"][source] for source in sources)] for row in shown]
+            found += readable(table.take(_remarkable(table)), tokenizer)
+        sources = list(found[0]["scores"])
+        reasoning = ["reasoning"] if any("reasoning" in row for row in found) else []
+        names = ["iteration", "prompt", *reasoning, "reply", "reward", "advantage", "used"]
+        names += [GOLD] if GOLD in table.column_names else []
+        rows = [[*map(row.get, names), *(row["scores"][source] for source in sources)] for row in found]
         recorder.table(SHOWN_ROLLOUTS, [*names, *sources], rows)
 
 

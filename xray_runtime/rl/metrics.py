@@ -138,6 +138,10 @@ def rollout_metrics(config: PPOConfig, rollout: Rollout, scored: ScoredRollout, 
     version, episodes = float(rollout.version.mean()), scored.rollout.episodes
     metrics = {"rollout/version": version, "rollout/lag": iteration - version}
     metrics["rollout/distinct_replies"] = len(set(scored.replies)) / len(scored.replies)
+    if any(scored.reasoning_lengths):
+        metrics["rollout/reasoning_length"] = float(np.mean(scored.reasoning_lengths))
+        whole = [len(ids) for ids in scored.rollout.own_tokens()]
+        metrics["rollout/answer_length"] = float(np.mean(whole)) - metrics["rollout/reasoning_length"]
     if episodes is not None:
         metrics |= {f"rollout/{name}": mean for name, mean in episode_means(episodes).items()}
         if episodes.ran_again is not None:

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.rows import Ragged
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.rewards.source import Score
 from xray_runtime.rl.episode import Prompt, episode_means
 from xray_runtime.rl.episodes import open_episodes, sample_all
 from xray_runtime.rl.sampled_replies import sample_replies, sampling_of
-from xray_runtime.rl.scoring import episode_scores, own_texts, shown_episodes
+from xray_runtime.rl.scoring import episode_scores, own_texts, reasoning_lengths, shown_episodes
 from xray_runtime.workers.protocols import ModelHandle
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class PolicyReplies:
     """`own` as text."""
     shown: list[str]
     """`ids` as text for display (`shown_episodes`)."""
+    reasoning_lengths: list[int]
+    """Tokens of each reply's reasoning."""
     mask: Ragged | None = None
     """True where the policy sampled the token of `ids`; None: it sampled all."""
     branches: Ragged | None = None
@@ -67,17 +70,19 @@ def sample_policy(
         log_dir, out: as `open_episodes` takes them.
         side: which of the compared models it is.
     """
-    sampling = sampling_of(stage.config, model, tokenizer)
+    sampling, form = sampling_of(stage.config, model, tokenizer), chat_format(tokenizer)
     with open_episodes(stage, generator, sampling, tokenizer, max_prompt, log_dir, out) as episodes:
         if episodes is None:
             begun = [ids for _, ids in prompts]
             replies = sample_replies(generator, stage, sampling, begun, version)
             texts = decode_replies(tokenizer, replies)
-            return PolicyReplies(begun, replies, replies, texts, texts)
+            lengths = [form.num_reasoning(reply) for reply in replies]
+            return PolicyReplies(begun, replies, replies, texts, texts, lengths)
         played = sample_all(episodes, prompts, columns, version, side=side)
     assert played.episodes is not None
     own, mask = [ids.tolist() for ids in played.own_tokens()], played.episodes.response_mask
     shown = shown_episodes(tokenizer, played)
     begun, ids = ([row.tolist() for row in column] for column in (played.episodes.prompt_ids, played.response_ids))
     texts, means = own_texts(tokenizer, played), episode_means(played.episodes)
-    return PolicyReplies(begun, ids, own, texts, shown, mask, played.episodes.branches, episode_scores(played), means)
+    lengths, branches = reasoning_lengths(tokenizer, played), played.episodes.branches
+    return PolicyReplies(begun, ids, own, texts, shown, lengths, mask, branches, episode_scores(played), means)

@@ -1,4 +1,4 @@
-"""How a reward model reads a prompt and a reply: in its own tokens, as it was trained.
+"""How a reward model reads a prompt and a reply, without the reply's reasoning: in its own tokens, as it was trained.
 
 A reward model trained here reads the prompt under the chat template, then the reply and the end token; with the
 policy's tokenizer, it reads the sampled tokens themselves. An imported one reads the whole conversation under its own
@@ -14,9 +14,12 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.data.pairs import Messages
-from xray_runtime.data.rows import Rows, text_rows
-from xray_runtime.data.tokenizing import encode_conversations, encode_prompts, encode_replies
+import numpy as np
+
+from xray_runtime.data.pairs import Messages, reply_message
+from xray_runtime.data.reasoning import answers_of, reasoning_of
+from xray_runtime.data.rows import Ragged, Rows, text_rows
+from xray_runtime.data.tokenizing import encode_conversations, encode_prompts, encode_replies_to
 from xray_runtime.models.causal_lm import load_tokenizer
 
 READS, CONVERSATION = "reads", "conversation"
@@ -46,15 +49,16 @@ class RewardReader:
         """Rows `input_ids` and `prompt_lengths`; the head reads the last token.
 
         Args:
-            tokens: the same prompts and replies in the policy's tokens, the end token last.
+            tokens: the same prompts and replies in the policy's tokens, the end token last (`answer_rows`).
 
         Raises:
             ValueError: the chat template rejects a conversation, or one is longer than the model's context.
         """
         if self.takes_tokens and tokens is not None:
             return tokens
+        replies = answers_of(replies)
         if not self._whole:
-            return text_rows(encode_prompts(self._tokenizer, prompts), encode_replies(self._tokenizer, replies))
+            return text_rows(encode_prompts(self._tokenizer, prompts), replies_to(self._tokenizer, prompts, replies))
         try:
             ids = encode_conversations(self._tokenizer, prompts, replies)
         except ValueError as error:
@@ -76,6 +80,24 @@ class RewardReader:
         while length > 1 and ids[length - 1] == self._padding:
             length -= 1
         return ids[:length]
+
+
+def replies_to(tokenizer: Any, prompts: Sequence[Messages], replies: Sequence[str]) -> list[list[int]]:
+    """Token ids of replies after their prompts, with the end of the turn."""
+    return encode_replies_to(tokenizer, [(p, reply_message(r)) for p, r in zip(prompts, replies, strict=True)])
+
+
+def answer_rows(tokenizer: Any, prompts: Sequence[Messages], replies: Sequence[str], rows: Rows) -> Rows:
+    """`rows` (the policy's tokens of these prompts and replies) for reward models: a reply with reasoning is replaced
+    by its answer."""
+    places = [place for place, reasoning in enumerate(reasoning_of(replies)) if reasoning is not None]
+    if not places:
+        return rows
+    answers = replies_to(tokenizer, [prompts[i] for i in places], answers_of([replies[i] for i in places]))
+    ids, lengths = list(rows["input_ids"]), rows["prompt_lengths"]
+    for place, answer in zip(places, answers, strict=True):
+        ids[place] = np.array([*ids[place][: lengths[place]], *answer])
+    return rows | {"input_ids": Ragged.of(ids)}
 
 
 def _shared_lengths(prompts: Sequence[Messages], ids: Sequence[list[int]]) -> list[int]:

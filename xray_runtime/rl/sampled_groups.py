@@ -11,6 +11,7 @@ import torch
 
 from xray_runtime.data.gold import GoldScore, load_gold
 from xray_runtime.data.pairs import TRAIN, Messages, prompt_text
+from xray_runtime.data.reasoning import answers_of
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rl.episode import EpisodeBatch
@@ -116,7 +117,7 @@ def _groups(config: GroupsConfig, prompts: list[Messages], done: _Done, gold: Go
     """Group the replies by prompt. A reply can be chosen if it has a reward and text and `truncated` keeps it."""
     rewards = torch.tensor(done.rewards, dtype=torch.float64)
     failed = ~rewards.isfinite()
-    empty = torch.tensor([not reply.strip() for reply in done.replies])
+    empty = torch.tensor([not answer.strip() for answer in answers_of(done.replies)])
     cut = ~torch.tensor(done.ended) if config.truncated == "drop" else torch.zeros_like(empty)
     out = failed | empty | cut
     stats = {

@@ -15,10 +15,12 @@ import torch
 from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.rewards import SourceScores, weighted_sum
 from xray_runtime.data.agent_conversations import conversation, conversation_text
+from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.rows import Ragged, Rows, take, text_rows, with_end_of_turn
-from xray_runtime.data.tokenizing import decode_replies, own_text, transcript
+from xray_runtime.data.tokenizing import decode_replies, decode_reply, own_text, sampled_turns, transcript
 from xray_runtime.rewards.source import Score, failure
 from xray_runtime.rl.agent_rows import decoded_branches, split_branches
+from xray_runtime.rl.reward_reader import answer_rows
 from xray_runtime.rl.types import Rollout, Scores, Text, rows_at, rows_joined, to_rows
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
 
@@ -45,6 +47,15 @@ def own_texts(tokenizer: Any, rollout: Rollout) -> list[str]:
     return found
 
 
+def reasoning_lengths(tokenizer: Any, rollout: Rollout) -> list[int]:
+    """Tokens of the reasoning of each reply, in all turns of an episode, with the tokens around it."""
+    form, ids = chat_format(tokenizer), [reply.tolist() for reply in rollout.response_ids]
+    if rollout.episodes is None:
+        return [form.num_reasoning(reply) for reply in ids]
+    turns = (sampled_turns(reply, mask) for reply, mask in zip(ids, rollout.episodes.response_mask, strict=True))
+    return [sum(map(form.num_reasoning, of_one)) for of_one in turns]
+
+
 def prompt_tokens(rollout: Rollout, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int] | np.ndarray]:
     """`prompts`, or the tokens that environments began their episodes with."""
     return prompts if rollout.episodes is None else list(rollout.episodes.prompt_ids)
@@ -64,7 +75,7 @@ def shown_episodes(tokenizer: Any, rollout: Rollout) -> list[str]:
     assert episodes is not None
     if episodes.branches is None:
         return [transcript(tokenizer, *row) for row in zip(rollout.response_ids, episodes.response_mask, strict=True)]
-    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    decode = partial(decode_reply, tokenizer)
     rows = zip(episodes.answers.tolist(), rollout.version.tolist(), strict=True)
     records = ((json.loads(text), version) for text, version in rows)
     return [conversation_text(record, conversation(record, decode, version)) for record, version in records]
@@ -79,6 +90,8 @@ class ScoredRollout:
     replies: list[str]
     scores: Scores
     sources: SourceScores
+    reasoning_lengths: list[int]
+    """Tokens of each reply's reasoning."""
     dropped: tuple[ScoredRollout, ...] = ()
     """Rows that were replaced, by round."""
 
@@ -121,6 +134,7 @@ def _gathered(parts: Sequence[ScoredRollout], places: Sequence[int]) -> ScoredRo
             tensors([of.disagreements for of in sources]),
             {name: listed([of.failures[name] for of in sources]) for name in sources[0].failures},
         ),
+        listed([part.reasoning_lengths for part in parts]),
     )
 
 
@@ -158,6 +172,7 @@ class Scorer:
         replies = own_texts(self._tokenizer, rollout)
         text = Text(**text_rows(prompt_ids, ids), id=np.arange(first_id, first_id + len(ids)))
         whole = text_rows(prompt_ids, (with_end_of_turn(reply, self._stops) for reply in ids))
+        read = whole if rollout.episodes is not None else answer_rows(self._tokenizer, messages, replies, whole)
         branches = None if rollout.episodes is None else rollout.episodes.branches
         rows, merged = split_branches(to_rows(text), branches)
         inputs, scored = self._inputs(rows, whole), np.arange(len(ids))
@@ -169,26 +184,31 @@ class Scorer:
         # With a lag, the generator works at the same time.
         at_once = len(inputs) + len(rewards.roles) + bool(self._config.lag)
         calls = [models[role].score.remote(rows, at_once) for role, rows in inputs.items()]
+        # Reward models that are branches of the policy have scored whole replies with it.
+        again = [models["policy"].score.remote(read)] if rewards.branches and read is not whole else []
 
         @cache
         def outputs() -> Rows:
             found: Rows = {}
             for answer in get_all(calls):
                 found |= merged(answer)
+            for answer in get_all(again):
+                found |= {role: answer[role] for role in rewards.branches}
             logprobs = found.get("logprobs", Ragged.of([], np.float32))
             return found | {"logprobs": logprobs.spread(scored, len(ids))}
 
         sources = rewards.scores(
-            rewards.requests(models, messages, replies, whole, at_once),
+            rewards.requests(models, messages, replies, read, at_once),
             messages,
             replies,
             self._prompts.columns(prompts),
             outputs,
             step=iteration,
             episodes=episode_scores(rollout),
-            tokens=whole,
+            tokens=read,
         )
-        return ScoredRollout(rollout, text, replies, Scores.read(outputs()), sources)
+        lengths = reasoning_lengths(self._tokenizer, rollout)
+        return ScoredRollout(rollout, text, replies, Scores.read(outputs()), sources, lengths)
 
     def _inputs(self, rows: Rows, whole: Rows) -> dict[str, Rows]:
         """Role → the rows that its model scores; `rows` are as sampled, `whole` end each turn, for reward models."""

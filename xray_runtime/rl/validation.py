@@ -18,6 +18,7 @@ import torch
 from xray_runtime.data.rows import Rows, text_rows, with_end_of_turn
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.rl.episode import EpisodeBatch
+from xray_runtime.rl.reward_reader import answer_rows
 from xray_runtime.rl.reward_sources import RewardSources
 from xray_runtime.rl.sampled_replies import prompt_rows
 from xray_runtime.rl.scoring import episode_scores, own_texts, prompt_tokens
@@ -99,12 +100,11 @@ class Validation:
         texts = own_texts(self._tokenizer, replies)
         begun = prompt_tokens(replies, [p for _, p in self._prompts])
         whole = text_rows(begun, [with_end_of_turn(reply, self._stops) for reply in ids])
-        requests = self._sources.requests(models, messages, texts, whole)
+        read = whole if replies.episodes is not None else answer_rows(self._tokenizer, messages, texts, whole)
+        requests = self._sources.requests(models, messages, texts, read)
         branches: Callable[[], Rows] | None = None
         if self._sources.branches:
-            rows = text_rows(begun, ids)
-            added = {"added_ends": rows["input_ids"].lengths < whole["input_ids"].lengths}
-            branches = partial(get, models["policy"].score.remote(rows | whole | added))
+            branches = partial(get, models["policy"].score.remote(read))
         scores = self._sources.scores(
             requests,
             messages,
@@ -113,7 +113,7 @@ class Validation:
             branches,
             step=iteration,
             episodes=episode_scores(replies),
-            tokens=whole,
+            tokens=read,
         )
         return float(torch.nanmean(self._sources.scaled(scores).double()))
 

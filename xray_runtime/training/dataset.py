@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from xray_runtime.config.prepare import PROMPT_TOKENS
 from xray_runtime.config.sft import REPLY_TOKENS
 from xray_runtime.data.pairs import HELDOUT, TRAIN, VALIDATION, PreferenceExample
-from xray_runtime.data.tokens import Report, Tokens
+from xray_runtime.data.tokens import Read, Report, Tokens
 from xray_runtime.models.causal_lm import max_positions
 
 if TYPE_CHECKING:
@@ -52,12 +52,11 @@ def validation_file(stage: str, dataset: Path) -> Path:
 
 
 def preference_tokens(
-    stage: Stage[Any, Any], dataset: Path, tokenizer: Any, recorder: Recorder
+    stage: Stage[Any, Any], dataset: Path, tokenizer: Any, recorder: Recorder, read: Read = "replies"
 ) -> tuple[Tokens, Tokens]:
     """The tokens of the pairs to train on, and of the held-out ones."""
-    paths = (dataset / TRAIN, dataset / HELDOUT)
-    train, heldout = (Tokens(path, PreferenceExample, tokenizer, stage.seal, tokenizing(recorder)) for path in paths)
-    return train, heldout
+    given = PreferenceExample, tokenizer, stage.seal, tokenizing(recorder), read
+    return Tokens(dataset / TRAIN, *given), Tokens(dataset / HELDOUT, *given)
 
 
 def tokenizing(recorder: Recorder) -> Report:

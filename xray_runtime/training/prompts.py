@@ -35,7 +35,7 @@ class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
 
     def __init__(self, tokenizer: Any, pairs: Path, max_prompt: int, seal: Seal) -> None:
         self.max_prompt = max_prompt
-        self._pairs, self._tokens = Pairs(pairs, Example), Tokens(pairs, Example, tokenizer, seal)
+        self._pairs, self._tokens = Pairs(pairs, Example), Tokens(pairs, Example, tokenizer, seal, read="prompts")
         self._pair = lru_cache(CACHED_ROWS)(self._pairs.__getitem__)
         self.rows = self._tokens.different_prompts(max_prompt)
         """Row of each prompt's first appearance."""

@@ -118,7 +118,7 @@ def test_other_bytes_another_tokenizer_or_other_code_are_other_tokens(
     Tokens(dataset, Example, train_tokenizer([*TEXTS * 3, "and more words"], 310), process_seal())
     assert len(files(dataset)) == 2
     changed = train_tokenizer(TEXTS * 3, 300)
-    changed.chat_template += "!"
+    changed.chat_template = "!" + changed.chat_template
     Tokens(dataset, Example, changed, process_seal())
     assert len(files(dataset)) == 3
     (dataset.parent / "code.py").write_text("EDITED = 1")

@@ -43,7 +43,7 @@ def test_a_pair_of_which_one_has_no_reward_is_left_out(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"^evaluate: no prompt has a score of gold for both replies$"):
         judge(judged, 0, "evaluate", "after", "before", Panel({"gold": sides([NAN, 1.0], [1.0, NAN])}))
     replies = {
-        side: PolicyReplies([[0]] * 4, [[1]] * 4, [[1]] * 4, [text] * 4, [text] * 4)
+        side: PolicyReplies([[0]] * 4, [[1]] * 4, [[1]] * 4, [text] * 4, [text] * 4, [0] * 4)
         for side, text in {"before": "a", "after": "b"}.items()
     }
     recorder: Any = FakeRecorder(tmp_path)

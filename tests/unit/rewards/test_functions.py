@@ -221,3 +221,40 @@ def test_a_function_that_works_again_while_rows_are_looked_for(fails: int, lost:
 
     found = FunctionSource(flaky, "f", 5.0, 0).score(batch(8))
     assert [score.value for score in found if not math.isnan(score.value)] == [8.0] * (8 - lost)
+
+
+THOUGHT = Batch(
+    prompts=["1 + 1", "2 + 2", "3"],
+    replies=["<think>\n7, no: 2\n</think>\n\n2", "5", "<think>\n7"],
+    messages=[[{"role": "user", "content": "a"}]] * 3,
+    columns={"answer": ["2", "4", "3"]},
+)
+
+
+def test_a_function_is_given_the_reasoning_apart_from_the_answers() -> None:
+    seen: dict[str, Any] = {}
+
+    def both(prompts: list[str], replies: list[str], *, reasoning: list[str | None], answers: list[str]) -> list[float]:
+        seen.update(replies=replies, reasoning=reasoning, answers=answers)
+        return [1.0] * len(replies)
+
+    FunctionSource(both, "f", 5.0, 0).score(THOUGHT)
+    assert seen == {
+        "replies": list(THOUGHT.replies),
+        "reasoning": ["7, no: 2", None, "7"],
+        "answers": ["2", "5", ""],
+    }
+
+
+@pytest.mark.parametrize("name", ["reasoning", "answers"])
+def test_a_name_that_is_a_column_too_is_refused(name: str) -> None:
+    space: dict[str, Any] = {}
+    exec(f"def f(prompts, replies, {name}): return [1.0] * len(replies)", space)
+    batch = Batch(["a"], ["b"], [[]], {name: ["c"]})
+    with pytest.raises(ValueError, match=f"takes '{name}', which is a part of the replies and a column of the dataset"):
+        FunctionSource(space["f"], "f", 5.0, 0).score(batch)
+
+    def all_columns(prompts: list[str], replies: list[str], **columns: Any) -> list[float]:
+        return [float(columns[name] == ["c"])]
+
+    assert FunctionSource(all_columns, "f", 5.0, 0).score(batch) == [Score(1.0)]

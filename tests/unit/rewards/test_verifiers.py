@@ -55,6 +55,16 @@ def test_regex() -> None:
     assert values(RegexVerifier(pattern=r"^(a+)+$", limit_s=0.5), [("a" * 40 + "b", None), ("aa", None)]) == [0.0, 1.0]
 
 
+def test_verifiers_read_the_answer_and_not_the_reasoning() -> None:
+    right, wrong, cut = "<think>\nIs it 7?\n</think>\n\n8", "<think>\n8\n</think>\n\nseven", "<think>\nIt is 8"
+    assert values(MathVerifier(column="answer"), [(right, "8"), (wrong, "8"), (cut, "8")]) == [1.0, 0.0, 0.0]
+    assert values(RegexVerifier(pattern=r"^\d$"), [(right, None), (wrong, None), (cut, None)]) == [1.0, 0.0, 0.0]
+    schema = JSONSchemaVerifier(definition={"type": "integer"})
+    assert values(schema, [(right, None), ("<think>\n8\n</think>\n\n{}", None)]) == [1.0, 0.0]
+    code = "<think>\n```python\nx = 2\n```\n</think>\n\n```python\nx = 1\n```"
+    assert values(CodeVerifier(column="answer"), [(code, "assert x == 1"), (code, "assert x == 2")]) == [1.0, 0.0]
+
+
 def test_json_schema() -> None:
     schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
     rows = [('{"a": 1}', None), ('Here:\n```json\n{"a": 2}\n```\nDone.', None), ('{"a": "1"}', None), ("a: 1", None)]

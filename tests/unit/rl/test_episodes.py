@@ -154,7 +154,7 @@ def test_what_is_read_between_turns_is_what_the_template_writes(inputs: PPOInput
     asked, said = {"role": "user", "content": "question"}, {"role": "assistant", "content": "an answer"}
     more = [{"role": "tool", "content": "<|end|> is text"}, {"role": "user", "content": "and?"}]
     [begin], [whole] = chat.prompts([[asked]]), chat.prompts([[asked, said, *more]])
-    [reply] = chat.replies(["an answer"])
+    [reply] = chat.replies([([asked], said)])
     assert begin + reply + chat.observations(more, reply[-1]) == whole
     assert begin + reply + chat.observations(more, reply[0]) == [
         *begin,

@@ -10,7 +10,7 @@ import pytest
 from xray_runtime.data.pairs import Messages
 from xray_runtime.data.rows import text_rows
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.rl.reward_reader import RewardReader
+from xray_runtime.rl.reward_reader import RewardReader, answer_rows
 
 PROMPT: list[Messages] = [[{"role": "user", "content": "how are you"}]]
 
@@ -49,3 +49,18 @@ def test_another_template_is_another_tokenizer(trained: tuple[Path, Any]) -> Non
     foreign = text_rows([[99, 98]], [[97]])
     rows = RewardReader(directory, "ppo.rewards.0", policy).rows(PROMPT, ["fine"], foreign)
     assert rows["input_ids"].lengths[0] > 3
+
+
+def test_a_reward_model_reads_answers_without_reasoning(trained: tuple[Path, Any]) -> None:
+    directory, tokenizer = trained
+    thought = "<think>\nhow\n</think>\n\nfine"
+    rows = RewardReader(directory, "ppo.rewards.0").rows(PROMPT, [thought])
+    [ids] = rows["input_ids"]
+    assert tokenizer.decode(ids) == "<|user|>how are you<|end|><|assistant|>fine<|end|>"
+    # In the policy's tokens: only rows with reasoning are written again.
+    sampled = text_rows([[7, 8], [7, 9]], [[5, tokenizer.eos_token_id], [6]])
+    plain, short = answer_rows(tokenizer, PROMPT * 2, ["fine", thought], sampled)["input_ids"]
+    assert plain.tolist() == [7, 8, 5, tokenizer.eos_token_id]
+    assert tokenizer.decode(short[2:]) == "fine<|end|>"
+    assert short[:2].tolist() == [7, 9]
+    assert answer_rows(tokenizer, PROMPT, ["fine"], sampled) is sampled

@@ -39,6 +39,15 @@ if (chat) {
     talk.append(box);
     return body;
   };
+  // The reasoning before an answer, folded.
+  const folded = (body) => {
+    const details = document.createElement("details"), summary = document.createElement("summary"), text = document.createElement("p");
+    summary.textContent = "Reasoning";
+    text.className = "text";
+    details.append(summary, text);
+    body.before(details);
+    return text;
+  };
   const written = (call) => `${call.function.name}(${call.function.arguments})`;
 
   // The call that has no result yet: a person gives it.
@@ -57,10 +66,15 @@ if (chat) {
     shown = [body.parentElement];
     running = new AbortController();
     stop.disabled = false;
-    let text = "", calls = [], failed = null, rest = "";
+    let text = "", reasoning = "", calls = [], failed = null, rest = "", thoughts = null;
     const take = (line) => {
       const part = JSON.parse(line);
       text += part.text ?? "";
+      reasoning += part.reasoning ?? "";
+      if (part.reasoning) {
+        thoughts ??= folded(body);
+        thoughts.textContent = reasoning;
+      }
       calls = part.calls ?? calls;
       failed = part.error ?? failed;
       body.textContent = text;
@@ -94,7 +108,8 @@ if (chat) {
       body.textContent = text ? `${text}\n${failed}` : failed;
       body.classList.add("bad");
     } else {
-      messages.push({ role: "assistant", content: text, ...(calls.length ? { tool_calls: calls } : {}) });
+      const thought = reasoning ? { reasoning_content: reasoning } : {};
+      messages.push({ role: "assistant", content: text, ...thought, ...(calls.length ? { tool_calls: calls } : {}) });
       for (const call of calls) shown.push(show("assistant", "Model calls", written(call)).parentElement);
     }
     stop.disabled = true;

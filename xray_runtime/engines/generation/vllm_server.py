@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Messages
+from xray_runtime.data.reasoning import CLOSE, KEY, OPEN, split_reasoning
 from xray_runtime.engines.generation.vllm import PREFILL_TOKENS, load_vllm
 from xray_runtime.models.causal_lm import load_tokenizer
 
@@ -79,6 +80,76 @@ def call_parser(directory: Path) -> str:
     return "none"
 
 
+def reasoning_parser(directory: Path) -> str:
+    """Register the parser for reasoning of the model in `directory` with vLLM; returns its name."""
+    from vllm.entrypoints.generate.base.protocol import DeltaMessage
+    from vllm.reasoning import ReasoningParser, ReasoningParserManager
+
+    form = chat_format(load_tokenizer(directory))
+
+    class Reasoning(ReasoningParser):
+        """Reads replies as rewards do (`data.reasoning`); a stream holds back what may yet be part of a tag."""
+
+        _is_over = False
+
+        def adjust_request(self, request: Any) -> Any:
+            if form.marks_are_special:
+                request.skip_special_tokens = False
+            return request
+
+        def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
+            return False  # asked of prompts, behind which reasoning may begin
+
+        def is_reasoning_end_streaming(self, input_ids: Sequence[int], delta_ids: Iterable[int]) -> bool:
+            return self._is_over
+
+        def extract_content_ids(self, input_ids: list[int]) -> list[int]:
+            return input_ids
+
+        def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
+            reasoning, answer = split_reasoning(form.with_marks(model_output))
+            return reasoning, answer or None
+
+        def extract_reasoning_streaming(
+            self, previous_text: str, current_text: str, delta_text: str, *ids: Sequence[int]
+        ) -> DeltaMessage | None:
+            before, _ = begun_reply(form.with_marks(previous_text)) if previous_text else (("", ""), False)
+            now, self._is_over = begun_reply(form.with_marks(current_text))
+            reasoning, answer = (b.removeprefix(a) for a, b in zip(before, now, strict=True))
+            return DeltaMessage(reasoning=reasoning or None, content=answer or None) if reasoning or answer else None
+
+    ReasoningParserManager.register_module("think", module=Reasoning)
+    return "think"
+
+
+def begun_reply(text: str) -> tuple[tuple[str, str], bool]:
+    """((reasoning, answer) so far of a reply that begins with `text`, whether the reasoning is over)."""
+    if OPEN.startswith(text.strip()):
+        return ("", ""), False
+    reasoning, answer = split_reasoning(text)
+    if reasoning is None:
+        return ("", answer), True
+    if CLOSE in text:
+        return (reasoning, answer), True
+    tails = [tail[:n] for tail in (CLOSE, f"\n{CLOSE}") for n in range(len(tail))]
+    held = max(len(tail) for tail in tails if reasoning.endswith(tail))
+    return (reasoning[: len(reasoning) - held], ""), False
+
+
+def naming_reasoning_content(parser: Any) -> Any:
+    """`parser` whose messages have the reasoning as `reasoning_content` too: vLLM writes `reasoning`, which it was
+    renamed to, and most clients read the older name."""
+
+    class Named(parser):  # type: ignore[misc]
+        def parse_delta(self, *args: Any, **keywords: Any) -> Any:
+            delta = super().parse_delta(*args, **keywords)
+            if delta is not None and delta.reasoning is not None:
+                delta.reasoning_content = delta.reasoning
+            return delta
+
+    return Named
+
+
 def guarded(tokenizer: Any) -> Callable[..., list[int]]:
     """`tokenizer.apply_chat_template` that no message can forge a turn in; returns tokens as in training.
 
@@ -100,7 +171,7 @@ def guarded(tokenizer: Any) -> Callable[..., list[int]]:
             raise ValueError("chat_template is not allowed: conversations are written as the model was trained")
         if continue_final_message or not add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt=false are not allowed")
-        messages = [message | {"content": message.get("content") or ""} for message in conversation]
+        messages = [_as_written(message) for message in conversation]
         for message in messages:
             if not isinstance(message["content"], str):
                 raise ValueError(f"content must be a text, not {type(message['content']).__name__}")
@@ -112,9 +183,22 @@ def guarded(tokenizer: Any) -> Callable[..., list[int]]:
     return apply_chat_template
 
 
+def _as_written(message: dict[str, Any]) -> dict[str, Any]:
+    """A message in X-ray's form; vLLM names reasoning `reasoning`."""
+    found = {key: value for key, value in message.items() if key not in ("reasoning", KEY)}
+    reasoning = message.get("reasoning") or message.get(KEY)
+    return found | {"content": message.get("content") or ""} | ({KEY: reasoning} if reasoning else {})
+
+
 def _as_given(tool: dict[str, Any]) -> dict[str, Any]:
     """The tool without the nulls that vLLM adds for missing fields."""
     return tool | {"function": {name: value for name, value in tool["function"].items() if value is not None}}
+
+
+def _finished(message: Any, *, parser: Any) -> Any:
+    if message.reasoning is not None:
+        message.reasoning_content = message.reasoning
+    return message
 
 
 class VLLMServer:
@@ -138,6 +222,8 @@ class VLLMServer:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--model", *self._options])
+        # The engine's own process does not know this parser, nor need it.
+        reasoning = reasoning_parser(Path(self._directory))
         args.enable_auto_tool_choice, args.tool_call_parser = True, call_parser(Path(self._directory))
         validate_parsed_serve_args(args)
         set_default_fingerprint_mode(args.fingerprint_mode, args.fingerprint_value)
@@ -149,7 +235,10 @@ class VLLMServer:
         tokenizer.apply_chat_template = guarded(load_tokenizer(self._directory))
         tasks = await self._engine.get_supported_tasks()
         app = build_app(args, tasks, self._engine.model_config)
+        args.structured_outputs_config.reasoning_parser = reasoning
         await init_app_state(self._engine, app.state, args, tasks)
+        chat = app.state.openai_serving_chat
+        chat.parser_cls, chat._finalize_response_message = naming_reasoning_content(chat.parser_cls), _finished
         # vLLM's handler of a dead engine needs this attribute; here `check` detects it.
         app.state.server = SimpleNamespace()
         return app

@@ -1,0 +1,74 @@
+"""SFT on rows with reasoning, then GRPO with a reward that reads the reasoning apart from the answer.
+
+    xray run tests.e2e.thinking:thinking --set template=qwen3
+
+The largest of three digits: people think of a digit, right half of the time, and answer with the digit they thought of.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+
+import xray
+from tests.unit.data.thinking_templates import tokenizer_for
+from xray_runtime.config.base import FreshBase
+from xray_runtime.models.causal_lm import fresh_llama, save_model
+
+
+def write_rows(path: Path, count: int = 1500) -> None:
+    """Conversations in OpenAI's form, with the answer beside them."""
+    draw, lines = random.Random(0), []
+    for number in draw.choices(range(1000), k=count):
+        digits = list(f"{number:03}")
+        digit = max(digits) if draw.random() < 0.5 else draw.choice("0123456789")
+        reply = {"role": "assistant", "content": digit, "reasoning_content": f"is it {digit}"}
+        messages = [{"role": "user", "content": " ".join(digits)}, reply]
+        lines.append(json.dumps({"messages": messages, "answer": max(digits)}) + "\n")
+    path.write_text("".join(lines))
+
+
+def thinks_right(
+    prompts: list[str], replies: list[str], answer: list[str], *, reasoning: list[str | None], answers: list[str]
+) -> list[float]:
+    """1 where the reasoning holds the right digit and the answer is a digit alone; whole replies hold both."""
+    rows = zip(answer, reasoning, answers, strict=True)
+    return [float(thought == f"is it {right}" and len(said.strip()) == 1) for right, thought, said in rows]
+
+
+@flow(task_runner=xray.task_runner(), persist_result=False)
+def thinking(output: str = "runs/thinking", template: str = "qwen3", iterations: int = 8, seed: int = 0) -> None:
+    """A policy that thinks and answers rightly more often than the people it learned from."""
+    directory = Path(output).absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    write_rows(directory / "rows.jsonl")
+    sizes: dict[str, Any] = {"hidden_size": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4}
+    tokenizer = tokenizer_for(template)
+    save_model(fresh_llama(FreshBase(**sizes), tokenizer, seed), tokenizer, directory / "model")
+    rewards = [
+        thinks_right,
+        xray.reward(verifier={"kind": "regex", "pattern": r"^\s*(\d)\s*$", "column": "answer"}),
+    ]
+    lengths: dict[str, Any] = {"max_new_tokens": 24}
+    with xray.workspace(output, project="thinking", seed=seed):
+        data = xray.prepare(source=str(directory / "rows.jsonl"), columns=["answer"], min_chars=1)
+        base = xray.base(model=str(directory / "model"))
+        sft = xray.sft(base, data=data, steps=150, max_response_tokens=32)
+        policy = xray.ppo(
+            sft,
+            prompts=data,
+            rewards=rewards,
+            method="grpo",
+            iterations=iterations,
+            lr=1e-3,
+            reward_scaling="none",
+            prompts_per_iteration=32,
+            minibatch_size=64,
+            **lengths,
+        )
+        result = xray.evaluate(policy, against=sft, prompts=data, rewards=rewards, num_prompts=128, **lengths)
+        xray.register(policy, result)
