@@ -293,3 +293,7 @@ class GeneratorConfig(Section):
                 "deepspeed can split a model)"
             )
         return self
+
+    def precision(self, device: str) -> Literal["float32", "bfloat16"]:
+        """Of weights and activations on `device` ("cpu" or "cuda")."""
+        return "bfloat16" if self.engine == "vllm" and device == "cuda" else "float32"

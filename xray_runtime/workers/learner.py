@@ -17,6 +17,7 @@ from xray_runtime.processes import at_low_priority, return_freed_memory, without
 from xray_runtime.signs import part_done
 from xray_runtime.store.shards import read_shards, shard_problem
 from xray_runtime.workers.micro_batches import Columns, as_tensors, row_groups
+from xray_runtime.workers.plain_errors import plain_errors
 from xray_runtime.workers.trunk_memory import TrunkMemory
 from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from xray_runtime.workers.protocols import WorkhorseHandle
 
 
+@plain_errors
 class Learner(Workhorse):
     """One rank of a model that is trained or only scores."""
 

@@ -25,6 +25,7 @@ from xray_runtime.weights.device_transfer import Device, Route, Transport, choos
 from xray_runtime.workers.health import HealthMonitor, WorkhorseError
 from xray_runtime.workers.liveness import answered
 from xray_runtime.workers.nodes import WorkerInfo, check_environment
+from xray_runtime.workers.plain_errors import plain_errors
 from xray_runtime.workers.progress import find_progress
 from xray_runtime.workers.protocols import Ref, WholeModelHandle, WorkhorseHandle, get
 from xray_runtime.workers.staging import FileStager, merge_copy
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@plain_errors
 class WholeModel:
     """The proxy of one model, and later of another; `opening` starts it."""
 
