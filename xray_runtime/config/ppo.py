@@ -309,17 +309,6 @@ class PPOStageConfig(TrainingConfig):
             if getattr(self, field) != allowed:
                 raise ValueError(f"{field} = {getattr(self, field)!r} must be {allowed!r} with an environment: {why}")
 
-    def mismatch_limit(self, device: str) -> float:
-        """`max_mismatch`, or its default on `device` ("cpu" or "cuda").
-
-        In float32 generators and trainers differ by 1e-7 to 1e-6 nats; by 0.02 where a kernel computes something else.
-        bfloat16 rounds a logit between 16 and 32 to a multiple of 1/8, by 1/32 on average, in each of the two.
-        """
-        if self.max_mismatch is not None:
-            return self.max_mismatch
-        in_float32 = with_precision(self.engine, device).precision == "float32"
-        return FLOAT32_MISMATCH if in_float32 and self.generator.precision(device) == "float32" else BFLOAT16_MISMATCH
-
     def check_runtime(self, runtime: RuntimeConfig) -> None:
         """Raises ValueError if `lag` or the engine conflicts with `runtime`."""
         cut = self.engine.data_parallel < self.engine.num_workhorses
@@ -344,3 +333,14 @@ class PPOConfig(PPOStageConfig, JudgingConfig):
     judges: list[RewardTerm] = Field(default_factory=list)
     """Sources that replace the rewards in `validation`, so that a version that only exploits the rewards is not
     chosen."""
+
+    def mismatch_limit(self, device: str) -> float:
+        """`max_mismatch`, or its default on `device` ("cpu" or "cuda").
+
+        In float32 generators and trainers differ by 1e-7 to 1e-6 nats; by 0.02 where a kernel computes something else.
+        bfloat16 rounds a logit between 16 and 32 to a multiple of 1/8, by 1/32 on average, in each of the two.
+        """
+        if self.max_mismatch is not None:
+            return self.max_mismatch
+        in_float32 = with_precision(self.engine, device).precision == "float32"
+        return FLOAT32_MISMATCH if in_float32 and self.generator.precision(device) == "float32" else BFLOAT16_MISMATCH

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from xray_runtime.config.engines import EngineConfig, FrozenConfig, with_precision
-from xray_runtime.config.ppo import PPOStageConfig
+from xray_runtime.config.ppo import PPOConfig, PPOStageConfig
 from xray_runtime.config.sft import SFTConfig
 
 
@@ -45,4 +45,4 @@ def test_precision_is_what_a_device_is_good_at() -> None:
 def test_generator_and_trainer_may_differ_by_what_their_precision_rounds(
     fields: dict[str, Any], device: str, limit: float
 ) -> None:
-    assert PPOStageConfig.model_validate(fields).mismatch_limit(device) == limit
+    assert PPOConfig.model_validate(fields).mismatch_limit(device) == limit
