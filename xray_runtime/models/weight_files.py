@@ -56,18 +56,22 @@ def read_tensor(files: Mapping[str, Path], name: str, dim: int = 0, low: int = 0
     read."""
     # Opened for each tensor: pages of a mapped file stay in memory until it is closed.
     with safe_open(files[name], framework="pt") as file:
-        whole = file.get_slice(name)
-        part = whole[:] if high is None else whole[(*[slice(None)] * dim, slice(low, high))]
+        if high is None:  # a number has no slices
+            part = file.get_tensor(name)
+        else:
+            part = file.get_slice(name)[(*[slice(None)] * dim, slice(low, high))]
         return part.to(torch.float32, copy=True)
 
 
 def has_plain(files: Mapping[str, Path], shapes: Mapping[str, torch.Size]) -> bool:
-    """Whether these files of weights hold floating-point tensors of these names and shapes, and nothing else."""
+    """Whether `files` names floating-point tensors of these names and shapes, and nothing else."""
     if files.keys() != shapes.keys():
         return False
     for file in set(files.values()):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118, it is no dict
+                if name not in files:
+                    continue
                 held = opened.get_slice(name)
                 if held.get_dtype() not in NAMES.values() or tuple(held.get_shape()) != shapes.get(name):
                     return False
