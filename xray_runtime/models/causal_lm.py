@@ -136,7 +136,7 @@ def _read_files(model: str, name: str) -> tuple[Pretrained, str | None]:
     lm: Any = skeleton(model)
     check_class(lm.config, lm)
     check_publishable(lm)
-    found, saved = _files_of(name), _saved_shapes(lm)
+    found, saved = _files_of(name), saved_shapes(lm)
     tied = lm.get_expanded_tied_weights_keys(all_submodels=True)
     # Where all that it needs is there under the same names, the rest is not needed.
     more = found.keys() - saved.keys() - tied.keys() if saved.keys() <= found.keys() else set()
@@ -170,7 +170,7 @@ def _files_of(name: str) -> dict[str, Path]:
     return files
 
 
-def _saved_shapes(lm: Any) -> dict[str, torch.Size]:
+def saved_shapes(lm: Any) -> dict[str, torch.Size]:
     """Names and shapes of the tensors that `save_pretrained` writes, in its order; tied ones have one name."""
     held = lm.state_dict()
     once = dict(lm.named_parameters()) | {name: buffer for name, buffer in lm.named_buffers() if name in held}
@@ -222,7 +222,7 @@ def save_model(
         lm.config.dtype, lm.config.architectures = "float32", [type(lm).__name__]
         lm.config.save_pretrained(directory)
         lm.generation_config.save_pretrained(directory)
-        write_float32(files, _saved_shapes(lm), directory)
+        write_float32(files, saved_shapes(lm), directory)
     else:
         lm.save_pretrained(directory, safe_serialization=True, max_shard_size=SHARD_BYTES)
     tokenizer.name_or_path = ""

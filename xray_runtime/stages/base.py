@@ -5,6 +5,7 @@ from __future__ import annotations
 from xray_runtime.config.base import HubModel
 from xray_runtime.graph.artifacts import Model
 from xray_runtime.graph.kind import NoInputs, StageKind, register
+from xray_runtime.stages.findings import base_findings
 
 
 def _base_reads(config: HubModel) -> dict[str, str]:
@@ -21,6 +22,7 @@ BASE = register(
         "xray_runtime.preparation.base:run",
         base_model=lambda config: config.model,
         outside=_base_reads,
+        findings=base_findings,
         title="the pretrained model, the start of the lifecycle",
     )
 )

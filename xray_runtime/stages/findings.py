@@ -37,6 +37,16 @@ WHY = {
 LISTED = "listed in dropped.jsonl of the checkpoint"
 
 
+def base_findings(series: Series) -> list[str]:
+    """Pretrained models: number of tensors and tokens that are not needed."""
+    count = _counts(series, "base/").get("left_out", 0)
+    return (
+        [f"left out {count:,} tensors or tokens that the model does not need; left_out.json lists them"]
+        if count
+        else []
+    )
+
+
 def data_findings(series: Series) -> list[str]:
     """Conversations: number of dropped replies, by reason."""
     counts = _counts(series, "data/")

@@ -33,6 +33,7 @@ def check_stages(module: HeadedLM, stages: int, field: str) -> None:
         raise ValueError(
             f"{refused}: only Llama-like models can be split into stages, not a {type(module.lm).__name__}"
         )
+    check_parts(module.lm, f"{field}.pipeline_parallel: {stages}")
     if module.has_trunk:
         raise ValueError(f"{refused} with base.trainable_layers: a frozen trunk is computed once, not in a pipeline")
     if len(module.lm.model.layers) < stages:
