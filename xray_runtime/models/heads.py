@@ -26,14 +26,10 @@ from torch.utils.checkpoint import checkpoint
 from xray_runtime.algorithms.logprobs import chunked_logprobs_and_entropy
 from xray_runtime.errors import first_line
 from xray_runtime.models.adapters import Adapters
-from xray_runtime.models.causal_lm import without_weights
 from xray_runtime.models.packing import Prompts, can_pack, packed_states, use_packed_attention
 from xray_runtime.models.padding import pad, unpad
 
 T = TypeVar("T")
-
-HEAD_PREFIX = "scalar."
-"""Prefix of the scalar head's parameter names; Hugging Face models have no such head."""
 
 
 class HeadedLM(nn.Module):
@@ -295,6 +291,9 @@ def check_parts(lm: Any, field: str) -> None:
     Raises:
         ValueError: it changes something; the message begins with `field`, a field and its value.
     """
+    # Stages import this module too, and do without these three seconds.
+    from xray_runtime.models.causal_lm import without_weights
+
     backbone = without_weights(lm.config).model
     backbone.config.use_cache = False
     for part in (*backbone.layers, backbone.norm):

@@ -51,15 +51,15 @@ def check_config(config: Any) -> None:
     if media or config.get_text_config(decoder=True) is not config:
         others = ", ".join(name for name in media or sections if getattr(config, name, None) is not None)
         raise ForeignModelError(
-            f"is a {kind!r} model of several parts ({others or 'an encoder and a decoder'}), of which X-ray would train "
-            "and publish the language model alone: save that by itself first, as a causal language model"
+            f"is a {kind!r} model of several parts ({others or 'an encoder and a decoder'}), of which X-ray would "
+            "train and publish the language model alone: save that by itself first, as a causal language model"
         )
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         read = quantization.get if isinstance(quantization, Mapping) else quantization.to_dict().get
         raise ForeignModelError(
-            f"is quantized ({read('quant_method') or 'quantization_config'}): convert it to bfloat16 first, or take the "
-            "model it was made from"
+            f"is quantized ({read('quant_method') or 'quantization_config'}): convert it to bfloat16 first, or take "
+            "the model it was made from"
         )
 
 
@@ -95,8 +95,8 @@ def left_out(lm: Any, files: Mapping[str, Path], unexpected: Iterable[str], save
     strange = sorted((set(unexpected) | unused) - harmless - set(saved))
     if strange:
         raise ForeignModelError(
-            f"has {len(strange)} tensors that a {type(lm).__name__} does not have ({_some(strange)}): they would be lost; "
-            "if they belong to another part or are scales of quantized weights, extract or convert the model first"
+            f"has {len(strange)} tensors that a {type(lm).__name__} does not have ({_some(strange)}): they would be "
+            "lost; if they are another part's, or scales of quantized weights, extract or convert the model first"
         )
     _check_types({name: file for name, file in files.items() if name not in harmless})
     return sorted(harmless)

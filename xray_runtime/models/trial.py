@@ -95,7 +95,9 @@ def _ours(module: HeadedLM, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tenso
     prompts = Prompts(torch.zeros(len(lengths), dtype=torch.int64), torch.full_like(lengths, SHARED))
     states = module.eval().hidden(ids, lengths, prompts=prompts)
     last = lengths.cumsum(0)
-    targets = torch.cat([torch.arange(int(end - length) + 1, int(end)) for end, length in zip(last, lengths)])
+    targets = torch.cat(
+        [torch.arange(int(end - length) + 1, int(end)) for end, length in zip(last, lengths, strict=True)]
+    )
     return states, module.logprobs(states[targets - 1], ids[targets], 1.0)[0]
 
 

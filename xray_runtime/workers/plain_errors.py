@@ -6,6 +6,7 @@ alone.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -21,12 +22,11 @@ KINDS = (ValueError, MemoryError)
 
 def plain(error: Exception) -> Exception:
     """`error`, or where it cannot be pickled and read back a ValueError, MemoryError or RuntimeError in its place."""
-    try:
+    # Classes of libraries fail in ways of their own.
+    with contextlib.suppress(Exception):
         # By the same methods as pickling.
         if type(copy.deepcopy(error)) is type(error):
             return error
-    except Exception:  # noqa: S110, classes of libraries fail in ways of their own
-        pass
     kind: Any = next((kind for kind in KINDS if isinstance(error, kind)), RuntimeError)
     found: Exception = kind(f"{type(error).__name__}: {cause_line(error)}")
     for note in getattr(error, "__notes__", ()):

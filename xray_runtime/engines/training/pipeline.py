@@ -22,7 +22,7 @@ from torch import Tensor
 from xray_runtime.engines.engine import MicroBatch, Scorer
 from xray_runtime.engines.training.mesh import Mesh
 from xray_runtime.engines.training.zero import ZeroEngine
-from xray_runtime.models.heads import BorrowedHead, HeadedLM, built_like_llama
+from xray_runtime.models.heads import BorrowedHead, HeadedLM, built_like_llama, check_parts
 from xray_runtime.models.objectives import prompts_of, sequences
 
 
