@@ -350,8 +350,16 @@ def max_positions(directory: str | os.PathLike[str]) -> int | None:
     for section in (config, config.get("text_config") or {}):
         for name in CONTEXT:
             if isinstance(section.get(name), int) and section[name] > 0:
-                return int(section[name])
+                return max(int(section[name]), _scaled_positions(section))
     return None
+
+
+def _scaled_positions(config: Mapping[str, Any]) -> int:
+    """The context to which a config scales rotary embeddings, where it names the one that it begins from (YaRN)."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    original, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
+    numbers = isinstance(original, int) and isinstance(factor, int | float)
+    return int(original * factor) if numbers and scaling.get("rope_type", scaling.get("type")) == "yarn" else 0
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Any:

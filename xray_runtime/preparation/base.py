@@ -11,9 +11,10 @@ import torch
 from xray_runtime.models.causal_lm import load_model, read_pretrained, save_model, stop_tokens
 from xray_runtime.models.source_checks import ForeignModelError, check_vocabulary
 from xray_runtime.models.trial import OtherModelError, check_computed
+from xray_runtime.preparation.generator_trial import check_sampled
 
 if TYPE_CHECKING:
-    from xray_runtime.config.base import HubModel
+    from xray_runtime.config.base import HubBase
     from xray_runtime.graph.kind import NoInputs, Recorder, Stage
 
 LEFT_OUT = "left_out.json"
@@ -21,7 +22,7 @@ LEFT_OUT = "left_out.json"
 STEPS = 2
 
 
-def run(stage: Stage[HubModel, NoInputs], out: Path, recorder: Recorder) -> int:
+def run(stage: Stage[HubBase, NoInputs], out: Path, recorder: Recorder) -> int:
     """Writes config.json, model.safetensors, the tokenizer's files and, if anything is left out, left_out.json.
 
     Raises:
@@ -41,6 +42,8 @@ def run(stage: Stage[HubModel, NoInputs], out: Path, recorder: Recorder) -> int:
         check_written(out, None if files else lm)
     except (ForeignModelError, OtherModelError) as error:
         raise ValueError(f"{field}: {model!r} is not allowed: it {error}") from error
+    if stage.config.generator is not None:
+        check_sampled(stage, out, stops, tokenizer.pad_token_id)
     if left_out:
         (out / LEFT_OUT).write_text(json.dumps(left_out, indent=2) + "\n", encoding="utf-8")
         recorder.metrics({"base/left_out": float(len(left_out))}, step=0)

@@ -170,6 +170,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     stop, padding = tuple(config.stop), tokenizer.pad_token_id
     sampling = Sampling(config.max_new_tokens, config.temperature, stops, padding, stop=stop)
     validation = Validation(stage, rewards, tokenizer, sampling, stops, stage.kept or recorder.log_dir, limit)
+    limit = max(prompts.room, validation.room)
     specs = _models(stage, rewards, limit)
     with (
         stage.open_models(specs | validation.specs()) as models,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from xray_runtime.config.base import HubModel
+from xray_runtime.config.base import HubBase
 from xray_runtime.graph.artifacts import Model
 from xray_runtime.graph.kind import NoInputs, StageKind, register
 from xray_runtime.stages.findings import base_findings
 
 
-def _base_reads(config: HubModel) -> dict[str, str]:
+def _base_reads(config: HubBase) -> dict[str, str]:
     template = config.chat_template or ""
     return {"model": config.model} | ({"chat_template": template} if template.endswith(".jinja") else {})
 
@@ -16,7 +16,7 @@ def _base_reads(config: HubModel) -> dict[str, str]:
 BASE = register(
     StageKind(
         "base",
-        HubModel,
+        HubBase,
         NoInputs,
         Model,
         "xray_runtime.preparation.base:run",

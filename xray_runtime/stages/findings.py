@@ -77,6 +77,14 @@ def sft_findings(series: Series) -> list[str]:
     ]
 
 
+def pairs_findings(series: Series) -> list[str]:
+    """Stages that train on pairs: number of those that the model's context does not hold."""
+    counts = _counts(series, "lengths/")
+    if not counts.get("too_long"):
+        return []
+    return [f"dropped {counts['too_long']:,} pairs longer than the model's context of {counts['max_tokens']:,} tokens"]
+
+
 def prompt_findings(series: Series) -> list[str]:
     """Stages that sample replies: number of prompts that were too long."""
     counts = _counts(series, "prompts/")

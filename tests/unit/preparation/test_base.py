@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from xray_runtime.config.base import HubModel
+from xray_runtime.config.base import HubBase
 from xray_runtime.engines.shard_loading import skeleton_of
 from xray_runtime.models.causal_lm import load_model
 from xray_runtime.preparation.base import LEFT_OUT, run
@@ -63,7 +63,7 @@ def base(source: Path, out: Path) -> Notes:
     """Run the stage."""
     out.mkdir(exist_ok=True)
     recorder = Notes()
-    stage: Any = SimpleNamespace(name="base", config=HubModel(model=str(source)))
+    stage: Any = SimpleNamespace(name="base", config=HubBase(model=str(source)))
     assert run(stage, out, recorder) == 0  # type: ignore[arg-type]
     return recorder
 
@@ -177,6 +177,10 @@ def quantized(method: str) -> Callable[[Path], None]:
     return lambda source: edit(source / "config.json", quantization_config={"quant_method": method})
 
 
+def saved_as(kind: str) -> Callable[[Path], None]:
+    return lambda source: edit(source / "config.json", architectures=[kind])
+
+
 def in_float8(source: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     change(source, lambda weights: weights.update({name: weights[name].to(torch.float8_e4m3fn)}))
@@ -215,8 +219,8 @@ def a_layer_more(source: Path) -> None:
         (in_float8, "is quantized (model.layers.0.mlp.up_proj.weight is stored as F8_E4M3)"),
         *[(quantized(method), f"is quantized ({method}): convert it to bfloat16 first")
           for method in ("compressed-tensors", "gptq", "awq", "bitsandbytes", "fp8")],
-        (lambda d: edit(d / "config.json", architectures=["LlamaForSequenceClassification"]), "is given to reward_base"),
-        (lambda d: edit(d / "config.json", architectures=["LlamaModel"]), "is a LlamaModel, which transformers reads as"),
+        (saved_as("LlamaForSequenceClassification"), "a reward model is given to reward_base"),
+        (saved_as("LlamaModel"), "is a LlamaModel, which transformers reads as a LlamaForCausalLM: save it as one first"),
         (lambda d: edit(d / "config.json", auto_map={"AutoModelForCausalLM": "own.OwnForCausalLM"}), "code of its own"),
         (lambda d: (d / "adapter_config.json").write_text("{}"), "an adapter: merge it first"),
         (lambda d: [(d / "config.json").rename(d / "adapter_config.json")], "an adapter: merge it first"),
