@@ -57,7 +57,8 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
     if isinstance(config.base, FreshBase):
         base = FRESH_BASE(data, name="base", **fields_of(config.base))
     elif isinstance(config.base, PretrainedBase):
-        base = BASE(name="base", model=config.base.model, chat_template=config.base.chat_template)
+        fields = {"model": config.base.model, "chat_template": config.base.chat_template}
+        base = BASE(name="base", generator=config.generator, **fields)
     else:
         base = named["base.ref"]
     start = SFT(base, data, name="sft", **fields_of(config.sft) | trained) if config.sft is not None else base

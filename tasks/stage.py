@@ -50,6 +50,7 @@ def stage(
     from xray_runtime.processes import redirect_output
     from xray_runtime.stages.kinds import import_kind
     from xray_runtime.store.function_digest import remember_sources
+    from xray_runtime.workers.plain_errors import plain
 
     os.environ |= {name: value.get_secret_value() for name, value in context.variables.items()}
     sys.path += [path for path in context.path if path not in sys.path]
@@ -70,6 +71,8 @@ def stage(
             result = job.find() or job.compute()
     except Exception as error:
         if not is_cancelled(error):
+            if (sendable := plain(error)) is not error:
+                raise sendable from None
             raise
         # A person asked to stop, so Prefect must not show a failure.
         log.info("%s", error_summary(error))

@@ -26,6 +26,16 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def cause_line(error: BaseException) -> str:
+    """What is wrong, in one line: of an error of pydantic, whose first line only counts, each field and finding."""
+    find = getattr(error, "errors", None)
+    if not isinstance(error, ValueError) or not callable(find):
+        return first_line(error)
+    found = [(".".join(map(str, each.get("loc", ()))), str(each.get("msg", ""))) for each in find()]
+    lines = [f"{field}: {text}" if field else text for field, text in found]
+    return " ".join("; ".join(lines).removeprefix("Value error, ").split()) or first_line(error)
+
+
 def error_summary(error: BaseException) -> str:
     """The root cause in one line, with the place if a note contains it."""
     cause = root_cause(error)

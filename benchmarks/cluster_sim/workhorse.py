@@ -26,6 +26,7 @@ from xray_runtime.weights.device_transfer import Device
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.heartbeat import Heartbeat
 from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.workers.protocols import Tried
 from xray_runtime.workers.workhorse import RankInfo, Workhorse
 
 ELEMENT_BYTES = 4
@@ -183,8 +184,14 @@ class SimWorkhorse(Workhorse):
     def begin_save(self, directory: Path, number: int, copiers: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
 
-    def save(self, directory: Path, head_file: str | None) -> list[str]:
-        return []
+    def save(self, directory: Path, head_file: str | None) -> dict[str, str]:
+        return {}
+
+    def tried_logprobs(self) -> Tried:
+        return "float32", []
+
+    def check_saved(self, directory: Path, head_file: str | None, written: dict[str, str], tried: Tried) -> None:
+        """There is nothing to compare."""
 
 
 def _logprobs(rows: Rows) -> Ragged:

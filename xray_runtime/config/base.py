@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.config.engines import Count, Section
+from xray_runtime.config.engines import Count, GeneratorConfig, Section
 from xray_runtime.config.sources import Source
 
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -49,6 +49,14 @@ class HubModel(Section):
     chat_template: ChatTemplate | None = None
     """Chat template that replaces the model's own or fills in for a missing one: `chatml`, or a .jinja file. The
     checkpoint contains it."""
+
+
+class HubBase(HubModel):
+    """All fields of the stage kind `base`."""
+
+    generator: GeneratorConfig | None = None
+    """The engine that samples later; vLLM is tried here on a family that it was not tried on before, so that nothing is
+    trained that it cannot sample from. None: no trial."""
 
 
 class PretrainedBase(HubModel):

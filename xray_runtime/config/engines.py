@@ -196,7 +196,8 @@ class LoRAConfig(Section):
     alpha: Positive = 32.0
     """Scale of B·A, divided by `rank`."""
     target_modules: Annotated[list[str], Field(min_length=1)] | None = None
-    """Names of the linear layers with adapters, such as `[q_proj, v_proj]`; None: all but the output layer."""
+    """Names of the linear layers with adapters, such as `[q_proj, v_proj]`; None: all but the output layer and
+    a mixture's experts."""
 
 
 class TrainingConfig(Section):
@@ -293,3 +294,7 @@ class GeneratorConfig(Section):
                 "deepspeed can split a model)"
             )
         return self
+
+    def precision(self, device: str) -> Literal["float32", "bfloat16"]:
+        """Of weights and activations on `device` ("cpu" or "cuda")."""
+        return "bfloat16" if self.engine == "vllm" and device == "cuda" else "float32"

@@ -22,6 +22,7 @@ from xray_runtime.config.engines import (
     check_fused_layers,
     check_one_row_each,
     check_whole_layers,
+    with_precision,
 )
 from xray_runtime.config.environment import AgentConfig, AnyEnvironment, check_turns
 from xray_runtime.config.methods import Method, with_method
@@ -32,6 +33,7 @@ from xray_runtime.config.sources import BuiltInOrFunction, GivenGold, is_functio
 from xray_runtime.config.watch import WatchConfig
 
 PolicyLossName = Annotated[str, BuiltInOrFunction(("ppo", "gspo", "cispo"))]
+FLOAT32_MISMATCH, BFLOAT16_MISMATCH = 1e-4, 0.05
 AdvantagesName = Annotated[str, BuiltInOrFunction(("gae", "grpo", "dr_grpo", "rloo", "reinforce++"))]
 
 
@@ -188,10 +190,10 @@ class PPOStageConfig(TrainingConfig):
     importance_cap: Annotated[float, Field(gt=1.0)] = 2.0
     importance_level: Literal["token", "reply"] = "token"
     """`reply`: one weight for all tokens of a reply, the geometric mean of the token weights."""
-    max_mismatch: Positive = 0.1
+    max_mismatch: Positive | None = None
     """Maximum mean |log-probability difference| between generator and trainer at one policy version, over a fresh
     rollout, or with `lag` over a few tokens after each sync. A larger difference means that the generator has other
-    weights, and fails the stage."""
+    weights or computes another model, and fails the stage. None: 1e-4 where both compute in float32, else 0.05."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
     watch: WatchConfig = WatchConfig()
     ledger: LedgerConfig = LedgerConfig()
@@ -331,3 +333,14 @@ class PPOConfig(PPOStageConfig, JudgingConfig):
     judges: list[RewardTerm] = Field(default_factory=list)
     """Sources that replace the rewards in `validation`, so that a version that only exploits the rewards is not
     chosen."""
+
+    def mismatch_limit(self, device: str) -> float:
+        """`max_mismatch`, or its default on `device` ("cpu" or "cuda").
+
+        In float32 generators and trainers differ by 1e-7 to 1e-6 nats; by 0.02 where a kernel computes something else.
+        bfloat16 rounds a logit between 16 and 32 to a multiple of 1/8, by 1/32 on average, in each of the two.
+        """
+        if self.max_mismatch is not None:
+            return self.max_mismatch
+        in_float32 = with_precision(self.engine, device).precision == "float32"
+        return FLOAT32_MISMATCH if in_float32 and self.generator.precision(device) == "float32" else BFLOAT16_MISMATCH

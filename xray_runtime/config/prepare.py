@@ -11,7 +11,7 @@ from xray_runtime.config.sources import ColumnNames, Source
 
 DEFAULT_SOURCE = "chitchat"
 PROMPT_TOKENS = 1024
-"""The default limit of prompts, for models with enough context."""
+"""The limit of prompts where neither the data nor the model's context has one."""
 
 
 class MixedSource(Section):
@@ -56,8 +56,8 @@ class DataConfig(Section):
     max_chars: Annotated[int, Field(ge=2)] | None = None
     """Prompts and replies longer than this are dropped and counted; null: no limit."""
     max_prompt_tokens: Annotated[int, Field(ge=4)] | None = None
-    """Prompts with more tokens than this, chat template included, are dropped and counted; null: 1,024, or less if the
-    model's context leaves less beside a reply."""
+    """Prompts with more tokens than this, chat template included, are dropped and counted; null: what the
+    model's context leaves beside a reply. More than that is never kept."""
     heldout_fraction: Fraction = 0.05
     """Share of conversations held out of all training, for reported results."""
     validation_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0

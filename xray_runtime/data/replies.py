@@ -82,6 +82,14 @@ def encoded(labelled: Sequence[LabelledReply], tokenizer: Any) -> Replies:
     return Replies(len(labelled), lambda numbers: take(rows, numbers))
 
 
+def within(labelled: Sequence[LabelledReply], tokenizer: Any, max_tokens: int | None) -> list[LabelledReply]:
+    """Those with at most `max_tokens`, prompt and reply together; None: all."""
+    if max_tokens is None or not labelled:
+        return list(labelled)
+    lengths = encoded(labelled, tokenizer).take(np.arange(len(labelled)))["input_ids"].lengths
+    return [one for one, length in zip(labelled, lengths, strict=True) if length <= max_tokens]
+
+
 def joined(parts: Sequence[Replies]) -> Replies:
     """The concatenated replies of all parts."""
     bounds = np.cumsum([0, *(part.size for part in parts)])
@@ -96,8 +104,8 @@ def joined(parts: Sequence[Replies]) -> Replies:
     return Replies(int(bounds[-1]), read)
 
 
-def mismatched(replies: Replies, seed: int) -> Replies:
-    """Each prompt with the reply after its own in a seeded cyclic order."""
+def mismatched(replies: Replies, seed: int, max_tokens: int | None = None) -> Replies:
+    """Each prompt with the reply after its own in a seeded cyclic order, cut to `max_tokens` in all."""
     order = permuted(np.arange(replies.size), replies.size, seed)
     following = np.empty_like(order)
     following[order] = np.roll(order, -1)
@@ -106,6 +114,9 @@ def mismatched(replies: Replies, seed: int) -> Replies:
         own, other = replies.take(numbers), replies.take(following[np.asarray(numbers, dtype=np.int64)])
         prompts = [ids[:n] for ids, n in zip(own["input_ids"], own["prompt_lengths"], strict=True)]
         answers = [ids[n:] for ids, n in zip(other["input_ids"], other["prompt_lengths"], strict=True)]
+        if max_tokens is not None:
+            # A reply has a token at least, and each prompt had room for its own.
+            answers = [ids[: max_tokens - len(prompt)] for prompt, ids in zip(prompts, answers, strict=True)]
         return text_rows(prompts, answers)
 
     return Replies(replies.size, read)

@@ -84,6 +84,19 @@ class Tokens:
             name: joined([np.diff(shard.offsets) for shard in found], np.int64) for name, found in self._ids.items()
         }
         """Column → lengths of its rows [B]."""
+        self.rows = np.arange(len(self.prompt_lengths))
+        """Numbers of the rows in the dataset's file."""
+
+    def longest(self) -> np.ndarray:
+        """Tokens of each row, of its longest column [B]."""
+        found: np.ndarray = np.max(list(self.lengths.values()), axis=0)
+        return found
+
+    def keep(self, fits: np.ndarray) -> int:
+        """Leave only the rows where `fits` is true; returns the number of others."""
+        self.rows, self.prompt_lengths = self.rows[fits], self.prompt_lengths[fits]
+        self.lengths = {name: lengths[fits] for name, lengths in self.lengths.items()}
+        return int((~fits).sum())
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)
@@ -91,7 +104,7 @@ class Tokens:
     def take(self, rows: Sequence[int] | np.ndarray) -> Rows:
         """These rows, in that order; token ids as int64."""
         index = np.asarray(rows, dtype=np.int64)
-        positions = list(zip(*(part.tolist() for part in np.divmod(index, SHARD_ROWS)), strict=True))
+        positions = list(zip(*(part.tolist() for part in np.divmod(self.rows[index], SHARD_ROWS)), strict=True))
         found: Rows = {
             name: Ragged.of(shards[number].row(position) for number, position in positions)
             for name, shards in self._ids.items()
@@ -100,14 +113,15 @@ class Tokens:
 
     def prompt(self, row: int) -> list[int]:
         """The token ids of a row's prompt."""
-        number, position = divmod(row, SHARD_ROWS)
+        number, position = divmod(int(self.rows[row]), SHARD_ROWS)
         ids: list[int] = self._ids["input_ids"][number].row(position)[: self.prompt_lengths[row]].tolist()
         return ids
 
     def different_prompts(self, max_prompt: int) -> np.ndarray:
         """The first row of each distinct prompt with at most `max_prompt` tokens."""
         rows = np.flatnonzero(self.prompt_lengths <= max_prompt)
-        digests = joined([np.frombuffer(d.buffers()[1], DIGEST, len(d)) for d in self._digests], DIGEST)[rows]
+        digests = joined([np.frombuffer(d.buffers()[1], DIGEST, len(d)) for d in self._digests], DIGEST)
+        digests = digests[self.rows][rows]
         return rows[np.sort(np.unique(digests, return_index=True)[1])]
 
 

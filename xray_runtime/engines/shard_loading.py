@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from xray_runtime.engines.states import hugging_face_name
-from xray_runtime.models.causal_lm import load_model, skeleton
+from xray_runtime.models.causal_lm import load_model, saved_shapes, skeleton
 from xray_runtime.models.heads import BorrowedHead, HeadedLM
 from xray_runtime.models.weight_files import read_tensor, weight_files
 from xray_runtime.signs import part_done
@@ -101,10 +101,15 @@ def skeleton_of(checkpoint: Path) -> nn.Module:
 
     With weights if they are not in safetensors files under the model's own names, since only transformers can rename
     them.
+
+    Raises:
+        ValueError: the files hold a tensor that the model lacks. It would be published as it is, beside trained ones.
     """
-    lm = skeleton(str(checkpoint))
+    lm, files = skeleton(str(checkpoint)), weight_files(checkpoint)
+    if strange := files.keys() - saved_shapes(lm).keys():
+        raise ValueError(f"{checkpoint}: holds {min(strange)}, which no {type(lm).__name__} like this one has")
     parameters, buffers = _to_read(lm)
-    return lm if parameters | buffers <= weight_files(checkpoint).keys() else load_model(checkpoint)
+    return lm if parameters | buffers <= files.keys() else load_model(checkpoint)
 
 
 def load_shard(

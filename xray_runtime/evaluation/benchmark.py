@@ -170,6 +170,7 @@ def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Reco
     config, policy, (dataset, side) = stage.config, stage.inputs.policy.path, _side(stage)
     tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.environment.max_tokens)
     found = UniquePrompts(tokenizer, side, limit, stage.seal)
+    limit = found.room
     chosen = _chosen(stage, np.arange(len(found)), config.num_prompts).tolist()
     rows = [prompt for prompt in chosen for _ in range(config.samples)]
     sampling = sampling_of(config, policy, tokenizer)
@@ -250,7 +251,7 @@ def _sampled(
     prompts = [found[i] for i in chosen]
     ids = [tokens for _, tokens in prompts for _ in range(samples)]
     sampling = sampling_of(config, policy, tokenizer)
-    spec = GeneratorSpec(policy, limit + config.max_new_tokens, config.generator)
+    spec = GeneratorSpec(policy, found.room + config.max_new_tokens, config.generator)
     done = partial(recorder.progress, total=len(ids), unit="replies", note="sampled")
     with stage.open_models({"generator": spec}) as models:
         sampled = sample_replies(models["generator"], stage, sampling, ids, done=done)

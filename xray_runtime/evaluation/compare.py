@@ -82,6 +82,7 @@ def select_prompts(
     limit = min(max_prompt_tokens(dataset, model.path, reply_tokens) for model in models)
     heldout = UniquePrompts(tokenizers["candidate"], dataset / HELDOUT, limit, stage.seal)
     found = [messages for messages, _ in heldout]
+    limit = heldout.room
     sizes = [len(ids) for ids in encode_prompts(tokenizers["champion"], found)]
     fit = [i for i, size in enumerate(sizes) if size <= limit and prompt_text(found[i]) not in excluded]
     if len(fit) < MIN_PROMPTS:

@@ -43,6 +43,7 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
     stops = stops_of(before, tokenizer)
     limit = min(max_prompt_tokens(dataset, model, config.max_response_tokens) for model in (before, policy))
     found = UniquePrompts(tokenizer, dataset / HELDOUT, limit, stage.seal)
+    limit = found.room
     if dropped := found.metrics():
         recorder.metrics(dropped, step=0)
     chosen = drawn(stage, len(found), config.num_prompts)

@@ -13,12 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from xray_runtime.config.engines import LoRAConfig
 from xray_runtime.errors import first_line
 from xray_runtime.models.weight_files import read_tensor, weight_files
 
 ADAPTER = "default"
+LINEAR = nn.Linear, Conv1D
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Config fields by which families name the number of experts in a layer."""
 
 
 class Adapters:
@@ -43,7 +47,7 @@ class Adapters:
         wanted = LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,
-            target_modules="all-linear" if config.target_modules is None else list(config.target_modules),
+            target_modules=linear_layers(lm) if config.target_modules is None else list(config.target_modules),
         )
         try:
             inject_adapter_in_model(wanted, lm, ADAPTER)
@@ -53,11 +57,13 @@ class Adapters:
         self._layers = {name: module for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
         for name, layer in self._layers.items():
             base = layer.get_base_layer()
+            problem = None
             if base is output or isinstance(base, nn.Embedding):
-                raise ValueError(
-                    f"lora.target_modules: {config.target_modules} is not allowed: {name} is an embedding or the "
-                    "output layer, which may share its weight with another"
-                )
+                problem = "is an embedding or the output layer, which may share its weight with another"
+            elif not isinstance(base, LINEAR):
+                problem = f"is a {type(base).__name__}, such as the experts of a mixture, and no linear layer"
+            if problem is not None:
+                raise ValueError(f"lora.target_modules: {config.target_modules} is not allowed: {name} {problem}")
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             for layer in self._layers.values():
@@ -76,3 +82,18 @@ class Adapters:
             delta = (b @ a) * layer.scaling[ADAPTER]
             weight = read_tensor(self._files, f"{name}.weight").to(delta.device)
             yield f"{name}.weight", weight + (delta.T if layer.fan_in_fan_out else delta)
+
+
+def linear_layers(lm: Any) -> list[str]:
+    """Names of the linear layers of `lm` but its output layer and, in a mixture, its experts and what chooses them
+    (peft's "all-linear" wraps these too, and then trains neither)."""
+    output = lm.get_output_embeddings()
+    mixtures = {name.rpartition(".")[0] for name, _ in lm.named_modules() if name.endswith(".experts")}
+    counts = {getattr(lm.config, field, None) for field in NUM_EXPERTS}
+
+    def is_adapted(name: str, module: nn.Module) -> bool:
+        if not isinstance(module, LINEAR) or module is output or "experts" in name.split("."):
+            return False
+        return name.rpartition(".")[0] not in mixtures or module.weight.shape[0] not in counts
+
+    return [name for name, module in lm.named_modules() if is_adapted(name, module)]

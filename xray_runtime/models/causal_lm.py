@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import accelerate
 import torch
@@ -22,6 +22,14 @@ from transformers.utils.hub import cached_file
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.tokenizing import named_template
 from xray_runtime.errors import first_line
+from xray_runtime.models.source_checks import (
+    ForeignModelError,
+    check_class,
+    check_config,
+    check_no_adapter,
+    check_vocabulary,
+    left_out,
+)
 from xray_runtime.models.tensor_file import WEIGHTS_FILE
 from xray_runtime.models.transformers_import import import_transformers
 from xray_runtime.models.weight_files import SHARD_BYTES, copy_weights, has_plain, weight_files, write_float32
@@ -36,8 +44,6 @@ CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max
 """Config fields by which families name their context."""
 WEIGHTS = (WEIGHTS_FILE, WEIGHTS_INDEX)
 SMALL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", "merges.txt", "vocab.json")
-SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Config fields by which some families change logits after the output layer."""
 PLAIN_FAMILIES = (None, "llama")
 """For these, transformers takes a tokenizer of its plain class for what it says. Choosing a class imports 3,000 modules
 (pandas, scipy, torch's compiler): 5 CPU seconds of every stage."""
@@ -65,70 +71,106 @@ def fresh_llama(config: FreshBase, tokenizer: Any, seed: int) -> nn.Module:
         return transformers.LlamaForCausalLM(llama)
 
 
+class Pretrained(NamedTuple):
+    """A pretrained model in float32."""
+
+    lm: Any
+    tokenizer: Any
+    files: dict[str, Path]
+    """Of a skeleton: tensor → its file."""
+    left_out: list[str]
+    """Tensors in its files that it does not need."""
+
+
 def load_pretrained(model: str, chat_template: str | None = None) -> tuple[Any, Any, dict[str, Path]]:
-    """Load (model, tokenizer, files) in float32 from a hub name, a directory, a .gguf file or a packaged name.
+    """(model, tokenizer, files) of `read_pretrained`."""
+    return read_pretrained(model, chat_template)[:3]
+
+
+def read_pretrained(model: str, chat_template: str | None = None) -> Pretrained:
+    """Read a model in float32 from a hub name, a directory, a .gguf file or a packaged name.
 
     A model whose files hold the tensors that it is saved with is only a skeleton, and `save_model` converts them one at
-    a time: `files` says where each is. Others, whose tensors transformers renames or puts together, are loaded whole.
+    a time. Others, whose tensors transformers renames or puts together, are loaded whole.
 
     Args:
         chat_template: a name or a file, in place of the tokenizer's own.
 
     Raises:
-        ValueError: `model` cannot be found, or not be loaded without running code of its own, or is of a family
-            X-ray's scoring would get wrong.
+        ValueError: `model` cannot be found, or not be loaded without running code of its own, or its files hold another
+            model than X-ray would train (`source_checks`).
     """
     name, gguf = locate(model)
     options: dict[str, Any] = NO_CODE | ({"gguf_file": gguf} if gguf else {})
-    lm: Any = None
-    files: dict[str, Path] = {}
-    missing: str | None = None
     try:
-        if not gguf:
-            # Before the weights are read, which may be many.
-            lm = skeleton(model)
-            check_publishable(lm)
-            files = _plain_files(lm, name)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
-        if files:
-            with contextlib.suppress(OSError):  # it has none
-                lm.generation_config = transformers.GenerationConfig.from_pretrained(name, **NO_CODE)
+        if gguf:
+            loaded, missing = load_weights(transformers.AutoModelForCausalLM, name, **options)
+            found = Pretrained(loaded, None, {}, [])
         else:
-            lm, missing = load_weights(transformers.AutoModelForCausalLM, name, **options)
+            check_no_adapter(name)
+            found, missing = _read_files(model, name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+    except ForeignModelError as error:
+        raise ValueError(f"base.model: {model!r} is not allowed: it {error}") from error
     except Exception as error:
         raise unloadable("base.model", model, error) from error
     if missing is not None:
         raise ValueError(f"base.model: {model!r} has no weights for {missing}")
-    if gguf:
-        lm = _without_quantization(lm)
-    scaled = [field for field in SCALED_LOGITS if getattr(lm.config, field, None) not in (None, 1, 1.0)]
-    if scaled:
-        raise ValueError(f"base.model: {model!r} changes its logits by {scaled[0]}, which X-ray does not support")
+    lm = _without_quantization(found.lm) if gguf else found.lm
     if chat_template is not None:
         try:
             tokenizer.chat_template = named_template(chat_template)
         except (OSError, UnicodeDecodeError) as error:
             raise unloadable("base.chat_template", chat_template, error) from error
     complete_tokenizer(tokenizer, "base.model", model)
-    return lm, tokenizer, files
+    try:
+        no_row = check_vocabulary(lm, tokenizer)
+    except ForeignModelError as error:
+        raise ValueError(f"base.model: {model!r} is not allowed: it {error}") from error
+    return Pretrained(lm, tokenizer, found.files, found.left_out + no_row)
 
 
-def _plain_files(lm: Any, name: str) -> dict[str, Path]:
-    """Tensor → its file, where these hold exactly what the skeleton `lm` is saved with; else empty."""
-    if getattr(lm.config, "quantization_config", None) is not None:
-        return {}
+def _read_files(model: str, name: str) -> tuple[Pretrained, str | None]:
+    """(a model but for its tokenizer, a tensor that its files lack)."""
+    # Before the weights are read, which may be many.
+    lm: Any = skeleton(model)
+    check_class(lm.config, lm)
+    check_publishable(lm)
+    found, saved = _files_of(name), saved_shapes(lm)
+    tied = lm.get_expanded_tied_weights_keys(all_submodels=True)
+    # Where all that it needs is there under the same names, the rest is not needed.
+    more = found.keys() - saved.keys() - tied.keys() if saved.keys() <= found.keys() else set()
+    unused = left_out(lm, found, more, saved)
+    files = {tensor: file for tensor, file in found.items() if tensor not in unused}
+    if has_plain(files, saved):
+        with contextlib.suppress(OSError):  # it has none
+            lm.generation_config = transformers.GenerationConfig.from_pretrained(name, **NO_CODE)
+        return Pretrained(lm, None, files, unused), None
+    lm, report = load_reported(transformers.AutoModelForCausalLM, name)
+    unused = left_out(lm, found, report["unexpected_keys"], saved)
+    _untie(lm)
+    return Pretrained(lm, None, {}, unused), min(report["missing_keys"], default=None)
+
+
+def _untie(lm: Any) -> None:
+    """Have the config say that the output layer is not tied where transformers read one of its own from the files."""
+    if any(lm.get_parameter(a) is not lm.get_parameter(b) for a, b in lm.get_expanded_tied_weights_keys().items()):
+        lm.config.tie_word_embeddings = False
+
+
+def _files_of(name: str) -> dict[str, Path]:
+    """Tensor → its safetensors file, in a directory or a repository of a hub."""
     if Path(name).is_dir():
-        files = weight_files(Path(name))
-    else:
-        found = [cached_file(name, each, _raise_exceptions_for_missing_entries=False) for each in WEIGHTS]
-        folder = next((Path(file).parent for file in found if file is not None), None)
-        files = {} if folder is None else weight_files(folder)
-        for file in {file.name for file in files.values()}:
-            cached_file(name, file)
-    return files if has_plain(files, _saved_shapes(lm)) else {}
+        return weight_files(Path(name))
+    found = [cached_file(name, each, _raise_exceptions_for_missing_entries=False) for each in WEIGHTS]
+    folder = next((Path(file).parent for file in found if file is not None), None)
+    files = {} if folder is None else weight_files(folder)
+    for file in {file.name for file in files.values()}:
+        cached_file(name, file)
+    return files
 
 
-def _saved_shapes(lm: Any) -> dict[str, torch.Size]:
+def saved_shapes(lm: Any) -> dict[str, torch.Size]:
     """Names and shapes of the tensors that `save_pretrained` writes, in its order; tied ones have one name."""
     held = lm.state_dict()
     once = dict(lm.named_parameters()) | {name: buffer for name, buffer in lm.named_buffers() if name in held}
@@ -180,7 +222,7 @@ def save_model(
         lm.config.dtype, lm.config.architectures = "float32", [type(lm).__name__]
         lm.config.save_pretrained(directory)
         lm.generation_config.save_pretrained(directory)
-        write_float32(files, _saved_shapes(lm), directory)
+        write_float32(files, saved_shapes(lm), directory)
     else:
         lm.save_pretrained(directory, safe_serialization=True, max_shard_size=SHARD_BYTES)
     tokenizer.name_or_path = ""
@@ -208,6 +250,8 @@ def skeleton(model: str) -> nn.Module:
     meta device. Buffers that are computed (rotary frequencies) have their values."""
     name, gguf = locate(model)
     config = transformers.AutoConfig.from_pretrained(name, **NO_CODE, **({"gguf_file": gguf} if gguf else {}))
+    if not gguf:
+        check_config(config)
     lm = without_weights(config)
     # Without weights a tied weight becomes two.
     lm.tie_weights()
@@ -265,17 +309,22 @@ def load_model(directory: str | os.PathLike[str]) -> nn.Module:
 def load_weights(family: Any, name: str, **options: Any) -> tuple[Any, str | None]:
     """(the model of a hub name or a directory in float32, a tensor that its files lack: transformers would go on with
     random numbers in its place). `family`: one of transformers' Auto classes."""
-    # Never a .bin, which is a pickle.
-    options = NO_CODE | ({} if "gguf_file" in options else {"use_safetensors": True}) | options
-    model, report = family.from_pretrained(
+    model, report = load_reported(family, name, **options)
+    return model, min(report["missing_keys"], default=None)
+
+
+def load_reported(family: Any, name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """(the model as by `load_weights`, transformers' report about the tensors of its files)."""
+    loaded: tuple[Any, dict[str, Any]] = family.from_pretrained(
         name,
         dtype=torch.float32,
         # A config may name an attention that is fetched from a hub, so it is not left to it.
         attn_implementation=ATTENTION,
         output_loading_info=True,
-        **options,
+        # Never a .bin, which is a pickle.
+        **(NO_CODE | ({} if "gguf_file" in options else {"use_safetensors": True}) | options),
     )
-    return model, min(report["missing_keys"], default=None)
+    return loaded
 
 
 def stop_tokens(tokenizer: Any, recommended: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -301,8 +350,16 @@ def max_positions(directory: str | os.PathLike[str]) -> int | None:
     for section in (config, config.get("text_config") or {}):
         for name in CONTEXT:
             if isinstance(section.get(name), int) and section[name] > 0:
-                return int(section[name])
+                return max(int(section[name]), _scaled_positions(section))
     return None
+
+
+def _scaled_positions(config: Mapping[str, Any]) -> int:
+    """The context to which a config scales rotary embeddings, where it names the one that it begins from (YaRN)."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    original, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
+    numbers = isinstance(original, int) and isinstance(factor, int | float)
+    return int(original * factor) if numbers and scaling.get("rope_type", scaling.get("type")) == "yarn" else 0
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Any:

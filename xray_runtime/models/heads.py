@@ -24,14 +24,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from xray_runtime.algorithms.logprobs import chunked_logprobs_and_entropy
+from xray_runtime.errors import first_line
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.packing import Prompts, can_pack, packed_states, use_packed_attention
 from xray_runtime.models.padding import pad, unpad
 
 T = TypeVar("T")
-
-HEAD_PREFIX = "scalar."
-"""Prefix of the scalar head's parameter names; Hugging Face models have no such head."""
 
 
 class HeadedLM(nn.Module):
@@ -79,6 +77,7 @@ class HeadedLM(nn.Module):
                     f"base.trainable_layers: {trainable_layers} is not allowed: only models built like Llama can be "
                     f"taken apart, not a {type(lm).__name__}"
                 )
+            check_parts(lm, f"base.trainable_layers: {trainable_layers}")
             layers = lm.model.layers
             if trainable_layers > len(layers):
                 raise ValueError(
@@ -281,3 +280,36 @@ def built_like_llama(lm: Any) -> bool:
     """Whether `lm` has Llama's parts under Llama's names."""
     parts = ("embed_tokens", "layers", "norm")
     return hasattr(lm, "lm_head") and all(hasattr(getattr(lm, "model", None), part) for part in parts)
+
+
+@torch.no_grad()
+def check_parts(lm: Any, field: str) -> None:
+    """Check, without weights, that a backbone built like Llama hands on states as they are: without its layers and its
+    norm it changes nothing. Some families scale what enters their layers, and would do so again in a part of theirs
+    (`HeadedLM.trunk`).
+
+    Raises:
+        ValueError: it changes something; the message begins with `field`, a field and its value.
+    """
+    # Stages import this module too, and do without these three seconds.
+    from xray_runtime.models.causal_lm import without_weights
+
+    backbone = without_weights(lm.config).model
+    backbone.config.use_cache = False
+    for part in (*backbone.layers, backbone.norm):
+        part.forward = _unchanged
+    states = torch.linspace(-1.0, 1.0, 4 * lm.config.hidden_size).view(1, 4, -1)
+    try:
+        is_plain = torch.equal(backbone(inputs_embeds=states).last_hidden_state, states)
+    except Exception as error:
+        raise ValueError(
+            f"{field} is not allowed: a {type(lm).__name__} fails in parts: {first_line(error)}"
+        ) from error
+    if not is_plain:
+        raise ValueError(
+            f"{field} is not allowed: a {type(lm).__name__} scales states between its embeddings and layers"
+        )
+
+
+def _unchanged(states: Tensor, *args: Any, **options: Any) -> Tensor:
+    return states

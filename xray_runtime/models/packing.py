@@ -23,6 +23,17 @@ from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 ATTENTION = "xray_packed"
 FAMILIES = ("llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3")
 """Model types of which tests show that tokens meet in attention alone, and there by causality alone."""
+COMPUTED_OPTIONS = (
+    "scaling",
+    "dropout",
+    "is_causal",
+    "sliding_window",
+    "position_bias",
+    "position_ids",
+    "cache_position",
+)
+"""Options of transformers' attention functions that `sdpa` computes (a window by its mask), or that change nothing; so
+are those that only ask for more output."""
 VARLEN_HEAD_SIZES = range(8, 257, 8)
 """Head sizes of torch's kernel for sequences of different lengths."""
 CALL_SCORES = 4096

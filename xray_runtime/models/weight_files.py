@@ -24,6 +24,8 @@ from xray_runtime.signs import part_done
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.shards import WEIGHTS_INDEX, read_index
 
+HEAD_PREFIX = "scalar."
+"""Prefix of a scalar head's parameter names; Hugging Face models have no such head."""
 SHARD_BYTES = 5_000_000_000
 """Largest size of a file of weights, unless one tensor is larger."""
 
@@ -56,18 +58,21 @@ def read_tensor(files: Mapping[str, Path], name: str, dim: int = 0, low: int = 0
     read."""
     # Opened for each tensor: pages of a mapped file stay in memory until it is closed.
     with safe_open(files[name], framework="pt") as file:
-        whole = file.get_slice(name)
-        part = whole[:] if high is None else whole[(*[slice(None)] * dim, slice(low, high))]
+        # A number has no slices.
+        whole = high is None
+        part = file.get_tensor(name) if whole else file.get_slice(name)[(*[slice(None)] * dim, slice(low, high))]
         return part.to(torch.float32, copy=True)
 
 
 def has_plain(files: Mapping[str, Path], shapes: Mapping[str, torch.Size]) -> bool:
-    """Whether these files of weights hold floating-point tensors of these names and shapes, and nothing else."""
+    """Whether `files` names floating-point tensors of these names and shapes, and nothing else."""
     if files.keys() != shapes.keys():
         return False
     for file in set(files.values()):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118, it is no dict
+                if name not in files:
+                    continue
                 held = opened.get_slice(name)
                 if held.get_dtype() not in NAMES.values() or tuple(held.get_shape()) != shapes.get(name):
                     return False
@@ -107,17 +112,17 @@ def write_digests(source: Path, directory: Path, sha256: Mapping[str, str]) -> N
         (directory / WEIGHTS_INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def overwrite(directory: Path, weights: Iterable[tuple[str, Tensor]], number: int, writers: int) -> list[str]:
+def overwrite(directory: Path, weights: Iterable[tuple[str, Tensor]], number: int, writers: int) -> dict[str, str]:
     """Overwrite tensors of a checkpoint in place, in every `writers`-th file from the one `number` on. All `writers`
-    get the same `weights`. Returns the names of those that this one wrote."""
-    files, written = weight_files(directory), []
+    get the same `weights`. Returns the names and digests of those that this one wrote."""
+    files, written = weight_files(directory), dict[str, str]()
     mine = sorted(set(files.values()))[number::writers]
     with contextlib.ExitStack() as stack:
         opened = {file: stack.enter_context(TensorFile(file)) for file in mine}
         for name, tensor in weights:
             if files[name] in opened:
                 opened[files[name]].write(name, tensor)
-                written.append(name)
+                written[name] = tensor_digest(tensor)
     return written
 
 
@@ -179,8 +184,19 @@ def trunk_digest(directory: Path, top_layers: int) -> str:
     for name, tensor in tensors(directory):
         if not name.startswith(above):
             digest.update(name.encode())
-            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            digest.update(_bytes_of(tensor))
     return digest.hexdigest()
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """Digest of a tensor's shape, type and bytes."""
+    digest = xxhash.xxh3_128(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+    digest.update(_bytes_of(tensor))
+    return digest.hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _above_trunk(config: dict[str, Any], top_layers: int) -> tuple[str, ...]:

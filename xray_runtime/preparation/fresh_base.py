@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from xray_runtime.data.pairs import TRAIN, Example, Pairs, prompt_text
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.models.causal_lm import fresh_llama, save_model
-from xray_runtime.preparation.base import report_size
+from xray_runtime.preparation.base import STEPS, report_size
 from xray_runtime.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def run(stage: Stage[FreshBase, FreshBaseInputs], out: Path, recorder: Recorder) -> int:
     """Writes config.json, model.safetensors and the tokenizer's files."""
-    recorder.progress(0, 1, "models", "loading")
+    recorder.progress(0, STEPS, "steps", "loading")
     examples = Pairs(stage.inputs.data.path / TRAIN, Example)
     tokenizer = train_tokenizer((text for e in examples for text in _texts(e)), stage.config.vocab_size)
     lm = fresh_llama(stage.config, tokenizer, derive_seed(stage.seed, "base", "weights"))

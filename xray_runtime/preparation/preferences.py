@@ -148,7 +148,7 @@ def _from_gold(
     # Rows 2i and 2i + 1 are the two replies to prompt i.
     twice = [ids for _, ids in prompts for _ in range(2)]
     sampling = sampling_of(config, policy, tokenizer)
-    generator = GeneratorSpec(policy, limit + config.max_new_tokens, config.generator)
+    generator = GeneratorSpec(policy, found.room + config.max_new_tokens, config.generator)
 
     def done(count: int) -> None:
         recorder.progress(count // 2, len(prompts), "pairs", "sampling replies")

@@ -89,11 +89,11 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
                 rewards = scaled_rewards(config, loop.rewards, scored.sources, loop.moments)
                 replies = scored.text, scored.rollout, scored.scores
                 experience = build_experience(config, *replies, rewards, loop.kl.coef, loop.estimator)
-                _check_mismatch(experience.mismatch if probe is None else probe, config)
+                _check_mismatch(experience.mismatch if probe is None else probe, loop.max_mismatch)
             with clock.phase("update"):
                 update = loop.updater.update(experience, iteration, loop.kl.coef)
                 experience = update.experience  # now with what the first step scored
-                _check_mismatch(experience.mismatch if probe is None else probe, config)
+                _check_mismatch(experience.mismatch if probe is None else probe, loop.max_mismatch)
             with clock.phase("generate"):
                 loop.rollouts.wait()
             golds = loop.gold_scores(scored)
@@ -137,6 +137,7 @@ class _Loop:
     validation: Validation
     ledger: Ledger
     state: Resumable
+    max_mismatch: float
 
     @contextmanager
     def trainers_offloaded(self) -> Iterator[None]:
@@ -169,6 +170,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     stop, padding = tuple(config.stop), tokenizer.pad_token_id
     sampling = Sampling(config.max_new_tokens, config.temperature, stops, padding, stop=stop)
     validation = Validation(stage, rewards, tokenizer, sampling, stops, stage.kept or recorder.log_dir, limit)
+    limit = max(prompts.room, validation.room)
     specs = _models(stage, rewards, limit)
     with (
         stage.open_models(specs | validation.specs()) as models,
@@ -206,6 +208,7 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
             validation=validation,
             ledger=ledger,
             state=Resumable(recorder, _trained(models), keep_files, **state),
+            max_mismatch=config.mismatch_limit(stage.runtime.device),
         )
 
 
@@ -283,10 +286,10 @@ def _one_trunk(config: PPOConfig, specs: Mapping[str, ModelSpec | GeneratorSpec]
     return same_trunk(specs["policy"].directory, specs["critic"].directory, layers)
 
 
-def _check_mismatch(mismatch: float, config: PPOConfig) -> None:
+def _check_mismatch(mismatch: float, limit: float) -> None:
     # Checksums prove that the weights arrived; this proves that the generator computes the policy with them.
-    if not mismatch <= config.max_mismatch:  # NaN too
+    if not mismatch <= limit:  # NaN too
         raise RuntimeError(
             f"generator and trainer differ by {mismatch:.3g} nats per token at the same policy version (max_mismatch = "
-            f"{config.max_mismatch}): the generator does not compute the policy"
+            f"{limit:g}): the generator does not compute the policy"
         )

@@ -20,7 +20,7 @@ from xray_runtime.data.pairs import Messages, reply_message
 from xray_runtime.data.reasoning import answers_of, reasoning_of
 from xray_runtime.data.rows import Ragged, Rows, text_rows
 from xray_runtime.data.tokenizing import encode_conversations, encode_prompts, encode_replies_to
-from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.models.causal_lm import load_tokenizer, max_positions
 
 READS, CONVERSATION = "reads", "conversation"
 """Entry of reward.json and its value; models trained here do not have it."""
@@ -43,7 +43,7 @@ class RewardReader:
         self.takes_tokens = not self._whole and tokenizer is not None and _same(self._tokenizer, tokenizer)
         """Whether it reads the policy's own tokens."""
         config = json.loads((directory / "config.json").read_text()) if self._whole else {}
-        self._padding, self._limit = config.get("pad_token_id"), config.get("max_position_embeddings")
+        self._padding, self._limit = config.get("pad_token_id"), max_positions(directory)
 
     def rows(self, prompts: Sequence[Messages], replies: Sequence[str], tokens: Rows | None = None) -> Rows:
         """Rows `input_ids` and `prompt_lengths`; the head reads the last token.
@@ -54,6 +54,16 @@ class RewardReader:
         Raises:
             ValueError: the chat template rejects a conversation, or one is longer than the model's context.
         """
+        found = self._rows(prompts, replies, tokens)
+        longest = int(found["input_ids"].lengths.max(initial=0))
+        if self._limit is not None and longest > self._limit:
+            raise ValueError(
+                f"{self._where}: a conversation of {longest} tokens is not allowed: the model reads at most "
+                f"{self._limit}; lower max_prompt_tokens or max_new_tokens"
+            )
+        return found
+
+    def _rows(self, prompts: Sequence[Messages], replies: Sequence[str], tokens: Rows | None) -> Rows:
         if self.takes_tokens and tokens is not None:
             return tokens
         replies = answers_of(replies)
@@ -64,12 +74,6 @@ class RewardReader:
         except ValueError as error:
             raise ValueError(f"{self._where}: {error}") from error
         ids = [self._read(row) for row in ids]
-        longest = max(map(len, ids), default=0)
-        if self._limit is not None and longest > self._limit:
-            raise ValueError(
-                f"{self._where}: a conversation of {longest} tokens is not allowed: the model reads at most "
-                f"{self._limit}; lower max_prompt_tokens or max_new_tokens"
-            )
         shared = _shared_lengths(prompts, ids)
         whole = list(zip(ids, shared, strict=True))
         return text_rows([row[:length] for row, length in whole], [row[length:] for row, length in whole])

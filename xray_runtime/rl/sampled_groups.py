@@ -73,6 +73,7 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, out: Path
     found = UniquePrompts(tokenizer, dataset / TRAIN, limit, stage.seal)
     if not len(found):
         raise ValueError(f"{stage.name}: no prompt has at most {limit} tokens")
+    limit = found.room
     order = drawn(stage, len(found), config.num_prompts)
     num_replies = len(order) * config.samples
     # Batches of equal size: a small last one might have fewer rows than a reward model has ranks.

@@ -56,12 +56,15 @@ class Validation:
         self._stage, self._config = stage, stage.config.validation
         self._tokenizer, self._sampling, self._stops = tokenizer, sampling, stops
         self.best = BestVersion(directory, self._config)
+        self.room = 0
+        """Tokens of its longest prompt; see `UniquePrompts.room`."""
         judges = RewardSources(stage, tokenizer, field="judges")
         self._sources, self._own = (judges, True) if any(judges.weights.values()) else (rewards, False)
         if self._config is None:
             return
         dataset = stage.inputs.prompts.path
         prompts = UniquePrompts(tokenizer, validation_file(stage.name, dataset), max_prompt, stage.seal)
+        self.room = prompts.room
         chosen = drawn(stage, len(prompts), self._config.num_prompts, "validation")
         if len(chosen) < stage.config.frozen.data_parallel:
             few = f"{stage.name}.validation: {len(chosen)} prompts are fewer than the ranks that score them"

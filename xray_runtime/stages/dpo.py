@@ -10,6 +10,7 @@ from xray_runtime.graph.artifacts import Model
 from xray_runtime.graph.inputs import DPOInputs
 from xray_runtime.graph.kind import StageKind, register
 from xray_runtime.planning.roles import ModelRole, trained
+from xray_runtime.stages.findings import pairs_findings
 
 
 def dpo_models(config: DPOConfig) -> dict[str, ModelRole]:
@@ -40,6 +41,7 @@ DPO = register(
             ("gradient norm", ["dpo/grad_norm"]),
         ],
         headline={"dpo/loss": "loss", "dpo/heldout_accuracy": "held-out accuracy"},
+        findings=pairs_findings,
         title="a policy after learning from preference pairs",
     )
 )

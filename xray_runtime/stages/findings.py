@@ -44,6 +44,16 @@ ROWS = {
 LISTED = "listed in dropped.jsonl of the checkpoint"
 
 
+def base_findings(series: Series) -> list[str]:
+    """Pretrained models: number of tensors and tokens that are not needed."""
+    count = _counts(series, "base/").get("left_out", 0)
+    return (
+        [f"left out {count:,} tensors or tokens that the model does not need; left_out.json lists them"]
+        if count
+        else []
+    )
+
+
 def data_findings(series: Series) -> list[str]:
     """Conversations: number of dropped replies, by reason."""
     counts = _counts(series, "data/")
@@ -89,6 +99,14 @@ def sft_findings(series: Series) -> list[str]:
         f"than {counts['max_prompt_tokens']:,} tokens (data.max_prompt_tokens), {replies:,} of more than "
         f"{counts['max_response_tokens']:,} (sft.max_response_tokens); {LISTED}"
     ]
+
+
+def pairs_findings(series: Series) -> list[str]:
+    """Stages that train on pairs: number of those that the model's context does not hold."""
+    counts = _counts(series, "lengths/")
+    if not counts.get("too_long"):
+        return []
+    return [f"dropped {counts['too_long']:,} pairs longer than the model's context of {counts['max_tokens']:,} tokens"]
 
 
 def prompt_findings(series: Series) -> list[str]:

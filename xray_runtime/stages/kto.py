@@ -10,6 +10,7 @@ from xray_runtime.graph.artifacts import Model
 from xray_runtime.graph.inputs import KTOInputs
 from xray_runtime.graph.kind import StageKind, register
 from xray_runtime.planning.roles import trained
+from xray_runtime.stages.findings import pairs_findings
 
 
 def check_kto(config: KTOConfig, inputs: Mapping[str, Any]) -> None:
@@ -37,6 +38,7 @@ KTO = register(
             ("gradient norm", ["kto/grad_norm"]),
         ],
         headline={"kto/loss": "loss", "kto/heldout_accuracy": "held-out accuracy"},
+        findings=pairs_findings,
         title="a policy after learning from desirable and undesirable replies",
     )
 )

@@ -9,6 +9,7 @@ from xray_runtime.graph.artifacts import REWARD_HEAD, RewardModel
 from xray_runtime.graph.inputs import RewardModelInputs
 from xray_runtime.graph.kind import StageKind, register
 from xray_runtime.planning.roles import ModelRole, trained
+from xray_runtime.stages.findings import pairs_findings
 
 
 def reward_models(config: RewardConfig) -> dict[str, ModelRole]:
@@ -35,6 +36,7 @@ REWARD_MODEL = register(
         ],
         headline={"reward_model/loss": "loss", "accuracy": "held-out accuracy"},
         results="reward.json",
+        findings=pairs_findings,
         title=f"a reward model (its head is in `{REWARD_HEAD}`)",
     )
 )

@@ -14,14 +14,14 @@ import torch
 from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.heldout import draw_left_out
-from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample
+from xray_runtime.data.pairs import HELDOUT, TRAIN
 from xray_runtime.data.replies import Replies, both_sides
 from xray_runtime.data.rows import Rows
 from xray_runtime.data.tokens import Tokens
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.preference_objectives import DPOObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.dataset import preference_tokens
+from xray_runtime.training.dataset import fitting_prompts, preference_tokens
 from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.policy_versions import BestVersion
 from xray_runtime.training.reference_logprobs import ReferenceLogprobs, open_policy
@@ -45,9 +45,9 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
     """Writes the policy in Hugging Face form; `validation` adds validation.json and may keep an earlier version."""
     config, validation, dataset = stage.config, stage.config.validation, stage.inputs.preferences.path
     tokenizer = load_tokenizer(stage.inputs.policy.path)
-    train, heldout = preference_tokens(stage, dataset, tokenizer, recorder)
+    train, heldout = preference_tokens(stage, dataset, tokenizer, recorder, stage.inputs.policy.path)
     parts = {TRAIN: both_sides(train), HELDOUT: both_sides(heldout, HELDOUT_PAIRS)}
-    prompts = Pairs(dataset / TRAIN, PreferenceExample).prompt_texts() if validation is not None else ()
+    prompts = fitting_prompts(dataset, train) if validation is not None else ()
     wanted, where = validation.num_pairs if validation is not None else 0, f"{stage.name}.validation.num_pairs"
     left_out = draw_left_out(prompts, len(train), wanted, stage.seed, PURPOSE, where)
     trained, chosen_by = np.flatnonzero(~left_out), np.flatnonzero(left_out)

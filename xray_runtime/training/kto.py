@@ -25,13 +25,13 @@ from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.algorithms.statistics import wins
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.heldout import draw_left_out, held_out_prompts, refuse_held
-from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample, prompt_text
-from xray_runtime.data.replies import SIDES, Replies, both_sides, encoded, from_verdicts, joined, mismatched
+from xray_runtime.data.pairs import HELDOUT, TRAIN, prompt_text
+from xray_runtime.data.replies import SIDES, Replies, both_sides, encoded, from_verdicts, joined, mismatched, within
 from xray_runtime.graph.artifacts import VERDICTS
-from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.models.causal_lm import load_tokenizer, max_positions
 from xray_runtime.models.preference_objectives import KTOObjective
 from xray_runtime.seeding import derive_seed
-from xray_runtime.training.dataset import preference_tokens
+from xray_runtime.training.dataset import fitting_prompts, preference_tokens
 from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.policy_versions import BestVersion
 from xray_runtime.training.reference_logprobs import ReferenceLogprobs, open_policy
@@ -116,17 +116,17 @@ def _data(
     stage: Stage[KTOConfig, KTOInputs], tokenizer: Any, recorder: Recorder
 ) -> tuple[dict[str, Replies], np.ndarray, Iterator[str], dict[str, float]]:
     """(replies by part, whether each training reply is desirable [N], prompt of each training reply, counts)."""
-    inputs = stage.inputs
+    inputs, context = stage.inputs, max_positions(stage.inputs.policy.path)
     sources: list[Replies] = []
     labels: list[np.ndarray] = []
     prompts: list[Iterable[str]] = []
     counts: dict[str, float] = {}
     parts: dict[str, Replies] = {}
     if inputs.preferences is not None:
-        train, heldout = preference_tokens(stage, inputs.preferences.path, tokenizer, recorder)
+        train, heldout = preference_tokens(stage, inputs.preferences.path, tokenizer, recorder, inputs.policy.path)
         sources.append(both_sides(train))
         labels.append(np.arange(2 * len(train)) % 2 == 0)
-        texts = Pairs(inputs.preferences.path / TRAIN, PreferenceExample).prompt_texts()
+        texts = fitting_prompts(inputs.preferences.path, train)
         prompts.append(text for text in texts for _ in SIDES)
         parts[HELDOUT] = both_sides(heldout, HELDOUT_PAIRS)
     if inputs.verdicts is not None:
@@ -135,13 +135,18 @@ def _data(
         held_out = held_out_prompts(inputs.data.path)
         with (inputs.verdicts.path / VERDICTS).open(encoding="utf-8") as lines:
             found, counts = from_verdicts(map(json.loads, lines), held_out)
+        fit = within(found, tokenizer, context)
+        if len(fit) < len(found):
+            counts["dropped_too_long"] = float(len(found) - len(fit))
+        found = fit
         sources.append(encoded(found, tokenizer))
         labels.append(np.array([one.desirable for one in found], dtype=bool))
         prompts.append([prompt_text(one.prompt) for one in found])
     replies, desirable = joined(sources), np.concatenate(labels)
     if replies.size < 2:
         raise ValueError(f"{stage.name}: {replies.size} replies are too few, must be at least 2 (left out: {counts})")
-    parts |= {TRAIN: replies, MISMATCHED: mismatched(replies, derive_seed(stage.seed, stage.name, "mismatched"))}
+    seed = derive_seed(stage.seed, stage.name, "mismatched")
+    parts |= {TRAIN: replies, MISMATCHED: mismatched(replies, seed, context)}
     good = float(desirable.sum())
     counts |= {"desirable": good, "undesirable": replies.size - good}
     return parts, desirable, chain.from_iterable(prompts), counts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xray_runtime.config.prepare import PROMPT_TOKENS
 from xray_runtime.data.pairs import Example, Messages, Pairs
 from xray_runtime.data.tokens import Tokens
 from xray_runtime.seeding import derive_seed
@@ -41,6 +43,10 @@ class UniquePrompts(Sequence[tuple[Messages, list[int]]]):
         """Row of each prompt's first appearance."""
         self.num_too_long = int((self._tokens.prompt_lengths > max_prompt).sum())
         """Number of rows whose prompts do not fit."""
+        longest = int(self._tokens.prompt_lengths[self.rows].max(initial=1))
+        self.room = min(max_prompt, max(PROMPT_TOKENS, 2 ** math.ceil(math.log2(longest))))
+        """Tokens that a generator needs for the longest prompt: a context of 100,000 would take all memory for its
+        cache. A power of two, so that the sides of a dataset share an engine."""
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -39,7 +39,7 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
     config = stage.config
     start, dataset = stage.inputs.policy.path, stage.inputs.data.path
     tokenizer = load_tokenizer(start)
-    train, heldout = preference_tokens(stage, dataset, tokenizer, recorder, "answers")
+    train, heldout = preference_tokens(stage, dataset, tokenizer, recorder, start, "answers")
     # All chosen replies, then all rejected ones.
     numbers = np.arange(2 * len(heldout)).reshape(-1, 2).T.flatten()
     heldout_rows = both_sides(heldout).take(numbers)

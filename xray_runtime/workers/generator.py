@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.data.rows import Rows
 from xray_runtime.processes import at_low_priority, without_collection
+from xray_runtime.workers.plain_errors import plain_errors
 from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from xray_runtime.workers.generator_spec import GeneratorSpec
 
 
+@plain_errors
 class Generator(Workhorse):
     """One sampling engine, or one rank of an engine that is split over several Workhorses."""
 

@@ -17,6 +17,7 @@ from xray_runtime.processes import at_low_priority, return_freed_memory, without
 from xray_runtime.signs import part_done
 from xray_runtime.store.shards import read_shards, shard_problem
 from xray_runtime.workers.micro_batches import Columns, as_tensors, row_groups
+from xray_runtime.workers.plain_errors import plain_errors
 from xray_runtime.workers.trunk_memory import TrunkMemory
 from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
 
@@ -28,9 +29,10 @@ if TYPE_CHECKING:
     from xray_runtime.weights.object_store import WeightUpdate
     from xray_runtime.weights.shared_memory import SharedWriter
     from xray_runtime.workers.model_spec import ModelSpec
-    from xray_runtime.workers.protocols import WorkhorseHandle
+    from xray_runtime.workers.protocols import Tried, WorkhorseHandle
 
 
+@plain_errors
 class Learner(Workhorse):
     """One rank of a model that is trained or only scores."""
 
@@ -292,16 +294,15 @@ class Learner(Workhorse):
 
         copy_model(self.spec.directory, directory, number, copiers)
 
-    def save(self, directory: Path, head_file: str | None) -> list[str]:
+    def save(self, directory: Path, head_file: str | None) -> dict[str, str]:
         """Write trained weights into the model that `begin_save` wrote, and the scalar head into `head_file`.
 
         Every rank joins the gathering, tensor by tensor; ranks with the same tensors take turns by file. Returns the
-        names this rank wrote into the model.
+        names and digests of what this rank wrote.
         """
         from safetensors.torch import save_file
 
-        from xray_runtime.models.heads import HEAD_PREFIX
-        from xray_runtime.models.weight_files import overwrite
+        from xray_runtime.models.weight_files import HEAD_PREFIX, overwrite, tensor_digest
 
         assert self.engine is not None
         head: dict[str, torch.Tensor] = {}
@@ -318,7 +319,33 @@ class Learner(Workhorse):
         if head_file is not None and head and number == 0:
             (directory / head_file).parent.mkdir(exist_ok=True)
             save_file(head, directory / head_file)
+            written |= {HEAD_PREFIX + name: tensor_digest(tensor) for name, tensor in head.items()}
         return written
+
+    def tried_logprobs(self) -> Tried:
+        """The trained model's answer to `published_check.tried_ids`; a collective."""
+        import torch
+
+        from xray_runtime.config.engines import with_precision
+        from xray_runtime.data.rows import text_rows
+        from xray_runtime.models.objectives import ReferenceObjective
+        from xray_runtime.models.published_check import tried_ids
+
+        tried = tried_ids(self.spec.directory)
+        rows, found = text_rows([row[:1] for row in tried], [row[1:] for row in tried]), dict[int, list[float]]()
+        with torch.no_grad():
+            for batch, scores in self.scorer.evaluate(ReferenceObjective(1.0).score, self._micro_batches(rows, 2**20)):
+                of_rows = zip(batch.rows, scores["ref_logprobs"], strict=False)
+                found |= {row: logprobs.float().tolist() for row, logprobs in of_rows}
+        assert self.spec.training is not None
+        precision = with_precision(self.spec.training, self.device.type).engine.precision
+        return precision, [logprob for row in sorted(found) for logprob in found[row]]
+
+    def check_saved(self, directory: Path, head_file: str | None, written: dict[str, str], tried: Tried) -> None:
+        """`published_check.check_published` of what all ranks wrote."""
+        from xray_runtime.models.published_check import check_published
+
+        check_published(directory, self.spec.directory, written, tried, head_file)
 
     def finish_save(self, directory: Path, number: int, checkers: int) -> dict[str, str]:
         """`weight_files.checked_digests` of this rank's part of a saved model."""
@@ -334,7 +361,7 @@ class Learner(Workhorse):
         """(Hugging Face name, whole tensor) of trained weights, one at a time. Raises NonFiniteError: one is not
         finite."""
         from xray_runtime.algorithms.finite import all_finite
-        from xray_runtime.models.heads import HEAD_PREFIX
+        from xray_runtime.models.weight_files import HEAD_PREFIX
 
         assert self.engine is not None
         for name, tensor in self.engine.weights():

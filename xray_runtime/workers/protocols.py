@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from xray_runtime.config.runtime import RuntimeConfig
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+Tried: TypeAlias = tuple[str, list[float]]
+"""Precision of a trained model's passes, and its log-probabilities of a few tokens; none from ranks without them."""
 
 
 class Ref(Generic[T_co]):
@@ -168,7 +170,9 @@ class WorkhorseHandle(Protocol):
     weight_names: Method[[], set[str]]
     send_weights: Method[[int, Transport, tuple[str, int], list[WorkhorseHandle], int], None]
     begin_save: Method[[Path, int, int], None]
-    save: Method[[Path, str | None], list[str]]
+    save: Method[[Path, str | None], dict[str, str]]
+    tried_logprobs: Method[[], Tried]
+    check_saved: Method[[Path, str | None, dict[str, str], Tried], None]
     finish_save: Method[[Path, int, int], dict[str, str]]
     save_state: Method[[Path], None]
     check_state: Method[[Path, int, int], str | None]

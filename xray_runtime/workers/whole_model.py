@@ -25,6 +25,7 @@ from xray_runtime.weights.device_transfer import Device, Route, Transport, choos
 from xray_runtime.workers.health import HealthMonitor, WorkhorseError
 from xray_runtime.workers.liveness import answered
 from xray_runtime.workers.nodes import WorkerInfo, check_environment
+from xray_runtime.workers.plain_errors import plain_errors
 from xray_runtime.workers.progress import find_progress
 from xray_runtime.workers.protocols import Ref, WholeModelHandle, WorkhorseHandle, get
 from xray_runtime.workers.staging import FileStager, merge_copy
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@plain_errors
 class WholeModel:
     """The proxy of one model, and later of another; `opening` starts it."""
 
@@ -244,12 +246,15 @@ class WholeModel:
         self._call(lambda w: w.wake_up.remote())
 
     def save(self, directory: Path, head_file: str | None = None) -> None:
-        """Write the model in Hugging Face form.
+        """Write the model in Hugging Face form, and compare the files with it.
 
         The ranks on a disk divide copying; afterwards those on this node's disk divide looking at the files and hashing
-        them, if there are several.
+        them, if there are several, and one of them reads all.
+
+        Raises:
+            PublishedError: the files hold another model than was trained.
         """
-        from xray_runtime.models.weight_files import write_digests
+        from xray_runtime.models.weight_files import HEAD_PREFIX, write_digests
 
         directories, peers = self._stager.output_directories(directory), self._stager.peers()
         ranks = list(zip(self._workhorses, directories, peers, strict=True))
@@ -257,14 +262,27 @@ class WholeModel:
         written = self._get([w.save.remote(own, head_file) for w, own, _ in ranks])
         for rank, copy in self._stager.stage_out(directories, directory).items():
             # All ranks of that node wrote their tensors into one copy of the model.
-            names = [name for r, own in enumerate(directories) if own == directories[rank] for name in written[r]]
+            own_ranks = [r for r, own in enumerate(directories) if own == directories[rank]]
+            names = [name for r in own_ranks for name in written[r] if not name.startswith(HEAD_PREFIX)]
             merge_copy(copy, directory, names, head_file)
         self._stager.remove(directories)
+        here = [rank for rank, own in enumerate(directories) if own == directory]
+        self._check_saved(directory, head_file, {n: d for own in written for n, d in own.items()}, here)
         if (directory / WEIGHTS_INDEX).exists():
-            here = [rank for rank, own in enumerate(directories) if own == directory]
             calls = [self._workhorses[rank].finish_save.remote(directory, *peers[rank]) for rank in here]
             digests = {name: sha256 for own in self._get(calls, here) for name, sha256 in own.items()}
             write_digests(directory, directory, digests)
+
+    def _check_saved(self, directory: Path, head_file: str | None, written: dict[str, str], here: list[int]) -> None:
+        """`published_check.check_published`, by the first rank on this node, or in this process."""
+        answers = self._call(lambda w: w.tried_logprobs.remote())
+        tried = next((each for each in answers if each[1]), answers[0])
+        if here:
+            self._get([self._workhorses[here[0]].check_saved.remote(directory, head_file, written, tried)], here[:1])
+            return
+        from xray_runtime.models.published_check import check_published
+
+        check_published(directory, self._spec.directory, written, tried, head_file)
 
     def save_state(self, directory: Path) -> None:
         """Write a snapshot of model and optimizer into `directory`; every rank writes its shard."""

@@ -20,6 +20,7 @@ from xray_runtime.cores import give_way
 from xray_runtime.processes import redirect_output
 from xray_runtime.workers.heartbeat import Heartbeat, HeartbeatSource
 from xray_runtime.workers.libraries import configure_torch, cuda_environment, prepare_imports
+from xray_runtime.workers.plain_errors import plain_errors
 from xray_runtime.workers.staging import FileReceiver
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class RankInfo:
     """None: Ray's own log, on a node that does not see the stage's directory."""
 
 
+@plain_errors
 class Workhorse(FileReceiver):
     """Device, threads, log file, rendezvous and heartbeat of every Workhorse."""
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from xray_runtime.config.engines import EngineConfig, FrozenConfig, with_precision
-from xray_runtime.config.ppo import PPOStageConfig
+from xray_runtime.config.ppo import PPOConfig, PPOStageConfig
 from xray_runtime.config.sft import SFTConfig
 
 
@@ -24,3 +28,21 @@ def test_precision_is_what_a_device_is_good_at() -> None:
     ppo = with_precision(PPOStageConfig(critic_engine=EngineConfig(), critic="separate"), "cuda")
     assert ppo.critic_engine is not None
     assert ppo.engine.precision == ppo.critic_engine.precision == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("fields", "device", "limit"),
+    [
+        ({}, "cpu", 1e-4),
+        ({}, "cuda", 0.05),
+        ({"engine": {"precision": "bfloat16"}}, "cpu", 0.05),
+        # vLLM computes in bfloat16 there, the trainer alone does not.
+        ({"engine": {"precision": "float32"}}, "cuda", 0.05),
+        ({"engine": {"precision": "float32"}, "generator": {"engine": "transformers"}}, "cuda", 1e-4),
+        ({"max_mismatch": 0.2}, "cpu", 0.2),
+    ],
+)
+def test_generator_and_trainer_may_differ_by_what_their_precision_rounds(
+    fields: dict[str, Any], device: str, limit: float
+) -> None:
+    assert PPOConfig.model_validate(fields).mismatch_limit(device) == limit

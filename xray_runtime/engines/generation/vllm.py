@@ -12,6 +12,16 @@ from xray_runtime.engines.generation.sampling import EngineRank, Reply, Sampling
 from xray_runtime.signs import part_done
 from xray_runtime.weights.versioned import Tensors
 
+SAMPLED_FAMILIES = frozenset(
+    (
+        *("ernie4_5", "exaone4", "falcon", "gemma", "gemma3_text", "gemma4_text", "glm4", "glm4_moe", "gpt_neox"),
+        *("granite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "mistral", "mixtral", "nemotron"),
+        *("olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
+        *("stablelm", "starcoder2"),
+    )
+)
+"""Model types, all with attention alone, whose small random models vLLM was seen to compute as transformers does (4e-7
+nats). Others are tried (`preparation.generator_trial`)."""
 PREFILL_TOKENS = 8192
 """Prompt tokens that vLLM processes at a time."""
 SEQUENCES = 256
@@ -88,6 +98,18 @@ def kv_cache_bytes(directory: Path, max_length: int, runtime: RuntimeConfig, wor
     return min(blocks * BLOCK_TOKENS * token_bytes, round(runtime.generator_memory_gib * 2**30))
 
 
+def keeps_states(directory: Path) -> bool:
+    """Whether the model has layers with a state of the whole prefix (Mamba's, …) instead of keys and values."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.transformers_utils.config import get_config
+
+    if get_config(directory, trust_remote_code=False).model_type in SAMPLED_FAMILIES:
+        return False
+    args = EngineArgs(str(directory), skip_tokenizer_init=True, trust_remote_code=False, load_format="safetensors")
+    config = args.create_model_config()
+    return bool(config.is_hybrid or config.is_attention_free or config.has_inner_state)
+
+
 class VLLMSampler:
     """One vLLM engine in this process, or one tensor-parallel rank of it.
 
@@ -105,6 +127,10 @@ class VLLMSampler:
         self._sleeps, self._asleep = runtime.generator_sleeps, False
         if rank.world_size > 1:
             _launch(rank)
+        options = engine_options(directory, max_length, runtime, rank)
+        if options["enable_prefix_caching"] and keeps_states(directory):
+            # vLLM keeps states at block ends for this only if it may cut prompts there.
+            options["enable_prefix_caching"] = False
         self._llm = self._vllm.LLM(
             str(directory),
             skip_tokenizer_init=True,
@@ -115,7 +141,7 @@ class VLLMSampler:
             max_num_batched_tokens=max(PREFILL_TOKENS, max_length),
             logprobs_mode="processed_logprobs",
             weight_transfer_config=WeightTransferConfig(backend=vllm_transfer.BACKEND),
-            **engine_options(directory, max_length, runtime, rank),
+            **options,
         )
         if rank.world_size > 1:
             _unlink_shared_memory()

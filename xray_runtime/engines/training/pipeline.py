@@ -22,7 +22,7 @@ from torch import Tensor
 from xray_runtime.engines.engine import MicroBatch, Scorer
 from xray_runtime.engines.training.mesh import Mesh
 from xray_runtime.engines.training.zero import ZeroEngine
-from xray_runtime.models.heads import BorrowedHead, HeadedLM, built_like_llama
+from xray_runtime.models.heads import BorrowedHead, HeadedLM, built_like_llama, check_parts
 from xray_runtime.models.objectives import prompts_of, sequences
 
 
@@ -33,6 +33,7 @@ def check_stages(module: HeadedLM, stages: int, field: str) -> None:
         raise ValueError(
             f"{refused}: only Llama-like models can be split into stages, not a {type(module.lm).__name__}"
         )
+    check_parts(module.lm, f"{field}.pipeline_parallel: {stages}")
     if module.has_trunk:
         raise ValueError(f"{refused} with base.trainable_layers: a frozen trunk is computed once, not in a pipeline")
     if len(module.lm.model.layers) < stages:

@@ -25,7 +25,8 @@ from xray_runtime.engines.training.deepspeed_setup import MOMENTS, communication
 from xray_runtime.engines.training.mesh import Mesh
 from xray_runtime.engines.training.tensor import join, sum_gradients
 from xray_runtime.engines.training.threads import add_gradients
-from xray_runtime.models.heads import HEAD_PREFIX, HeadedLM
+from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.weight_files import HEAD_PREFIX
 from xray_runtime.store.shards import Piece
 
 

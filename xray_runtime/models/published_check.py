@@ -1,0 +1,123 @@
+"""A checkpoint as it was written, read by plain transformers and compared with the model that was trained, before it is
+signed: every tensor by its digest, and the log-probabilities of a few tokens.
+
+Files of float32 are mapped, so reading them takes no memory of its own. Where transformers puts experts together, it
+takes as much as the model, and so log-probabilities are compared only where that is free (`fits`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from xray_runtime.errors import first_line
+from xray_runtime.models.causal_lm import load_reported, published, saved_shapes
+from xray_runtime.models.trial import LENGTHS, own_logprobs, tried_rows
+from xray_runtime.models.weight_files import HEAD_PREFIX, tensor_digest, tensors, weight_files
+
+LIMITS = {"float32": 1e-3, "bfloat16": 0.25}
+"""Mean |log-probability difference| of the tried tokens, by the precision of the trainer's passes: bfloat16 rounds
+each weight, which the files hold in float32, to 8 bits."""
+
+
+class PublishedError(RuntimeError):
+    """The files of a trained model hold another one."""
+
+
+def tried_ids(directory: Path) -> list[list[int]]:
+    """The rows that trainer and reader score, of a checkpoint's vocabulary."""
+    vocabulary = int(json.loads((directory / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+    return [row.tolist() for row in tried_rows(vocabulary)[0].split(list(LENGTHS))]
+
+
+def check_published(
+    directory: Path,
+    source: Path,
+    written: Mapping[str, str],
+    tried: tuple[str, Sequence[float]],
+    head_file: str | None = None,
+) -> None:
+    """Check the files that training from `source` left in `directory`.
+
+    Args:
+        written: name → digest of each trained tensor, as trainers had them; those of a scalar head begin with
+            `HEAD_PREFIX`.
+        tried: precision of the trainer's passes, and its log-probabilities of each token of `tried_ids` but a row's
+            first.
+
+    Raises:
+        PublishedError: a tensor differs from the trained one, or an untrained one from the source's, or is missing, or
+            nobody held it; or transformers computes other log-probabilities.
+    """
+    heads = {name: digest for name, digest in written.items() if name.startswith(HEAD_PREFIX)}
+    expected = {name: digest for name, digest in written.items() if name not in heads}
+    for name, tensor in tensors(source):
+        if name not in expected:
+            expected[name] = tensor_digest(tensor)
+    if fits(directory):
+        lm, found = _read(directory)
+    else:
+        lm, found = None, {name: tensor_digest(tensor) for name, tensor in tensors(directory)}
+    if head_file is not None and heads:
+        found |= {
+            HEAD_PREFIX + name: tensor_digest(tensor) for name, tensor in load_file(directory / head_file).items()
+        }
+        expected |= heads
+    wrong = [name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]
+    if wrong:
+        held = "another value than was trained" if min(wrong) in found else "nothing in the files"
+        raise PublishedError(
+            f"{directory.name}: {min(wrong)} has {held} ({len(wrong)} of {len(expected)} tensors differ)"
+        )
+    if lm is not None:
+        _check_logprobs(lm, directory, tried[1], LIMITS[tried[0]])
+
+
+def fits(directory: Path) -> bool:
+    """Whether half of the free memory holds the model."""
+    size = sum(file.stat().st_size for file in set(weight_files(directory).values()))
+    return size <= psutil.virtual_memory().available // 2
+
+
+def _read(directory: Path) -> tuple[Any, dict[str, str]]:
+    """(the model that transformers makes of the files, name in files → digest of its tensors)."""
+    lm, report = load_reported(transformers.AutoModelForCausalLM, str(directory), local_files_only=True)
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report.get(problem):
+            raise PublishedError(
+                f"{directory.name}: transformers has {problem.replace('_', ' ')}: {min(report[problem])}"
+            )
+    held: dict[str, Tensor] = dict(lm.named_parameters()) | {
+        n: b for n, b in lm.named_buffers() if n in lm.state_dict()
+    }
+    saved = saved_shapes(lm)
+    found = {
+        part: tensor_digest(tensor)
+        for name, whole in held.items()
+        for part, tensor in published(lm, name, whole.detach()).items()
+        if part in saved
+    }
+    return lm.eval(), found
+
+
+def _check_logprobs(lm: Any, directory: Path, logprobs: Sequence[float], limit: float) -> None:
+    rows = tried_ids(directory)
+    ids, lengths = torch.tensor([token for row in rows for token in row]), torch.tensor([len(row) for row in rows])
+    try:
+        found, _ = own_logprobs(lm, ids, lengths)
+    except ValueError as error:
+        raise PublishedError(f"{directory.name}: {first_line(error)}") from error
+    off = float((found - torch.tensor(logprobs)).abs().mean()) if len(found) == len(logprobs) else float("nan")
+    if not off <= limit:
+        raise PublishedError(
+            f"{directory.name}: transformers computes log-probabilities from the files that differ by {off:.2g} nats "
+            f"from those of the model that was trained (at most {limit:g})"
+        )

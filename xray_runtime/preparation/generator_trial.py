@@ -1,0 +1,76 @@
+"""A few tokens sampled from a pretrained model by the generator that later stages use, before anything is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from xray_runtime.config.ppo import BFLOAT16_MISMATCH, FLOAT32_MISMATCH
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.generation.vllm import SAMPLED_FAMILIES
+from xray_runtime.errors import StageInterruptedError, cause_line, is_out_of_memory, root_cause
+from xray_runtime.models.causal_lm import load_model, max_positions
+from xray_runtime.models.trial import LENGTHS, own_logprobs, tried_rows
+from xray_runtime.rl.sampled_replies import prompt_rows
+from xray_runtime.workers.acquisition import BusyClusterError
+from xray_runtime.workers.generator_spec import GeneratorSpec
+from xray_runtime.workers.health import WorkhorseError
+from xray_runtime.workers.protocols import get
+
+if TYPE_CHECKING:
+    from xray_runtime.config.base import HubBase
+    from xray_runtime.graph.kind import NoInputs, Stage
+
+NEW_TOKENS = 8
+MAX_LENGTH = 64
+PASSING = (ConfigError, StageInterruptedError, BusyClusterError, WorkhorseError)
+"""Errors that say nothing about the model."""
+
+
+def check_sampled(stage: Stage[HubBase, NoInputs], out: Path, stops: tuple[int, ...], padding: int) -> None:
+    """Sample from the model in `out` with vLLM and compare log-probabilities with transformers', unless the family is
+    one of `SAMPLED_FAMILIES`.
+
+    Raises:
+        ValueError: vLLM refuses the model, or computes another one; one line.
+    """
+    generator, content = stage.config.generator, json.loads((out / "config.json").read_text(encoding="utf-8"))
+    if generator is None or generator.engine != "vllm" or content["model_type"] in SAMPLED_FAMILIES:
+        return
+    refused = f"{stage.name}.generator: vllm is not allowed for {stage.config.model!r}"
+    remedy = "set generator.engine to 'transformers'"
+    prompts = [row.tolist() for row in tried_rows(int(content["vocab_size"]))[0].split(list(LENGTHS))]
+    sampling = Sampling(NEW_TOKENS, 1.0, stops, padding)
+    spec = GeneratorSpec(out, min(MAX_LENGTH, max_positions(out) or MAX_LENGTH), generator)
+    try:
+        with stage.open_models({"generator": spec}) as models:
+            rows = prompt_rows(stage, prompts, "trial")  # type: ignore[arg-type]
+            answer = get(models["generator"].generate.remote(rows, sampling, 0))
+    except Exception as error:
+        cause = root_cause(error)
+        if isinstance(cause, PASSING) or is_out_of_memory(error):
+            raise
+        raise ValueError(f"{refused}: it fails ({type(cause).__name__}: {cause_line(cause)}); {remedy}") from error
+    off = _difference(out, prompts, answer)
+    limit = FLOAT32_MISMATCH if generator.precision(stage.runtime.device) == "float32" else BFLOAT16_MISMATCH
+    if not off <= limit:
+        raise ValueError(
+            f"{refused}: its log-probabilities differ from transformers' by {off:.2g} nats a token (at most "
+            f"{limit:g}); {remedy}"
+        )
+
+
+def _difference(out: Path, prompts: list[list[int]], answer: Any) -> float:
+    """Mean |log-probability difference| of the sampled tokens."""
+    replies = [ids.tolist() for ids in answer["response_ids"]]
+    ids = torch.tensor([token for prompt, reply in zip(prompts, replies, strict=True) for token in (*prompt, *reply)])
+    lengths = torch.tensor([len(prompt) + len(reply) for prompt, reply in zip(prompts, replies, strict=True)])
+    found, _ = own_logprobs(load_model(out).eval(), ids, lengths)
+    rows = found.split((lengths - 1).tolist())
+    theirs = torch.cat([row[-len(reply) :] for row, reply in zip(rows, replies, strict=True)])
+    ours = torch.cat([torch.from_numpy(row) for row in answer["rollout_logprobs"]])
+    return float((theirs - ours).abs().mean())
