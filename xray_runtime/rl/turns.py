@@ -1,7 +1,7 @@
 """Turns of a generator and of trained models that share GPUs.
 
-A sync comes before the turn, while the trained models are awake. It wakes the generator's weights alone: its cache wakes
-when the trained models sleep (as verl and slime do it with vLLM).
+A sync comes before the turn, while the trained models are awake. It wakes the generator's weights alone: its cache
+wakes when the trained models sleep (as verl and slime do it with vLLM).
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from xray_runtime.engines.training.disk import own_directory
 from xray_runtime.store.manifest import LEDGER
 from xray_runtime.workers.nodes import current_node, probe_file
@@ -127,6 +125,9 @@ class FileStager:
         self.remove(self._staged.pop(directory))
 
     def _copy(self, directory: Path) -> list[Path]:
+        # Here, so that a Workhorse works where there is no Ray (`benchmarks.gpu_acceptance`).
+        import ray
+
         found = self.output_directories(directory)
         ranks = list(self._receivers.values())
         for path in _model_files(directory) if ranks else []:
