@@ -16,7 +16,6 @@ from typing import Any
 
 from xray_runtime.engines.training.disk import own_directory
 from xray_runtime.store.manifest import LEDGER
-from xray_runtime.workers.nodes import current_node, probe_file
 from xray_runtime.workers.protocols import WorkhorseHandle
 
 CHUNK_BYTES = 64 * 2**20
@@ -90,6 +89,9 @@ class FileStager:
         collect: Callable[[list[Any], list[int]], list[Any]],
         shared: Path,
     ) -> None:
+        # Not above: a Workhorse, which imports this module too, also works by itself where there is no Ray.
+        from xray_runtime.workers.nodes import current_node, probe_file
+
         self._workhorses, self._nodes, self._collect = workhorses, nodes, collect
         self._staged: dict[Path, list[Path]] = {}
         # The first rank on a node receives for all ranks there.
@@ -125,7 +127,6 @@ class FileStager:
         self.remove(self._staged.pop(directory))
 
     def _copy(self, directory: Path) -> list[Path]:
-        # Here, so that a Workhorse works where there is no Ray (`benchmarks.gpu_acceptance`).
         import ray
 
         found = self.output_directories(directory)
