@@ -37,8 +37,9 @@ def tensors(name: str) -> Iterator[tuple[str, torch.Tensor]]:
     vocabulary, hidden, intermediate, width, layers = MODELS[name]
     shapes = {"embed": (vocabulary, hidden), "lm_head": (vocabulary, hidden), "norm": (hidden,)}
     for layer in range(layers):
-        shapes |= {f"{layer}.q": (hidden, hidden), f"{layer}.k": (width, hidden), f"{layer}.up": (intermediate, hidden)}
-        shapes |= {f"{layer}.v": (width, hidden), f"{layer}.o": (hidden, hidden), f"{layer}.gate": shapes[f"{layer}.up"]}
+        shapes |= {f"{layer}.{each}": (hidden, hidden) for each in ("q", "o")}
+        shapes |= {f"{layer}.{each}": (width, hidden) for each in ("k", "v")}
+        shapes |= {f"{layer}.{each}": (intermediate, hidden) for each in ("gate", "up")}
         shapes |= {f"{layer}.down": (hidden, intermediate), f"{layer}.norm": (hidden,)}
     for each, shape in shapes.items():
         yield each, torch.empty(shape, device="meta")

@@ -24,9 +24,7 @@ class Device:
         self.mapped, self.log = sum(SIZES.values()), list[Any]()
         self.allocator = object.__new__(cumem.CuMemAllocator)
         handles = {tag: (0, size, number, 0) for number, (tag, size) in enumerate(SIZES.items())}
-        self.allocator.pointer_to_data = {
-            number: AllocationData(handles[tag], tag) for number, tag in enumerate(SIZES)
-        }
+        self.allocator.pointer_to_data = {number: AllocationData(handles[tag], tag) for number, tag in enumerate(SIZES)}
         monkeypatch.setattr(cumem, "unmap_and_release", lambda handle: self._map(-handle[1]))
         monkeypatch.setattr(cumem, "create_and_map", lambda handle: self._map(handle[1]))
         copies = SimpleNamespace(cudaMemcpy=lambda *of: self.log.append(("copy", of[2])))
