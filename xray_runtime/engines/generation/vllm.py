@@ -54,14 +54,16 @@ def engine_options(directory: Path, max_length: int, runtime: RuntimeConfig, ran
         "enforce_eager": on_cpu,
         # On CPU vLLM fails on a seeded request whose prompt it has cut in two ("Generator does not use offset").
         "enable_chunked_prefill": not on_cpu,
-        # Replies and log-probabilities stay the same to the bit, which vLLM's kernels for CUDA do not promise.
-        "enable_prefix_caching": on_cpu,
+        # On CPU, replies and log-probabilities stay the same to the bit. vLLM's kernels for CUDA do not promise that.
+        "enable_prefix_caching": on_cpu or not runtime.reproducible,
     }
     if on_cpu:
         cache = kv_cache_bytes(directory, max_length, runtime, rank.world_size)
         options |= {"block_size": BLOCK_TOKENS, "max_num_seqs": SEQUENCES, "kv_cache_memory_bytes": cache}
     else:
         options["gpu_memory_utilization"] = runtime.gpu_memory_fraction
+        if runtime.max_num_seqs is not None:
+            options["max_num_seqs"] = runtime.max_num_seqs
     if runtime.generator_sleeps:
         options["enable_sleep_mode"] = True
     if rank.world_size > 1:
