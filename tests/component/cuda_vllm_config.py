@@ -42,6 +42,10 @@ def main(directory: Path) -> None:
         def is_sleep_mode_available(cls) -> bool:
             return True
 
+        @classmethod
+        def is_cumem_allocator_available(cls) -> bool:
+            return True
+
     setattr(platforms, "_current_platform", H100())  # noqa: B010
     sleep_mode_backend.CuMemBackend.is_supported = classmethod(lambda cls: True)
     found = []
