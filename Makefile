@@ -70,7 +70,7 @@ lifecycle: install  ## the real command, whole and under injected faults
 peers: install  ## the smallest model by X-ray and by TRL (10 minutes): prints who is faster, fails where the losses differ
 	$(BIN)/python -m benchmarks.peers --only sft dpo grpo ppo --turns 1 --iterations 3
 
-gpu-check: install  ## on a machine with a GPU: does every path that needs one work, and how fast (10 minutes)
+gpu-check: install  ## on a machine with a GPU: does every path that needs one work, and how fast (8 minutes)
 	$(BIN)/python -m benchmarks.gpu_acceptance
 
 clean:  ## remove the environment and every run

@@ -28,7 +28,6 @@ from urllib.parse import urlsplit
 import psutil
 from packaging.requirements import Requirement
 
-from xray.deployments.fork_server import NVIDIA
 from xray.deployments.server_home import PORTS, ServerHome, check_free
 from xray.deployments.servers import servers
 from xray.tasks.output_directory import saved_config
@@ -36,6 +35,7 @@ from xray.tasks.preflight import check_ray_address
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import strip_credentials
 from xray_runtime.errors import first_line
+from xray_runtime.gpus import has_driver
 from xray_runtime.lineage.audit.log import read_log
 from xray_runtime.lineage.graph import read_graph
 from xray_runtime.lineage.log import view
@@ -62,7 +62,7 @@ def diagnose(home: ServerHome, output: Path | None) -> dict[str, list[str]]:
         "disk": lambda: check_disk(output, home.path),
         "memory": check_memory,
         "libraries": check_libraries,
-        "GPU": lambda: check_gpu(NVIDIA.exists()),
+        "GPU": lambda: check_gpu(has_driver()),
         "clock": lambda: check_clock(output, os.environ),
         "ports": lambda: check_ports(home),
         "servers": lambda: check_servers(os.environ),

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xray.deployments import fork_client
+from xray_runtime.gpus import has_driver
 from xray_runtime.workers.libraries import KEEP_MEMORY, VARIABLE, VLLM, prepare_imports
 
 OF_A_RAY = ("RAY_RAYLET_PID", "RAY_JOB_ID")
@@ -44,8 +45,6 @@ RAY_STEP = 2
 WORKERS = "xray_runtime.workers"
 WITH_RAY = ("ray", "ray._private.node", f"{WORKERS}.whole_model", f"{WORKERS}.learner", f"{WORKERS}.generator")
 """Imported together with Ray: the actors of models."""
-NVIDIA = Path("/proc/driver/nvidia/version")
-"""Exists where NVIDIA's driver is loaded."""
 POLL_SECONDS = 5.0
 OOM_SCORE = "1000"
 """As Ray gives it to its workers, so that the kernel ends them first where memory ends."""
@@ -81,7 +80,7 @@ _servers: list[ForkServer] = []
 def fork_server() -> ForkServer | None:
     """This process's server, which serves each Ray that the process starts. None on other systems than Linux, and on a
     machine with a GPU, where imports are short beside the start of a model."""
-    if sys.platform != "linux" or NVIDIA.exists():
+    if sys.platform != "linux" or has_driver():
         return None
     if not _servers or not _servers[-1].is_alive():
         _servers.append(ForkServer())

@@ -14,8 +14,8 @@ from benchmarks.gpu_acceptance.steps import STEPS
 
 DESCRIPTION = """Does X-ray work on this GPU, and how fast? Every step prints one JSON record; a table ends it.
 
-Without vLLM, Ray, Megatron or TRL their steps are skipped. A step that fails stops no other. Exit codes: 0 nothing
-failed, 1 a step failed, 2 bad input. Logs of the steps are in OUT/logs, records in OUT/records.jsonl."""
+Steps that need vLLM, Ray, DeepSpeed, Megatron or TRL are skipped where it is missing. A step that fails stops no other.
+Exit codes: 0 nothing failed, 1 a step failed, 2 bad input. Logs of the steps are in OUT/logs, records in OUT/records.jsonl."""
 
 
 def main() -> int:
@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/gpu-check"), help="replaced; needs 25 GB (default: %(default)s)"
     )
-    parser.add_argument("--minutes", type=float, default=10.0, help="no step starts later (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="no step starts later (default: %(default)s)")
     args = parser.parse_args()
     setting = Setting(args.out.resolve(), args.rehearse)
     if setting.device == "cpu" and not args.rehearse:

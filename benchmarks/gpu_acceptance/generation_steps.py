@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from benchmarks.gpu_acceptance import planned
 from benchmarks.gpu_acceptance.setting import Setting, check, free_bytes
-from xray_runtime.config.engines import FrozenConfig, GeneratorConfig
+from xray_runtime.config.engines import FrozenConfig, GeneratorConfig, LoRAConfig
 from xray_runtime.data.rows import Ragged, Rows, num_response_tokens, text_rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.objectives import ReferenceObjective
@@ -79,7 +82,11 @@ def sample(setting: Setting, engine: Engine) -> dict[str, Any]:
     frozen = ModelSpec(setting.model, ReferenceObjective(1.0), frozen=FrozenConfig(precision=precision))
     with setting.learner(frozen) as scorer:
         off = mismatch(setting, replies, scorer.score)
-    return {"tokens_per_s": len(replies["response_ids"].values) / seconds, "mismatch": off}
+    found = {"tokens_per_s": len(replies["response_ids"].values) / seconds, "mismatch": off}
+    if engine == "vllm" and setting.device == "cuda":
+        expected = planned.sampling_seconds(setting)
+        found |= {"planned_seconds": expected, "seconds_over_planned": seconds / expected}
+    return found
 
 
 def generator_sleep(setting: Setting) -> dict[str, Any]:
@@ -134,9 +141,9 @@ def _grow(wanted: int, begin: Any, end: Any) -> None:
     end.wait()
 
 
-def sync_memory(setting: Setting) -> dict[str, Any]:
+def sync_memory(setting: Setting, lora: LoRAConfig | None = None) -> dict[str, Any]:
     """A step of the policy reaches vLLM through shared memory: seconds, bytes, and the mismatch afterwards."""
-    spec = setting.spec(zero_stage=0)
+    spec = setting.spec(lora, zero_stage=0)
     totals = {"tokens": float(num_response_tokens(setting.rows))}
     with generator(setting, "vllm") as model, setting.learner(spec) as learner:
         before = model.generate(prompts(setting), sampling(setting), 0)
@@ -155,7 +162,17 @@ def sync_memory(setting: Setting) -> dict[str, Any]:
     return {"num_bytes": update.num_bytes, "export_s": export_s, "load_s": load_s, "mismatch": off}
 
 
-def sync_direct(setting: Setting, transport: Literal["ipc", "nccl"]) -> dict[str, Any]:
+def sync_wide(setting: Setting) -> dict[str, Any]:
+    """By CUDA IPC, with an embedding above vLLM's own gibibyte."""
+    wide = replace(setting, wide=True)
+    wide.make_model()
+    try:
+        return sync_direct(wide, "ipc")
+    finally:
+        shutil.rmtree(wide.model)
+
+
+def sync_direct(setting: Setting, transport: Literal["ipc", "nccl"], lora: LoRAConfig | None = None) -> dict[str, Any]:
     """A step of the policy reaches vLLM from GPU to GPU through the product's actors: the bits of the verified way."""
     import ray
 
@@ -164,7 +181,7 @@ def sync_direct(setting: Setting, transport: Literal["ipc", "nccl"]) -> dict[str
 
     start_ray(num_cpus=4)
     runtime = setting.runtime(weight_transfer=transport, gpus_per_workhorse=0.5 if transport == "ipc" else 1.0)
-    spec = setting.spec(zero_stage=0)
+    spec = setting.spec(lora, zero_stage=0)
     specs: dict[str, Any] = {"generator": GeneratorSpec(setting.model, max_length(setting)), "policy": spec}
     totals = {"tokens": float(num_response_tokens(setting.rows))}
     with model_opener(runtime, setting.folder / transport, "gpu-acceptance")(specs) as models:
@@ -182,4 +199,5 @@ def sync_direct(setting: Setting, transport: Literal["ipc", "nccl"]) -> dict[str
         verified = ray.get(models["generator"].generate.remote(*asked, 3))
     same = np.array_equal(direct["rollout_logprobs"].values, verified["rollout_logprobs"].values)
     check(same, f"{transport} brought other weights than the checksummed way")
+    ray.shutdown()
     return {"num_bytes": update.num_bytes, "first_s": seconds[0], "second_s": seconds[1]}

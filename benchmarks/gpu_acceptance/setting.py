@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.workhorse import RankInfo, reserve_port
 
 SEED = 0
+GROUP = 2
+"""Replies to a prompt in `Setting.grouped_rows`."""
 
 
 class StepFailed(RuntimeError):
@@ -66,6 +68,18 @@ FULL = Size(
     reply_tokens=(256, 513),
     micro_batch_tokens=8192,
 )
+# A vocabulary of Qwen2.5 7B's: its embedding is 1.09 GB in bfloat16, above a gibibyte; little else.
+WIDE = replace(
+    FULL,
+    config={
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+)
 TINY = Size(
     config={
         "vocab_size": 320,
@@ -89,10 +103,12 @@ class Setting:
     Args:
         folder: of the model and of everything that steps write.
         rehearse: take the tiny model, on a GPU or on the CPU.
+        wide: take the model with a large embedding.
     """
 
     folder: Path
     rehearse: bool
+    wide: bool = False
 
     @property
     def device(self) -> str:
@@ -100,12 +116,12 @@ class Setting:
 
     @property
     def size(self) -> Size:
-        return TINY if self.rehearse else FULL
+        return TINY if self.rehearse else WIDE if self.wide else FULL
 
     @property
     def model(self) -> Path:
         """Directory of the model in Hugging Face form."""
-        return self.folder / "model"
+        return self.folder / ("wide" if self.wide else "model")
 
     @property
     def half(self) -> torch.dtype:
@@ -129,6 +145,14 @@ class Setting:
         with torch.device(self.device):
             lm = transformers.LlamaForCausalLM(config)
         save_model(lm.cpu(), tokenizer, self.model)
+
+    @cached_property
+    def grouped_rows(self) -> Rows:
+        """The same number of rows, of which each prompt begins several, as in a rollout of GRPO."""
+        rows, per_prompt = self.rows, GROUP
+        replies = [ids[start:] for ids, start in zip(rows["input_ids"], rows["prompt_lengths"], strict=True)]
+        starts = rows["input_ids"].heads(rows["prompt_lengths"])
+        return text_rows([starts[row - row % per_prompt] for row in range(len(replies))], replies)
 
     @cached_property
     def rows(self) -> Rows:

@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_acceptance import planned
 from benchmarks.gpu_acceptance.machine_steps import matmul_flops
 from benchmarks.gpu_acceptance.setting import Setting, check, free_bytes, weights_digest
-from xray_runtime.config.base import PretrainedBase
 from xray_runtime.config.engines import LoRAConfig
 from xray_runtime.data.rows import Rows, num_response_tokens
 from xray_runtime.models.causal_lm import load_model
-from xray_runtime.planning.memory import Layout, training_memory
-from xray_runtime.planning.shapes import ModelShape, from_pretrained
-from xray_runtime.planning.workload import training_options
+from xray_runtime.planning.shapes import ModelShape
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
 
@@ -91,7 +89,7 @@ def figures(setting: Setting, spec: ModelSpec, steps: Steps, num_gpus: int = 1) 
             f"gradient norm {steps.grad_norm:.6g} is not that of plain transformers, {norm:.6g}",
         )
     check(steps.losses[-1] < steps.losses[0], f"the loss does not fall: {steps.losses}")
-    shape = from_pretrained(PretrainedBase(model=str(setting.model)))
+    shape = planned.shape_of(setting)
     flops = num_gpus * matmul_flops(setting, getattr(torch, engine.precision))
     tokens = int(setting.rows["input_ids"].lengths.sum())
     rate = training_flops(setting, shape) / steps.seconds
@@ -104,11 +102,10 @@ def figures(setting: Setting, spec: ModelSpec, steps: Steps, num_gpus: int = 1) 
         "mfu": rate / flops,
     }
     if steps.peak_bytes is not None:
-        planned = planned_bytes(setting, spec, shape)
-        found |= {"peak_bytes": steps.peak_bytes, "planned_bytes": planned, "peak_share": steps.peak_bytes / planned}
-        check(
-            steps.peak_bytes <= planned, f"peak {steps.peak_bytes / 1e9:.2f} GB is over the planned {planned / 1e9:.2f}"
-        )
+        most, seconds = planned.training(setting, spec)
+        found |= {"peak_bytes": steps.peak_bytes, "planned_bytes": most, "peak_share": steps.peak_bytes / most}
+        found |= {"planned_seconds": seconds, "seconds_over_planned": steps.seconds / seconds}
+        check(steps.peak_bytes <= most, f"peak {steps.peak_bytes / 1e9:.2f} GB is over the planned {most / 1e9:.2f}")
     return found
 
 
@@ -117,19 +114,6 @@ def training_flops(setting: Setting, shape: ModelShape) -> float:
     lengths = setting.rows["input_ids"].lengths
     attended = 6 * shape.num_layers * shape.num_heads * shape.head_size * float((lengths**2).sum())
     return 6.0 * shape.num_parameters * int(lengths.sum()) + attended
-
-
-def planned_bytes(setting: Setting, spec: ModelSpec, shape: ModelShape) -> int:
-    """The planner's peak on the fullest device, without what a process holds outside torch's allocator."""
-    assert spec.training is not None
-    engine = spec.training.engine
-    weight_bytes, options = training_options(spec.training.lora, engine, setting.device)
-    layout = Layout(
-        zero_stage=engine.zero, tp=engine.tensor_parallel, pp=engine.pipeline_parallel, dp=engine.data_parallel
-    )
-    tokens = engine.micro_batch_tokens
-    memory = training_memory(shape, weight_bytes, layout, tokens=tokens, positions=tokens, options=options)
-    return memory.total - memory.process
 
 
 def train(setting: Setting, lora: LoRAConfig | None = None, **engine: Any) -> dict[str, Any]:
@@ -185,7 +169,7 @@ def trainer_sleep(setting: Setting) -> dict[str, Any]:
         awake_s = time.perf_counter() - start
         check(weights_digest(learner) == before, "other weights woke up than fell asleep")
         learner.train(setting.rows, totals, LR)
-    num_parameters = from_pretrained(PretrainedBase(model=str(setting.model))).num_parameters
+    num_parameters = planned.shape_of(setting).num_parameters
     # bfloat16 weights, float32 masters and two moments.
     expected = 14 * num_parameters
     check(asleep - awake > 0.9 * expected, f"only {(asleep - awake) / 1e9:.2f} of {expected / 1e9:.2f} GB became free")

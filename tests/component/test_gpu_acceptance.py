@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,14 @@ from benchmarks.gpu_acceptance.setting import Setting
 from benchmarks.gpu_acceptance.steps import STEPS, Step
 
 ROOT = Path(__file__).parents[2]
-GPU_ONLY = {"trainer sleep", "vLLM sleep", "vLLM beside a neighbour", "sync by IPC", "sync by NCCL"}
+GPU_ONLY = {
+    *("trainer sleep", "vLLM sleep", "vLLM beside a neighbour", "in turn"),
+    *("sync by IPC", "sync of LoRA by IPC", "sync of a large embedding", "sync by NCCL"),
+}
+BARE = """import sys
+sys.modules["ray"] = sys.modules["vllm"] = None
+"""
+"""Of a machine without Ray and vLLM, in every process."""
 COMMAND = [sys.executable, "-m", "benchmarks.gpu_acceptance", "--rehearse"]
 
 
@@ -30,6 +39,33 @@ def test_every_step_runs_that_a_cpu_can_run(tmp_path: Path) -> None:
     peers = {name: reason for name, reason in skipped.items() if name.endswith("TRL")}
     assert set(peers.values()) <= {"no trl"}
     assert skipped.keys() - peers.keys() == GPU_ONLY
+
+
+def records_of(out: Path) -> dict[str, dict[str, Any]]:
+    return {r["step"]: r for r in map(json.loads, (out / "records.jsonl").read_text().splitlines())}
+
+
+@pytest.mark.timeout(900)
+def test_a_machine_without_ray_and_vllm_runs_what_needs_neither(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BARE)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    steps = ["attention", "ZeRO-1 bfloat16", "profile", "shared prompts", "vLLM", "sync by IPC", "in turn", "xray run"]
+    command = [*COMMAND, "--minutes", "15", "--out", str(tmp_path / "out"), "--steps", *steps]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
+    assert found.returncode == 0, found.stdout + found.stderr
+    records = records_of(tmp_path / "out")
+    passed = [name for name, record in records.items() if record["status"] == "passed"]
+    assert passed == ["attention", "prepare", "ZeRO-1 bfloat16", "profile", "shared prompts"]
+    assert {name: records[name]["reason"] for name in records if name not in passed} == dict.fromkeys(
+        steps[4:], "no vllm"
+    )
+    assert 0 <= records["profile"]["figures"]["head_share"] < 1
+    assert "Self CPU" in (tmp_path / "out" / "profile.txt").read_text()
+
+
+def test_a_missing_parent_of_a_library_is_a_missing_library(tmp_path: Path) -> None:
+    step = Step("lacks", _refuse, modules=("no_such_library.core",))
+    assert step.skip_reason(Setting(tmp_path, True)) == "no no_such_library.core"
 
 
 def _hang(setting: Setting) -> dict[str, object]:

@@ -26,8 +26,9 @@ from xray_runtime.models.objectives import ReferenceObjective, SFTObjective
 from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.workers.health import WorkhorseError
+from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
-from xray_runtime.workers.workhorse import Workhorse
+from xray_runtime.workers.workhorse import RankInfo, Workhorse
 
 NUM_STEPS = 6
 
@@ -338,3 +339,19 @@ def test_the_port_of_a_process_group_is_kept_free_for_it(cluster: None) -> None:
     store.set("met", "yes")
     assert torch.distributed.TCPStore(host, port, is_master=False).get("met") == b"yes"
     workhorse.unload()
+
+
+@pytest.mark.parametrize("takes_turns", [True, False])
+def test_a_model_returns_what_it_keeps_where_a_generator_sleeps(
+    takes_turns: bool, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's allocator keeps the peak of a pass; after each turn only the model is left on the GPU."""
+    returned: list[str] = []
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr("xray_runtime.engines.offload.release", lambda: returned.append("returned"))
+    runtime = RuntimeConfig(device="cpu", threads=torch.get_num_threads(), generator_sleeps=takes_turns)
+    learner, rank_info = Learner(runtime), RankInfo("reference", 0, 0, 1, "127.0.0.1", 1, None)
+    learner.build(ModelSpec(tiny_model, ReferenceObjective(1.0)), rank_info)
+    assert len(returned) == takes_turns
+    learner.score({"input_ids": Ragged.of([[5, 9, 7]]), "prompt_lengths": np.array([1])})
+    assert len(returned) == 2 * takes_turns

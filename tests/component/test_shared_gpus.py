@@ -23,6 +23,14 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return found
 
 
+def test_a_plan_has_the_gpus_that_ray_has(tmp_path: Path) -> None:
+    """Not those of nvidia-smi, which sees all eight; which of them Ray has it does not say, so the smallest counts."""
+    command = [sys.executable, "-m", "tests.component.one_of_eight_gpus", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"cuda 1 1 {80_000 * 2**20}"
+
+
 def test_two_ranks_of_a_model_never_share_a_gpu_and_models_do(notes: dict[str, dict[str, Any]]) -> None:
     for rank in (0, 1):
         # Two ranks of a model on one GPU: NCCL refuses them. Policy and generator on the same ones: CUDA IPC works.

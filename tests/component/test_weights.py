@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import signal
 import threading
@@ -113,6 +114,54 @@ def flipped(update: WeightUpdate, bucket: int, entry: int) -> WeightUpdate:
     buckets = list(update.buckets)
     buckets[bucket] = dataclasses.replace(damaged, ref=ray.put(data))
     return dataclasses.replace(update, buckets=tuple(buckets))
+
+
+def drop(engine: Engine) -> bool:
+    """As vLLM does it at level 2 of its sleep: the memory comes back with other bits."""
+    if dropped := engine.held.drop():
+        engine.tensors = {name: torch.full((16,), torch.nan) for name in NAMES}
+    return dropped
+
+
+def test_weights_are_dropped_only_where_the_next_update_brings_all_of_them(engine: Engine) -> None:
+    # None was updated yet, or a part (LoRA, a frozen trunk): the rest would be lost.
+    assert not drop(engine)
+    engine.held.load(pack(weights(1, ("a", "b")).items(), version=1))
+    assert not drop(engine)
+    engine.held.use(1)
+    engine.held.load(pack(weights(2).items(), version=2))
+    assert drop(engine)
+    with pytest.raises(StaleWeightsError, match="holds nothing usable"):
+        engine.held.use(2)
+    engine.held.load(pack(weights(3).items(), version=3))
+    engine.held.use(3)
+    assert engine.values() == [3, 3, 3, 3]
+    # A part after all: what is missing comes from the version before.
+    assert drop(engine)
+    engine.held.load(pack(weights(4, ("a", "b")).items(), version=4))
+    engine.held.use(4)
+    assert engine.values() == [4, 4, 3, 3]
+
+
+def test_a_transfer_that_lacks_dropped_weights_is_refused(engine: Engine) -> None:
+    def send(value: float, names: tuple[str, ...], version: int) -> None:
+        for step in ("start", "update", "finish"):
+            brought = names if step == "update" else ()
+            tensors = iter(weights(value, brought).items())
+            write = functools.partial(engine.write, tensors, version)
+            engine.held.receive(write, version, first=step == "start", last=step == "finish", names=brought)
+
+    send(1, NAMES, 1)
+    assert drop(engine)
+    send(2, NAMES, 2)
+    engine.held.use(2)
+    assert engine.values() == [2, 2, 2, 2]
+    assert drop(engine)
+    with pytest.raises(StaleWeightsError, match="policy version 3 lacks weights that the generator dropped"):
+        send(3, ("a", "b"), 3)
+    # Such weights are not kept: the checkpoint is what is left.
+    engine.held.use(0)
+    assert engine.values() == [0, 0, 0, 0]
 
 
 def test_a_damaged_or_lost_bucket_touches_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

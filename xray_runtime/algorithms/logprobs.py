@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-MAX_LOGITS = 2**24
-"""Most logits that exist at a time: 64 MiB in float32, and up to two tensors like them."""
+MAX_LOGITS, MAX_LOGITS_ON_GPU = 2**24, 2**28
+"""Most logits that exist at a time: 64 MiB and 1 GiB in float32, and up to two tensors like them. A chunk moves the
+output layer's weight through a GPU's memory seven times; with 110 tokens, that took longer than their products."""
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
@@ -23,20 +24,24 @@ class _LogprobsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        # What the loss does not use has no gradient, instead of zeros: to find zeros, the host would wait for the GPU.
+        ctx.set_materialize_grads(False)
         logp = torch.log_softmax(logits, dim=-1)
         entropy = -logp.exp().mul_(logp).sum(-1)
         ctx.save_for_backward(logp, targets, entropy)
         return logp.gather(-1, targets[:, None]).squeeze(-1), entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
         logp, targets, entropy = ctx.saved_tensors
         grad_logprobs, grad_entropy = grads
         p = logp.exp()
         # ∂ logp_y / ∂ z = onehot(y) − p;  ∂ H / ∂ z = −p · (log p + H)
         grad = None
-        if grad_entropy.any():
+        if grad_entropy is not None:
             grad = (logp + entropy[:, None]).mul_(p).mul_(-grad_entropy[:, None])
+        if grad_logprobs is None:
+            return grad, None
         p.mul_(-grad_logprobs[:, None])
         p.scatter_add_(-1, targets[:, None], grad_logprobs[:, None].to(p.dtype))
         return p if grad is None else grad.add_(p), None
@@ -68,7 +73,7 @@ def chunked_logprobs_and_entropy(
     temperature: float = 1.0,
     *,
     vocab_size: int,
-    max_logits: int = MAX_LOGITS,
+    max_logits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`logprobs_and_entropy(output_layer(hidden), targets, temperature)`, logits being made for a chunk at a time.
 
@@ -80,10 +85,12 @@ def chunked_logprobs_and_entropy(
         hidden: [N, H].
         targets: [N] int64.
         vocab_size: V.
+        max_logits: None: `MAX_LOGITS`, on a GPU `MAX_LOGITS_ON_GPU`.
 
     Returns:
         (logprobs [N], entropy [N]).
     """
+    max_logits = max_logits or (MAX_LOGITS_ON_GPU if hidden.is_cuda else MAX_LOGITS)
 
     def chunk(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         return logprobs_and_entropy(output_layer(states), ids, temperature)

@@ -28,6 +28,11 @@ def offload() -> None:
     """Move it to host memory, and free the allocator's cache."""
     torch.cuda.synchronize()
     _allocator().sleep(offload_tags=(TAG,))
+    release()
+
+
+def release() -> None:
+    """Return memory that torch's allocator keeps but nothing uses; nothing without a GPU."""
     torch.cuda.empty_cache()
 
 

@@ -39,6 +39,7 @@ from xray_runtime.rl.episode import episode_means
 from xray_runtime.rl.episodes import open_episodes, sample_all
 from xray_runtime.rl.sampled_replies import sample_replies, sampling_of
 from xray_runtime.rl.scoring import shown_episodes
+from xray_runtime.rl.turns import sampling_turn
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.dataset import max_prompt_tokens, max_reply_tokens, tokenizing
 from xray_runtime.training.prompts import UniquePrompts, drawn
@@ -182,7 +183,8 @@ def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Reco
         assert episodes is not None
         done = partial(recorder.progress, total=len(rows), unit="episodes", note="played")
         prompts, columns = [found[row] for row in rows], found.columns(rows)
-        played = sample_all(episodes, prompts, columns, group_size=config.samples, done=done)
+        with sampling_turn(stage.runtime, models["generator"]):
+            played = sample_all(episodes, prompts, columns, group_size=config.samples, done=done)
     assert played.episodes is not None
     rewards = torch.from_numpy(played.episodes.episode_reward).view(-1, config.samples)
     scored = ~rewards.isnan()

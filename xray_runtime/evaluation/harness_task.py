@@ -23,6 +23,7 @@ from xray_runtime.evaluation.harness_files import HarnessTasks, read_tasks
 from xray_runtime.evaluation.results import plain_numbers, write_results
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.likelihood_objective import LikelihoodObjective
+from xray_runtime.rl.turns import sampling_turn
 from xray_runtime.seeding import derive_seed
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
@@ -168,11 +169,12 @@ class _Model:
         for number, (_, options) in enumerate(requests):
             alike.setdefault(self._sampling(options), []).append(number)
         replies: dict[int, str] = {}
-        for sampling, numbers in alike.items():
-            for start in range(0, len(numbers), BATCH):
-                batch = numbers[start : start + BATCH]
-                replies |= zip(batch, self._sample([requests[n][0] for n in batch], batch, sampling), strict=True)
-                self.recorder.progress(len(replies), len(requests), "replies", "sampled")
+        with sampling_turn(self.stage.runtime, self.models["generator"]):
+            for sampling, numbers in alike.items():
+                for start in range(0, len(numbers), BATCH):
+                    batch = numbers[start : start + BATCH]
+                    replies |= zip(batch, self._sample([requests[n][0] for n in batch], batch, sampling), strict=True)
+                    self.recorder.progress(len(replies), len(requests), "replies", "sampled")
         return [replies[number] for number in range(len(requests))]
 
     def _sample(self, texts: Sequence[str], numbers: Sequence[int], sampling: Sampling) -> list[str]:

@@ -11,6 +11,7 @@ Shapes: B sequences of N tokens, of which M are computed, a heads, d head size.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,6 +39,10 @@ VARLEN_HEAD_SIZES = range(8, 257, 8)
 """Head sizes of torch's kernel for sequences of different lengths."""
 CALL_SCORES = 4096
 """Attention scores that take about as long as one more call of attention."""
+
+
+Bounds = tuple[Tensor, Tensor, int, int]
+"""Of sequences that attend in one kernel: offsets of their queries and of their keys, most queries, most keys."""
 
 
 class Prompts(NamedTuple):
@@ -152,6 +157,22 @@ class Trees:
         counts = torch.stack([stems, own], 1)
         return _ranges(begins.flatten(), counts.flatten()).to(self.computed.device)
 
+    @cached_property
+    def bounds(self) -> tuple[int, Bounds, Bounds | None]:
+        """(end of the stems, bounds of the stems, bounds of the branches if there are any), made once for all layers: a
+        copy to a GPU waits for what it computes."""
+
+        def of(lengths: Tensor, num_keys: Tensor) -> Bounds:
+            # With more keys than queries, the last query sees all keys.
+            offsets, key_offsets = (
+                pad(each.cumsum(0), (1, 0)).int().to(self.computed.device) for each in (lengths, num_keys)
+            )
+            return offsets, key_offsets, int(lengths.max()), int(num_keys.max())
+
+        branches = self.branches
+        of_branches = of(branches, self.stems[self.stem_of] + branches) if len(branches) else None
+        return int(self.stems.sum()), of(self.stems, self.stems), of_branches
+
 
 def _similar(queries: Tensor, keys: Tensor) -> Iterator[tuple[int, int]]:
     """Begin and end of neighbours that attend together, of sequences with so many queries and keys."""
@@ -257,21 +278,23 @@ def _gathered(x: Tensor, index: Tensor) -> Tensor:
 
 def _in_two_kernels(query: Tensor, key: Tensor, value: Tensor, trees: Trees, scaling: float | None) -> Tensor:
     """The output of attention [M, a, d] by torch's kernel for sequences of different lengths."""
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention import varlen
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, num_keys: Tensor) -> Tensor:
-        # With more keys than queries, the last query sees all keys.
-        offsets, key_offsets = (pad(of.cumsum(0), (1, 0)).int().to(q.device) for of in (lengths, num_keys))
-        grouped = q.shape[1] != k.shape[1]
-        bounds = offsets, key_offsets, int(lengths.max()), int(num_keys.max())
-        out = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=(-1, 0), enable_gqa=grouped)
+    options: dict[str, Any] = {}
+    if query.shape[1] != key.shape[1]:
+        if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
+            options["enable_gqa"] = True
+        else:  # torch 2.11 and 2.12
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds) -> Tensor:
+        out = varlen.varlen_attn(q, k, v, *bounds, scale=scaling, window_size=(-1, 0), **options)
         assert isinstance(out, Tensor)
         return out
 
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    end = int(trees.stems.sum())
-    out = attend(q[:end], k[:end], v[:end], trees.stems, trees.stems)
-    if not len(trees.branches):
+    end, stems, branches = trees.bounds
+    out = attend(q[:end], k[:end], v[:end], stems)
+    if branches is None:
         return out
-    num_keys = trees.stems[trees.stem_of] + trees.branches
-    return torch.cat([out, attend(q[end:], k[trees.keys], v[trees.keys], trees.branches, num_keys)])
+    return torch.cat([out, attend(q[end:], k[trees.keys], v[trees.keys], branches)])

@@ -86,7 +86,8 @@ class PPOObjective:
             replies=replies,
         )
         stats |= {"policy_loss": loss.detach(), "entropy_sum": (entropy * mask).sum().detach()}
-        loss = loss - config.entropy_coef * (entropy * share).sum()
+        if config.entropy_coef:
+            loss = loss - config.entropy_coef * (entropy * share).sum()
         if config.kl.place == "loss":
             kl = kl_loss(logprobs, old_logprobs, rows["ref_logprobs"], config.kl.estimator)
             loss = loss + totals["kl_coef"] * (kl * share).sum()

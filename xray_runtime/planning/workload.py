@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import psutil
@@ -11,6 +10,7 @@ import psutil
 from xray_runtime.config.engines import EngineConfig, LoRAConfig, with_precision
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.cores import usable_cores
+from xray_runtime.gpus import has_driver
 from xray_runtime.planning.memory import (
     PLAIN,
     Layout,
@@ -265,7 +265,7 @@ def this_machine(device: str = "auto", threads: int = 1) -> Machine:
     Raises:
         ConfigError: `device` is "cuda" and there is none.
     """
-    if device == "cuda" or (device == "auto" and _may_have_gpus()):
+    if device == "cuda" or (device == "auto" and has_driver()):
         import torch
 
         if torch.cuda.is_available():
@@ -283,8 +283,3 @@ def this_machine(device: str = "auto", threads: int = 1) -> Machine:
 def local_node(machine: Machine) -> dict[str, float]:
     """CPUs and GPUs of a Ray cluster on this machine."""
     return {"CPU": float(usable_cores()), "GPU": float(machine.num_devices if machine.device == "cuda" else 0)}
-
-
-def _may_have_gpus() -> bool:
-    # Importing torch takes seconds, so look for a driver first (/dev/dxg is WSL's).
-    return Path("/dev/dxg").exists() or any(Path("/dev").glob("nvidia[0-9]*"))

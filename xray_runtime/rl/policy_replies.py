@@ -15,6 +15,7 @@ from xray_runtime.rl.episode import Prompt, episode_means
 from xray_runtime.rl.episodes import open_episodes, sample_all
 from xray_runtime.rl.sampled_replies import sample_replies, sampling_of
 from xray_runtime.rl.scoring import episode_scores, own_texts, reasoning_lengths, shown_episodes
+from xray_runtime.rl.turns import sampling_turn
 from xray_runtime.workers.protocols import ModelHandle
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ def sample_policy(
             texts = decode_replies(tokenizer, replies)
             lengths = [form.num_reasoning(reply) for reply in replies]
             return PolicyReplies(begun, replies, replies, texts, texts, lengths)
-        played = sample_all(episodes, prompts, columns, version, side=side)
+        with sampling_turn(stage.runtime, generator):
+            played = sample_all(episodes, prompts, columns, version, side=side)
     assert played.episodes is not None
     own, mask = [ids.tolist() for ids in played.own_tokens()], played.episodes.response_mask
     shown = shown_episodes(tokenizer, played)

@@ -19,7 +19,7 @@ waits for the rest. With `in_flight_updates` agents go on while weights change (
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,7 @@ from xray_runtime.rl.model_roles import ppo_models
 from xray_runtime.rl.reward_sources import RewardSources
 from xray_runtime.rl.rollouts import Rollouts, purpose_of
 from xray_runtime.rl.scoring import ScoredRollout, Scorer
+from xray_runtime.rl.turns import sampling_turn, trained_models
 from xray_runtime.rl.update import Updater, first_minibatch
 from xray_runtime.rl.validation import Validation
 from xray_runtime.seeding import derive_seed
@@ -58,7 +59,7 @@ from xray_runtime.training.prompts import UniquePrompts
 from xray_runtime.training.resumable import KeepsFiles, Resumable
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
-from xray_runtime.workers.protocols import ModelHandle, get_all
+from xray_runtime.workers.protocols import ModelHandle
 
 if TYPE_CHECKING:
     from xray_runtime.algorithms.estimators import AdvantageEstimator
@@ -77,7 +78,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
             with clock.phase("sync"):
                 sent = loop.rollouts.sync(loop.models["policy"], iteration)
                 probe = loop.rollouts.probe(loop.models["policy"], iteration) if config.lag else None
-            with clock.phase("generate"), loop.trainers_offloaded():
+            with clock.phase("generate"), loop.sampling_turn():
                 validation_replies = loop.validation.sample(loop.models["generator"], iteration, loop.episodes)
                 loop.rollouts.request(iteration)
                 rollout = loop.rollouts.take()
@@ -139,13 +140,11 @@ class _Loop:
     state: Resumable
     max_mismatch: float
 
-    @contextmanager
-    def trainers_offloaded(self) -> Iterator[None]:
-        """With `runtime.trainer_sleeps`, offload the trained models so that the generator can use their GPU memory."""
-        sleeping = list(_trained(self.models).values()) if self.stage.runtime.trainer_sleeps else []
-        get_all([model.sleep.remote() for model in sleeping])
-        yield
-        get_all([model.wake_up.remote() for model in sleeping])
+    def sampling_turn(self) -> AbstractContextManager[None]:
+        """The generator's turn on GPUs that it shares; a sync comes before the next, unless prompts are replaced."""
+        synced_next = not self.stage.config.resample_rounds
+        trained = trained_models(self.models).values()
+        return sampling_turn(self.stage.runtime, self.models["generator"], trained, synced_next=synced_next)
 
     def gold_scores(self, scored: ScoredRollout) -> list[float] | None:
         """Gold score of each reply; None without `gold`."""
@@ -207,13 +206,13 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
             monitor=monitor,
             validation=validation,
             ledger=ledger,
+<<<<<<< HEAD
             state=Resumable(recorder, _trained(models), keep_files, **state),
             max_mismatch=config.mismatch_limit(stage.runtime.device),
+=======
+            state=Resumable(recorder, trained_models(models), keep_files, **state),
+>>>>>>> w-gpu
         )
-
-
-def _trained(models: Mapping[str, ModelHandle]) -> dict[str, ModelHandle]:
-    return {role: models[role] for role in ("policy", "critic") if role in models}
 
 
 def _without_ties(loop: _Loop, scored: ScoredRollout, iteration: int, clock: PhaseClock) -> ScoredRollout:
@@ -225,7 +224,7 @@ def _without_ties(loop: _Loop, scored: ScoredRollout, iteration: int, clock: Pha
         tied = scored.tied(loop.rewards.weights, config.samples_per_prompt)
         if len(tied) < most_ranks:
             break  # none, or fewer than the ranks that would share them
-        with clock.phase("generate"), loop.trainers_offloaded():
+        with clock.phase("generate"), loop.sampling_turn():
             others = loop.rollouts.sample_others(iteration, attempt, len(tied) // config.samples_per_prompt)
         with clock.phase("score"):
             first_id = (attempt + 1) * config.rollout_size

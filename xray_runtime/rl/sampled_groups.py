@@ -19,6 +19,7 @@ from xray_runtime.rl.episodes import open_episodes
 from xray_runtime.rl.reward_sources import RewardSources
 from xray_runtime.rl.sampled_replies import GENERATION_BATCH, prompt_rows, sampling_of
 from xray_runtime.rl.scoring import episode_scores, own_texts
+from xray_runtime.rl.turns import sampling_turn
 from xray_runtime.rl.types import to_rows
 from xray_runtime.training.dataset import max_prompt_tokens
 from xray_runtime.training.prompts import UniquePrompts, drawn
@@ -96,7 +97,9 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, out: Path
                 replies = decode_replies(tokenizer, list(answer["response_ids"]))
                 ended, episodes = answer["ended"].tolist(), None
             else:
-                played = agents.sample(EpisodeBatch(batch, columns, 0, "sample", 0, config.samples, first, keep=True))
+                asked = EpisodeBatch(batch, columns, 0, "sample", 0, config.samples, first, keep=True)
+                with sampling_turn(stage.runtime, models["generator"]):
+                    played = agents.sample(asked)
                 replies, ended, episodes = own_texts(tokenizer, played), played.ended.tolist(), episode_scores(played)
                 done.episodes += to_rows(played)["answers"].tolist()
             prompts = [messages for messages, _ in batch]

@@ -11,6 +11,7 @@ import numpy as np
 from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import stops_of
+from xray_runtime.rl.turns import sampling_turn
 from xray_runtime.seeding import derive_seed
 from xray_runtime.workers.protocols import ModelHandle, get
 
@@ -44,9 +45,10 @@ def sample_replies(
     """Token ids of one reply per prompt by the generator's `version`; the seeds do not depend on the model. `done` is
     called with the number of replies so far."""
     replies: list[list[int]] = []
-    for start in range(0, len(prompts), GENERATION_BATCH):
-        rows = prompt_rows(stage, prompts[start : start + GENERATION_BATCH], "sample", first=start)
-        answer = get(generator.generate.remote(rows, sampling, version))
-        replies += [reply.tolist() for reply in answer["response_ids"]]
-        done(len(replies))
+    with sampling_turn(stage.runtime, generator):
+        for start in range(0, len(prompts), GENERATION_BATCH):
+            rows = prompt_rows(stage, prompts[start : start + GENERATION_BATCH], "sample", first=start)
+            answer = get(generator.generate.remote(rows, sampling, version))
+            replies += [reply.tolist() for reply in answer["response_ids"]]
+            done(len(replies))
     return replies

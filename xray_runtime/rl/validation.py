@@ -22,6 +22,7 @@ from xray_runtime.rl.reward_reader import answer_rows
 from xray_runtime.rl.reward_sources import RewardSources
 from xray_runtime.rl.sampled_replies import prompt_rows
 from xray_runtime.rl.scoring import episode_scores, own_texts, prompt_tokens
+from xray_runtime.rl.turns import sampling_turn, trained_models
 from xray_runtime.rl.types import Rollout
 from xray_runtime.training.dataset import validation_file
 from xray_runtime.training.policy_versions import BestVersion, save_policy
@@ -128,6 +129,8 @@ class Validation:
             save_policy(models, out)
             return iterations
         get(models["generator"].follow.remote(models["policy"], iterations))
-        self.score(models, self._replies(models["generator"], iterations, episodes), iterations)
+        with sampling_turn(self._stage.runtime, models["generator"], trained_models(models).values()):
+            replies = self._replies(models["generator"], iterations, episodes)
+        self.score(models, replies, iterations)
         record = {"scored_by": list(self._sources.weights), "prompts": len(self._prompts)}
         return self.best.save(models, out, iterations, record)

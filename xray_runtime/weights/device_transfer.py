@@ -9,6 +9,7 @@ computes the policy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -178,6 +179,7 @@ class Sender:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+        from vllm.distributed.weight_transfer.packed_tensor import DEFAULT_PACKED_BUFFER_SIZE_BYTES
 
         tensors = self._tensors
         # Gathered once for the shapes only, which no layout knows otherwise.
@@ -193,5 +195,8 @@ class Sender:
         if self._transport == "nccl":
             info: Any = NCCLTrainerInitInfo(*meet, world_size=1 + self._num_receivers, rank=self._rank)
         else:
-            info = IPCTrainerInitInfo(rank=self._rank, packed=True)
+            # vLLM refuses a tensor that is larger than its buffer: an embedding of 152,000 × 4,096 is 1.2 GB.
+            largest = max(math.prod(meta.shape) * meta.dtype.itemsize for meta in metadata)
+            size = max(DEFAULT_PACKED_BUFFER_SIZE_BYTES, largest)
+            info = IPCTrainerInitInfo(rank=self._rank, packed=True, packed_buffer_size_bytes=size)
         return WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=Source())

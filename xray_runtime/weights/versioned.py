@@ -14,7 +14,7 @@ together (`revert`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -46,7 +46,9 @@ class VersionedWeights:
         self._kept_version = 0
         self._arrived: dict[str, Bucket] = {}
         self._before: tuple[int, dict[str, Bucket]] | None = None
-        self._whole = True
+        self._whole, self._dropped = True, False
+        self._brought: set[str] = set()
+        """The tensors of the last update."""
 
     def verify(self, update: WeightUpdate, number: int, checkers: int) -> None:
         """Verify this rank's share of `update`, part `number` of `checkers`. Raises WeightTransferError: a tensor is
@@ -72,12 +74,12 @@ class VersionedWeights:
                 verify(update, self._shared)
             names = {entry.name for bucket in update.buckets for entry in bucket.entries}
             others = self._layers_of(names) - names
-            if not self._whole:
+            if not self._whole and not (self._dropped and self._are_all(names | others)):
                 self._restore()
             try:
                 self._whole = False
                 self._write(self._with_layers(update, others), update.version)
-                self._whole = True
+                self._whole, self._dropped, self._brought = True, False, names
             except Exception:
                 self._restore()
                 raise
@@ -87,21 +89,30 @@ class VersionedWeights:
         finally:
             self._release()
 
-    def receive(self, step: Callable[[], None], version: int, *, first: bool, last: bool) -> None:
-        """A step of a transfer without the object store; `version` is held after the `last` step.
+    def receive(
+        self, step: Callable[[], None], version: int, *, first: bool, last: bool, names: Collection[str] = ()
+    ) -> None:
+        """A step of a transfer without the object store, which brings the tensors `names`; `version` is held after the
+        `last` step.
 
-        Such weights are not kept, so after a failure the engine returns to the last version that is.
+        Such weights are not kept, so after a failure the engine returns to the last version that is. Raises
+        StaleWeightsError: the engine dropped its weights before, and not all of them came back.
         """
-        if first and not self._whole:
-            self._restore()
+        if first:
+            self._brought = set()
+            if not self._whole and not self._dropped:
+                self._restore()
         self._whole = False
         try:
             step()
+            self._brought |= set(names)
+            if last and self._dropped and not self._are_all(self._brought):
+                raise StaleWeightsError(f"policy version {version} lacks weights that the generator dropped before it")
         except Exception:
             self._restore()
             raise
         if last:
-            self._whole, self.version, self._before = True, version, None
+            self._whole, self._dropped, self.version, self._before = True, False, version, None
 
     def revert(self) -> None:
         """Undo the last `load`, unless the engine was used since."""
@@ -117,9 +128,16 @@ class VersionedWeights:
         self._directory, self._kept_version = directory, version
         self._restore()
 
+    def drop(self) -> bool:
+        """Let the engine lose its weights: until an update with all of them it holds nothing usable. False, and nothing
+        is lost, unless the last update brought all of them, as the next will."""
+        if self._whole and self._are_all(self._brought):
+            self._whole, self._dropped = False, True
+        return self._dropped
+
     def forget(self) -> None:
         """Drop all updates; the engine holds nothing usable until `restart`."""
-        self._arrived, self._before, self._whole = {}, None, False
+        self._arrived, self._before, self._whole, self._dropped, self._brought = {}, None, False, False, set()
         self._release()
 
     def use(self, version: int) -> None:
@@ -134,7 +152,11 @@ class VersionedWeights:
     def _restore(self) -> None:
         self._whole = False
         self._write(self._held(), self._kept_version)
-        self._whole, self.version = True, self._kept_version
+        self._whole, self._dropped, self.version = True, False, self._kept_version
+
+    def _are_all(self, names: Collection[str]) -> bool:
+        wanted = weight_files(self._directory).keys()
+        return bool(wanted) and wanted <= set(names)
 
     def _with_layers(self, update: WeightUpdate, others: set[str]) -> Tensors:
         for bucket in update.buckets:

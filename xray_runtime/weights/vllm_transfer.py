@@ -102,7 +102,11 @@ class XrayWeightTransferEngine(WeightTransferEngine):
     def finish_weight_update(self) -> None:
         if not self._reloading:
             return
-        finalize_layerwise_reload(self.model, self.model_config)
+        if self._direct is None:
+            finalize_layerwise_reload(self.model, self.model_config)
+        else:
+            # The same, and `ipc` lets go of the trainer's buffer, which could not be freed there before.
+            self._direct.finish_weight_update()
         # A tied output layer receives nothing, so CPU kernels still have a copy of the *old* embedding. Pack it again.
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
+from xray_runtime.gpus import has_driver
 
 
 def local_device(wanted: str) -> str:
     """ "cpu" or "cuda"; "auto" is CUDA if this machine has NVIDIA's driver. Imports no torch."""
     if wanted != "auto":
         return wanted
-    return "cuda" if shutil.which("nvidia-smi") else "cpu"
+    return "cuda" if has_driver() else "cpu"

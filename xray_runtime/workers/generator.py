@@ -47,6 +47,7 @@ class Generator(Workhorse):
         if hasattr(self, "_engine"):
             if self._engine.fits(spec.directory, spec.max_length, spec.config):
                 self._engine.restart(spec.directory)
+                self._engine.sleep()
                 return
             del self._engine
             gc.collect()
@@ -57,6 +58,15 @@ class Generator(Workhorse):
         super().unload()
         if hasattr(self, "_engine"):
             self._engine.weights.forget()
+            self._engine.sleep()
+
+    def sleep(self, synced_next: bool = False) -> None:
+        """`Generation.sleep`."""
+        self._engine.sleep(synced_next=synced_next)
+
+    def wake_up(self) -> None:
+        """`Generation.wake_up`."""
+        self._engine.wake_up()
 
     def layers_of(self, names: set[str]) -> set[str]:
         return self._engine.layers_of(names)

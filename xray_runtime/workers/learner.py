@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections import deque
@@ -96,6 +97,7 @@ class Learner(Workhorse):
                 self.scorer = build_scorer(module, spec.frozen, spec.directory, self.device)
         self.module: Any = self.scorer.module
         self.module.eval()
+        self._release()
 
     def unload(self) -> None:
         super().unload()
@@ -129,7 +131,7 @@ class Learner(Workhorse):
             rows = self._trunks.identified(rows)
         columns = Columns(num_rows(rows))
         batches = self._micro_batches(rows, self.spec.score_tokens)
-        with self._share_threads(at_once), torch.no_grad():
+        with self._turn(at_once), torch.no_grad():
             for batch, scores in self.scorer.evaluate(self.spec.objective.score, batches):
                 for name, of_rows in scores.items():
                     columns.add(name, batch.rows, of_rows)
@@ -143,7 +145,7 @@ class Learner(Workhorse):
         import torch
 
         states: list[np.ndarray] = [np.zeros(0)] * num_rows(rows)
-        with self._share_threads(at_once):
+        with self._turn(at_once):
             for batch in self._micro_batches(self._trunks.identified(rows), self.spec.score_tokens):
                 found = batch.tensors["trunk"].cpu()
                 bits = found.view(torch.uint16) if found.dtype == torch.bfloat16 else found
@@ -188,13 +190,28 @@ class Learner(Workhorse):
             return value * torch.where(finite, 1.0, math.nan)
 
         batches = self._micro_batches(rows, layout.micro_batch_tokens)
-        with self._share_threads(at_once):
+        with self._turn(at_once):
             norm = self.engine.step(loss, batches, lr)
             if not math.isfinite(norm):
                 deque(self._weights(head=True), maxlen=0)
         in_order = [found[number] for number in sorted(found)] or [{}]
         sums = {name: float(sum(stats[name] for stats in in_order)) for name in in_order[0]}
         return sums | {"grad_norm": norm}, columns.rows()
+
+    @contextlib.contextmanager
+    def _turn(self, at_once: int = 1) -> Iterator[None]:
+        """`_share_threads`, and `_release` at the end."""
+        with self._share_threads(at_once):
+            yield
+        self._release()
+
+    def _release(self) -> None:
+        """Where models take turns on a GPU, return what torch keeps for this one's next pass: the next model would not
+        find the memory that is planned for it."""
+        if self.runtime.generator_sleeps:
+            from xray_runtime.engines.offload import release
+
+            release()
 
     def _micro_batches(self, rows: Rows, max_tokens: int) -> Iterator[MicroBatch]:
         """Micro-batches of rows with the same prompts or similar lengths; the same number on every rank."""
@@ -271,7 +288,8 @@ class Learner(Workhorse):
 
         assert self.engine is not None
         self._shared = self._shared or SharedWriter()
-        return pack(self._weights(head=False), version, self._shared if shared else None, dtype, self.engine.turn)
+        with self._turn():
+            return pack(self._weights(head=False), version, self._shared if shared else None, dtype, self.engine.turn)
 
     def weight_names(self) -> set[str]:
         """Names of the trained weights; a collective."""
@@ -286,7 +304,8 @@ class Learner(Workhorse):
         if self._sender is None:
             tensors = functools.partial(self._weights, head=False)
             self._sender = Sender(transport, tensors, self.rank_info.rank, ranks, per_replica)
-        self._sender.send(version, meet)
+        with self._turn():
+            self._sender.send(version, meet)
 
     def begin_save(self, directory: Path, number: int, copiers: int) -> None:
         """Write this rank's part, `number` of `copiers`, of the model in Hugging Face form as it was loaded."""

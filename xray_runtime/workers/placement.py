@@ -30,17 +30,19 @@ def with_device(runtime: RuntimeConfig) -> RuntimeConfig:
 def cluster_machine(runtime: RuntimeConfig) -> Machine:
     """This cluster as equal devices, with the minimum of each quantity so that a plan fits everywhere."""
     kind = device(runtime)
+    resource = "GPU" if kind == "cuda" else "CPU"
+    asked = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(resource, 0.0) >= 1]
     found = ray.get(
         [
             _memory.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(kind)
-            for node in ray.nodes()
-            if node["Alive"] and node["Resources"].get("GPU" if kind == "cuda" else "CPU", 0.0) >= 1
+            for node in asked
         ],
         timeout=ASK_SECONDS,
     )
     if kind == "cuda":
-        gpus = [memory for node in found for memory in node]
-        return Machine(num_devices=len(gpus), memory_bytes=min(gpus), devices_per_node=min(map(len, found)))
+        # Ray may have been given a part of a node's GPUs, and does not say which.
+        counts = [int(node["Resources"][resource]) for node in asked]
+        return Machine(num_devices=sum(counts), memory_bytes=min(map(min, found)), devices_per_node=min(counts))
     cores = [int(node["CPU"]) for node in nodes() if node.get("CPU", 0.0) >= 1]
     counts = [max(n // runtime.threads, 1) for n in cores]
     memory = min(total // count for [total], count in zip(found, counts, strict=True))

@@ -106,6 +106,10 @@ class Save(Protocol):
     def remote(self, directory: Path, head_file: str | None = None) -> Ref[None]: ...
 
 
+class Sleep(Protocol):
+    def remote(self, synced_next: bool = False) -> Ref[None]: ...
+
+
 class ModelHandle(Protocol):
     """A WholeModel as a training loop sees it; `whole_model.WholeModel` documents the calls."""
 
@@ -121,7 +125,7 @@ class ModelHandle(Protocol):
     save_state: Method[[Path], None]
     check_state: Method[[Path], str | None]
     load_state: Method[[Path], None]
-    sleep: Method[[], None]
+    sleep: Sleep
     wake_up: Method[[], None]
 
 
@@ -177,7 +181,9 @@ class WorkhorseHandle(Protocol):
     save_state: Method[[Path], None]
     check_state: Method[[Path, int, int], str | None]
     load_state: Method[[Path], None]
-    sleep: Method[[], None]
+
+    # Either
+    sleep: Method[..., None]
     wake_up: Method[[], None]
 
     # Generator

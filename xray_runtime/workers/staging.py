@@ -14,11 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from xray_runtime.engines.training.disk import own_directory
 from xray_runtime.store.manifest import LEDGER
-from xray_runtime.workers.nodes import current_node, probe_file
 from xray_runtime.workers.protocols import WorkhorseHandle
 
 CHUNK_BYTES = 64 * 2**20
@@ -92,6 +89,9 @@ class FileStager:
         collect: Callable[[list[Any], list[int]], list[Any]],
         shared: Path,
     ) -> None:
+        # Not above: a Workhorse, which imports this module too, also works by itself where there is no Ray.
+        from xray_runtime.workers.nodes import current_node, probe_file
+
         self._workhorses, self._nodes, self._collect = workhorses, nodes, collect
         self._staged: dict[Path, list[Path]] = {}
         # The first rank on a node receives for all ranks there.
@@ -127,6 +127,8 @@ class FileStager:
         self.remove(self._staged.pop(directory))
 
     def _copy(self, directory: Path) -> list[Path]:
+        import ray
+
         found = self.output_directories(directory)
         ranks = list(self._receivers.values())
         for path in _model_files(directory) if ranks else []:

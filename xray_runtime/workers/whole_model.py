@@ -239,8 +239,10 @@ class WholeModel:
     def where(self) -> list[Device]:
         return self._call(lambda w: w.where.remote())
 
-    def sleep(self) -> None:
-        self._call(lambda w: w.sleep.remote())
+    def sleep(self, synced_next: bool = False) -> None:
+        """`Learner.sleep`, or `Generator.sleep` of a model that samples."""
+        given = {"synced_next": synced_next} if isinstance(self._spec.layout, GeneratorConfig) else {}
+        self._call(lambda w: w.sleep.remote(**given))
 
     def wake_up(self) -> None:
         self._call(lambda w: w.wake_up.remote())

@@ -162,6 +162,28 @@ def test_chunks_are_the_whole(max_logits: int, chunks: list[int]) -> None:
         torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
 
 
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+@pytest.mark.parametrize(("on_gpu", "chunks"), [(False, 18), (True, 2)])
+def test_a_gpu_makes_more_logits_at_a_time(on_gpu: bool, chunks: int) -> None:
+    """3,000 tokens of 100,000 words are 3 · 10⁸ logits: 17.9 times 2²⁴, and 1.1 times
+    2²⁸."""
+    hidden = torch.empty(3000, 8, device="meta")
+    seen: list[int] = []
+
+    def output_layer(states: torch.Tensor) -> torch.Tensor:
+        seen.append(len(states))
+        return torch.empty(len(states), 100_000, device="meta")
+
+    states = hidden.as_subclass(OnGpu) if on_gpu else hidden
+    targets = torch.empty(3000, dtype=torch.int64, device="meta")
+    with torch.no_grad():
+        chunked_logprobs_and_entropy(output_layer, states, targets, vocab_size=100_000)
+    assert len(seen) == chunks
+
+
 def test_no_tokens_are_no_chunk() -> None:
     layer = torch.nn.Linear(5, 40)
     found = chunked_logprobs_and_entropy(layer, torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64), vocab_size=40)

@@ -19,8 +19,8 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "kv_cache_bytes", lambda *args: 2**20)
 
 
-def engine_options(rank: EngineRank) -> dict[str, Any]:
-    return vllm.engine_options(Path("model"), 32, RUNTIME, rank)
+def engine_options(rank: EngineRank, runtime: RuntimeConfig = RUNTIME) -> dict[str, Any]:
+    return vllm.engine_options(Path("model"), 32, runtime, rank)
 
 
 @pytest.mark.parametrize(("device", "world_size"), [("cuda", 4), ("cuda", 1), ("cpu", 2)])
@@ -35,3 +35,19 @@ def test_a_gpu_gets_half_precision_graphs_and_a_share_of_its_memory() -> None:
     assert (on_gpu["dtype"], on_gpu["enforce_eager"], on_gpu["gpu_memory_utilization"]) == ("bfloat16", False, 0.3)
     assert on_gpu["max_num_seqs"] == 48
     assert (on_cpu["dtype"], on_cpu["enforce_eager"], "gpu_memory_utilization" in on_cpu) == ("float32", True, False)
+
+
+@pytest.mark.parametrize(
+    ("device", "reproducible", "caches"), [("cuda", False, True), ("cuda", True, False), ("cpu", True, True)]
+)
+def test_prefixes_are_kept_unless_bits_are_promised_that_they_may_change(
+    device: str, reproducible: bool, caches: bool
+) -> None:
+    options = engine_options(EngineRank(device), RuntimeConfig(reproducible=reproducible))
+    assert options["enable_prefix_caching"] == caches
+
+
+def test_a_gpu_samples_as_many_sequences_at_a_time_as_are_planned() -> None:
+    assert "max_num_seqs" not in engine_options(EngineRank("cuda"))
+    assert engine_options(EngineRank("cuda"), RuntimeConfig(max_num_seqs=48))["max_num_seqs"] == 48
+    assert engine_options(EngineRank("cpu"), RuntimeConfig(max_num_seqs=48))["max_num_seqs"] == vllm.SEQUENCES

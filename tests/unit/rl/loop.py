@@ -131,7 +131,7 @@ class PPOModel:
         self.save, self.save_state = Method(self, "save", self._save), Method(self, "save_state", self._save_state)
         self.check_state = Method(self, "check_state", lambda directory: None)
         self.load_state = Method(self, "load_state", self._load)
-        self.sleep = Method(self, "sleep", lambda: self._note("sleep"))
+        self.sleep = Method(self, "sleep", lambda synced_next=False: self._note("drop" if synced_next else "sleep"))
         self.wake_up = Method(self, "wake_up", lambda: self._note("wake_up"))
         self.load_weights = Method(self, "load_weights", lambda update: pytest.fail("PPO syncs by `follow`"))
 

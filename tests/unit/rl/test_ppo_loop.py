@@ -156,6 +156,21 @@ def test_trained_models_sleep_while_replies_are_sampled(inputs: PPOInputs, tmp_p
     assert world.calls[:3] == ["policy sleep", "generator generate 0", "policy wake_up"]
 
 
+@pytest.mark.parametrize(("rounds", "end"), [(0, "drop"), (1, "sleep")])
+def test_a_cache_wakes_after_the_trained_models_sleep(
+    inputs: PPOInputs, tmp_path: Path, rounds: int, end: str
+) -> None:
+    """A sync comes before the generator's next turn, so its weights may be dropped: unless other prompts take the place
+    of those whose replies tie."""
+    world, runtime = World(), RuntimeConfig(device="cuda", generator_sleeps=True, trainer_sleeps=True)
+    groups: dict[str, Any] = {"prompts_per_iteration": 2, "samples_per_prompt": 2, "advantages": "rloo"}
+    fields = groups if rounds else {}
+    attempt(inputs, tmp_path / "out", world, runtime=runtime, resample_rounds=rounds, **fields)
+    first = world.calls.index("generator follow 1")
+    turn = ["policy sleep", "generator wake_up", "generator generate 1", f"generator {end}", "policy wake_up"]
+    assert world.calls[first + 1 : first + 1 + len(turn)] == turn
+
+
 def test_the_weight_of_kl_is_steered_towards_its_target(inputs: PPOInputs, tmp_path: Path) -> None:
     recorder = attempt(inputs, tmp_path / "out", World())
     assert [point["kl/reference_k1"] for point in recorder.points] == pytest.approx([2.2, 2.2])

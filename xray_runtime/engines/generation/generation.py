@@ -51,8 +51,16 @@ class Generation:
         if step == "init":
             sampler.receive(step, info, version)
         else:
-            run = partial(sampler.receive, step, info, version)
-            self.weights.receive(run, version, first=step == "start", last=step == "finish")
+            run, names = partial(sampler.receive, step, info, version), info.get("names", ())
+            self.weights.receive(run, version, first=step == "start", last=step == "finish", names=names)
+
+    def wake_up(self) -> None:
+        """`Sampler.wake_up`."""
+        self._sampler.wake_up()
+
+    def sleep(self, *, synced_next: bool = False) -> None:
+        """`Sampler.sleep`; weights that an update brings before the next sample (`synced_next`) are not kept."""
+        self._sampler.sleep(drop=synced_next and self.weights.drop())
 
     def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, version: int) -> Rows:
         """Sample one reply a prompt with policy version `version`.

@@ -77,3 +77,9 @@ class Sampler(Protocol):
     def layers_of(self, names: set[str]) -> set[str]:
         """`names` and the tensors that must be written together with them."""
         return names
+
+    def wake_up(self) -> None:
+        """Stay awake until `sleep`, over any number of samples. Only vLLM sleeps, with `runtime.generator_sleeps`."""
+
+    def sleep(self, *, drop: bool = False) -> None:
+        """Free the GPU's memory until the next sample or update; with `drop`, without keeping the weights."""

@@ -26,6 +26,8 @@ PREFILL_TOKENS = 8192
 """Prompt tokens that vLLM processes at a time."""
 SEQUENCES = 256
 """Replies that vLLM samples at a time on CPU."""
+MEMORY = WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""Names of the memory that vLLM frees while it sleeps."""
 BLOCK_TOKENS = 32
 """Tokens in a block of the KV cache, the smallest number that vLLM's kernels for CPU accept. Only whole blocks of a
 prompt can be shared."""
@@ -62,8 +64,8 @@ def engine_options(directory: Path, max_length: int, runtime: RuntimeConfig, ran
         "enforce_eager": on_cpu,
         # On CPU vLLM fails on a seeded request whose prompt it has cut in two ("Generator does not use offset").
         "enable_chunked_prefill": not on_cpu,
-        # Replies and log-probabilities stay the same to the bit, which vLLM's kernels for CUDA do not promise.
-        "enable_prefix_caching": on_cpu,
+        # On CPU, replies and log-probabilities stay the same to the bit. vLLM's kernels for CUDA do not promise that.
+        "enable_prefix_caching": on_cpu or not runtime.reproducible,
     }
     if on_cpu:
         cache = kv_cache_bytes(directory, max_length, runtime, rank.world_size)
@@ -124,7 +126,9 @@ class VLLMSampler:
         from xray_runtime.weights import vllm_transfer
 
         vllm_transfer.register()
-        self._sleeps, self._asleep = runtime.generator_sleeps, False
+        self._sleeps, self._stays_awake = runtime.generator_sleeps, False
+        self._asleep: set[str] = set()
+        """Which of vLLM's `MEMORY` is freed."""
         if rank.world_size > 1:
             _launch(rank)
         options = engine_options(directory, max_length, runtime, rank)
@@ -147,7 +151,7 @@ class VLLMSampler:
             _unlink_shared_memory()
         self._llm.init_weight_transfer_engine({"init_info": {}})
         self._count_steps()
-        self._sleep()
+        self.sleep()
 
     def _count_steps(self) -> None:
         engine: Any = self._llm.llm_engine
@@ -159,16 +163,22 @@ class VLLMSampler:
 
         engine.step = counted
 
-    def _sleep(self) -> None:
-        # Level 1 moves the weights to host memory and drops the KV cache.
-        if self._sleeps and not self._asleep:
-            self._llm.sleep(level=1)
-            self._asleep = True
+    def sleep(self, *, drop: bool = False) -> None:
+        """With `runtime.generator_sleeps`, drop the KV cache and move the weights to host memory; `drop`: lose them."""
+        self._stays_awake = False
+        if self._sleeps and self._asleep != set(MEMORY):
+            self._llm.sleep(level=2 if drop else 1)
+            self._asleep = set(MEMORY)
 
-    def _wake_up(self) -> None:
-        if self._asleep:
-            self._llm.wake_up()
-            self._asleep = False
+    def wake_up(self) -> None:
+        """Stay awake until `sleep`, instead of for one `sample`."""
+        self._stays_awake = True
+        self._wake(*MEMORY)
+
+    def _wake(self, *memory: str) -> None:
+        if wanted := [each for each in memory if each in self._asleep]:
+            self._llm.wake_up(wanted)
+            self._asleep -= set(wanted)
 
     def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
         params = [
@@ -189,13 +199,15 @@ class VLLMSampler:
             )
             for seed in seeds
         ]
-        self._wake_up()
+        self._wake(*MEMORY)
         outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        self._sleep()
+        if not self._stays_awake:
+            self.sleep()
         # With `logprobs=0` the list has one number per token: that of the token itself.
         return [Reply(list(o.outputs[0].token_ids), o.outputs[0].logprobs.logprobs) for o in outputs]
 
     def layers_of(self, names: set[str]) -> set[str]:
+        self._wake(WEIGHTS)
         [together] = self._llm.collective_rpc(lambda worker: worker.weight_transfer_engine.layers_of(names))
         return set(together)
 
@@ -207,9 +219,10 @@ class VLLMSampler:
     def receive(self, step: str, info: dict[str, Any], version: int) -> None:
         """One step of a transfer from GPU to GPU, driven by a trainer: `init`, `start`, `update`, …, `finish`.
 
-        The engine stays awake afterwards, since a rollout follows.
+        Its weights stay awake afterwards, since a rollout follows. Its cache does not wake up: the trainers that send
+        do not sleep yet, and all three may be more than the GPU has.
         """
-        self._wake_up()
+        self._wake(WEIGHTS)
         if step == "init":
             self._llm.init_weight_transfer_engine({"init_info": info})
         elif step == "start":

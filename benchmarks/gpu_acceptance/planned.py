@@ -1,0 +1,77 @@
+"""What the planner says of the acceptance's models: bytes and seconds, to be held against what is measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from benchmarks.gpu_acceptance.setting import Setting
+from xray_runtime.config.base import PretrainedBase
+from xray_runtime.planning.cost import generate_seconds, update_seconds
+from xray_runtime.planning.memory import HALF_BYTES, Layout
+from xray_runtime.planning.plan import Plan
+from xray_runtime.planning.search import search
+from xray_runtime.planning.shapes import ModelShape, from_pretrained
+from xray_runtime.planning.workload import Machine, Role, Workload, training_options
+from xray_runtime.workers.model_spec import ModelSpec
+
+
+def shape_of(setting: Setting) -> ModelShape:
+    return from_pretrained(PretrainedBase(model=str(setting.model)))
+
+
+def machine(setting: Setting, num_gpus: int = 1) -> Machine:
+    memory = torch.cuda.get_device_properties(0).total_memory if setting.device == "cuda" else 80 * 2**30
+    return Machine(num_devices=num_gpus, memory_bytes=memory)
+
+
+def trained_role(setting: Setting, spec: ModelSpec) -> Role:
+    assert spec.training is not None
+    width, options = training_options(spec.training.lora, spec.training.engine, setting.device)
+    return Role(name="policy", shape=shape_of(setting), use="trained", weight_bytes=width, options=options)
+
+
+def sampled_role(setting: Setting) -> Role:
+    return Role(name="generator", shape=shape_of(setting), use="sampled", weight_bytes=HALF_BYTES)
+
+
+def workload(setting: Setting, *roles: Role, micro_batch_tokens: int) -> Workload:
+    """The batch of the setting, rolled out and learned from once; the choices of the layout are the caller's."""
+    lengths = setting.rows["input_ids"].lengths
+    return Workload(
+        roles=roles,
+        sequence_tokens=int(lengths.max()),
+        response_tokens=int((lengths - setting.rows["prompt_lengths"]).max()),
+        batch_size=setting.size.num_rows,
+        rollout_size=setting.size.num_rows,
+        micro_batch_tokens=micro_batch_tokens,
+        device="cuda",
+    )
+
+
+def training(setting: Setting, spec: ModelSpec) -> tuple[int, float]:
+    """(peak bytes on the fullest device without what a process holds outside torch's allocator, seconds of a step)."""
+    assert spec.training is not None
+    engine, role = spec.training.engine, trained_role(setting, spec)
+    layout = Layout(
+        zero_stage=engine.zero, tp=engine.tensor_parallel, pp=engine.pipeline_parallel, dp=engine.data_parallel
+    )
+    one = workload(setting, role, micro_batch_tokens=engine.micro_batch_tokens)
+    memory = one.memory(role, layout)
+    return memory.total - memory.process, update_seconds(role, layout, one, machine(setting, layout.num_devices))
+
+
+def sampling_seconds(setting: Setting) -> float:
+    """Seconds to sample the batch with one replica."""
+    role = sampled_role(setting)
+    one = workload(setting, role, micro_batch_tokens=setting.size.micro_batch_tokens)
+    return generate_seconds(role, Layout(), one, machine(setting))
+
+
+def in_turn(setting: Setting, spec: ModelSpec) -> Plan:
+    """The plan of policy and generator on one GPU, each asleep while the other works."""
+    assert spec.training is not None
+    roles = trained_role(setting, spec), sampled_role(setting)
+    one = workload(setting, *roles, micro_batch_tokens=spec.training.engine.micro_batch_tokens)
+    return search(replace(one, generator_sleeps=True, trainer_sleeps=True), machine(setting))
