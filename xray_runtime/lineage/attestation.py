@@ -26,9 +26,10 @@ from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import Dataset, Evaluation, Model, Preferences, RewardModel, is_a
 from xray_runtime.lineage import provenance
 from xray_runtime.lineage.card import model_card
-from xray_runtime.lineage.keys import trusted_keys
-from xray_runtime.lineage.signing import Verifier, public_key, sign
+from xray_runtime.lineage.keys import HOW_TO_TRUST, trusted_keys
+from xray_runtime.lineage.signing import SignatureProblem, Verifier, sign
 from xray_runtime.lineage.statement import External, OutsideSource, RunFacts, Statement, Subject
+from xray_runtime.lineage.trusted_log import trusted_view
 from xray_runtime.stages.kinds import find_kind
 from xray_runtime.store.checkpoints import CHECKPOINTS, Store, read_bounded, read_manifest
 from xray_runtime.store.digest_memory import DIGESTS, DigestMemory
@@ -91,22 +92,31 @@ def read_statement(directory: Path) -> Statement:
 
 
 def open_store(output: Path, shared: SharedStore | None = None) -> Store:
-    """The checkpoints of an output directory; those that no trusted key signed are not used once there is a key."""
-    return Store(output / CHECKPOINTS, shared, partial(_record_problem, output), DigestMemory(output / DIGESTS))
+    """The checkpoints of an output directory; those that no trusted key signed are not used."""
+    return Store(output / CHECKPOINTS, shared, partial(record_problem, output), DigestMemory(output / DIGESTS))
 
 
-def _record_problem(output: Path, directory: Path, manifest: Manifest, sha256: str) -> str | None:
-    """The fault of the signed record beside a checkpoint; None where it is sound, or no key exists yet."""
-    if not public_key(output).exists():
-        return None
+def record_problem(output: Path, directory: Path, manifest: Manifest, sha256: str) -> str | None:
+    """Why an output directory does not trust a checkpoint in `directory`; None where it does.
+
+    A key that it trusts must have signed the statement beside it, and its signed log must not name another digest.
+    """
     try:
         statement = read_statement(directory)
         made = statement.predicate.details.metadata.finished
         Verifier(trusted_keys(output)).check(directory / ATTESTATION, directory / SIGNATURE, made)
+    except SignatureProblem as problem:
+        hint = f"; {HOW_TO_TRUST}" if problem.code == "foreign" else ""
+        return f"its record is not signed by a trusted key ({problem}{hint})"
     except (OSError, ValueError) as error:
         return f"its record is not signed by a trusted key ({first_line(error)})"
     differing = statement.contradicts(manifest, sha256)
-    return f"its signed statement differs from it in: {', '.join(differing)}" if differing else None
+    if differing:
+        return f"its signed statement differs from it in: {', '.join(differing)}"
+    logged = trusted_view(output).published.get(f"{manifest.stage}-{manifest.key[:12]}")
+    if logged is not None and logged.checkpoint != sha256:
+        return f"the signed log says that {logged.checkpoint[:12]} was published, and it is {sha256[:12]}"
+    return None
 
 
 def _statement(

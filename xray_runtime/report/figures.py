@@ -42,18 +42,27 @@ class StageRecord:
 
 def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
     """Metric → its (step, value) points; empty without the file; damaged lines are left out."""
+    return parse_metrics(path.read_bytes() if path.is_file() else b"")
+
+
+def parse_metrics(content: bytes) -> dict[str, list[tuple[int, float]]]:
+    """As `read_metrics`, from the content of the file."""
     series: dict[str, list[tuple[int, float]]] = {}
-    if not path.is_file():
-        return series
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in content.splitlines():
         try:
             record = json.loads(line)
             step, points = record["step"], record["metrics"].items()
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+            found = [(str(name), step, value) for name, value in points if _is_number(step) and _is_number(value)]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
-        for name, value in points:
-            series.setdefault(name, []).append((step, value))
+        for name, at, value in found:
+            series.setdefault(name, []).append((at, value))
     return series
+
+
+def _is_number(value: Any) -> bool:
+    # Larger integers than these fit into no float.
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
 
 
 def training_figure(panels: Panels, series: dict[str, list[tuple[int, float]]]) -> Figure | None:

@@ -74,6 +74,11 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def text_sha256(text: str) -> str:
+    """sha256 of a text in UTF-8."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 @cache
 def environment_digest() -> str:
     """sha256 over X-ray's code and the libraries' versions here: equal in every process of a run."""

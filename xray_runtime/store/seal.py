@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import hashlib
 import os
 import stat
 from collections.abc import Sequence
@@ -63,18 +64,39 @@ class Seal:
 
     def seal_file(self, path: Path, written: Path | None = None) -> None:
         """Write the seal of the file `path`; until it is renamed, its content is in `written`."""
-        write_atomic(_seal_path(path), self.sign(_purpose(path), file_sha256(written or path)))
+        self.seal_content(path, file_sha256(written or path))
 
     def is_sealed(self, path: Path) -> bool:
         """Whether a file is unchanged since it was sealed under its name; reads all of it."""
+        return self.sealed_sha256(path) is not None
+
+    def sealed_sha256(self, path: Path) -> str | None:
+        """Digest of a file that is unchanged since it was sealed under its name; None if it is not."""
         try:
             # Links are not followed, and pipes are not waited for.
-            if not stat.S_ISREG(os.lstat(path).st_mode):
-                return False
+            sha256 = file_sha256(path) if stat.S_ISREG(os.lstat(path).st_mode) else None
+        except OSError:
+            return None
+        return sha256 if sha256 is not None and self._holds(path, sha256) else None
+
+    def read_sealed(self, path: Path) -> bytes | None:
+        """The bytes of a small file that is unchanged since it was sealed under its name; None if it is not."""
+        try:
+            content = read_bounded(path)
+        except (OSError, ValueError):
+            return None
+        return content if self._holds(path, hashlib.sha256(content).hexdigest()) else None
+
+    def seal_content(self, path: Path, sha256: str) -> None:
+        """Write the seal of a file whose content, here or soon, has this digest."""
+        write_atomic(_seal_path(path), self.sign(_purpose(path), sha256))
+
+    def _holds(self, path: Path, sha256: str) -> bool:
+        try:
             seal = read_bounded(_seal_path(path), MAX_SEAL_BYTES).decode("ascii")
         except (OSError, ValueError):
             return False
-        return self.holds(_purpose(path), file_sha256(path), seal)
+        return self.holds(_purpose(path), sha256, seal)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,7 +88,7 @@ def audit(
     store: LineageStore,
     starts: Iterable[Node] | None = None,
     *,
-    public: Path | None = None,
+    public: Path | Sequence[Path] | None = None,
     hashing: bool = True,
     since_verified: bool = False,
     expect: Head | None = None,
@@ -98,7 +98,7 @@ def audit(
 
     Args:
         starts: None audits everything in the store, and looks for records of checkpoints that are gone.
-        public: the public key to trust; by default the one in the output directory's `keys/`.
+        public: the public keys to trust; by default those in the output directory's `keys/`.
         hashing: False compares only the sizes of files.
         since_verified: skip what has not changed since such an audit found everything sound, and record a sound result
             (see `verified`); only with `starts=None` and hashing.
@@ -225,7 +225,7 @@ def _structure(store: LineageStore, order: list[str], everything: bool) -> Itera
             yield Finding(directory.name, "manifest-malformed", reason)
 
 
-def _trusted(store: LineageStore, public: Path | None, found: list[Finding]) -> list[TrustedKey]:
+def _trusted(store: LineageStore, public: Path | Sequence[Path] | None, found: list[Finding]) -> list[TrustedKey]:
     """The trusted keys; none where one cannot be used."""
     found += [Finding(name, "rotation-broken", reason) for name, reason in read_rotations(store.output)[1]]
     try:

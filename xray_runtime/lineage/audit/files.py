@@ -19,7 +19,7 @@ from xray_runtime.data.recorded import RECORDED
 from xray_runtime.data.withdrawn import FOLDER as WITHDRAWN
 from xray_runtime.graph.artifacts import Evaluation
 from xray_runtime.lineage.audit.findings import Finding
-from xray_runtime.lineage.log import LIFECYCLE, LOG, REPORT, LogView, RunBegan, read_run
+from xray_runtime.lineage.log import END, LIFECYCLE, LOG, REPORT, LogView, RunBegan, read_run
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import TrustedKey
 from xray_runtime.rewards.journal import ANSWERS, purpose_of_answers, read_entry
@@ -33,8 +33,8 @@ from xray_runtime.tracking.recorder import RECORDS
 RESULTS, PAGES = "results", "lineage"
 MAX_ANSWERS_BYTES = 2**30
 ROOT = {
-    *(CHECKPOINTS, RECORDS, RESULTS, PAGES, ARTIFACTS, SNAPSHOTS, LOG, LIFECYCLE, REPORT),
-    *("keys", "config.yaml", "search.yaml", "verified.json", "mlflow.db", "digests.sqlite"),
+    *(CHECKPOINTS, RECORDS, RESULTS, PAGES, ARTIFACTS, SNAPSHOTS, LOG, END, LIFECYCLE, REPORT),
+    *("keys", "config.yaml", "search.yaml", f"{LIFECYCLE}{SEALED}", "verified.json", "mlflow.db", "digests.sqlite"),
     *("logs", "locks", "jobs", "prefect", "searches", "comparisons", "feedback", "flywheel", "evaluations"),
     *(RECORDED, WITHDRAWN),
 }
@@ -131,7 +131,8 @@ def _extra(output: Path, view: LogView, is_open: bool) -> Iterator[Finding]:
     for folder in (RECORDS, RESULTS, PAGES, ARTIFACTS):
         unfinished = set[str]()
         for name in _below(output, folder):
-            if name in view.files:
+            # A record's seal is of no use once the log has the record.
+            if name in view.files or (folder == RECORDS and name.removesuffix(SEALED) in view.files):
                 continue
             holder = Path(*Path(name).parts[:2]).with_suffix("") if folder == RESULTS else Path(*Path(name).parts[:2])
             of_stage = (folder != PAGES and len(Path(name).parts) > 2) or folder == RESULTS
