@@ -102,6 +102,8 @@ class LogView(ChainState):
     """Runs that ended and were not resumed."""
     decisions: list[Decision] = field(default_factory=list)
     pruned: set[str] = field(default_factory=set)
+    known: set[str] = field(default_factory=set)
+    """Every checkpoint that was ever published or brought here."""
     recorded: Head = EMPTY
     """The chain of recorded answers must still have this line."""
     withdrawals: list[Withdrawn] = field(default_factory=list)
@@ -165,6 +167,7 @@ class LogView(ChainState):
         self.erased -= line.files.keys()
         if isinstance(entry, Published):
             self.published[entry.directory] = entry
+            self.known.add(entry.checkpoint)
             self.pruned.discard(entry.checkpoint)
         elif isinstance(entry, RunBegan):
             self.ended.pop(entry.run_id, None)

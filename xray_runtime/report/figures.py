@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.graph.kind import Panels
 from xray_runtime.stages.kinds import find_kind
+from xray_runtime.store.checkpoints import read_bounded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,6 +22,7 @@ INK, GRID = "#7d8694", "#8b94a366"
 PANEL_INCHES = (3.9, 2.5)
 COLORS = ("#2f7ed8", "#e07b39", "#3a9d6e", "#b4489a")
 
+MAX_METRICS_BYTES = 2**30
 FIGURE = ".svg"
 """Suffix of a stage's curves beside its metrics."""
 
@@ -41,8 +43,11 @@ class StageRecord:
 
 
 def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """Metric → its (step, value) points; empty without the file; damaged lines are left out."""
-    return parse_metrics(path.read_bytes() if path.is_file() else b"")
+    """Metric → its (step, value) points; empty without a file that can be read; damaged lines are left out."""
+    try:
+        return parse_metrics(read_bounded(path, MAX_METRICS_BYTES))
+    except (OSError, ValueError):
+        return {}
 
 
 def parse_metrics(content: bytes) -> dict[str, list[tuple[int, float]]]:
