@@ -164,10 +164,10 @@ class RunSummary:
 
     def _write(self) -> None:
         with self._lock:
-            text = self._text()
+            content = self._text().encode()
             # A run that is lost is closed by its sealed record alone (`lost_runs`).
-            self._seal.seal_content(self.path, hashlib.sha256(text.encode()).hexdigest())
-            write_atomic(self.path, text)
+            self._seal.seal_content(self.path, hashlib.sha256(content).hexdigest(), len(content))
+            write_atomic(self.path, content)
 
     def _text(self) -> str:
         self.content["seconds"] = time.perf_counter() - self._start

@@ -105,9 +105,10 @@ def _newest(bundle: LineageStore, path: str) -> Node:
 def _copy(source: LineageStore, node: Node, output: Path, tracking_uri: str | None, ref: str) -> None:
     # With its evaluations: one of them signs the model card that lies beside the weights.
     order = with_history(source.graph, [node.sha256])
-    require_known_signers(source, order, output, ref, f"`xray keys trust KEY.pub --output {output}`")
+    roots = known_keys(output)
+    require_known_signers(source, order, roots, ref, f"`xray keys trust KEY.pub --output {output}`")
     nodes = [source.graph.nodes[sha] for sha in order if sha in source.graph.nodes]
-    broken = audit(source, nodes, public=known_keys(output)).broken
+    broken = audit(source, nodes, public=roots).broken
     if broken:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
         raise ConfigError(f"{ref!r} is not sound: the audit there found {broken[0]}{more}")

@@ -31,7 +31,7 @@ from xray_runtime.lineage.signing import SignatureProblem, Verifier, sign
 from xray_runtime.lineage.statement import External, OutsideSource, RunFacts, Statement, Subject
 from xray_runtime.lineage.trusted_log import trusted_view
 from xray_runtime.stages.kinds import find_kind
-from xray_runtime.store.checkpoints import CHECKPOINTS, Store, read_bounded, read_manifest
+from xray_runtime.store.checkpoints import CHECKPOINTS, MAX_RECORD_BYTES, Store, read_bounded, read_manifest
 from xray_runtime.store.digest_memory import DIGESTS, DigestMemory
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import ATTESTATION, CARD, MANIFEST, SIGNATURE, STATEMENT, Manifest
@@ -39,6 +39,8 @@ from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.shared import SharedStore
 
 DIFF, EVALUATED_CARD = "code.diff", "card.md"
+RECORD_FILES = {STATEMENT: MAX_RECORD_BYTES, DIFF: 2**30, EVALUATED_CARD: MAX_RECORD_BYTES}
+"""File of a record → bytes that it may have: a signature covers all of them, and checking it reads all."""
 
 
 def attest(
@@ -91,6 +93,16 @@ def read_statement(directory: Path) -> Statement:
     return Statement.read(directory / ATTESTATION / STATEMENT)
 
 
+def foreign_in_record(record: Path) -> tuple[str, str] | None:
+    """(name, reason) of the first entry of a record's directory that X-ray does not write there; None without one."""
+    for path in sorted(record.iterdir()):
+        if path.name not in RECORD_FILES or path.is_symlink() or not path.is_file():
+            return path.name, "does not belong there"
+        if path.stat().st_size > RECORD_FILES[path.name]:
+            return path.name, "is too large"
+    return None
+
+
 def open_store(output: Path, shared: SharedStore | None = None) -> Store:
     """The checkpoints of an output directory; those that no trusted key signed are not used."""
     return Store(output / CHECKPOINTS, shared, partial(record_problem, output), DigestMemory(output / DIGESTS))
@@ -102,6 +114,9 @@ def record_problem(output: Path, directory: Path, manifest: Manifest, sha256: st
     A key that it trusts must have signed the statement beside it, and its signed log must not name another digest.
     """
     try:
+        foreign = foreign_in_record(directory / ATTESTATION)
+        if foreign is not None:
+            return f"{ATTESTATION}/{ascii(foreign[0])[1:-1]} {foreign[1]}"
         statement = read_statement(directory)
         made = statement.predicate.details.metadata.finished
         Verifier(trusted_keys(output)).check(directory / ATTESTATION, directory / SIGNATURE, made)

@@ -234,16 +234,15 @@ def import_bundle(path: Path, output: Path, *, tracking_uri: str, experiment: st
     """Import a bundle into `output` and its MLflow if its audit is sound.
 
     Args:
-        public: the key its records must be signed with, which is then trusted; by default one that `output` trusts.
+        public: a key that its records may be signed with, besides those that `output` trusts, which then trusts it too.
 
     Raises ConfigError where it is signed with another key: the keys that it brings along prove nothing.
     """
     check_tracking_uri(tracking_uri)
     output.mkdir(parents=True, exist_ok=True)
     with open_bundle(path, same_disk=output) as store:
-        trusted = [public] if public else known_keys(output)
-        if public is None:
-            require_known_signers(store, list(store.graph.nodes), output, str(path), "name it with --public-key")
+        trusted = [*([public] if public else []), *known_keys(output)]
+        require_known_signers(store, list(store.graph.nodes), trusted, str(path), "name it with --public-key")
         result = _audit(store, trusted)
         if result.is_sound:
             order = store.graph.ancestors(list(store.graph.nodes))
@@ -258,21 +257,24 @@ def known_keys(output: Path) -> list[Path]:
     return root_keys(output)
 
 
-def require_known_signers(source: LineageStore, order: Sequence[str], output: Path, ref: str, how: str) -> None:
-    """Raises ConfigError where one of the checkpoints names a signer that `output` does not trust.
+def require_known_signers(
+    source: LineageStore, order: Sequence[str], roots: Sequence[Path], ref: str, how: str
+) -> None:
+    """Raises ConfigError where one of the checkpoints names a signer that is not trusted.
 
     Args:
+        roots: the public keys that are trusted.
         how: what to do with a copy of the signer's key.
     """
-    trusted = {key.sha256 for key in trusted_keys(source.output, known_keys(output))}
+    trusted = {key.sha256 for key in trusted_keys(source.output, roots)}
     for sha in order:
         node = source.graph.nodes.get(sha)
         with contextlib.suppress(OSError, ValueError):
             # The audit finds a signature that cannot be read.
             if node is not None and (signer := signer_of(node.directory / SIGNATURE)) not in trusted:
                 raise ConfigError(
-                    f"{ref!r} is not allowed: it is signed with key {signer[:16]}, which {output} does not trust: ask "
-                    f"its owner for a copy of the key, and {how}"
+                    f"{ref!r} is not allowed: it is signed with key {signer[:16]}, which is not trusted here: ask its "
+                    f"owner for a copy of the key, and {how}"
                 )
 
 

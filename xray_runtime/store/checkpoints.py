@@ -226,10 +226,8 @@ class Store:
     def _problem(self, directory: Path, sha256: Digest = file_sha256, expected: str | None = None) -> str | None:
         """Why a checkpoint is not used; None where it is sound."""
         problem = next((damage.text for damage in inspect(directory, expected, digest=sha256)), None)
-        if problem is None:
-            problem = self._record_problem(directory, directory.name, expected)
-            if problem is not None:
-                log.warning("%s: %s; it is not used", directory, problem)
+        if problem is None and (problem := self._record_problem(directory, directory.name, expected)):
+            log.warning("%s: %s; it is not used", directory, problem)
         return problem
 
     def _record_problem(self, directory: Path, name: str, expected: str | None) -> str | None:
@@ -362,15 +360,20 @@ def _check_file(directory: Path, entry: FileEntry, digest: Digest | None) -> Dam
     path = directory / entry.path
     if any((directory / part).is_symlink() for part in (Path(entry.path), *Path(entry.path).parents)):
         return Damage("file-link", entry.path, f"{entry.path} is a link")
-    if not path.is_file():
-        return Damage("file-missing", entry.path, f"{entry.path} is missing")
-    size = path.stat().st_size
-    if size != entry.size:
-        return Damage("file-changed", entry.path, f"{entry.path} has {size} bytes, not {entry.size}")
     try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return Damage("file-missing", entry.path, f"{entry.path} is missing: something else has its name")
+        # What has another size is not read: a sparse file claims any number of bytes.
+        if status.st_size != entry.size:
+            return Damage("file-changed", entry.path, f"{entry.path} has {status.st_size} bytes, not {entry.size}")
         same = digest is None or digest(path) == entry.sha256
+    except (FileNotFoundError, NotADirectoryError):
+        return Damage("file-missing", entry.path, f"{entry.path} is missing")
     except OutsideChangedError:
         same = False
+    except OSError as error:
+        return Damage("file-changed", entry.path, f"{entry.path} cannot be read ({error.strerror})")
     return None if same else Damage("file-changed", entry.path, f"{entry.path} was changed")
 
 

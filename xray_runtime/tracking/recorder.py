@@ -108,6 +108,8 @@ class StageRecorder:
         self._write(ATTEMPTS, str(self.attempt).encode())
         self._hash = hashlib.sha256()
         """Of the points in the file of metrics that this process wrote, or found in a snapshot."""
+        self._size = 0
+        """Their bytes."""
         self._newest: Snapshot | None = None
         self._sender, self._sent = ThreadPoolExecutor(1), 0
         self._open_mirror, self._mirrored = mirror, 0
@@ -123,10 +125,14 @@ class StageRecorder:
         self._snapshots.check()
         line = {"step": step, "time_ms": int(time.time() * 1000), "metrics": {k: float(v) for k, v in values.items()}}
         text = json.dumps(line).encode() + b"\n"
-        self._hash.update(text)
-        self._metrics.write(text)
+        self._write_points(text)
         # Others read this file while the stage runs.
         self._metrics.flush()
+
+    def _write_points(self, text: bytes) -> None:
+        self._hash.update(text)
+        self._size += len(text)
+        self._metrics.write(text)
 
     def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
         text = json.dumps({"columns": columns, "rows": rows}, ensure_ascii=False, indent=1)
@@ -143,7 +149,7 @@ class StageRecorder:
 
     def _write(self, name: str, content: bytes) -> None:
         """Write a record with its seal: the end of the stage signs no other file."""
-        self.seal.seal_content(self._directory / name, hashlib.sha256(content).hexdigest())
+        self.seal.seal_content(self._directory / name, hashlib.sha256(content).hexdigest(), len(content))
         write_atomic(self._directory / name, content)
 
     def ask(self, question: str) -> Answer | None:
@@ -164,11 +170,9 @@ class StageRecorder:
         """Start or resume: points recorded after the newest snapshot are dropped."""
         self._newest = self._snapshots.latest()
         self._metrics.truncate(0)
-        self._hash = hashlib.sha256()
+        self._hash, self._size = hashlib.sha256(), 0
         if self._newest is not None:
-            points = (self._newest.directory / METRICS).read_bytes()
-            self._hash.update(points)
-            self._metrics.write(points)
+            self._write_points((self._newest.directory / METRICS).read_bytes())
         self._secure()
 
     def resume(self) -> Snapshot | None:
@@ -231,7 +235,7 @@ class StageRecorder:
     def seal_metrics(self) -> None:
         """Seal the file of metrics as this process wrote it, before the stage is published."""
         self._secure()
-        self.seal.seal_content(self.metrics_path, self._hash.hexdigest())
+        self.seal.seal_content(self.metrics_path, self._hash.hexdigest(), self._size)
 
     def sealed(self) -> dict[Path, str]:
         """Record → sha256 of every file that this attempt, or an earlier one, wrote and nobody changed since."""

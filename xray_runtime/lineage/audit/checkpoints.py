@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.graph.artifacts import Benchmark, Evaluation
-from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD
+from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD, RECORD_FILES, foreign_in_record
 from xray_runtime.lineage.audit.contamination import Prompts, Spans, check_dataset, check_evaluation
 from xray_runtime.lineage.audit.files import check_files, check_kept, check_record
 from xray_runtime.lineage.audit.findings import Finding
@@ -38,8 +38,6 @@ from xray_runtime.store.manifest import ATTESTATION, CARD, SIGNATURE, STATEMENT
 
 WORKERS = 8
 """Checkpoints checked at the same time: much of it is waiting."""
-
-RECORD_FILES = {STATEMENT, DIFF, EVALUATED_CARD}
 
 
 @dataclass
@@ -191,6 +189,14 @@ def _erased(node: Node, view: LogView, path: str) -> bool:
 
 def _node(store: LineageStore, node: Node, verifier: Verifier | None, hashing: bool, view: LogView) -> list[Finding]:
     """Findings about one checkpoint's own files."""
+    try:
+        return _of_node(store, node, verifier, hashing, view)
+    except OSError as error:
+        # It changes while it is read, or may not be read.
+        return [Finding(node.name, "file-changed", f"it cannot be read ({error.strerror})")]
+
+
+def _of_node(store: LineageStore, node: Node, verifier: Verifier | None, hashing: bool, view: LogView) -> list[Finding]:
     found = []
     for damage in inspect(node.directory, node.sha256, file_sha256 if hashing else None):
         is_erased = damage.code == "file-missing" and _erased(node, view, damage.path)
@@ -260,13 +266,11 @@ def _attestation(store: LineageStore, node: Node, verifier: Verifier | None) -> 
     if record.is_symlink() or not record.is_dir():
         yield Finding(node.name, "statement-missing", f"there is no {ATTESTATION}/")
         return
-    for path in sorted(record.iterdir()):
-        if path.name not in RECORD_FILES or path.is_symlink() or not path.is_file():
-            yield Finding(node.name, "file-added", f"{ATTESTATION}/{path.name} does not belong there")
-            return
-        if path.stat().st_size > MAX_RECORD_BYTES and path.name != DIFF:
-            yield Finding(node.name, "statement-malformed", f"{ATTESTATION}/{path.name} is too large")
-            return
+    if (foreign := foreign_in_record(record)) is not None:
+        name, reason = foreign
+        code = "statement-malformed" if name in RECORD_FILES and "large" in reason else "file-added"
+        yield Finding(node.name, code, f"{ATTESTATION}/{name} {reason}")
+        return
     if verifier is not None:
         try:
             verifier.check(record, directory / SIGNATURE, node.finished or None)
@@ -288,7 +292,7 @@ def _attestation(store: LineageStore, node: Node, verifier: Verifier | None) -> 
 def _code(node: Node, statement: Statement) -> Iterator[Finding]:
     recorded = statement.predicate.build.internal.code.diff_sha256
     diff = node.directory / ATTESTATION / DIFF
-    actual = file_sha256(diff) if diff.is_file() else None
+    actual = file_sha256(diff, RECORD_FILES[DIFF]) if diff.is_file() else None
     if actual != recorded:
         yield Finding(node.name, "statement-contradicts", f"{ATTESTATION}/{DIFF} is not the one recorded")
     if recorded is not None:

@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import quote
 
 from xray_runtime.lineage.audit.findings import Finding
+from xray_runtime.lineage.audit.mlflow_schema import COMPARED, IGNORED, NEVER_WRITTEN, OWN_TRIGGER
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.log import LogView
 from xray_runtime.tracking.mlflow_tracker import (
@@ -34,70 +35,6 @@ from xray_runtime.tracking.mlflow_tracker import (
 from xray_runtime.tracking.registry import SHA256_TAG
 
 Row = dict[str, Any]
-CLOCK = "MLflow's clock"
-PEOPLE = "notes and tags of people"
-BY_API = "compared with what the log and the checkpoint say by `tracking` and `registry`"
-
-COMPARED: dict[str, str] = {
-    "datasets": "dataset_uuid experiment_id name digest dataset_source_type dataset_source dataset_schema "
-    "dataset_profile",
-    "experiments": "experiment_id name artifact_location lifecycle_stage creation_time last_update_time workspace",
-    "input_tags": "input_uuid name value",
-    "inputs": "input_uuid source_type source_id destination_type destination_id step",
-    "latest_metrics": "key value timestamp step is_nan run_uuid",
-    "logged_model_params": "model_id experiment_id param_key param_value",
-    "logged_models": "model_id experiment_id name artifact_location creation_timestamp_ms last_updated_timestamp_ms "
-    "status lifecycle_stage model_type source_run_id status_message",
-    "metrics": "key value timestamp run_uuid step is_nan",
-    "model_version_tags": "key value name version workspace",
-    "model_versions": "name version creation_time last_updated_time description user_id current_stage source run_id "
-    "status status_message run_link storage_location workspace",
-    "params": "key value run_uuid",
-    "registered_model_aliases": "alias version name workspace",
-    "registered_model_tags": "key value name workspace",
-    "registered_models": "name creation_time last_updated_time description workspace",
-    "runs": "run_uuid name source_type source_name entry_point_name user_id status start_time end_time source_version "
-    "lifecycle_stage artifact_uri experiment_id deleted_time",
-    "tags": "key value run_uuid",
-    "workspaces": "name description default_artifact_root trace_archival_location trace_archival_retention",
-}
-"""Table → its columns. Columns whose names speak of time (`CLOCK`), and tags that X-ray does not write (`PEOPLE`), are
-not compared; all others are, here or by `tracking` and `registry`."""
-NEVER_WRITTEN = {
-    *("budget_policies", "endpoint_bindings", "endpoint_model_mappings", "endpoint_tags", "endpoints"),
-    *("guardrail_configs", "guardrails", "logged_model_metrics", "mcp_access_endpoints", "mcp_server_aliases"),
-    *("mcp_server_tags", "mcp_server_version_tags", "mcp_server_versions", "mcp_servers", "model_definitions"),
-    *("online_scoring_configs", "secrets", "webhook_events", "webhooks"),
-}
-"""Tables in which X-ray writes nothing, and MLflow nothing by itself: any row is a finding."""
-SHOWN = (
-    "recorded answers that MLflow shows for review, and traces and judgements of people: evidence is the signed chain"
-)
-WORK = "MLflow's own work"
-IGNORED: dict[str, str] = {
-    "alembic_version": "MLflow opens no database of another version",
-    "experiment_tags": PEOPLE,
-    "logged_model_tags": BY_API,
-    **dict.fromkeys(
-        (
-            *("assessments", "entity_associations", "evaluation_dataset_records", "evaluation_dataset_tags"),
-            *("evaluation_datasets", "issues", "label_schemas", "review_queue_items", "review_queue_label_schemas"),
-            *("review_queue_users", "review_queues", "scorer_versions", "scorers", "span_metrics", "spans"),
-            *("trace_info", "trace_metrics", "trace_request_metadata", "trace_tags"),
-        ),
-        SHOWN,
-    ),
-    **dict.fromkeys(
-        (
-            *("job_locks", "jobs", "scheduler_leases", "sql_assessment_daily_rollups", "sql_span_cost_daily_rollups"),
-            *("sql_trace_metric_daily_rollups", "sql_trace_rollup_rebuild_queue"),
-        ),
-        WORK,
-    ),
-}
-"""Table that is not compared → the reason."""
-OWN_TRIGGER = ("trigger", "prevent_secrets_aad_mutation", "secrets")
-"""MLflow's only one. Another could change any row while MLflow works."""
 STAGE_TAGS = {KEY_TAG, STAGE_TAG, CACHED_TAG, ATTEMPTS_TAG}
 """X-ray's tags of a stage's run."""
 OUR_MLFLOW_TAGS = {"mlflow.runName", "mlflow.note.content", PARENT_TAG, TABLES_TAG}
@@ -208,6 +145,7 @@ class _Rows:
     def _is_known(self, sha256: str | None) -> bool:
         return sha256 in self._graph.nodes or sha256 in self._view.known
 
+    @cached_property
     def _places(self) -> set[str]:
         """Addresses of the artifacts of this directory, here and where its runs found it before."""
         before = {run.tags.get("xray.output", "") for run in self._view.runs.values()}
@@ -217,7 +155,7 @@ class _Rows:
 
     def _experiments(self) -> Iterator[Finding]:
         used = {row["experiment_id"] for run_id, row in self.runs.items() if run_id in self.whole_runs}
-        names, places = {run.experiment for run in self._view.runs.values()}, self._places()
+        names, places = {run.experiment for run in self._view.runs.values()}, self._places
         for number, row in self.experiments.items():
             label = f"experiment {row['name']}"
             if row["workspace"] != "default":
@@ -231,9 +169,10 @@ class _Rows:
                 # Without a run, the log does not say where an imported directory was before.
                 yield Finding(label, "mlflow-location-changed" if self._view.runs else "mlflow-location-other", detail)
 
-    def _location(self, experiment: object, *parts: str) -> str:
+    def _is_at(self, location: object, experiment: object, *parts: str) -> bool:
+        """Whether artifacts are where MLflow puts those of an experiment, also one that was moved with its directory."""
         root = self.experiments.get(experiment, {}).get("artifact_location") or ""
-        return "/".join((root.rstrip("/"), *parts))
+        return location in {"/".join((place.rstrip("/"), *parts)) for place in (root, *self._places)}
 
     def _runs(self) -> Iterator[Finding]:
         for run_id, row in self.runs.items():
@@ -244,7 +183,7 @@ class _Rows:
                     yield Finding(label, "mlflow-row-unexplained", f"no run of the log made {_shown(row['name'])}")
                 continue
             differing = [name for name, value in PLAIN_RUN.items() if row[name] != value]
-            if row["artifact_uri"] != self._location(row["experiment_id"], str(run_id), "artifacts"):
+            if not self._is_at(row["artifact_uri"], row["experiment_id"], str(run_id), "artifacts"):
                 differing.append("artifact_uri")
             tags = self.tags[run_id]
             if tags.get("mlflow.runName") != row["name"]:
@@ -289,7 +228,7 @@ class _Rows:
                 continue
             run_id, differing = row["source_run_id"], []
             experiment = self.experiments.get(row["experiment_id"], {}).get("name")
-            if row["artifact_location"] != self._location(row["experiment_id"], "models", model_id, "artifacts"):
+            if not self._is_at(row["artifact_location"], row["experiment_id"], "models", model_id, "artifacts"):
                 differing.append("artifact_location")
             if not self.is_stage(run_id) or self.tags[run_id].get(KEY_TAG) != params.get("key"):
                 differing.append("source_run_id")
