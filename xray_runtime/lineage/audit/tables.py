@@ -170,7 +170,7 @@ class _Rows:
                 yield Finding(label, "mlflow-location-changed" if self._view.runs else "mlflow-location-other", detail)
 
     def _is_at(self, location: object, experiment: object, *parts: str) -> bool:
-        """Whether artifacts are where MLflow puts those of an experiment, also one that was moved with its directory."""
+        """Whether artifacts are where MLflow puts those of an experiment, also of one that was moved."""
         root = self.experiments.get(experiment, {}).get("artifact_location") or ""
         return location in {"/".join((place.rstrip("/"), *parts)) for place in (root, *self._places)}
 
