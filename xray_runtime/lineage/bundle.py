@@ -267,15 +267,17 @@ def require_known_signers(
         how: what to do with a copy of the signer's key.
     """
     trusted = {key.sha256 for key in trusted_keys(source.output, roots)}
-    for sha in order:
-        node = source.graph.nodes.get(sha)
-        with contextlib.suppress(OSError, ValueError):
-            # The audit finds a signature that cannot be read.
-            if node is not None and (signer := signer_of(node.directory / SIGNATURE)) not in trusted:
-                raise ConfigError(
-                    f"{ref!r} is not allowed: it is signed with key {signer[:16]}, which is not trusted here: ask its "
-                    f"owner for a copy of the key, and {how}"
-                )
+    for node in (source.graph.nodes[sha] for sha in order if sha in source.graph.nodes):
+        try:
+            signer = signer_of(node.directory / SIGNATURE)
+        except (OSError, ValueError):
+            # The audit says so.
+            continue
+        if signer not in trusted:
+            raise ConfigError(
+                f"{ref!r} is not allowed: it is signed with key {signer[:16]}, which is not trusted here: ask its "
+                f"owner for a copy of the key, and {how}"
+            )
 
 
 def import_checkpoints(

@@ -21,7 +21,7 @@ from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD, RECORD_FILES,
 from xray_runtime.lineage.audit.contamination import Prompts, Spans, check_dataset, check_evaluation
 from xray_runtime.lineage.audit.files import check_files, check_kept, check_record
 from xray_runtime.lineage.audit.findings import Finding
-from xray_runtime.lineage.audit.log import check_heads, check_published, read_log
+from xray_runtime.lineage.audit.log import check_end, check_heads, check_published, read_log
 from xray_runtime.lineage.audit.recorded import check_comparisons, check_recorded
 from xray_runtime.lineage.audit.verified import RECORD, Baseline, last_head, read_baseline, write_record
 from xray_runtime.lineage.card import CHECKPOINT_LINE
@@ -115,6 +115,8 @@ def audit(
     baseline = read_baseline(store.output, graph, trusted) if since_verified else None
     view, broken = read_log(store.output, verifier)
     found += broken
+    if verifier is not None and not broken:
+        found += check_end(store.output, view, verifier)
     result.log = view.head
     heads = {"--expect": expect, RECORD: baseline.head if baseline is not None else last_head(store.output, trusted)}
     found += check_heads(view, heads)

@@ -38,10 +38,13 @@ def read_log(output: Path, verifier: Verifier | None) -> tuple[LogView, list[Fin
     found = add_sound_lines(view, read_lines(output), verifier, LOG, "log-broken")
     if not os.path.lexists(output / LOG):
         found.append(Finding(LOG, "log-missing", f"there is no {LOG} in {output.name}"))
-    # A log that is broken ends early.
-    if verifier is not None and not found and (reason := _end_problem(output / END, view, verifier)):
-        found.append(Finding(LOG, "log-shorter", reason))
     return view, found
+
+
+def check_end(output: Path, view: LogView, verifier: Verifier) -> Iterator[Finding]:
+    """A log that can be read to its end against its signed end."""
+    if reason := _end_problem(output / END, view, verifier):
+        yield Finding(LOG, "log-shorter", reason)
 
 
 def _end_problem(path: Path, view: LogView, verifier: Verifier) -> str | None:
