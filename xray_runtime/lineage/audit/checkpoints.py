@@ -10,18 +10,18 @@ import contextlib
 import hashlib
 import os
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from xray_runtime.graph.artifacts import Benchmark, Evaluation
-from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD
+from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD, RECORD_FILES, foreign_in_record
 from xray_runtime.lineage.audit.contamination import Prompts, Spans, check_dataset, check_evaluation
 from xray_runtime.lineage.audit.files import check_files, check_kept, check_record
 from xray_runtime.lineage.audit.findings import Finding
-from xray_runtime.lineage.audit.log import check_heads, check_published, read_log
+from xray_runtime.lineage.audit.log import check_end, check_heads, check_published, read_log
 from xray_runtime.lineage.audit.recorded import check_comparisons, check_recorded
 from xray_runtime.lineage.audit.verified import RECORD, Baseline, last_head, read_baseline, write_record
 from xray_runtime.lineage.card import CHECKPOINT_LINE
@@ -38,8 +38,6 @@ from xray_runtime.store.manifest import ATTESTATION, CARD, SIGNATURE, STATEMENT
 
 WORKERS = 8
 """Checkpoints checked at the same time: much of it is waiting."""
-
-RECORD_FILES = {STATEMENT, DIFF, EVALUATED_CARD}
 
 
 @dataclass
@@ -88,7 +86,7 @@ def audit(
     store: LineageStore,
     starts: Iterable[Node] | None = None,
     *,
-    public: Path | None = None,
+    public: Path | Sequence[Path] | None = None,
     hashing: bool = True,
     since_verified: bool = False,
     expect: Head | None = None,
@@ -98,7 +96,7 @@ def audit(
 
     Args:
         starts: None audits everything in the store, and looks for records of checkpoints that are gone.
-        public: the public key to trust; by default the one in the output directory's `keys/`.
+        public: the public keys to trust; by default those in the output directory's `keys/`.
         hashing: False compares only the sizes of files.
         since_verified: skip what has not changed since such an audit found everything sound, and record a sound result
             (see `verified`); only with `starts=None` and hashing.
@@ -117,6 +115,8 @@ def audit(
     baseline = read_baseline(store.output, graph, trusted) if since_verified else None
     view, broken = read_log(store.output, verifier)
     found += broken
+    if verifier is not None and not broken:
+        found += check_end(store.output, view, verifier)
     result.log = view.head
     heads = {"--expect": expect, RECORD: baseline.head if baseline is not None else last_head(store.output, trusted)}
     found += check_heads(view, heads)
@@ -191,6 +191,14 @@ def _erased(node: Node, view: LogView, path: str) -> bool:
 
 def _node(store: LineageStore, node: Node, verifier: Verifier | None, hashing: bool, view: LogView) -> list[Finding]:
     """Findings about one checkpoint's own files."""
+    try:
+        return _of_node(store, node, verifier, hashing, view)
+    except OSError as error:
+        # It changes while it is read, or may not be read.
+        return [Finding(node.name, "file-changed", f"it cannot be read ({error.strerror})")]
+
+
+def _of_node(store: LineageStore, node: Node, verifier: Verifier | None, hashing: bool, view: LogView) -> list[Finding]:
     found = []
     for damage in inspect(node.directory, node.sha256, file_sha256 if hashing else None):
         is_erased = damage.code == "file-missing" and _erased(node, view, damage.path)
@@ -225,7 +233,7 @@ def _structure(store: LineageStore, order: list[str], everything: bool) -> Itera
             yield Finding(directory.name, "manifest-malformed", reason)
 
 
-def _trusted(store: LineageStore, public: Path | None, found: list[Finding]) -> list[TrustedKey]:
+def _trusted(store: LineageStore, public: Path | Sequence[Path] | None, found: list[Finding]) -> list[TrustedKey]:
     """The trusted keys; none where one cannot be used."""
     found += [Finding(name, "rotation-broken", reason) for name, reason in read_rotations(store.output)[1]]
     try:
@@ -260,13 +268,11 @@ def _attestation(store: LineageStore, node: Node, verifier: Verifier | None) -> 
     if record.is_symlink() or not record.is_dir():
         yield Finding(node.name, "statement-missing", f"there is no {ATTESTATION}/")
         return
-    for path in sorted(record.iterdir()):
-        if path.name not in RECORD_FILES or path.is_symlink() or not path.is_file():
-            yield Finding(node.name, "file-added", f"{ATTESTATION}/{path.name} does not belong there")
-            return
-        if path.stat().st_size > MAX_RECORD_BYTES and path.name != DIFF:
-            yield Finding(node.name, "statement-malformed", f"{ATTESTATION}/{path.name} is too large")
-            return
+    if (foreign := foreign_in_record(record)) is not None:
+        name, reason = foreign
+        code = "statement-malformed" if name in RECORD_FILES and "large" in reason else "file-added"
+        yield Finding(node.name, code, f"{ATTESTATION}/{name} {reason}")
+        return
     if verifier is not None:
         try:
             verifier.check(record, directory / SIGNATURE, node.finished or None)
@@ -288,7 +294,7 @@ def _attestation(store: LineageStore, node: Node, verifier: Verifier | None) -> 
 def _code(node: Node, statement: Statement) -> Iterator[Finding]:
     recorded = statement.predicate.build.internal.code.diff_sha256
     diff = node.directory / ATTESTATION / DIFF
-    actual = file_sha256(diff) if diff.is_file() else None
+    actual = file_sha256(diff, RECORD_FILES[DIFF]) if diff.is_file() else None
     if actual != recorded:
         yield Finding(node.name, "statement-contradicts", f"{ATTESTATION}/{DIFF} is not the one recorded")
     if recorded is not None:
