@@ -64,7 +64,7 @@ class Runner(Protocol):
 
 
 def open_runner(config: AgentConfig, log_path: Path) -> Runner:
-    """The runner of a config. Raises RuntimeError if the agent cannot start."""
+    """The runner of a config. Raises RuntimeError if the agent cannot start, ValueError if no sandbox keeps it in."""
     if config.url is not None:
         return _ServiceRunner(config.url, config.timeout_s)
     limits = Limits(
@@ -72,8 +72,9 @@ def open_runner(config: AgentConfig, log_path: Path) -> Runner:
     )
     if not config.is_sandboxed:
         return _FunctionRunner(config.agent, limits, log_path)
-    remote = None if config.sandbox is None else RemoteSandbox(config.sandbox)
-    return _CommandRunner(config, limits, remote or LocalSandbox(log_path))
+    if config.sandbox is not None:
+        return _CommandRunner(config, limits, RemoteSandbox(config.sandbox))
+    return _CommandRunner(config, limits, LocalSandbox(log_path, accepts_weak=config.accept_weak_sandbox))
 
 
 class _FunctionRunner:

@@ -58,6 +58,8 @@ class AgentConfig(Section):
     one."""
     sandbox: Annotated[str, Field(pattern=r"^https?://[^\s@]+$")] | None = None
     """A service that runs the command or the function (`docs/agents.md`); None: a sandbox of this machine."""
+    accept_weak_sandbox: bool = False
+    """Let programs run on machines where neither bubblewrap nor user namespaces keep them in (`docs/security.md`)."""
     venv: Source | None = None
     """A Python virtual environment for the command or the function."""
     url: Annotated[str, Field(pattern=r"^https?://[^\s@]+$")] | None = None
