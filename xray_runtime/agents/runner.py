@@ -17,6 +17,7 @@ import httpx
 from xray_runtime.agents.local_sandbox import LocalSandbox
 from xray_runtime.agents.outcomes import Outcome, outcome_of, outcome_of_command, outcome_of_function, then
 from xray_runtime.agents.supervisor import AgentWorker
+from xray_runtime.config.allowed_commands import check_agent
 from xray_runtime.config.environment import AgentConfig
 from xray_runtime.rewards.source import described
 from xray_runtime.sandboxes import call
@@ -64,7 +65,14 @@ class Runner(Protocol):
 
 
 def open_runner(config: AgentConfig, log_path: Path) -> Runner:
-    """The runner of a config. Raises RuntimeError if the agent cannot start, ValueError if no sandbox keeps it in."""
+    """The runner of a config.
+
+    Raises:
+        RuntimeError: the agent cannot start.
+        ValueError: it is not allowed, or no sandbox keeps it in.
+    """
+    # Here too: the config may come from a stranger's checkpoint.
+    check_agent(config)
     if config.url is not None:
         return _ServiceRunner(config.url, config.timeout_s)
     limits = Limits(
