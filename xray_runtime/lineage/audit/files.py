@@ -35,7 +35,7 @@ MAX_ANSWERS_BYTES = 2**30
 ROOT = {
     *(CHECKPOINTS, RECORDS, RESULTS, PAGES, ARTIFACTS, SNAPSHOTS, LOG, LIFECYCLE, REPORT),
     *("keys", "config.yaml", "search.yaml", "verified.json", "mlflow.db", "digests.sqlite"),
-    *("logs", "locks", "jobs", "prefect", "searches", "comparisons", "feedback", "flywheel", "evaluations"),
+    *("logs", "locks", "prefect", "searches", "comparisons", "feedback", "flywheel", "evaluations"),
     *(RECORDED, WITHDRAWN),
 }
 """X-ray's entries of an output directory."""
