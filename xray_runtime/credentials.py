@@ -21,6 +21,8 @@ FORWARDED = (
     "MLFLOW_TRACKING_PASSWORD",
     "MLFLOW_TRACKING_TOKEN",
     "XRAY_ALLOWED_IMPORTS",
+    "XRAY_ALLOWED_COMMANDS",
+    "XRAY_ALLOWED_PATHS",
     API_KEYS,
 )
 """Variables that stages need on other machines, whose environment may lack them."""

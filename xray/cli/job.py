@@ -21,7 +21,7 @@ class Job(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     directory: Path
-    """Directory of this job's own files."""
+    """Directory of this job's own files, which only its user can write to."""
     output: Path
     """Directory of servers and logs and, with a config, of the run."""
     subject: Subject

@@ -11,8 +11,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,9 @@ def supervise(output: Path, subject: Subject, runtime: RuntimeConfig, console: C
         ConfigError: a server that the environment names does not answer.
     """
     check_addresses()
-    job = Job(directory=output / "jobs" / uuid.uuid4().hex[:12], output=output, subject=subject, **fields)
-    job.directory.mkdir(parents=True)
+    output.mkdir(parents=True, exist_ok=True)
+    # Not in the output directory, which others may write to: what a restarted run reads here says what runs.
+    job = Job(directory=Path(tempfile.mkdtemp(prefix="xray-job-")), output=output, subject=subject, **fields)
     write_atomic(job.file, job.model_dump_json())
     # The reaper closes the records if this process is killed.
     tag = start_reaper(*command_to_close(output, job.outputs))

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 
+from xray_runtime.bounded_http import PLAIN, read
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.feedback.recorded_review import RecordedAnswer
 
@@ -15,12 +16,15 @@ SECONDS = 15.0
 
 def send_feedback(address: str, key: str, feedback: Sequence[tuple[RecordedAnswer, str, dict[str, Any]]]) -> None:
     """Do as `keep_feedback`, through the feedback API. Raises ConfigError if it does not take all."""
-    headers = {"authorization": f"Bearer {key}"}
+    headers = {"authorization": f"Bearer {key}"} | PLAIN
     for answer, judge, signals in feedback:
         content = {"answer": answer.id, "model": answer.model, "user": judge, **signals}
         try:
-            reply = httpx.post(f"{address}/v1/feedback", json=content, headers=headers, timeout=SECONDS)
+            with httpx.stream(
+                "POST", f"{address}/v1/feedback", json=content, headers=headers, timeout=SECONDS
+            ) as reply:
+                said = b"" if reply.status_code == 200 else read(reply, SECONDS)
         except httpx.HTTPError as error:
             raise ConfigError(f"--serve: {address} does not answer ({type(error).__name__})") from None
         if reply.status_code != 200:
-            raise ConfigError(f"--serve: {address} refused the verdict: {reply.text[:300]}")
+            raise ConfigError(f"--serve: {address} refused the verdict: {said[:300].decode(errors='replace')}")

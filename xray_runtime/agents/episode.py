@@ -23,6 +23,7 @@ from xray_runtime.agents.segments import Call, Place, Tree
 from xray_runtime.data.chat_format import ChatFormat
 from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.rewards.source import MAX_NAMES
 
 COUNTS = ("calls", "retries", "refused", "cancelled", "left_out", "unanswered")
 
@@ -139,6 +140,8 @@ class AgentEpisode:
         if posted.value is not None:
             self.reward = (self.reward or 0.0) + posted.value
         for name, value in posted.info.items():
+            if name not in self.info and len(self.info) == MAX_NAMES:
+                raise RefusedError(f"info[{name!r}] is one name too many: an episode may have {MAX_NAMES}")
             self.info[name] = self.info.get(name, 0.0) + value
         if posted.final:
             self.close()

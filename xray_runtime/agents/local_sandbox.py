@@ -18,8 +18,10 @@ from xray_runtime.agents.supervisor import AgentWorker
 from xray_runtime.sandboxes.base import Box, Ended, Program
 from xray_runtime.sandboxes.confine import (
     EXTRA_PROCESSES,
+    OWN_ROOM,
     Confinement,
     View,
+    check_kept_in,
     confined,
     confinement,
     plain_environment,
@@ -40,13 +42,17 @@ class LocalSandbox:
     Args:
         log_path: file for what programs write to their standard error.
         how: None: as well as this machine allows.
+        accepts_weak: whether programs may run where nothing here keeps them in.
 
     Raises:
+        ValueError: nothing keeps them in (one line with the remedies).
         RuntimeError: its worker does not start.
     """
 
-    def __init__(self, log_path: Path, how: Confinement | None = None) -> None:
-        self._how, self._worker = how or confinement(), AgentWorker(None, log_path)
+    def __init__(self, log_path: Path, how: Confinement | None = None, accepts_weak: bool = False) -> None:
+        self._how = how or confinement()
+        check_kept_in(self._how, accepts_weak)
+        self._worker = AgentWorker(None, log_path)
         self._lock, self._names = threading.Lock(), itertools.count()
         self._started: dict[str, _Started] = {}
 
@@ -72,7 +78,7 @@ class LocalSandbox:
             "variables": variables,
         }
         request |= {"directory": str(started.home), "limits": limits, "gateway": None}
-        if box.gateway is not None and self._how == "bubblewrap":
+        if box.gateway is not None and self._how in OWN_ROOM:
             gateway = urlsplit(box.gateway)
             request["gateway"] = [gateway.hostname, gateway.port]
         number, answer = self._worker.run(request)
@@ -91,7 +97,7 @@ class LocalSandbox:
 
     def address(self, gateway: str) -> str:
         # A sandbox has a network of its own, whose loopback has the gateway's port.
-        return f"http://127.0.0.1:{urlsplit(gateway).port}" if self._how == "bubblewrap" else gateway
+        return f"http://127.0.0.1:{urlsplit(gateway).port}" if self._how in OWN_ROOM else gateway
 
     def close(self) -> None:
         self._worker.close()

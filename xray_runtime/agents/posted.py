@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xray_runtime.errors import shown
-from xray_runtime.rewards.source import as_number
+from xray_runtime.rewards.source import MAX_NAMES, METRIC_NAME, as_bounded, must_be_bounded
 
 FIELDS = ("value", "final", "info", "unusable")
-MAX_INFO = 100
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,20 @@ def read_posted(given: Any) -> Posted:
         return Posted(unusable=unusable)
     if not isinstance(final, bool):
         raise ValueError(f"final is {shown(final)}: must be true or false")
-    if not isinstance(info, Mapping) or len(info) > MAX_INFO or not all(isinstance(name, str) for name in info):
-        raise ValueError(f"info is {shown(info)}: must be an object of up to {MAX_INFO} numbers")
+    if not isinstance(info, Mapping) or len(info) > MAX_NAMES:
+        raise ValueError(f"info is {shown(info)}: must be an object of up to {MAX_NAMES} numbers")
+    for name in info:
+        if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
+            raise ValueError(
+                f"info has the name {shown(name)}: must be up to 100 letters, digits, _, - and ., and not begin with - "
+                "or ."
+            )
     numbers = {name: _number(f"info[{name!r}]", value) for name, value in sorted(info.items())}
     return Posted(_number("value", given.get("value")), final, numbers)
 
 
 def _number(name: str, value: Any) -> float:
-    number = None if isinstance(value, bool) else as_number(value)
+    number = as_bounded(value)
     if number is None:
-        raise ValueError(f"{name} is {shown(value)}: must be a finite number")
+        raise ValueError(f"{name} is {shown(value)}: {must_be_bounded(value)}")
     return number

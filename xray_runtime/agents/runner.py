@@ -17,6 +17,8 @@ import httpx
 from xray_runtime.agents.local_sandbox import LocalSandbox
 from xray_runtime.agents.outcomes import Outcome, outcome_of, outcome_of_command, outcome_of_function, then
 from xray_runtime.agents.supervisor import AgentWorker
+from xray_runtime.bounded_http import PLAIN, AnswerError, parsed, read
+from xray_runtime.config.allowed_commands import check_agent
 from xray_runtime.config.environment import AgentConfig
 from xray_runtime.rewards.source import described
 from xray_runtime.sandboxes import call
@@ -64,7 +66,14 @@ class Runner(Protocol):
 
 
 def open_runner(config: AgentConfig, log_path: Path) -> Runner:
-    """The runner of a config. Raises RuntimeError if the agent cannot start."""
+    """The runner of a config.
+
+    Raises:
+        RuntimeError: the agent cannot start.
+        ValueError: it is not allowed, or no sandbox keeps it in.
+    """
+    # Here too: the config may come from a stranger's checkpoint.
+    check_agent(config)
     if config.url is not None:
         return _ServiceRunner(config.url, config.timeout_s)
     limits = Limits(
@@ -72,8 +81,9 @@ def open_runner(config: AgentConfig, log_path: Path) -> Runner:
     )
     if not config.is_sandboxed:
         return _FunctionRunner(config.agent, limits, log_path)
-    remote = None if config.sandbox is None else RemoteSandbox(config.sandbox)
-    return _CommandRunner(config, limits, remote or LocalSandbox(log_path))
+    if config.sandbox is not None:
+        return _CommandRunner(config, limits, RemoteSandbox(config.sandbox))
+    return _CommandRunner(config, limits, LocalSandbox(log_path, accepts_weak=config.accept_weak_sandbox))
 
 
 class _FunctionRunner:
@@ -131,7 +141,8 @@ class _ServiceRunner:
     """A service: `POST URL {"task": {...}, "base_url": ..., "api_key": ...}` → the result, or null if it was posted."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        self._url, self._client = url, httpx.Client(timeout=timeout_s)
+        self._url, self._timeout_s = url, timeout_s
+        self._client = httpx.Client(headers=PLAIN, timeout=timeout_s)
 
     def start(self, task: Mapping[str, Any], address: Address) -> Run:
         outcome = Future[Outcome]()
@@ -142,19 +153,18 @@ class _ServiceRunner:
 
     def _ask(self, body: dict[str, Any]) -> Outcome:
         try:
-            answer = self._client.post(self._url, json=body)
+            with self._client.stream("POST", self._url, json=body) as answer:
+                if answer.status_code >= 500:
+                    return Outcome(infrastructure=f"{self._url}: status {answer.status_code}")
+                if answer.status_code >= 400:
+                    return Outcome(broken=f"status {answer.status_code}")
+                return outcome_of(parsed(read(answer, self._timeout_s)))
         except httpx.ReadTimeout:
-            return Outcome(broken=f"no answer within timeout_s = {self._client.timeout.read:g}")
+            return Outcome(broken=f"no answer within timeout_s = {self._timeout_s:g}")
+        except AnswerError as error:
+            return Outcome(broken=str(error))
         except (httpx.HTTPError, RuntimeError) as error:
             return Outcome(infrastructure=f"{self._url}: {described(error)}")
-        if answer.status_code >= 500:
-            return Outcome(infrastructure=f"{self._url}: status {answer.status_code}")
-        if answer.status_code >= 400:
-            return Outcome(broken=f"status {answer.status_code}")
-        try:
-            return outcome_of(answer.json())
-        except ValueError:
-            return Outcome(broken="the answer is not JSON")
 
     def close(self) -> None:
         self._client.close()

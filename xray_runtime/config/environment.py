@@ -49,17 +49,20 @@ class AgentConfig(Section):
 
     agent: Annotated[str, Field(pattern=r"^[^:]+:[^:]+$"), AfterValidator(_importable)] | None = None
     """`module:function`, called with a task in a process of its own; it returns the reward. Its module must be in
-    XRAY_ALLOWED_IMPORTS, unless `directory`, `venv` or `sandbox` is set: the function then runs as a command does, and
-    is imported there alone."""
+    XRAY_ALLOWED_IMPORTS. With `directory`, `venv` or `sandbox` it runs as a command does, and is imported there
+    alone."""
     command: Annotated[list[str], Field(min_length=1)] | None = None
-    """A program with its arguments. The task is JSON on its standard input; it posts its reward, or prints it last."""
+    """A program with its arguments, which XRAY_ALLOWED_COMMANDS must allow. The task is JSON on its standard input; it
+    posts its reward, or prints it last."""
     directory: Source | None = None
     """Files of the command or the function, which runs in a copy of this directory for each episode; None: in an empty
-    one."""
+    one. XRAY_ALLOWED_PATHS must allow it."""
     sandbox: Annotated[str, Field(pattern=r"^https?://[^\s@]+$")] | None = None
     """A service that runs the command or the function (`docs/agents.md`); None: a sandbox of this machine."""
+    accept_weak_sandbox: bool = False
+    """Let programs run on machines where neither bubblewrap nor user namespaces keep them in (`docs/security.md`)."""
     venv: Source | None = None
-    """A Python virtual environment for the command or the function."""
+    """A Python virtual environment for the command or the function, which XRAY_ALLOWED_PATHS must allow."""
     url: Annotated[str, Field(pattern=r"^https?://[^\s@]+$")] | None = None
     """A service that receives each task with an address, and answers with the reward."""
     host: str = "127.0.0.1"

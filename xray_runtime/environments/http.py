@@ -25,9 +25,10 @@ from urllib.parse import quote
 
 import httpx
 
+from xray_runtime.bounded_http import PLAIN
 from xray_runtime.credentials import has_login, key_header, strip_credentials
 from xray_runtime.environments.protocol import Environment, Start, Step
-from xray_runtime.rewards.remote import AnswerError, post
+from xray_runtime.rewards.remote import post
 from xray_runtime.rewards.source import described
 
 CONNECTS, PAUSE_S = 4, 0.5
@@ -60,7 +61,7 @@ def from_http(url: str, timeout_s: float = 25.0) -> Callable[[], Environment]:
 class _HttpEnvironment:
     def __init__(self, url: str, timeout_s: float) -> None:
         self._url, self._timeout_s = url, timeout_s
-        self._client = httpx.AsyncClient(headers=key_header(url), timeout=timeout_s, verify=_certificates())
+        self._client = httpx.AsyncClient(headers=key_header(url) | PLAIN, timeout=timeout_s, verify=_certificates())
         self._episode: str | None = None
 
     async def reset(self, task: Mapping[str, Any], seed: int) -> Start:
@@ -77,7 +78,9 @@ class _HttpEnvironment:
     async def close(self) -> None:
         if self._episode is not None:
             with contextlib.suppress(httpx.HTTPError):
-                await self._client.delete(f"{self._url}/{quote(self._episode, safe='')}", timeout=CLOSE_S)
+                url = f"{self._url}/{quote(self._episode, safe='')}"
+                async with self._client.stream("DELETE", url, timeout=CLOSE_S):
+                    pass  # its answer is not read
         await self._client.aclose()
 
     async def _ask(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +91,7 @@ class _HttpEnvironment:
                 answer = await self._post(url, request)
         except TimeoutError as error:
             raise ValueError(f"{url}: no answer within timeout_s = {self._timeout_s:g}") from error
-        except (httpx.HTTPError, AnswerError) as error:
+        except httpx.HTTPError as error:
             raise ValueError(f"{url}: {error if str(error) else described(error)}") from error
         if not isinstance(answer, dict):
             raise ValueError(f"{url}: the answer is a {type(answer).__name__}: must be a JSON object")

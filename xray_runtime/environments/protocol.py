@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from xray_runtime.errors import shown
-from xray_runtime.rewards.source import as_number
+from xray_runtime.rewards.source import as_bounded, must_be_bounded
 
 OBSERVED_ROLES = ("system", "tool", "user")
 START_ROLES = ("assistant", *OBSERVED_ROLES)
@@ -87,16 +87,16 @@ def as_step(value: Any) -> Step:
     if not isinstance(value, Step):
         raise ValueError(f"step returned {shown(value)}: must be a Step")
     _check_messages("Step", value.messages, OBSERVED_ROLES)
-    reward = None if isinstance(value.reward, bool) else as_number(value.reward)
+    reward = as_bounded(value.reward)
     if reward is None:
-        raise ValueError(f"Step.reward is {shown(value.reward)}: must be a finite number")
+        raise ValueError(f"Step.reward is {shown(value.reward)}: {must_be_bounded(value.reward)}")
     for name, flag in (("terminated", value.terminated), ("truncated", value.truncated)):
         if not isinstance(flag, bool):
             raise ValueError(f"Step.{name} is {shown(flag)}: must be True or False")
     if not isinstance(value.info, dict):
         raise ValueError(f"Step.info is {shown(value.info)}: must be a dict")
     _check_json("Step.info", value.info)
-    info = dict(sorted(value.info.items(), key=lambda item: str(item[0])))
+    info = dict(sorted((str(name), each) for name, each in value.info.items()))
     return Step(value.messages, reward, value.terminated, value.truncated, info)
 
 

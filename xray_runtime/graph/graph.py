@@ -17,7 +17,9 @@ from typing import Any, Self
 
 from pydantic import BaseModel
 
+from xray_runtime.config.allowed_commands import check_agent, check_sandboxed
 from xray_runtime.config.allowed_imports import check_import
+from xray_runtime.config.environment import AgentConfig
 from xray_runtime.config.paths import put
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import CombinationError, ConfigError, hint, validate_as
@@ -135,6 +137,10 @@ class Graph:
             for function in kind.functions(config):
                 if function not in bound.functions:
                     check_import(function)
+            if isinstance(agent := getattr(config, "environment", None), AgentConfig):
+                check_agent(agent)
+                if agent.agent not in bound.functions:
+                    check_sandboxed(agent)
         except ValueError as error:
             raise CombinationError(f"{stage}: {error}") from None
         call = StageCall(stage, kind, config, self.seed, bound.parents, bound.functions, self.runtime)

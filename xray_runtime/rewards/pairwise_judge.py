@@ -14,8 +14,9 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from xray_runtime.bounded_http import AnswerError
 from xray_runtime.rewards.judge import completion_text, request
-from xray_runtime.rewards.remote import AnswerError, ask_all
+from xray_runtime.rewards.remote import ask_all
 from xray_runtime.rewards.source import Batch, Score, failure
 
 if TYPE_CHECKING:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
+from xray_runtime.bounded_http import PLAIN, AnswerError, beginning, parsed, read_async
 from xray_runtime.credentials import key_header
 from xray_runtime.rewards.source import Score, described, failure
 
@@ -20,14 +20,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_ANSWER_BYTES = 2**24
 MAX_PAUSE_S = 60.0
 WORTH_ANOTHER_TRY = (408, 425, 429)
 """Statuses below 500 that are worth a retry; all others mean that the request is wrong."""
-
-
-class AnswerError(Exception):
-    """The answer is not valid, or the server could not answer now."""
 
 
 class RefusedError(Exception):
@@ -55,14 +50,14 @@ def ask_all(config: RemoteConfig, path: str, requests: Sequence[Any], read: Call
                     error: Exception = TimeoutError(f"{url}: no answer within timeout_s = {config.timeout_s:g}")
                 except RefusedError as refused:
                     return failure(described(refused))
-                except (httpx.HTTPError, AnswerError) as failed:
+                except httpx.HTTPError as failed:
                     error = type(failed)(f"{url}: {failed or described(failed)}")
                 log.warning("attempt %d of %d: %s", attempt + 1, config.retries + 1, described(error))
             return failure(described(error))
 
     async def ask_each() -> list[T | Score]:
         # httpx only limits single reads, hence the limit above.
-        async with httpx.AsyncClient(headers=key_header(config.url), timeout=config.timeout_s) as client:
+        async with httpx.AsyncClient(headers=key_header(config.url) | PLAIN, timeout=config.timeout_s) as client:
             return list(await asyncio.gather(*(ask(client, *one) for one in enumerate(requests))))
 
     return asyncio.run(ask_each())
@@ -72,26 +67,15 @@ async def post(client: httpx.AsyncClient, url: str, request: Any) -> Any:
     """The JSON that answers a request.
 
     Raises:
-        AnswerError: it is not JSON or too long, or the server cannot answer now.
+        AnswerError: it is not JSON, compressed or too long, or the server cannot answer now.
         RefusedError: the server says that the request is wrong.
         httpx.HTTPError: there is no answer.
     """
     async with client.stream("POST", url, json=request) as response:
-        content = bytearray()
-        async for part in response.aiter_bytes():
-            content += part
-            if len(content) > MAX_ANSWER_BYTES:
-                raise AnswerError(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
+        content = await read_async(response)
     status = response.status_code
     if status >= 500 or status in WORTH_ANOTHER_TRY:
-        raise AnswerError(f"status {status} {_start(content)}")
+        raise AnswerError(f"status {status} {beginning(content)}")
     if not response.is_success:
-        raise RefusedError(f"{url}: status {status} {_start(content)}")
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
-        raise AnswerError(f"the answer is not JSON: {_start(content)}") from error
-
-
-def _start(content: bytearray) -> str:
-    return " ".join(content[:200].decode("utf-8", "replace").split())
+        raise RefusedError(f"{url}: status {status} {beginning(content)}")
+    return parsed(content)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.rewards.remote import AnswerError, ask_all
+from xray_runtime.bounded_http import AnswerError
+from xray_runtime.rewards.remote import ask_all
 from xray_runtime.rewards.source import Batch, Score, failure
 
 if TYPE_CHECKING:

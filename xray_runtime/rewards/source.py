@@ -13,6 +13,13 @@ from xray_runtime.data.reasoning import answers_of, reasoning_of
 if TYPE_CHECKING:
     from xray_runtime.data.pairs import Messages
 
+METRIC_NAME = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
+"""A name from outside that a metric can have: without what MLflow refuses, or would take for a part of a path."""
+MAX_NAMES = 100
+"""Names in one result, and in the metrics of a rollout."""
+LARGEST = 1e30
+"""Sums of such numbers are finite, also as float32."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -78,6 +85,18 @@ def as_number(value: Any) -> float | None:
     except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
+
+
+def as_bounded(value: Any) -> float | None:
+    """`as_number`, if its size is at most `LARGEST`; True and False are none."""
+    number = None if isinstance(value, bool) else as_number(value)
+    return number if number is not None and abs(number) <= LARGEST else None
+
+
+def must_be_bounded(value: Any) -> str:
+    """What a value that `as_bounded` refuses must be."""
+    is_large = not isinstance(value, bool) and as_number(value) is not None
+    return f"must be a finite number{f' of at most {LARGEST:g}' if is_large else ''}"
 
 
 def is_infinite(value: Any) -> bool:

@@ -284,4 +284,7 @@ def batch_line(iteration: int, groups: Sequence[int]) -> dict[str, Any]:
 def _take(episode: AgentEpisode, outcome: Outcome) -> None:
     """Add what an agent returned to what it posted; after a final post it can add nothing."""
     if outcome.posted is not None and not episode.is_over:
-        episode.post(replace(outcome.posted, final=True))
+        try:
+            episode.post(replace(outcome.posted, final=True))
+        except ValueError as error:
+            episode.break_off(f"the agent returned no valid result: {error}")

@@ -10,7 +10,7 @@ A row is the prompt and, after it,
 from __future__ import annotations
 
 import json
-import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ import numpy as np
 
 from xray_runtime.data.pairs import Messages, prompt_text
 from xray_runtime.data.rows import Ragged
+from xray_runtime.rewards.source import MAX_NAMES, METRIC_NAME, as_bounded
 from xray_runtime.rl.types import EpisodeColumns, Rollout
 from xray_runtime.seeding import derive_seed
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from xray_runtime.graph.kind import Stage
 
 FAILURE_CHARS = 500
-METRIC_NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)
 
 Prompt = tuple[Messages, list[int]]
 """Messages and tokens of one prompt."""
@@ -117,8 +117,10 @@ class Episode:
     def inform(self, info: Mapping[str, Any]) -> None:
         """Add the numbers in a turn's `info`, True as 1. Names that no metric can have are left out."""
         for name, value in info.items():
-            if isinstance(value, bool | int | float) and METRIC_NAME.fullmatch(name):
-                self.info[name] = self.info.get(name, 0.0) + value
+            number = as_bounded(int(value)) if isinstance(value, bool) else as_bounded(value)
+            is_allowed = isinstance(value, bool | int | float) and METRIC_NAME.fullmatch(name)
+            if is_allowed and number is not None and (name in self.info or len(self.info) < MAX_NAMES):
+                self.info[name] = self.info.get(name, 0.0) + number
 
     def fail(self, why: str) -> None:
         self.failure, self.over = shortened(why), True
@@ -161,9 +163,10 @@ def rollout_name(purpose: str, number: int, version: int | None) -> str:
 
 def episode_means(episodes: EpisodeColumns) -> dict[str, float]:
     """Means over the episodes that did not fail: `turns`, and `info/NAME` for each number that environments reported
-    with rewards, summed over an episode (0 if an episode lacks it)."""
+    with rewards, summed over an episode (0 if an episode lacks it); of more than `MAX_NAMES`, the most frequent."""
     valid = episodes.failure == ""
     infos = [json.loads(text) for text in episodes.info[valid].tolist()]
-    names = sorted({name for info in infos for name in info})
+    counts = Counter(name for info in infos for name in sorted(info))
+    names = sorted(sorted(counts, key=lambda name: (-counts[name], name))[:MAX_NAMES])
     means = {f"info/{name}": float(np.mean([info.get(name, 0.0) for info in infos])) for name in names}
     return {"turns": float(episodes.turns[valid].mean()), **means} if infos else {}

@@ -1,8 +1,9 @@
 """The first program in a sandbox: `python -I -S inside.py SPEC COMMAND…`; it becomes the command.
 
-With bubblewrap the sandbox has a network of its own, whose loopback gets the gateway's port. A process here asks
-outside for a connection of each client, by a byte on the descriptor `door`, and is sent a connected socket. Only this
-process can use the door: the command does not inherit it, and may not look into processes that are not dumpable.
+With bubblewrap or namespaces the sandbox has a network of its own, whose loopback gets the gateway's port. A process
+here asks outside for a connection of each client, by a byte on the descriptor `door`, and is sent a connected socket.
+Only this process can use the door: the command does not inherit it, and may not look into processes that are not
+dumpable.
 """
 
 from __future__ import annotations
@@ -21,42 +22,51 @@ from typing import Any
 PIECE = 65_536
 STACK_BYTES = 2**18
 PAUSE_S = 0.05
-PR_SET_DUMPABLE, PR_CAPBSET_DROP, CAPABILITIES = 4, 24, 64
+PR_SET_DUMPABLE = 4
 
 
 def main() -> None:
     spec: dict[str, Any] = json.loads(sys.argv[1])
+    sys.path.insert(0, spec["root"])
+    from xray_runtime.sandboxes import landlock, namespaces, seccomp
+
+    how = spec["how"]
+    has_own_room = how in ("bubblewrap", "namespaces")
+    if how == "namespaces":
+        namespaces.enter()
+        namespaces.start_child()
+        namespaces.make_root(*(spec[name] for name in ("place", "readable", "devices", "home", "disk_mb")))
+        namespaces.start_loopback()
     os.chdir(spec["home"])
+    # With root outside, the next program would have all capabilities again.
+    namespaces.give_up_rights()
     if spec["files"] is not None:
         shutil.copytree(spec["files"], ".", symlinks=True, dirs_exist_ok=True)
-    if spec["how"] == "bubblewrap":
-        if spec["port"] is not None:
-            _open_port(spec["port"], spec["door"])
-        if "processes" in spec:
-            resource.setrlimit(resource.RLIMIT_NPROC, (spec["processes"], spec["processes"]))
-    else:
-        _confine(spec)
+    if has_own_room and spec["port"] is not None:
+        _open_port(spec["port"], spec["door"])
+    if "processes" in spec:
+        resource.setrlimit(resource.RLIMIT_NPROC, (spec["processes"], spec["processes"]))
+    if how == "namespaces":
+        _attend_child()
+    if how == "landlock":
+        landlock.restrict(spec["readable"], spec["writable"], spec["port"])
+    with contextlib.suppress(*(OSError,) if how == "limits" else ()):
+        seccomp.install(seccomp.agent_filter(has_own_room))
     try:
         os.execvp(sys.argv[2], sys.argv[2:])
     except OSError as error:
         sys.exit(f"{sys.argv[2]}: {error.strerror}")
 
 
-def _confine(spec: dict[str, Any]) -> None:
-    sys.path.insert(0, spec["root"])
-    import ctypes
+def _attend_child() -> None:
+    """Go on in a child; this process, the first of its namespace, ends orphans' traces and ends as the child does."""
+    from xray_runtime.sandboxes import namespaces
 
-    from xray_runtime.sandboxes import landlock, seccomp
-
-    if os.geteuid() == 0:
-        # Otherwise the next program would have all capabilities again.
-        for capability in range(CAPABILITIES):
-            ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
-    is_whole = spec["how"] == "landlock"
-    with contextlib.suppress(*() if is_whole else (OSError,)):
-        seccomp.install(seccomp.connecting_filter())
-    if is_whole:
-        landlock.restrict(spec["readable"], spec["writable"], spec["port"])
+    child = os.fork()
+    while child:
+        pid, status = os.wait()
+        if pid == child:
+            os._exit(namespaces.exit_code(status))
 
 
 def _open_port(port: int, door: int) -> None:

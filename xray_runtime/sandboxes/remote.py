@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 
+from xray_runtime.bounded_http import PLAIN, parsed, read
 from xray_runtime.credentials import key_header
 from xray_runtime.sandboxes.base import Box, Ended, Program
 
@@ -36,7 +37,7 @@ class RemoteSandbox:
     """`base.Sandbox`. The service's key is that of its host in XRAY_API_KEYS."""
 
     def __init__(self, url: str) -> None:
-        self._url, self._client = url.rstrip("/"), httpx.Client(headers=key_header(url), timeout=GRACE_S)
+        self._url, self._client = url.rstrip("/"), httpx.Client(headers=key_header(url) | PLAIN, timeout=GRACE_S)
         self._limits: dict[str, float] = {}
         """Sandbox → seconds of a run."""
         self._runs = set[Future[Ended]]()
@@ -66,7 +67,8 @@ class RemoteSandbox:
         if self._limits.pop(name, None) is None:
             return
         try:
-            self._client.delete(f"{self._url}/sandboxes/{name}").raise_for_status()
+            with self._client.stream("DELETE", f"{self._url}/sandboxes/{name}") as answer:
+                answer.raise_for_status()
         except (httpx.HTTPError, RuntimeError) as error:
             log.warning("%s: sandbox %s was not removed: %s", self._url, name, _told(error))
 
@@ -87,10 +89,10 @@ class RemoteSandbox:
             return Ended(infrastructure=f"{self._url}: {_told(error)}")
 
     def _ask(self, path: str, timeout_s: float, body: dict[str, Any]) -> dict[str, Any]:
-        answer = self._client.post(f"{self._url}/{path}", json=body, timeout=timeout_s)
-        if not answer.is_success:
-            raise RuntimeError(f"status {answer.status_code}")
-        found = answer.json()
+        with self._client.stream("POST", f"{self._url}/{path}", json=body, timeout=timeout_s) as answer:
+            if not answer.is_success:
+                raise RuntimeError(f"status {answer.status_code}")
+            found = parsed(read(answer, timeout_s))
         if not isinstance(found, dict):
             raise ValueError("the answer is no object")
         return found

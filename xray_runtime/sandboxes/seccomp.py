@@ -1,60 +1,54 @@
-"""Seccomp filters, by which the kernel refuses system calls with EPERM.
+"""Seccomp filters, by which the kernel refuses all system calls but those of a list (`syscalls`).
 
-`computing_filter` allows what computing needs. No call opens a file, makes a process or a thread, signals, traces, or
-reaches a socket; only open descriptors can be read and written. `connecting_filter` refuses ways around Landlock:
-sockets that are not TCP's, and calls that reach other processes. See `man 2 seccomp`, `man 4 bpf` and Linux's tables of
-system calls.
+`computing_filter` allows what computing needs: only open descriptors can be read and written. `agent_filter` allows
+what programs need that keep files, start processes and talk to the gateway, by the call and, where one call does many
+things, by its argument. See `man 2 seccomp` and `man 4 bpf`.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-LOAD, JUMP_EQUAL, JUMP_ANY_BIT, JUMP_FROM, AND, RETURN = 0x20, 0x15, 0x45, 0x35, 0x54, 0x06
-ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050001, 0x80000000
+from xray_runtime.sandboxes.syscalls import AGENT, BY_ARGUMENT, COMPUTING, IN_OWN_ROOM, NEWEST, UNKNOWN, Numbers
+
+LOAD, JUMP_EQUAL, JUMP_ANY_BIT, JUMP_ABOVE, RETURN = 0x20, 0x15, 0x45, 0x25, 0x06
+ALLOW, ERROR, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
-"""Offsets in `struct seccomp_data`; an argument has 8 bytes."""
+"""Offsets in `struct seccomp_data`; an argument has 8 bytes, of which the kernel reads the first 4 where we ask."""
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-AT_EMPTY_PATH = 0x1000
-
-ALLOWED: dict[str, tuple[int | None, int | None]] = {
-    **{"read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "lseek": (8, 62), "close": (3, 57)},
-    **{"fstat": (5, 80), "poll": (7, None), "ppoll": (271, 73), "select": (23, None), "pselect6": (270, 72)},
-    **{"mmap": (9, 222), "munmap": (11, 215), "mremap": (25, 216), "mprotect": (10, 226), "madvise": (28, 233)},
-    **{"brk": (12, 214), "futex": (202, 98), "getrandom": (318, 278), "getpid": (39, 172), "gettid": (186, 178)},
-    **{"rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sigaltstack": (131, 132)},
-    **{"nanosleep": (35, 101), "clock_nanosleep": (230, 115), "restart_syscall": (219, 128), "sched_yield": (24, 124)},
-    **{"clock_gettime": (228, 113), "clock_getres": (229, 114), "gettimeofday": (96, 169), "time": (201, None)},
-    **{"getrusage": (98, 165), "times": (100, 153), "exit": (60, 93), "exit_group": (231, 94)},
-}
-"""System call → its number on x86-64 and on aarch64; None if there is none."""
-NEWFSTATAT = (262, 79)
-"""The C library's replacement for `fstat`: with AT_EMPTY_PATH, for an open descriptor."""
-FLAGS = 3
-"""Index of its argument with the flags."""
-
-
-REFUSED: dict[str, tuple[int, int]] = {
-    **{"io_uring_setup": (425, 425), "ptrace": (101, 117), "pidfd_getfd": (438, 438), "bpf": (321, 280)},
-    **{"process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "perf_event_open": (298, 241)},
-    **{"add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219)},
-}
-"""System call → its numbers, as in `ALLOWED`."""
-SOCKET = (41, 198)
 X32_TABLE = 0x40000000
 """The first number of x86-64's second table, whose calls are the same."""
-KIND_OF_SOCKET = 0xF
-"""Bits of a socket's type without its flags."""
 PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 22, 38
+REFUSED, OLDER_KERNEL = ERROR | errno.EPERM, ERROR | errno.ENOSYS
 
-Step = tuple[int, int, str, str]
-"""(code, k, target if true, target if false); an empty target is the next step."""
+AT_EMPTY_PATH = 0x1000
+NEW_NAMESPACES = 0x7E020000
+"""CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
+MSG_FASTOPEN = 0x20000000
+"""It connects, unseen by Landlock."""
+NETLINK_ROUTE = 0
+IOCTLS = [
+    *(0x5401, 0x5402, 0x5403, 0x5404, 0x5409, 0x540A, 0x540B, 0x540E, 0x540F, 0x5410, 0x5411, 0x5413, 0x5414, 0x5422),
+    *(0x5429, 0x5441, 0x80045430, 0x40045431, 0x80045439, 0x802C542A, 0x402C542B, 0x402C542C, 0x402C542D),
+    *(0x541B, 0x5421, 0x5450, 0x5451, 0x8905, 0x8910, 0x8912, 0x8913, 0x8915, 0x8933),
+]
+"""Terminals of one's own (without TIOCSTI, which types for others); FIONREAD, FIONBIO, FIONCLEX, FIOCLEX; SIOCATMARK,
+and names, addresses and flags of interfaces."""
+FCNTLS = [*range(12), 36, 37, 38, *range(1030, 1035)]
+"""Without leases and notifications, which reach other users of a file."""
+PRCTLS = [1, 2, 3, 4, 15, 16, 21, 23, 29, 30, 36, 37, 38, 39, 41, 42, 0x53564D41]
+"""Signal at the parent's death, being dumpable, name, timer slack, subreaper, no new privileges, huge pages; names of
+memory."""
+
+Step = tuple[int, int, int, int]
+"""(code, k, steps to jump over if true, if false)."""
 
 
 class _Program(ctypes.Structure):
@@ -84,40 +78,108 @@ def computing_filter(machine: str | None = None) -> bytes:
         OSError: the system calls of this machine are unknown.
     """
     machine, column = _known(machine)
-    numbers = [number for row in ALLOWED.values() if (number := row[column]) is not None]
-    return _assembled(
-        machine,
-        [
-            # Calls of x86-64's x32 table have other numbers and are refused.
-            *((JUMP_EQUAL, number, "allow", "") for number in numbers),
-            (JUMP_EQUAL, NEWFSTATAT[column], "", "refuse"),
-            (LOAD, ARGUMENTS + 8 * FLAGS, "", ""),
-            (JUMP_ANY_BIT, AT_EMPTY_PATH, "allow", "refuse"),
-        ],
-    )
+    # The C library's replacement for `fstat`: with AT_EMPTY_PATH, for an open descriptor.
+    status = _when(_bits(3, AT_EMPTY_PATH, ALLOW, REFUSED), BY_ARGUMENT["newfstatat"][column])
+    return _assembled(machine, [*_each(COMPUTING.values(), column, ALLOW), *status])
 
 
-def connecting_filter(machine: str | None = None) -> bytes:
-    """The program for a process that may open TCP connections, as `computing_filter`."""
+def agent_filter(has_own_room: bool, machine: str | None = None) -> bytes:
+    """The program for agents' programs, as `computing_filter`.
+
+    Args:
+        has_own_room: they have files, processes and a network of their own; otherwise Landlock keeps them from those of
+            others, as far as it can, and only TCP connections are allowed.
+    """
     machine, column = _known(machine)
-    return _assembled(
-        machine,
-        [
-            (JUMP_FROM, X32_TABLE, "refuse", ""),
-            *((JUMP_EQUAL, row[column], "refuse", "") for row in REFUSED.values()),
-            (JUMP_EQUAL, SOCKET[column], "", "allow"),
-            (LOAD, ARGUMENTS, "", ""),
-            (JUMP_EQUAL, socket.AF_INET, "kind", ""),
-            (JUMP_EQUAL, socket.AF_INET6, "kind", "refuse"),
-            (LOAD, ARGUMENTS + 8, "kind:", ""),
-            (AND, KIND_OF_SOCKET, "", ""),
-            (JUMP_EQUAL, socket.SOCK_STREAM, "", "refuse"),
-            # Landlock does not know MPTCP and SCTP.
-            (LOAD, ARGUMENTS + 16, "", ""),
-            (JUMP_EQUAL, 0, "allow", ""),
-            (JUMP_EQUAL, socket.IPPROTO_TCP, "allow", "refuse"),
-        ],
-    )
+    steps = [
+        *_each(UNKNOWN.values(), column, OLDER_KERNEL),
+        (JUMP_ABOVE, NEWEST, 0, 2),
+        (JUMP_ABOVE, X32_TABLE - 1, 1, 0),
+        *_end(OLDER_KERNEL),
+    ]
+    for call, body in _by_argument(has_own_room).items():
+        steps += _when(body, BY_ARGUMENT[call][column])
+    allowed = AGENT | (IN_OWN_ROOM if has_own_room else {})
+    return _assembled(machine, [*steps, *_each(allowed.values(), column, ALLOW)])
+
+
+def _by_argument(has_own_room: bool) -> dict[str, list[Step]]:
+    """Call → steps that end with the answer to it."""
+    self_only = _equal(0, [0], REFUSED)
+    found = {
+        "clone": _bits(0, NEW_NAMESPACES, REFUSED, ALLOW),
+        "ioctl": _equal(1, IOCTLS, ERROR | errno.ENOTTY),
+        "fcntl": _equal(1, FCNTLS, REFUSED),
+        "prctl": _equal(0, PRCTLS, REFUSED),
+        "prlimit64": self_only,
+        "sched_setaffinity": self_only,
+        # The priority of a process (0), namely this one.
+        "setpriority": [*_unless(0, 0, REFUSED), *_equal(1, [0], REFUSED)],
+        "socketpair": _equal(0, [socket.AF_UNIX], REFUSED),
+        "sendto": _bits(3, MSG_FASTOPEN, REFUSED, ALLOW),
+        "sendmsg": _bits(2, MSG_FASTOPEN, REFUSED, ALLOW),
+        "sendmmsg": _bits(3, MSG_FASTOPEN, REFUSED, ALLOW),
+    }
+    # Other families, such as AF_VSOCK, reach outside every network.
+    networks = [socket.AF_INET, socket.AF_INET6]
+    if has_own_room:
+        local = [*_unless(2, NETLINK_ROUTE, REFUSED), *_equal(0, [socket.AF_NETLINK], REFUSED)]
+        return found | {"socket": [*_allow_if(0, [socket.AF_UNIX, *networks]), *local]}
+    # Landlock knows neither datagrams nor MPTCP and SCTP.
+    stream = [*_kind_unless(socket.SOCK_STREAM), *_equal(2, [0, socket.IPPROTO_TCP], REFUSED)]
+    return found | {"socket": [*_refuse_unless_any(0, networks), *stream]}
+
+
+def _end(answer: int) -> list[Step]:
+    return [(RETURN, answer, 0, 0)]
+
+
+def _load(argument: int) -> Step:
+    return (LOAD, ARGUMENTS + 8 * argument, 0, 0)
+
+
+def _allow_if(argument: int, values: Iterable[int]) -> list[Step]:
+    """ALLOW if the argument is one of `values`."""
+    pairs = [step for value in values for step in ((JUMP_EQUAL, value, 0, 1), *_end(ALLOW))]
+    return [_load(argument), *pairs]
+
+
+def _equal(argument: int, values: Iterable[int], otherwise: int) -> list[Step]:
+    return [*_allow_if(argument, values), *_end(otherwise)]
+
+
+def _unless(argument: int, value: int, answer: int) -> list[Step]:
+    """`answer` unless the argument is `value`."""
+    return [_load(argument), (JUMP_EQUAL, value, 1, 0), *_end(answer)]
+
+
+def _refuse_unless_any(argument: int, values: Sequence[int]) -> list[Step]:
+    jumps = [(JUMP_EQUAL, value, len(values) - place, 0) for place, value in enumerate(values)]
+    return [_load(argument), *jumps, *_end(REFUSED)]
+
+
+def _kind_unless(kind: int) -> list[Step]:
+    """REFUSED unless the type of a socket without its flags is `kind`."""
+    flags = socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+    return _refuse_unless_any(1, [kind | some for some in (0, socket.SOCK_NONBLOCK, socket.SOCK_CLOEXEC, flags)])
+
+
+def _bits(argument: int, bits: int, answer: int, otherwise: int) -> list[Step]:
+    """`answer` if the argument has any of `bits`."""
+    return [_load(argument), (JUMP_ANY_BIT, bits, 0, 1), *_end(answer), *_end(otherwise)]
+
+
+def _when(body: Sequence[Step], *numbers: int | None) -> list[Step]:
+    """`body` for each call with one of the numbers."""
+    found: list[Step] = []
+    for number in numbers:
+        if number is not None:
+            found += [(JUMP_EQUAL, number, 0, len(body)), *body]
+    return found
+
+
+def _each(calls: Iterable[Numbers], column: int, answer: int) -> list[Step]:
+    return _when(_end(answer), *(numbers[column] for numbers in calls))
 
 
 def _known(machine: str | None) -> tuple[str, int]:
@@ -129,17 +191,7 @@ def _known(machine: str | None) -> tuple[str, int]:
 
 
 def _assembled(machine: str, steps: Sequence[Step]) -> bytes:
-    """The program of steps that begin with the number of the call; a first target `name:` is the name of its step."""
-    steps = [
-        (LOAD, ARCHITECTURE, "", ""),
-        (JUMP_EQUAL, ARCHITECTURES[machine], "", "kill"),
-        (LOAD, NUMBER, "", ""),
-        *steps,
-    ]
-    places = {true[:-1]: place for place, (_, _, true, _) in enumerate(steps) if true.endswith(":")}
-    places |= {"allow": len(steps), "refuse": len(steps) + 1, "kill": len(steps) + 2}
-    program = b""
-    for place, (code, k, *targets) in enumerate(steps):
-        to = [places[name] - place - 1 if name in places else 0 for name in targets]
-        program += struct.pack("HBBI", code, *to, k)
-    return program + b"".join(struct.pack("HBBI", RETURN, 0, 0, end) for end in (ALLOW, REFUSE, KILL))
+    """The program of steps that begin with the number of the call; what no step answers is refused."""
+    first = [(LOAD, ARCHITECTURE, 0, 0), (JUMP_EQUAL, ARCHITECTURES[machine], 1, 0), *_end(KILL), (LOAD, NUMBER, 0, 0)]
+    every = [*first, *steps, *_end(REFUSED)]
+    return b"".join(struct.pack("HBBI", code, true, false, k) for code, k, true, false in every)

@@ -8,6 +8,13 @@ import pytest
 from tests.unit.agents.parts import World, make_tokenizer, opened
 
 
+@pytest.fixture(autouse=True)
+def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands and directories of tests."""
+    monkeypatch.setenv("XRAY_ALLOWED_COMMANDS", "*")
+    monkeypatch.setenv("XRAY_ALLOWED_PATHS", "/*")
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     return make_tokenizer()

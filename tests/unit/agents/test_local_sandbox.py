@@ -18,12 +18,12 @@ import psutil
 import pytest
 
 from xray_runtime.agents.local_sandbox import LocalSandbox
-from xray_runtime.sandboxes import confine, landlock
+from xray_runtime.sandboxes import confine
 from xray_runtime.sandboxes.base import Box, Ended, Limits, Program
-from xray_runtime.sandboxes.confine import Confinement
+from xray_runtime.sandboxes.confine import OWN_ROOM, Confinement
 
 LIMITS = Limits(timeout_s=20.0, memory_mb=1024, output_bytes=2**20, processes=8, disk_mb=16)
-HAS = {"bubblewrap": confine._why_not() is None, "landlock": landlock.version() >= landlock.NETWORK_VERSION}
+HAS = {how: confine._why_not(how) is None for how in ("bubblewrap", "namespaces", "landlock")}
 HIDDEN = "hidden-from-programs"
 
 
@@ -59,7 +59,7 @@ class Hello(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(scope="module", params=["bubblewrap", "landlock"])
+@pytest.fixture(scope="module", params=HAS)
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     if not HAS[request.param]:
         pytest.skip(f"this machine has no {request.param}")
@@ -68,7 +68,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XRAY_TEST_SECRET", HIDDEN)
-        sandbox = LocalSandbox(log, request.param)
+        sandbox = LocalSandbox(log, request.param, accepts_weak=True)
     yield Place(request.param, sandbox, f"http://127.0.0.1:{server.server_port}", log)
     sandbox.close()
     server.shutdown()
@@ -174,12 +174,12 @@ def test_a_program_reaches_nothing_else(place: Place, name: str, tmp_path: Path)
             parent=os.getpid(),
             port=port,
             datagrams=datagrams.getsockname()[1],
-            # With bubblewrap that is in a network of its own, which reaches nobody.
-            listens="1 / 0" if place.how == "bubblewrap" else "1",
+            # In its own room that is in a network of its own, which reaches nobody.
+            listens="1 / 0" if place.how in OWN_ROOM else "1",
         )
         ended = place.run(f"{HELPERS}\ntry:\n    {expression}\n    print('got')\nexcept Exception as e: print(repr(e))")
         assert ended.code == 0
-        if name == "a datagram" and place.how == "bubblewrap":
+        if name == "a datagram" and place.how in OWN_ROOM:
             with pytest.raises(TimeoutError):
                 datagrams.recv(100)
         else:
@@ -253,7 +253,7 @@ def test_memory_files_and_disk_are_limited(place: Place) -> None:
     assert place.run("x = bytearray(2 ** 31)").code == 1
     opens = "import os\nn = 0\nwhile n < 5000: os.open('/', 0); n += 1"
     assert place.run(opens).code == 1
-    if place.how == "bubblewrap":
+    if place.how in OWN_ROOM:
         fills = "import os\nn = 0\nwhile n < 64: open(f'{DIR}/{n}', 'wb').write(bytes(2 ** 20)); n += 1"
         for directory in (".", "/dev/shm"):
             assert place.run(fills.replace("{DIR}", directory)).code == 1
@@ -291,7 +291,7 @@ def test_sandboxes_end_with_who_asks(place: Place, tmp_path: Path) -> None:
 import pathlib
 from xray_runtime.agents.local_sandbox import LocalSandbox
 from xray_runtime.sandboxes.base import Box, Limits, Program
-sandbox = LocalSandbox(pathlib.Path({str(tmp_path / "log")!r}), {place.how!r})
+sandbox = LocalSandbox(pathlib.Path({str(tmp_path / "log")!r}), {place.how!r}, True)
 name = sandbox.start(Box(Limits(600.0, 1024, 1000, 8, 16)))
 sandbox.run(name, Program(["sleep", "600"], "", {{}}))
 print(sandbox._worker._process.pid, flush=True)
@@ -309,16 +309,109 @@ import time; time.sleep(600)
     assert psutil.wait_procs([worker, *children], timeout=20)[1] == []
 
 
-def test_what_is_missing_is_said_once_and_a_virtual_environment_shows_no_more_than_it_needs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+PROGRAMS = {
+    "git": "git init -q a && cd a && git config user.name x && git config user.email x && echo 1 > f && git add f && "
+    "git commit -qm m && git gc -q && git clone -q . ../b && git -C ../b log --format=%s",
+    "tar, sed and coreutils": "mkdir -p a/b && echo x > a/b/f && chmod 640 a/b/f && touch -d 2001-02-03 a/b/f && "
+    "tar czf a.tgz a && mkdir c && tar xzf a.tgz -C c && sed -i s/x/y/ c/a/b/f && cp -a c d && mv d e && ln -s e g && "
+    "rm -r c && stat -c %a e/a/b/f && install -m 700 e/a/b/f h && find . -name f -newer a/b/f",
+    "pipes": "seq 9 | sort -r | head -n 2 && diff <(echo 1) <(echo 1) && mkfifo p && (echo hi > p &) && cat p && "
+    "(timeout 0.1 sleep 9 || test $? = 124) && seq 3 | xargs -P 3 -n 1 echo | wc -l",
+    "a compiler": "echo 'int main(void) { return 0; }' > a.c && cc a.c -o a && ./a",
+    "node": """node -e 'require("child_process").execSync("true"); setTimeout(() => console.log(1), 9)'""",
+    "a terminal": "script -qc 'tty && stty size' /dev/null",
+    "threads and processes": """{python} -c '
+import asyncio, concurrent.futures, multiprocessing, subprocess, threading
+thread = threading.Thread(target=print, args=["thread"]); thread.start(); thread.join()
+subprocess.run(["true"], check=True, timeout=9)
+child = subprocess.Popen(["sleep", "99"]); child.terminate(); child.wait()
+if __name__ == "__main__":
+    with multiprocessing.get_context("fork").Pool(2) as pool: print(pool.map(abs, [-1, 2]))
+async def main():
+    child = await asyncio.create_subprocess_exec("echo", "a", stdout=-1)
+    print(await child.communicate(), await asyncio.to_thread(abs, -1))
+asyncio.run(main())'""",
+    "files of Python": """{python} -c '
+import fcntl, mmap, os, pathlib, shutil, sqlite3, tempfile, venv
+base = sqlite3.connect("a.db"); base.execute("PRAGMA journal_mode=WAL"); base.execute("create table t (x)")
+base.execute("insert into t values (1)"); base.commit(); print(base.execute("select * from t").fetchall())
+with tempfile.NamedTemporaryFile() as file:
+    file.write(bytes(9)); file.flush(); fcntl.flock(file, fcntl.LOCK_EX); mmap.mmap(file.fileno(), 9).close()
+with tempfile.TemporaryDirectory() as place: pathlib.Path(place, "x").write_text("1")
+shutil.copy2("a.db", "b.db"); os.replace("b.db", "c.db"); shutil.copytree(".", "/tmp/d"); shutil.rmtree("/tmp/d")
+shutil.make_archive("x", "zip", "."); venv.create("v", symlinks=True)'
+v/bin/python -c 'print(1)'""",
+    "numpy and pytest": """{python} -c '
+import numpy; print(numpy.linalg.inv(numpy.eye(300)).sum())'
+echo 'def test_a(tmp_path): (tmp_path / "a").write_text("1")' > test_a.py && {python} -m pytest -q test_a.py""",
+    "a server of its own": """{python} -c '
+import http.server, threading, urllib.request
+server = http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+print(len(urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/").read()) > 0)'""",
+    "the gateway": """{python} -c '
+import os, urllib.request
+print(urllib.request.urlopen(os.environ["GATEWAY"]).read())'""",
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ordinary_programs_work(place: Place, name: str) -> None:
+    if place.how == "landlock" and name != "the gateway":
+        pytest.skip("Landlock alone refuses what it cannot keep from other files")
+    box = Box(replace(LIMITS, timeout_s=100.0, memory_mb=8192, processes=40, disk_mb=256), gateway=place.gateway)
+    started = place.sandbox.start(box)
+    command = ["bash", "-euo", "pipefail", "-c", PROGRAMS[name].replace("{python}", sys.executable)]
+    variables = {"GATEWAY": place.sandbox.address(place.gateway), "PYTHONDONTWRITEBYTECODE": "1"}
+    ended = place.sandbox.run(started, Program(command, "", variables)).result(120)
+    place.sandbox.stop(started)
+    assert ended.code == 0, (ended, place.log.read_text()[-2000:])
+
+
+BEST = [
+    ((), "bubblewrap", None),
+    (("bubblewrap",), "namespaces", None),
+    (("bubblewrap", "namespaces"), "landlock", "Landlock alone would let an agent see which files exist"),
+    (("bubblewrap", "namespaces", "landlock"), "limits", "an agent could read and change your files"),
+]
+
+
+@pytest.mark.parametrize(("missing", "expected", "why"), BEST)
+def test_what_does_not_keep_a_program_in_must_be_accepted(
+    missing: tuple[str, ...],
+    expected: Confinement,
+    why: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
+    monkeypatch.setattr(confine, "_why_not", lambda how: "it is broken" if how in missing else None)
     confine.confinement.cache_clear()
+    try:
+        assert [confine.confinement(), confine.confinement()] == [expected] * 2
+        assert len(caplog.messages) == (why is not None)
+        if why is not None:
+            with pytest.raises(
+                ValueError, match=rf"^environment.accept_weak_sandbox = false .*\(it is broken\), and {why}"
+            ):
+                LocalSandbox(tmp_path / "log")
+        LocalSandbox(tmp_path / "log", accepts_weak=True).close()
+    finally:
+        confine.confinement.cache_clear()
+
+
+def test_what_the_kernel_refuses_is_not_taken_for_a_sandbox(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The reason is the kernel's, not that of a machine without Landlock or bubblewrap."""
     monkeypatch.setattr(confine.shutil, "which", lambda name: None)
-    expected = "landlock" if landlock.version() else "limits"
-    assert [confine.confinement(), confine.confinement()] == [expected] * 2
-    confine.confinement.cache_clear()
-    [line] = caplog.messages
-    assert line.startswith("sandboxed programs run without bubblewrap (it is not installed): ")
+    monkeypatch.setattr(confine.landlock, "version", lambda: 5)
+    assert confine._why_not("bubblewrap") == "it is not installed"
+    assert confine._why_not("landlock") == "Linux has version 5, and 6 is needed"
+    broken = confine.inside.__file__.replace("inside", "missing")
+    monkeypatch.setattr(confine.inside, "__file__", broken)
+    assert "No such file" in str(confine._why_not("namespaces"))
+
+
+def test_a_virtual_environment_shows_no_more_than_it_needs(tmp_path: Path) -> None:
     (tmp_path / "venv" / "bin").mkdir(parents=True)
     (tmp_path / "venv" / "pyvenv.cfg").write_text("home = /bin\nversion = 3.11\n")
     assert Path("/") not in confine.venv_paths(tmp_path / "venv")

@@ -229,7 +229,7 @@ def test_a_service_is_asked_with_an_address(world: World, tmp_path: Path) -> Non
     assert asked[0]["base_url"].endswith("/episodes/a/v1")
     assert outcome(runner, world) == Outcome(infrastructure=f"{url}: status 500")
     assert outcome(runner, world) == Outcome(broken="status 404")
-    assert outcome(runner, world) == Outcome(broken="the answer is not JSON")
+    assert outcome(runner, world) == Outcome(broken="the answer is not JSON: no")
     server.shutdown()
     server.server_close()
     down = outcome(runner, world)

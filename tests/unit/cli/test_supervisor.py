@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
+import stat
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,10 +55,13 @@ def supervised(
     monkeypatch.setattr(supervisor, "start_reaper", lambda *_: "tag")
     for name in ("kill_tagged", "end_well"):
         monkeypatch.setattr(supervisor, name, lambda tag: None)
+    scratch = tmp_path / "tmp"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     said = io.StringIO()
     runtime = RuntimeConfig(restarts=restarts, stall_timeout_s=60.0)
     code = supervise(tmp_path, Subject(), runtime, Console(file=said))
-    assert list((tmp_path / "jobs").iterdir()) == []
+    assert [*tmp_path.glob("**/job.json"), *scratch.iterdir()] == []
     return code, made, said.getvalue()
 
 
@@ -121,3 +129,38 @@ def test_a_record_that_nobody_works_at_does_not_stay_running(tmp_path: Path, mon
         assert json.loads((output / "lifecycle.json").read_text())["status"] == "failed"
         view, broken = read_log(output, Verifier(trusted_keys(output)))
         assert (broken, view.ended["0" * 32].status) == ([], "failed")
+
+
+def test_what_others_write_into_the_output_directory_does_not_choose_what_a_restart_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real child reads its job anew at each attempt; here it records what it reads."""
+    reads = "import os, sys; print(open(sys.argv[1]).read()); os._exit(3)"
+    output, given, modes = tmp_path / "run", list[str](), list[int]()
+    popen = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> Any:
+        file = Path(command[-1])
+        modes.append(stat.S_IMODE(file.parent.stat().st_mode))
+        for place in [output / "jobs" / file.parent.name, *output.glob("**/"), *output.glob("jobs/*/")]:
+            place.mkdir(parents=True, exist_ok=True)
+            for name in ("job.json", "outputs", "ended", "heartbeat"):
+                (place / name).write_text(file.read_text().replace("mine:flow", "os:system"))
+        child = popen([sys.executable, "-c", reads, str(file)], stdout=subprocess.PIPE, text=True)
+        given.append(child.communicate()[0])
+        return child
+
+    monkeypatch.setattr(supervisor.subprocess, "Popen", start)
+    monkeypatch.setattr(supervisor, "start_reaper", lambda *_: "tag")
+    for name in ("kill_tagged", "end_well"):
+        monkeypatch.setattr(supervisor, name, lambda tag: None)
+    old = os.umask(0)
+    try:
+        runtime = RuntimeConfig(restarts=1, stall_timeout_s=60.0)
+        supervise(output, Subject(flow="mine:flow"), runtime, Console(file=io.StringIO()))
+    finally:
+        os.umask(old)
+    assert len(given) == 2
+    assert given[0] == given[1]
+    assert json.loads(given[0])["subject"]["flow"] == "mine:flow"
+    assert modes == [0o700] * 2

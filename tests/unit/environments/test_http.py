@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from xray_runtime import bounded_http
 from xray_runtime.environments import http
 from xray_runtime.environments.episodes import EnvironmentFailure
 from xray_runtime.environments.http import from_http
 from xray_runtime.environments.pool import EnvironmentPool
 from xray_runtime.environments.protocol import Start, Step
-from xray_runtime.rewards import remote
 
 URL = "XRAY_TEST_ENVIRONMENT_URL"
 OBSERVED = [{"role": "user", "content": "and?"}]
@@ -133,7 +133,7 @@ def test_an_episode(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_bad_answer_costs_its_episode(
     answer: Any, message: str, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(bounded_http, "MAX_ANSWER_BYTES", 1000)
     server.answer = answer
 
     async def play() -> None:

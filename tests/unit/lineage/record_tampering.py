@@ -514,7 +514,7 @@ def _uncovered(function: Tampering) -> Tampering:
 
 @_uncovered
 def logs_locks_and_caches(rng: random.Random, output: Path) -> set[str]:
-    for name in ("logs/xray.log", "locks/more.lock", "digests.sqlite", "jobs/1/job.json", "prefect/prefect.db"):
+    for name in ("logs/xray.log", "locks/more.lock", "digests.sqlite", "prefect/prefect.db"):
         (output / name).parent.mkdir(exist_ok=True, parents=True)
         (output / name).write_bytes(rng.randbytes(9))
     return set()

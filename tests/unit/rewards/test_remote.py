@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from xray_runtime import bounded_http
 from xray_runtime.config.rewards import JudgeConfig, ServiceConfig
 from xray_runtime.rewards import remote
 from xray_runtime.rewards.judge import JudgeSource, score_in
@@ -170,7 +171,7 @@ def test_null_is_no_score(server: Server) -> None:
 def test_a_failure_is_bounded_and_said(
     answer: Answer, why: str, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "MAX_ANSWER_BYTES", 2**16)
+    monkeypatch.setattr(bounded_http, "MAX_ANSWER_BYTES", 2**16)
     server.answers = [answer]
     # What is to come in time has time, also where the machine is busy.
     found = service(server.url, timeout_s=0.3 if "timeout_s" in why else 10.0)

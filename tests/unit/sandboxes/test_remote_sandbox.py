@@ -146,7 +146,7 @@ def test_limits_and_a_stop_end_a_program(service: Service) -> None:
     ("fault", "why"),
     [
         ((500, b""), "RuntimeError: status 500"),
-        ((200, b"no"), "JSONDecodeError"),
+        ((200, b"no"), "AnswerError: the answer is not JSON"),
         ((200, b"[]"), "ValueError: the answer is no object"),
         ((200, b'{"id": "../up", "code": "0", "output": ""}'), "ValueError: "),
         ((200, b'{"code": true, "output": ""}'), "Error: "),
