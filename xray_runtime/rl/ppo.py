@@ -206,12 +206,8 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
             monitor=monitor,
             validation=validation,
             ledger=ledger,
-<<<<<<< HEAD
-            state=Resumable(recorder, _trained(models), keep_files, **state),
-            max_mismatch=config.mismatch_limit(stage.runtime.device),
-=======
             state=Resumable(recorder, trained_models(models), keep_files, **state),
->>>>>>> w-gpu
+            max_mismatch=config.mismatch_limit(stage.runtime.device),
         )
 
 

@@ -543,9 +543,7 @@ def test_a_field_in_the_wrong_section_is_told_where_it_belongs(text: str, messag
 def test_a_route_compares_by_type(equals: Any, value: Any, applies: bool | None) -> None:
     route = Route(column="task", equals=equals)
     if applies is None:
-        with pytest.raises(
-            ValueError, match=r"when\.equals = .* the column 'task' has .*: must be of the same type"
-        ):
+        with pytest.raises(ValueError, match=r"when\.equals = .* the column 'task' has .*: must be of the same type"):
             route.applies(value)
     else:
         assert route.applies(value) is applies

@@ -35,15 +35,9 @@ MAX_ANSWERS_BYTES = 2**30
 MAX_FILE_BYTES = 2**30
 """Larger than any file that a run leaves for people: the log has no sizes, and a sparse file claims any."""
 ROOT = {
-<<<<<<< HEAD
     *(CHECKPOINTS, RECORDS, RESULTS, PAGES, ARTIFACTS, SNAPSHOTS, LOG, END, LIFECYCLE, REPORT),
     *("keys", "config.yaml", "search.yaml", f"{LIFECYCLE}{SEALED}", "verified.json", "mlflow.db", "digests.sqlite"),
-    *("logs", "locks", "jobs", "prefect", "searches", "comparisons", "feedback", "flywheel", "evaluations"),
-=======
-    *(CHECKPOINTS, RECORDS, RESULTS, PAGES, ARTIFACTS, SNAPSHOTS, LOG, LIFECYCLE, REPORT),
-    *("keys", "config.yaml", "search.yaml", "verified.json", "mlflow.db", "digests.sqlite"),
     *("logs", "locks", "prefect", "searches", "comparisons", "feedback", "flywheel", "evaluations"),
->>>>>>> w-guard
     *(RECORDED, WITHDRAWN),
 }
 """X-ray's entries of an output directory."""
