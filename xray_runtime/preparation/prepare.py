@@ -142,7 +142,8 @@ def _write_sides(
                 if reason:
                     left_out.add(reason, at | {"reply": place})
                     continue
-                counts["prompts_without_reply"] += reply is None
+                if reply is None:
+                    counts["prompts_without_reply"] += 1
                 more = {key: (reply or {}).get(key) for key in ("tool_calls", "reasoning_content")}
                 example = Example(f"{name}-{place}", conversation, prompt, said, columns=columns, **more)
                 (held[held_out] if held_out else train).append(example)
