@@ -144,7 +144,7 @@ def _write_sides(
                     continue
                 if reply is None:
                     counts["prompts_without_reply"] += 1
-                more = {key: (reply or {}).get(key) for key in ("tool_calls", "reasoning_content")}
+                more: dict[str, Any] = {key: (reply or {}).get(key) for key in ("tool_calls", "reasoning_content")}
                 example = Example(f"{name}-{place}", conversation, prompt, said, columns=columns, **more)
                 (held[held_out] if held_out else train).append(example)
                 if config.sources:
