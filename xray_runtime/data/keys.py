@@ -18,6 +18,10 @@ LEARNED = ("weight", "train", "trainable", "training", "loss", "loss_mask", "los
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """What the assistant thought before a reply."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+MEDIA_FILES = (
+    *(".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
+    *(".wav", ".mp3", ".flac", ".ogg", ".mp4", ".mkv", ".webm", ".avi", ".mov"),
+)
 BY_OTHER_NAMES = ("response", "reply", "output", "assistant", "chosen", "rejected")
 """Columns that would be a reply beside a prompt alone."""
 
@@ -121,7 +125,9 @@ def refuse_columns(where: object, record: Mapping[str, Any], read: Iterable[str]
 def _is_media(value: Any) -> bool:
     """Whether it is an `Image`, `Audio` or `Video` of `datasets`, or a list of them."""
     first = value[0] if isinstance(value, list) and value else value
-    return isinstance(first, dict) and bool(first) and first.keys() <= {"bytes", "path"}
+    if not isinstance(first, dict) or not first or not first.keys() <= {"bytes", "path"}:
+        return False
+    return "bytes" in first or str(first["path"]).lower().endswith(MEDIA_FILES)
 
 
 RENAME = "if it means something else, rename the column (rename_columns)"

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -98,7 +98,7 @@ def table_records(
         raise ValueError(f"{field}: {Where(source, 'row', number + 1, 0)}: cannot be read ({reason})") from error
 
 
-def _open(path: Path) -> IO[bytes]:
+def _open(path: Path) -> io.BufferedIOBase:
     if path.suffix == ".gz":
         return gzip.open(path)
     if path.suffix == ".zst":

@@ -136,16 +136,14 @@ def _write_sides(
             if config.sources:
                 counts[f"read_conversations_source_{part}"] += 1
             for place, (prompt, reply) in enumerate(pairs):
-                text, said = prompt_text(prompt), (reply or {}).get("content", "")
-                reason = _reason_to_drop(prompt, text, reply, config)
-                if withdrawn.touches(prompt, said, (reply or {}).get(KEY, "")):
-                    reason = "withdrawn"
+                text = prompt_text(prompt)
+                reason = _reason_to_drop(prompt, text, reply, withdrawn, config)
                 if reason:
                     left_out.add(reason, at | {"reply": place})
                     continue
-                counts["prompts_without_reply"] += reply is None
-                more = {key: (reply or {}).get(key) for key in ("tool_calls", KEY)}
-                example = Example(f"{name}-{place}", conversation, prompt, said, columns=columns, **more)
+                example = _example(f"{name}-{place}", conversation, prompt, reply, columns)
+                if reply is None:
+                    counts["prompts_without_reply"] += 1
                 (held[held_out] if held_out else train).append(example)
                 if config.sources:
                     counts[f"kept_pairs_source_{part}"] += 1
@@ -300,7 +298,17 @@ def _reorder(path: Path, order: np.ndarray) -> None:
     unordered.unlink()
 
 
-def _reason_to_drop(prompt: Messages, text: str, reply: dict[str, Any] | None, config: DataConfig) -> str | None:
+def _example(name: str, conversation: str, prompt: Messages, reply: dict[str, Any] | None, columns: str) -> Example:
+    said = reply or {"content": ""}
+    calls, reasoning = said.get("tool_calls"), said.get("reasoning_content")
+    return Example(name, conversation, prompt, said["content"], calls, columns, reasoning)
+
+
+def _reason_to_drop(
+    prompt: Messages, text: str, reply: dict[str, Any] | None, withdrawn: WithdrawnTexts, config: DataConfig
+) -> str | None:
+    if withdrawn.touches(prompt if reply is None else [*prompt, reply]):
+        return "withdrawn"
     texts = [_whole_text(message) for message in prompt if message["role"] != "tool"]
     lengths = [len(text)]
     if reply is not None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from xray_runtime.config.sft import SFTConfig
 from xray_runtime.data import conversations as module, tokens
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.conversations import ConversationTokens, conversations
@@ -18,6 +20,7 @@ from xray_runtime.data.records import prompt_and_replies
 from xray_runtime.data.rows import num_response_tokens
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.store.seal import process_seal
+from xray_runtime.training import sft
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Pau"}}}
 SAID = [
@@ -64,6 +67,22 @@ def test_a_reply_that_was_dropped_is_read_and_not_learned() -> None:
     [found] = conversations([first, last])
     assert found.replies == [2, 6]
     assert found.messages[1:] == SAID[1:]
+
+
+def test_prompts_without_a_reply_are_no_rows(tmp_path: Path, tokenizer: Any) -> None:
+    alone = Example("b-0", "b", SAID[1:2], "")
+    first, *_ = examples("a", None)
+    thought = first._replace(reasoning_content="hm")
+    assert [one.ids for one in conversations([alone, first])] == [["a-0"]]
+    assert next(conversations([thought])).messages[-1] == SAID[2] | {"reasoning_content": "hm"}
+    for side in ("train", "heldout"):
+        write_pairs(tmp_path / f"{side}.arrow", Example, [alone, alone._replace(id="b-1")])
+    found = ConversationTokens(tmp_path / "train.arrow", tokenizer, 10_000, 10_000, process_seal())
+    assert (len(found), found.num_replies, found.num_all) == (0, 0, 0)
+    inputs = SimpleNamespace(data=SimpleNamespace(path=tmp_path))
+    stage = SimpleNamespace(name="sft", inputs=inputs, config=SFTConfig(), seal=process_seal())
+    with pytest.raises(ValueError, match="sft: the training rows of the dataset are prompts without replies: add rows"):
+        sft._data(stage, tokenizer, (100, 100), SimpleNamespace(progress=lambda *values: None))
 
 
 @pytest.fixture

@@ -111,6 +111,7 @@ def pairs(record: dict[str, Any], context: int | None = None) -> list[Any]:
         ({"prompt": "Is <image> a tag?", "completion": "a"}, 1),
         ({"prompt": "<image>\n<url>x</url>\n</image>", "completion": "a"}, 1),
         ({"messages": [U, A | {"channel": "final"}]}, [([U], A)]),
+        ({"messages": [U, A], "file": {"path": "src/a.py"}}, [([U], A)]),
         ({"messages": [{"role": "user", "from": "human", "content": "u", "value": "u"}, A]}, [([U], A)]),
         (
             {"messages": [U, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": 1, "b": None}}]}]},
@@ -178,6 +179,7 @@ def test_a_short_context_keeps_system_messages() -> None:
             {"prompt": "u", "completion": "a", "shots": [PICTURE]},
             r"line 3: shots \(a list\) is not supported: pictures",
         ),
+        ({"messages": [U, A], "shot": {"path": "a.PNG"}}, r"line 3: shot \(an object\) is not supported: pictures"),
         ({"messages": [U | {"images": ["x"]}, A]}, r"message 1 of messages: images \(a list\) is not supported"),
         (
             {"messages": [U | {"content": [{"type": "image"}]}, A]},

@@ -361,3 +361,39 @@ def test_rows_to_choose_by_are_in_neither_other_side(tmp_path: Path) -> None:
     }
     assert all(text in held_out_prompts(tmp_path / "b") for side in prompts[1:] for text in side)
     assert not any(text in held_out_prompts(tmp_path / "b") for text in prompts[0])
+
+
+def test_prompts_alone_are_kept_and_counted(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": f"question {i}", "answer": i, "url": "x"} for i in range(40)]
+    rows += [{"messages": [{"role": "user", "content": f"asked {i}"}], "answer": i} for i in range(40)]
+    rows += [{"prompt": f"rated {i}", "completion": f"answer {i}", "label": i % 2 == 0} for i in range(40)]
+    source = rows_file(tmp_path / "rows.jsonl", rows)
+    train, heldout, stats, _ = prepare(tmp_path / "a", source=source, columns=["answer"], heldout_fraction=0.2)
+    alone = [e for e in train + heldout if not e.has_reply]
+    assert {json.loads(e.columns)["answer"] for e in alone} == set(range(40))
+    assert {e.response for e in train + heldout if e.has_reply} == {f"answer {i}" for i in range(0, 40, 2)}
+    assert (len(alone), stats["prompts_without_reply"], stats["dropped_undesirable"]) == (80, 80, 20)
+    assert stats["columns_not_read"] == {"url": 40}
+    listed = [json.loads(line) for line in (tmp_path / "a" / "dropped.jsonl").read_text().splitlines()]
+    assert listed == [{"reason": "undesirable", "row": 82 + i} for i in range(0, 40, 2)]
+    numbers = {name: count for name, count in stats.items() if isinstance(count, int)}
+    series = {f"data/{name}": [(0, float(count))] for name, count in numbers.items()}
+    assert data_findings(series | {"data/columns_not_read/url": [(0, 40.0)]}) == [
+        "20 of 120 rows with replies labelled as bad (label); listed in dropped.jsonl of the checkpoint",
+        "80 of 100 prompts have no reply: sft leaves them out",
+        "columns not read: url 40",
+    ]
+
+
+def test_reasoning_is_kept(tmp_path: Path) -> None:
+    thought = [None, "", "let me see"]
+    replies = [{"role": "assistant", "content": "a", "thinking": thought[i % 3]} for i in range(60)]
+    replies += [{"role": "assistant", "thinking": "t"}] * 30
+    rows = [{"messages": [{"role": "user", "content": f"q {i}"}, reply]} for i, reply in enumerate(replies)]
+    train, heldout, stats, _ = prepare(
+        tmp_path / "a", source=rows_file(tmp_path / "rows.jsonl", rows), heldout_fraction=0.3
+    )
+    found = {int(e.prompt[0]["content"][2:]): (e.response, e.reasoning_content) for e in train + heldout}
+    assert found == {i: ("a", thought[i % 3] or None) if i < 60 else ("", "t") for i in range(90)}
+    assert stats["dropped_empty"] == 0
+    assert train[0].message.keys() <= {"role", "content", "reasoning_content"}
