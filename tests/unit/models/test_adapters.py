@@ -99,7 +99,7 @@ def mixture(family: str, **fields: Any) -> Any:
     }
     experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config = transformers.AutoConfig.for_model(
-        family, **(sizes | experts | {"vocab_size": 300, "pad_token_id": 0} | fields)
+        family, **(sizes | experts | {"vocab_size": 300, "pad_token_id": 0, "num_key_value_heads": 2} | fields)
     )
     torch.manual_seed(1)
     return transformers.AutoModelForCausalLM.from_config(config)

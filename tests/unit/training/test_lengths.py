@@ -99,7 +99,7 @@ def pairs(directory: Path, train: list[int], heldout: list[int]) -> Path:
     directory.mkdir()
     for side, sizes in ((TRAIN, train), (HELDOUT, heldout)):
         made = [PreferenceExample(f"p{n}", user(n + 1), "hello " * size, "hello") for n, size in enumerate(sizes)]
-        write_pairs(directory / side, made)
+        write_pairs(directory / side, PreferenceExample, made)
     return directory
 
 
@@ -154,6 +154,6 @@ def test_a_generator_has_room_for_the_prompts_there_are(
     tmp_path: Path, tiny_tokenizer: Any, words: int, limit: int, room: int
 ) -> None:
     """A context of 32,000 would take a cache of 32,000 tokens for prompts of ten."""
-    write_pairs(tmp_path / TRAIN, [Example("a", "a", user(words), "fine")])
+    write_pairs(tmp_path / TRAIN, Example, [Example("a", "a", user(words), "fine")])
     found = UniquePrompts(tiny_tokenizer, tmp_path / TRAIN, limit, process_seal())
     assert found.room == room
