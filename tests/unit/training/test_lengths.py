@@ -148,7 +148,7 @@ def _taken(read: Any, numbers: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("words", "limit", "room"), [(3, 32_000, 1024), (3, 64, 64), (1500, 32_000, 2048), (1500, 1600, 1600)]
+    ("words", "limit", "room"), [(3, 32_000, 1024), (3, 64, 64), (600, 32_000, 2048), (600, 1600, 1600)]
 )
 def test_a_generator_has_room_for_the_prompts_there_are(
     tmp_path: Path, tiny_tokenizer: Any, words: int, limit: int, room: int
