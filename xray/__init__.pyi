@@ -46,16 +46,16 @@ _I = TypeVar("_I")
 _Reward: TypeAlias = Weighable | Callable[..., Any] | _RewardTerm
 _Body: TypeAlias = Callable[[Stage[_C, _I], Path, Recorder], int]
 
+class _GeneratorConfig(TypedDict, total=False):
+    engine: Literal["vllm", "deepspeed", "transformers"]
+    tensor_parallel: int
+
 class _FrozenConfig(TypedDict, total=False):
     num_workhorses: int
     tensor_parallel: int
     pipeline_parallel: int
     zero_stage: Literal[0, 3]
     precision: Literal["auto", "float32", "bfloat16"]
-
-class _GeneratorConfig(TypedDict, total=False):
-    engine: Literal["vllm", "deepspeed", "transformers"]
-    tensor_parallel: int
 
 class _MathVerifier(TypedDict, total=False):
     kind: Required[Literal["math"]]
@@ -255,10 +255,12 @@ def base(
     *,
     model: str,
     chat_template: str | None = None,
+    generator: _GeneratorConfig | None = None,
     name: str | None = None,
 ) -> Handle:
-    """A pretrained model in Hugging Face form with float32 weights. Writes config.json, model.safetensors
-    and the tokenizer's files.
+    """A pretrained model in Hugging Face form with float32 weights, tried before anything is trained.
+    Writes config.json, model.safetensors, the tokenizer's files and, if anything is left out,
+    left_out.json.
 
     Fields, by name:
       model: text, not empty; required
@@ -266,6 +268,9 @@ def base(
       chat_template: text, matches `^(chatml|.*\\.jinja)$` or null; default `null`
           Chat template that replaces the model's own or fills in for a missing one: `chatml`, or a
           .jinja file. The checkpoint contains it.
+      generator: GeneratorConfig or null; default `null`
+          The engine that samples later; vLLM is tried here on a family that it was not tried on before,
+          so that nothing is trained that it cannot sample from. None: no trial.
 
     name: name of the stage; by default the kind's, with a number if that is taken.
     Returns a handle: Model.
@@ -1145,7 +1150,7 @@ def ppo(
     importance_correction: Literal["truncate", "mask", "none"] = "truncate",
     importance_cap: float = 2.0,
     importance_level: Literal["token", "reply"] = "token",
-    max_mismatch: float = 0.1,
+    max_mismatch: float | None = None,
     watch: _WatchConfig = ...,
     ledger: _LedgerConfig = ...,
     validation: _ValidationConfig | None = None,
@@ -1299,10 +1304,11 @@ def ppo(
       importance_cap: number, > 1.0; default `2.0`
       importance_level: `token`, `reply`; default `"token"`
           `reply`: one weight for all tokens of a reply, the geometric mean of the token weights.
-      max_mismatch: number, > 0.0; default `0.1`
+      max_mismatch: number, > 0.0 or null; default `null`
           Maximum mean |log-probability difference| between generator and trainer at one policy version,
           over a fresh rollout, or with `lag` over a few tokens after each sync. A larger difference
-          means that the generator has other weights, and fails the stage.
+          means that the generator has other weights or computes another model, and fails the stage.
+          None: 1e-4 where both compute in float32, else 0.05.
       watch: WatchConfig; default its own defaults
       ledger: LedgerConfig; default its own defaults
       validation: ValidationConfig or null; default `null`
@@ -1663,7 +1669,7 @@ def prepare(
           Prompts and replies longer than this are dropped and counted; null: no limit.
       max_prompt_tokens: whole number, ≥ 4 or null; default `null`
           Prompts with more tokens than this, chat template included, are dropped and counted; null:
-          1,024, or less if the model's context leaves less beside a reply.
+          what the model's context leaves beside a reply. More than that is never kept.
       heldout_fraction: number, > 0.0, < 1.0; default `0.05`
           Share of conversations held out of all training, for reported results.
       validation_fraction: number, ≥ 0.0, < 1.0; default `0.0`
@@ -1900,7 +1906,7 @@ def workspace(
     place: Path | None = None,
     tags: Mapping[str, str] | None = None,
     tracking_uri: str | None = None,
-    generator: _GeneratorConfig = ...,
+    generator: _GeneratorConfig | None = ...,
     frozen: _FrozenConfig = ...,
     gold: str | Callable[..., Any] | None = ...,
 ) -> AbstractContextManager[Graph]:

@@ -13,9 +13,11 @@ import torch
 import transformers
 from torch import nn
 
-from xray_runtime.models.causal_lm import complete_tokenizer, load_weights, unloadable, without_weights
+from xray_runtime.models.causal_lm import ATTENTION, complete_tokenizer, load_reported, unloadable, without_weights
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.reward_objective import RewardObjective
+from xray_runtime.models.source_checks import ForeignModelError, check_config, check_no_adapter
+from xray_runtime.models.trial import only_computed_options
 from xray_runtime.store.location import NO_CODE, locate
 
 ALLOWED = "must be a sequence-classification model with one label, on a causal trunk that transformers knows"
@@ -34,8 +36,12 @@ def load_classifier(model: str, field: str) -> tuple[HeadedLM, Any]:
     if gguf:
         _refuse(field, model, "is a GGUF file, which has no score head")
     try:
+        check_no_adapter(name)
         config = transformers.AutoConfig.from_pretrained(name, **NO_CODE)
+        check_config(config)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **NO_CODE)
+    except ForeignModelError as error:
+        _refuse(field, model, str(error), error)
     except Exception as error:
         raise unloadable(field, model, error) from error
     kind = (config.architectures or [""])[0]
@@ -44,11 +50,13 @@ def load_classifier(model: str, field: str) -> tuple[HeadedLM, Any]:
     if config.num_labels != 1:
         _refuse(field, model, f"has {config.num_labels} labels")
     try:
-        classifier, missing = load_weights(transformers.AutoModelForSequenceClassification, name)
+        classifier, report = load_reported(transformers.AutoModelForSequenceClassification, name)
     except Exception as error:
         raise unloadable(field, model, error) from error
-    if missing is not None:
-        _refuse(field, model, f"has no weights for {missing}")
+    for problem, why in (("missing_keys", "has no weights for"), ("unexpected_keys", "has weights that it lacks:")):
+        # An output layer of the language model it was made from takes no part in a score.
+        if names := [name for name in report[problem] if not name.startswith("lm_head.")]:
+            _refuse(field, model, f"{why} {min(names)}")
     complete_tokenizer(tokenizer, field, model)
     try:
         reward = as_reward_model(classifier.eval())
@@ -75,6 +83,7 @@ def as_reward_model(classifier: Any) -> HeadedLM:
         raise ValueError(f"is a {name}, and there is no causal language model of this family") from error
     if type(lm.base_model) is not type(classifier.base_model):
         raise ValueError(f"is a {name}, whose trunk is not that of a {type(lm).__name__}")
+    expected = _own_score(classifier)
     setattr(lm, lm.base_model_prefix, classifier.base_model)
     lm.tie_weights()
     if any(parameter.is_meta for parameter in lm.parameters()):
@@ -86,20 +95,31 @@ def as_reward_model(classifier: Any) -> HeadedLM:
         if score.bias is not None:
             reward.scalar.bias.copy_(score.bias)
     reward.eval()
-    if not _equal_scores(classifier, reward):
+    with torch.no_grad():
+        found = RewardObjective().score(reward, _tried(classifier))["scores"]
+    if not torch.allclose(torch.as_tensor(found), expected, rtol=RELATIVE, atol=ABSOLUTE):
         raise ValueError(f"is a {name}, which does not score the last token of a causal trunk")
     return reward
 
 
-def _equal_scores(classifier: Any, reward: HeadedLM) -> bool:
-    """Whether both give a row the same score, where ours is read at its last token."""
+def _tried(classifier: Any) -> dict[str, torch.Tensor]:
+    """A row, whose score is read at its last token."""
     padding = classifier.config.pad_token_id
-    ids = torch.tensor([[i for i in range(3, TRIED_TOKENS + 4) if i != padding][:TRIED_TOKENS]])
-    rows = {"input_ids": ids[0], "lengths": torch.tensor([TRIED_TOKENS])}
-    with torch.no_grad():
-        ours, theirs = RewardObjective().score(reward, rows)["scores"], classifier(input_ids=ids).logits[:, 0]
-    assert isinstance(ours, torch.Tensor)
-    return torch.allclose(ours, theirs, rtol=RELATIVE, atol=ABSOLUTE)
+    ids = torch.tensor([i for i in range(3, TRIED_TOKENS + 4) if i != padding][:TRIED_TOKENS])
+    return {"input_ids": ids, "lengths": torch.tensor([TRIED_TOKENS])}
+
+
+@torch.no_grad()
+def _own_score(classifier: Any) -> torch.Tensor:
+    """The score [1] of the tried row under the attention of the model's authors. Raises OtherModelError: ours has not
+    all of its options."""
+    ids = _tried(classifier)["input_ids"][None]
+    with only_computed_options():
+        classifier(input_ids=ids)
+    classifier.set_attn_implementation("eager")
+    score: torch.Tensor = classifier(input_ids=ids).logits[:, 0]
+    classifier.set_attn_implementation(ATTENTION)
+    return score
 
 
 def _refuse(field: str, model: str, why: str, cause: Exception | None = None) -> NoReturn:

@@ -89,7 +89,10 @@ def fits(directory: Path) -> bool:
 
 def _read(directory: Path) -> tuple[Any, dict[str, str]]:
     """(the model that transformers makes of the files, name in files → digest of its tensors)."""
-    lm, report = load_reported(transformers.AutoModelForCausalLM, str(directory), local_files_only=True)
+    try:
+        lm, report = load_reported(transformers.AutoModelForCausalLM, str(directory), local_files_only=True)
+    except Exception as error:
+        raise PublishedError(f"{directory.name}: transformers cannot read it: {first_line(error)}") from error
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report.get(problem):
             raise PublishedError(

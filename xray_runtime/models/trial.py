@@ -74,7 +74,7 @@ def check_computed(lm: Any) -> None:
     try:
         expected, their_states = own_logprobs(lm, ids, lengths)
         lm.set_attn_implementation(attention)
-        with torch.no_grad(), _only_computed_options():
+        with torch.no_grad(), only_computed_options():
             lm(input_ids=ids[None, : LENGTHS[0]], use_cache=False)
         states, found = _ours(HeadedLM(lm), ids, lengths)
     except OtherModelError:
@@ -118,7 +118,7 @@ def _check_same(before: Tensor | None, after: Tensor | None, what: str) -> None:
 
 
 @contextlib.contextmanager
-def _only_computed_options() -> Iterator[None]:
+def only_computed_options() -> Iterator[None]:
     """Attention refuses options that `sdpa` and ours ignore."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

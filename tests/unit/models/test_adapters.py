@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.unit.conftest import TINY
@@ -85,4 +86,55 @@ def test_layers_that_cannot_have_adapters(lm: Any, checkpoint: Path, name: str, 
     with pytest.raises(ValueError, match=r"^lora\.target_modules: .* is not allowed: ") as caught:
         Adapters(lm, LoRAConfig(target_modules=[name]), checkpoint, seed=0)
     assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def mixture(family: str, **fields: Any) -> Any:
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+    }
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = transformers.AutoConfig.for_model(
+        family, **(sizes | experts | {"vocab_size": 300, "pad_token_id": 0, "num_key_value_heads": 2} | fields)
+    )
+    torch.manual_seed(1)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "adapted"),
+    [
+        ("qwen3_moe", {}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("mixtral", {}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 32},
+         {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "shared_expert_gate"}),
+    ],
+)  # fmt: skip
+def test_a_mixture_is_adapted_outside_its_experts(
+    tmp_path: Path, family: str, fields: dict[str, Any], adapted: set[str]
+) -> None:
+    lm = mixture(family, **fields)
+    lm.save_pretrained(tmp_path)
+    module = HeadedLM(lm, adapters=Adapters(lm, LoRAConfig(rank=2), tmp_path, seed=3))
+    names = [name for name, _ in module.named_parameters() if "lora_A" in name]
+    assert {name.split(".")[-4] for name in names} == adapted
+    assert not [name for name in names if ".experts." in name]
+    # Twice, which what peft makes of experts does not survive.
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for _ in range(2):
+        found = torch.autograd.grad(module.hidden(*TEXTS).pow(3).sum(), parameters, allow_unused=True)
+        assert any(gradient is not None and gradient.abs().sum() > 0 for gradient in found)
+    assert len(dict(module.adapters.merged(lambda parameter: parameter.data))) == len(names)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["experts", "gate"])
+def test_experts_and_routers_get_no_adapters(tmp_path: Path, name: str) -> None:
+    lm = mixture("qwen3_moe")
+    lm.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"^lora\.target_modules: ") as caught:
+        Adapters(lm, LoRAConfig(rank=2, target_modules=[name]), tmp_path, seed=0)
     assert "\n" not in str(caught.value)

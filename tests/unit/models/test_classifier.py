@@ -148,7 +148,7 @@ def transformers_scores(directory: Path, rows: list[list[int]]) -> torch.Tensor:
         ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
         ("Qwen2", {}),
         ("Qwen3", {"head_dim": 16}),
-        ("Gemma2", {"head_dim": 16}),
+        ("Gemma2", {"head_dim": 16, "attn_logit_softcapping": None}),
         ("GPT2", {}),
     ],
     ids=["Llama", "Llama, tied", "Qwen2", "Qwen3", "Gemma2", "GPT2"],
@@ -164,6 +164,36 @@ def test_the_score_is_the_one_that_transformers_gives(
     assert expected.std() > 0.01
     torch.testing.assert_close(scores_of(out, text_rows([[]] * len(rows), rows)), expected, rtol=1e-5, atol=1e-5)
     assert "lm_head.weight" not in load_file(out / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda d: (d / "adapter_config.json").write_text("{}"), "an adapter: merge it first"),
+        (lambda d: edit_config(d, quantization_config={"quant_method": "awq"}), "is quantized (awq)"),
+        (lambda d: edit_config(d, num_hidden_layers=1), "has weights that it lacks: model.layers.1"),
+    ],
+)
+def test_files_that_hold_something_else_are_refused(
+    make: Make, tmp_path: Path, damage: Callable[[Path], Any], reason: str
+) -> None:
+    source = make()
+    damage(source)
+    with pytest.raises(ValueError, match=r"^judge\.model: ") as caught:
+        load_classifier(str(source), "judge.model")
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_attention_that_is_capped_is_refused(make: Make) -> None:
+    """`sdpa` ignores the cap."""
+    with pytest.raises(ValueError, match=r"^judge\.model: .* it changes attention by softcap"):
+        load_classifier(str(make("Gemma2", head_dim=16)), "judge.model")
+
+
+def edit_config(directory: Path, **fields: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def test_it_reads_whole_conversations_under_its_own_template(make: Make, tmp_path: Path, tokenizer: Any) -> None:

@@ -220,7 +220,7 @@ def a_layer_more(source: Path) -> None:
         *[(quantized(method), f"is quantized ({method}): convert it to bfloat16 first")
           for method in ("compressed-tensors", "gptq", "awq", "bitsandbytes", "fp8")],
         (saved_as("LlamaForSequenceClassification"), "a reward model is given to reward_base"),
-        (saved_as("LlamaModel"), "is a LlamaModel, which transformers reads as a LlamaForCausalLM: save it as one first"),
+        (saved_as("LlamaModel"), "is a LlamaModel, which transformers reads as a LlamaForCausalLM"),
         (lambda d: edit(d / "config.json", auto_map={"AutoModelForCausalLM": "own.OwnForCausalLM"}), "code of its own"),
         (lambda d: (d / "adapter_config.json").write_text("{}"), "an adapter: merge it first"),
         (lambda d: [(d / "config.json").rename(d / "adapter_config.json")], "an adapter: merge it first"),

@@ -19,6 +19,7 @@ GRPO: dict[str, Any] = {
     "prompts_per_iteration": 2,
     "samples_per_prompt": 2,
     "iterations": 3,
+    "max_mismatch": 0.1,
     "kl": {"place": "loss", "coef": 0.1, "target": 2.0, "horizon": 8.0, "controller": "adaptive"},
 }
 

@@ -35,7 +35,7 @@ def files(out: Path) -> dict[str, bytes]:
 
 def test_a_row_says_what_was_sampled_scored_and_learned(inputs: PPOInputs, tmp_path: Path) -> None:
     world = World(surer_by=0.1, generator_off_by=0.01)
-    attempt(inputs, tmp_path / "out", world, epochs=3, importance_cap=2.0)
+    attempt(inputs, tmp_path / "out", world, epochs=3, importance_cap=2.0, max_mismatch=0.1)
     first, second = shards(tmp_path / "out")
     # The first policy is the parent; the second is what a sync sent after two minibatches in three epochs.
     assert (first.policy, second.policy) == (None, "6 steps, 0.6")
