@@ -24,6 +24,7 @@ import numpy as np
 
 from xray_runtime.data.control_tokens import ControlTokens, Encoded, unguessable
 from xray_runtime.data.pairs import Messages
+from xray_runtime.data.rendering_limit import check_size, limited_rendering
 
 TODAY = datetime(2024, 7, 26, tzinfo=UTC)
 """A fixed date for templates that write one; otherwise the same data would have other tokens the next day."""
@@ -81,6 +82,16 @@ class ChatFormat:
         }
         self._spelled = {spare: token for token, spare in self._spares.items()}
         self._spare = re.compile(f"{self._spare_prefix}[0-9]{{6}}")
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Size of the vocabulary."""
+        return len(self._tokenizer)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Largest number of characters of a token; a byte counts as one."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     @cached_property
     def end_of_turn(self) -> int:
@@ -206,14 +217,16 @@ class ChatFormat:
 
         template = self._tokenizer.get_chat_template(tools=tools)
         try:
-            texts, found = render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=template,
-                return_assistant_tokens_mask=marks and GENERATION.search(template) is not None,
-                add_generation_prompt=prompt,
-                **{**self._tokenizer.special_tokens_map, "strftime_now": TODAY.strftime, **variables},
-            )
+            with limited_rendering():
+                texts, found = render_jinja_template(
+                    conversations=[messages],
+                    tools=tools,
+                    chat_template=template,
+                    return_assistant_tokens_mask=marks and GENERATION.search(template) is not None,
+                    add_generation_prompt=prompt,
+                    **{**self._tokenizer.special_tokens_map, "strftime_now": TODAY.strftime, **variables},
+                )
+            check_size(texts[0])
         except Exception as error:
             # Templates raise their own errors, the engine's, or Python's.
             reason = " ".join(str(error).split()) or type(error).__name__
