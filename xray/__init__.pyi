@@ -94,6 +94,7 @@ class _AgentConfig(TypedDict, total=False):
     command: list[str] | None
     directory: str | None
     sandbox: str | None
+    accept_weak_sandbox: bool
     venv: str | None
     url: str | None
     host: str

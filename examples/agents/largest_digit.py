@@ -5,7 +5,8 @@ The demonstrations name the largest of three digits half of the time, so what SF
     xray run examples.agents.largest_digit:largest_digit
     xray rollouts ppo --output runs/largest-digit --iteration 19
 
-Change next: a command in place of the function, `environment={"command": ["python", "agent.py"], "venv": "…"}`.
+Change next: a command in place of the function, `environment={"command": ["python", "agent.py"], "venv": "…"}`, which
+XRAY_ALLOWED_COMMANDS and XRAY_ALLOWED_PATHS must allow.
 """
 
 from __future__ import annotations

@@ -17,12 +17,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from xray_runtime.agents.posted import Posted
-from xray_runtime.agents.request import RefusedError, Reply, Request, before_stop, read_calls
+from xray_runtime.agents.request import OVER, RefusedError, Reply, Request, before_stop, read_calls
 from xray_runtime.agents.sampler import BatchSampler
 from xray_runtime.agents.segments import Call, Place, Tree
+from xray_runtime.agents.threads import in_thread
 from xray_runtime.data.chat_format import ChatFormat
 from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.errors import shown
 from xray_runtime.rewards.source import MAX_NAMES
 
 COUNTS = ("calls", "retries", "refused", "cancelled", "left_out", "unanswered")
@@ -77,6 +79,7 @@ class AgentEpisode:
         self.name, self.secret = name, f"xray-{secrets.token_urlsafe(24)}"
         self._policy, self._limits, self._known, self._ended = policy, limits, dict(known), ended
         self._tree = Tree(policy.chat_format)
+        self._placing = asyncio.Lock()
         self._num_sampled = 0
         self._begun: dict[str, int] = {}
         """Digest of place and options → number of calls there."""
@@ -117,11 +120,9 @@ class AgentEpisode:
             pending = self._by_body[digest]
             self._cancelled -= set(self._keys[pending])
             return pending
-        place, options = self._tree.place(request), self._options(request)
-        sampling = replace(self._policy.sampling, **options)
-        self._check_limits(request, place, sampling)
-        keys = self._take_keys(place, request)
-        pending = asyncio.ensure_future(self._answer(request, place, sampling, options, keys))
+        self._check_size(request)
+        options, keys = self._options(request), list[str]()
+        pending = asyncio.ensure_future(self._answer(request, options, keys))
         # A call whose client went away is awaited by nobody; this marks its error as seen.
         pending.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._by_body[digest], self._keys[pending] = pending, keys
@@ -131,6 +132,8 @@ class AgentEpisode:
         """The client of a call went away before its answer; it is trained on only if another call continues it."""
         self.count("cancelled")
         self._cancelled |= set(self._keys[pending])
+        if not self._keys[pending]:
+            pending.cancel()  # it has no place yet
 
     def post(self, posted: Posted) -> None:
         """Take a result. Raises RefusedError if the episode is over."""
@@ -164,7 +167,7 @@ class AgentEpisode:
             self.is_over = True
             for pending in self._keys:
                 if not pending.done():
-                    self.count("unanswered")
+                    self.counts["unanswered"] += bool(self._keys[pending])
                     pending.cancel()
             self._ended()
 
@@ -198,7 +201,24 @@ class AgentEpisode:
 
     def _check_open(self) -> None:
         if self.is_over:
-            raise RefusedError("the episode is over", 403)
+            raise RefusedError("the episode is over", OVER)
+
+    def _check_size(self, request: Request) -> None:
+        """Refuse what cannot fit the context before it is brought into tokens, which may take long."""
+        given, limit = request.prompt, self._limits.context
+        if isinstance(given, list):
+            unknown = next((id for id in given if not 0 <= id < self._policy.chat_format.num_tokens), None)
+            if unknown is not None:
+                raise RefusedError(f"prompt has the token {shown(unknown)}, which the policy does not know")
+            size, what = len(given), "tokens"
+        else:
+            size, what = len(given or "") + sum(len(message["content"]) for message in request.messages), "characters"
+            limit *= self._policy.chat_format.longest_token
+        if size > limit:
+            raise RefusedError(
+                f"the prompt's {size:,} {what} are more than the context's {self._limits.context} tokens can hold",
+                code="context_length_exceeded",
+            )
 
     def _options(self, request: Request) -> dict[str, Any]:
         """How its sampling differs from the stage's."""
@@ -237,9 +257,14 @@ class AgentEpisode:
         self._begun[first] = begun + request.n
         return [place.key(self.name, request, begun + choice) for choice in range(request.n)]
 
-    async def _answer(
-        self, request: Request, place: Place, sampling: Sampling, options: dict[str, Any], keys: list[str]
-    ) -> list[Reply]:
+    async def _answer(self, request: Request, options: dict[str, Any], keys: list[str]) -> list[Reply]:
+        sampling = replace(self._policy.sampling, **options)
+        # One after another: calls have places in the order in which they arrived.
+        async with self._placing:
+            self._check_open()
+            place = await in_thread(self._tree.place, request)
+            self._check_limits(request, place, sampling)
+            keys += self._take_keys(place, request)
         calls = await asyncio.gather(
             *(self._sampled(key, place, sampling, options, not request.biases) for key in keys)
         )

@@ -20,9 +20,11 @@ from typing import Any, Protocol
 from xray_runtime.agents import chat, completions, messages, responses
 from xray_runtime.agents.episode import AgentEpisode
 from xray_runtime.agents.posted import read_posted
-from xray_runtime.agents.request import RefusedError, Reply, Request
+from xray_runtime.agents.request import OVER, RefusedError, Reply, Request
 from xray_runtime.agents.sampler import GeneratorFailedError
 from xray_runtime.agents.spans import Spans, note_error, note_replies, note_request
+from xray_runtime.agents.threads import in_thread
+from xray_runtime.request_bodies import parse_body
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +117,7 @@ class AgentApp:
 
     async def _take_result(self, episode: AgentEpisode, body: bytes, send: Send) -> None:
         try:
-            episode.post(read_posted(_json(body)))
+            episode.post(read_posted(await in_thread(_json, body)))
         except ValueError as error:
             refusal = error if isinstance(error, RefusedError) else RefusedError(str(error))
             episode.break_off(f"the agent posted no valid result: {error}")
@@ -146,14 +148,21 @@ class AgentApp:
     ) -> tuple[list[Reply] | None, bool]:
         """(replies, whether to stream them); no replies if the client went away."""
         try:
-            given = _json(body)
-            request = dialect.read(given, episode.temperature)
-            repeats = int(dict(scope["headers"]).get(RETRIES, b"0") or 0) > 0
+            # In a thread: others are answered meanwhile.
+            given = await in_thread(_json, body)
+            request = await in_thread(dialect.read, given, episode.temperature)
+            repeats = dict(scope["headers"]).get(RETRIES, b"0").strip() not in (b"", b"0")
             pending = episode.call(scope["path"], body, request, repeats)
+            return await self._awaited(episode, pending, receive), bool(given.get("stream"))
         except ValueError as error:
             refusal = error if isinstance(error, RefusedError) else RefusedError(str(error))
-            episode.count("refused")
+            if refusal.status != OVER:
+                episode.count("refused")
             raise refusal from error
+
+    async def _awaited(
+        self, episode: AgentEpisode, pending: asyncio.Future[list[Reply]], receive: Receive
+    ) -> list[Reply] | None:
         gone = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait((pending, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -161,10 +170,10 @@ class AgentApp:
             gone.cancel()
         if not pending.done():
             episode.leave(pending)
-            return None, False
+            return None
         if pending.cancelled():
-            raise RefusedError("the episode is over", 403)
-        return pending.result(), bool(given.get("stream"))
+            raise RefusedError("the episode is over", OVER)
+        return pending.result()
 
 
 def _secret(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
@@ -174,14 +183,14 @@ def _secret(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
 
 
 async def _body(receive: Receive) -> bytes:
-    body = b""
+    body = bytearray()
     while True:
         message = await receive()
         body += message.get("body", b"")
         if len(body) > MAX_BODY_BYTES:
             raise RefusedError(f"a request of more than {MAX_BODY_BYTES:,} bytes is not allowed", 413)
         if not message.get("more_body"):
-            return body
+            return bytes(body)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -191,9 +200,9 @@ async def _disconnected(receive: Receive) -> None:
 
 def _json(body: bytes) -> Any:
     try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(f"the body is not JSON ({' '.join(str(error).split())})") from error
+        return parse_body(body)
+    except ValueError as error:
+        raise RefusedError(str(error)) from error
 
 
 def _head(status: int, kind: bytes, *more: tuple[bytes, bytes]) -> Message:

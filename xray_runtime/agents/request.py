@@ -44,6 +44,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 BIASING: dict[str, float | int | None] = {"top_p": 1.0, "top_k": None, "min_p": 0.0, "repetition_penalty": 1.0}
 """Fields that change the distribution, and the value that does not."""
 MAX_CHOICES, MAX_STOPS = 64, 16
+LARGEST_BIAS = 1e6
+OVER = 403
+"""Status of calls after the end of their episode."""
 
 
 class RefusedError(ValueError):
@@ -136,6 +139,9 @@ class Reader:
     def messages(self, value: Any, name: str = "messages") -> Messages:
         """Messages in OpenAI's form. Raises ValueError; also if the last is the assistant's."""
         messages = read_messages("the request", name, value)
+        for call in (call for message in messages for call in message.get("tool_calls", ())):
+            if not isinstance(call.get("id"), str | None):
+                raise RefusedError(f"{name} has a call with the id {shown(call['id'])}: must be a text")
         if messages[-1]["role"] == "assistant":
             raise RefusedError(f"{name}: the last message must not be the assistant's: nothing is left to answer")
         return messages
@@ -153,7 +159,11 @@ class Reader:
         found = read_tools("the request", {"tools": tools})
         for tool in found:
             function = tool.get("function")
-            if tool.get("type") != "function" or not isinstance(function, dict) or "name" not in function:
+            if (
+                tool.get("type") != "function"
+                or not isinstance(function, dict)
+                or not isinstance(function.get("name"), str)
+            ):
                 raise RefusedError(f"tools has {shown(tool)}, which is not supported; allowed: functions with a name")
         return found
 
@@ -183,8 +193,11 @@ class Reader:
             value = self.get(name, (int, float), neutral)
             off = name == "top_k" and value in (-1, 0)
             if value != neutral and not off:
-                if not value > 0:
-                    raise RefusedError(f"{name} = {shown(value)} is not allowed: must be above 0")
+                if not 0 < value <= LARGEST_BIAS:
+                    limits = f"above 0, and at most {LARGEST_BIAS:g}"
+                    raise RefusedError(f"{name} = {shown(value)} is not allowed: must be {limits}")
+                if name == "top_k" and value != int(value):
+                    raise RefusedError(f"{name} = {value} is not allowed: must be a whole number")
                 found[name] = value
         return found
 

@@ -105,7 +105,7 @@ class Tree:
             self._completions.append((f"{request.prompt}{answer}", call))
 
     def place(self, request: Request) -> Place:
-        """Where a request belongs, with its prompt in tokens.
+        """Where a request belongs, with its prompt in tokens. A thread may call it while calls are added.
 
         Raises:
             ValueError: the chat template refuses the messages.
@@ -130,11 +130,11 @@ class Tree:
 
     def _place_completion(self, prompt: str | list[int]) -> Place:
         if isinstance(prompt, list):
-            found = [c for c in self.calls.values() if prompt[: len(c.tokens)] == c.tokens]
+            found = [c for c in list(self.calls.values()) if prompt[: len(c.tokens)] == c.tokens]
             parent = max(found, key=lambda call: len(call.tokens), default=None)
             known = len(parent.tokens) if parent is not None else 0
             return Place(parent, list(prompt), [json.dumps(prompt)], [{"prompt": prompt[known:]}])
-        texts = [(text, call) for text, call in self._completions if prompt.startswith(text)]
+        texts = [(text, call) for text, call in list(self._completions) if prompt.startswith(text)]
         text, parent = max(texts, key=lambda found: len(found[0]), default=("", None))
         rest = prompt[len(text) :]
         [encoded] = self._format.control.encode([rest])

@@ -80,6 +80,16 @@ class ChatFormat:
         self._template = TemplateText(tokenizer, self.control)
 
     @cached_property
+    def num_tokens(self) -> int:
+        """Size of the vocabulary."""
+        return len(self._tokenizer)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Largest number of characters of a token; a byte counts as one."""
+        return max(map(len, self._tokenizer.get_vocab()))
+
+    @cached_property
     def end_of_turn(self) -> int:
         """The token with which the template ends an assistant's turn. Raises ValueError if there is none, so that
         nothing would stop a reply."""

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 from xray_runtime.data.control_tokens import ControlTokens, unguessable
 from xray_runtime.data.pairs import Messages
 from xray_runtime.data.reasoning import CLOSE, KEY, split_reasoning
+from xray_runtime.data.rendering_limit import check_size, limited_rendering
 
 TODAY = datetime(2024, 7, 26, tzinfo=UTC)
 """A fixed date for templates that write one; otherwise the same data would have other tokens the next day."""
@@ -144,18 +145,19 @@ class TemplateText:
 
         template = self._tokenizer.get_chat_template(tools=tools)
         try:
-            texts, _ = render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=template,
-                add_generation_prompt=prompt,
-                **{**self._tokenizer.special_tokens_map, "strftime_now": TODAY.strftime, **variables},
-            )
+            with limited_rendering():
+                texts, _ = render_jinja_template(
+                    conversations=[messages],
+                    tools=tools,
+                    chat_template=template,
+                    add_generation_prompt=prompt,
+                    **{**self._tokenizer.special_tokens_map, "strftime_now": TODAY.strftime, **variables},
+                )
+            return check_size(texts[0])
         except Exception as error:
             # Templates raise their own errors, the engine's, or Python's.
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"the chat template refuses a conversation ({reason})") from error
-        return str(texts[0])
 
     def _guard(self, value: Any) -> Any:
         """The template's variables other than the messages' texts, with control tokens in them replaced by words."""

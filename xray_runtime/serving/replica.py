@@ -17,6 +17,7 @@ from xray_runtime.engines.generation.vllm_server import VLLMServer, arguments
 from xray_runtime.processes import redirect_output
 from xray_runtime.serving import NotServedError
 from xray_runtime.serving.canary_metrics import CanaryCollector, CanaryState
+from xray_runtime.serving.json_bodies import JsonBodies
 from xray_runtime.serving.middleware import Tagged
 from xray_runtime.serving.recorder import RecorderHandle
 from xray_runtime.serving.recording import FEEDBACK_PATH, Outbox, Recording, prometheus_count
@@ -66,7 +67,7 @@ class Replica:
             model.directory, list(model.names), model.sha256, model.runtime, model.device, model.tensor_parallel
         )
         self._engine = engine = VLLMServer(options, model.runtime, model.device)
-        app = self._tagged(await engine.start())
+        app = self._tagged(JsonBodies(await engine.start()))
         # vLLM shows all that is registered on /metrics.
         REGISTRY.register(self._canary)
         host = LOOPBACK if context.get_node_id() == self._front_node else ray.util.get_node_ip_address()
