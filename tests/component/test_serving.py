@@ -24,7 +24,12 @@ from tests.unit.environments.caller import CALL, conversation, save_caller
 from tests.unit.store.published import IDENTITY
 from xray.deployments.service import free_port
 from xray_runtime.data.tokenizing import encode_prompts
-from xray_runtime.engines.generation.vllm_server import NO_CALLS, call_parser
+from xray_runtime.engines.generation.vllm_server import (
+    NO_CALLS,
+    call_parser,
+    naming_reasoning_content,
+    reasoning_parser,
+)
 from xray_runtime.lineage.log_entries import ArmResult
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.serving import NotServedError
@@ -141,6 +146,32 @@ def test_calls_in_a_form_that_nothing_reads_are_refused(tiny_model: Path, tmp_pa
     with pytest.raises(ValueError, match=r"^tools are not allowed: ") as caught:
         parser.adjust_request(SimpleNamespace(tools=TOOLS))
     assert str(caught.value) == NO_CALLS
+
+
+def test_reasoning_comes_apart_from_the_answer_and_its_calls(tiny_model: Path) -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.parser.parser_manager import ParserManager
+
+    tokenizer, call = load_tokenizer(tiny_model), '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+    text = f"<think>\nIs it <7>?\n</think>\n\nI see.\n{call}"
+    names = {"tool_parser_name": call_parser(tiny_model), "reasoning_parser_name": reasoning_parser(tiny_model)}
+    composed = ParserManager.get_parser(**names, enable_auto_tools=True, tokenizer=tokenizer)
+    parser = naming_reasoning_content(composed)
+    request = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "a"}], tools=TOOLS)
+    reasoning, content, calls = parser(tokenizer, tools=request.tools).parse(text, request, enable_auto_tools=True)
+    assert (reasoning, content.strip(), [one.name for one in calls]) == ("Is it <7>?", "I see.", ["weather"])
+
+    streaming, prompt = parser(tokenizer, tools=request.tools), tokenizer("a")["input_ids"]
+    given, wanted = [], tokenizer(text, add_special_tokens=False)["input_ids"]
+    for number, token in enumerate(wanted, start=1):
+        piece = tokenizer.decode(wanted[:number])[len(tokenizer.decode(wanted[: number - 1])) :]
+        is_last = number == len(wanted)
+        given.append(streaming.parse_delta(piece, [token], request, prompt, finished=is_last))
+    deltas = [delta.model_dump() for delta in given if delta is not None]
+    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == "Is it <7>?"
+    assert "".join(delta.get("reasoning") or "" for delta in deltas) == "Is it <7>?"
+    assert "".join(delta.get("content") or "" for delta in deltas).strip() == "I see."
+    assert any(delta.get("tool_calls") for delta in deltas)
 
 
 def processes(name: str) -> list[psutil.Process]:

@@ -47,7 +47,7 @@ class ReasoningStyle(NamedTuple):
     """Where it reads a message's reasoning; None: it only opens a block in prompts, and writes none in rows."""
     open: str
     close: str
-    """What is written before the reasoning and before the answer, without outer whitespace."""
+    """The text before the reasoning, and the text before the answer, without outer whitespace."""
     opened: str
     """The end of every prompt, if that opens the reasoning; control tokens by their names."""
 

@@ -70,11 +70,11 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
         kl = _kl(models, replies["after"])
         for side in SIDES:
             answers = replies[side]
-            asked = [messages for messages, _ in prompts]
+            conversations = [messages for messages, _ in prompts]
             tokens = text_rows(answers.begun, [with_end_of_turn(reply, stops) for reply in answers.ids])
             if answers.mask is None:
-                tokens = answer_rows(tokenizer, asked, answers.texts, tokens)
-            scoring.score(side, models, asked, prompt_texts, answers, columns, tokens)
+                tokens = answer_rows(tokenizer, conversations, answers.texts, tokens)
+            scoring.score(side, models, conversations, prompt_texts, answers, columns, tokens)
 
     evaluation: dict[str, Any] = {"samples": len(prompts), "kl": kl}
     evaluation |= judge(config, stage.seed, stage.name, "after", "before", scoring.panel, human_judges)

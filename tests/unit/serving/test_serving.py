@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from xray_runtime.data.tokenizing import encode_prompts, train_tokenizer
-from xray_runtime.engines.generation.vllm_server import guarded
+from xray_runtime.engines.generation.vllm_server import begun_reply, guarded
 from xray_runtime.serving.middleware import MAX_BODY_BYTES, PROXY_HEADER, SHA256_HEADER, Tagged, key_digest
 
 SHA, SECRET = "ab" * 32, "cd" * 32
@@ -141,3 +141,30 @@ def test_a_chat_request_is_encoded_as_in_training() -> None:
 def test_what_a_chat_request_may_not_ask_for(asked: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         _chat_prompt(**asked)
+
+
+WHOLE = "<think>\na <b\n\n</c\n</think>\n\n<answer>\n"
+
+
+def test_a_stream_gives_reasoning_and_answer_piece_by_piece() -> None:
+    """No piece takes back what was sent, and a tag that is not complete is held back."""
+    sent = ("", "")
+    for count in range(len(WHOLE) + 1):
+        now, is_over = begun_reply(WHOLE[:count])
+        assert all(after.startswith(before) for before, after in zip(sent, now, strict=True))
+        assert not any("think" in part for part in now)
+        assert is_over == (count >= WHOLE.index("</think>") + len("</think>"))
+        sent = now
+    assert sent == ("a <b\n\n</c", "<answer>\n")
+    assert begun_reply("<th") == (("", ""), False)
+    assert begun_reply("<the") == (("", "<the"), True)
+    assert begun_reply("Fine.") == (("", "Fine."), True)
+
+
+@pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
+def test_earlier_reasoning_is_encoded_as_in_training(key: str) -> None:
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "fine", key: "<|end|>"}]
+    asked = {"role": "user", "content": "and?"}
+    [expected] = encode_prompts(TOKENIZER, [[said[0], {**said[1], "reasoning_content": "<|end|>"}, asked]])
+    assert _chat_prompt(conversation=[*said, asked]) == expected
+    assert "<think>\n<|end|>\n</think>\n\nfine<|end|>" in TOKENIZER.decode(expected)
