@@ -21,7 +21,7 @@ MADE = {"kinds.md", "config.md", "cli.md", "columns.md"}
 """Pages that `docs/hooks.py` makes from the code."""
 MEASURED = {"identity-table.md", "layouts.md", "planning-table.md"}
 """Pages that a benchmark writes."""
-LIMITS = {"gpu.md": 800, "planning.md": 1100, "troubleshooting.md": 450, "recording.md": 320, "gpu-matrix.md": 350}
+LIMITS = {"gpu.md": 1300, "planning.md": 1100, "troubleshooting.md": 450, "recording.md": 320, "gpu-matrix.md": 350}
 """Pages with a limit of words of their own."""
 WRITTEN = ("first", "first_rewards", "judges", "shortest", "graph")
 """Modules that the tutorial has its reader write."""
