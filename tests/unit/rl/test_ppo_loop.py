@@ -157,9 +157,7 @@ def test_trained_models_sleep_while_replies_are_sampled(inputs: PPOInputs, tmp_p
 
 
 @pytest.mark.parametrize(("rounds", "end"), [(0, "drop"), (1, "sleep")])
-def test_a_cache_wakes_after_the_trained_models_sleep(
-    inputs: PPOInputs, tmp_path: Path, rounds: int, end: str
-) -> None:
+def test_a_cache_wakes_after_the_trained_models_sleep(inputs: PPOInputs, tmp_path: Path, rounds: int, end: str) -> None:
     """A sync comes before the generator's next turn, so its weights may be dropped: unless other prompts take the place
     of those whose replies tie."""
     world, runtime = World(), RuntimeConfig(device="cuda", generator_sleeps=True, trainer_sleeps=True)
