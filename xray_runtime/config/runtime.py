@@ -101,7 +101,7 @@ class RuntimeConfig(Section):
 
     @model_validator(mode="after")
     def _chosen_once(self) -> Self:
-        for field in ("gpus_per_workhorse", "gpu_memory_fraction"):
+        for field in ("gpus_per_workhorse", "gpu_memory_fraction", "max_num_seqs"):
             if self.parallel == "auto" and getattr(self, field) != type(self).model_fields[field].default:
                 raise ValueError(
                     f"{field} = {getattr(self, field)} must be left out with parallel = 'auto', which chooses it"
