@@ -15,7 +15,8 @@ from benchmarks.gpu_acceptance.steps import STEPS
 DESCRIPTION = """Does X-ray work on this GPU, and how fast? Every step prints one JSON record; a table ends it.
 
 Steps that need vLLM, Ray, DeepSpeed, Megatron or TRL are skipped where it is missing. A step that fails stops no other.
-Exit codes: 0 nothing failed, 1 a step failed, 2 bad input. Logs of the steps are in OUT/logs, records in OUT/records.jsonl."""
+Exit codes: 0 nothing failed, 1 a step failed, 2 bad input. Logs of the steps are in OUT/logs, records in
+OUT/records.jsonl."""
 
 
 def main() -> int:

@@ -16,8 +16,6 @@ def main(directory: Path) -> None:
     for name in ("_C", "_C_stable_libtorch"):
         sys.modules[f"vllm.{name}"] = types.ModuleType(name)
     from vllm import platforms
-    from vllm.device_allocator import sleep_mode_backend
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms.cuda import NonNvmlCudaPlatform
     from vllm.platforms.interface import DeviceCapability
 
@@ -38,16 +36,13 @@ def main(directory: Path) -> None:
         def get_device_total_memory(cls, device_id: int = 0) -> int:
             return 80 * 2**30
 
-        @classmethod
-        def is_sleep_mode_available(cls) -> bool:
-            return True
-
-        @classmethod
-        def is_cumem_allocator_available(cls) -> bool:
+        def is_cumem_allocator_available(self) -> bool:
             return True
 
     setattr(platforms, "_current_platform", H100())  # noqa: B010
-    sleep_mode_backend.CuMemBackend.is_supported = classmethod(lambda cls: True)
+    # It takes the platform when it is imported.
+    from vllm.engine.arg_utils import EngineArgs
+
     found = []
     for runtime in (RuntimeConfig(device="cuda", generator_sleeps=True, max_num_seqs=48), RuntimeConfig(device="cuda")):
         options = engine_options(directory, 64, runtime, EngineRank("cuda"))

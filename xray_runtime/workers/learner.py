@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections import deque
@@ -197,21 +196,6 @@ class Learner(Workhorse):
         in_order = [found[number] for number in sorted(found)] or [{}]
         sums = {name: float(sum(stats[name] for stats in in_order)) for name in in_order[0]}
         return sums | {"grad_norm": norm}, columns.rows()
-
-    @contextlib.contextmanager
-    def _turn(self, at_once: int = 1) -> Iterator[None]:
-        """`_share_threads`, and `_release` at the end."""
-        with self._share_threads(at_once):
-            yield
-        self._release()
-
-    def _release(self) -> None:
-        """Where models take turns on a GPU, return what torch keeps for this one's next pass: the next model would not
-        find the memory that is planned for it."""
-        if self.runtime.generator_sleeps:
-            from xray_runtime.engines.offload import release
-
-            release()
 
     def _micro_batches(self, rows: Rows, max_tokens: int) -> Iterator[MicroBatch]:
         """Micro-batches of rows with the same prompts or similar lengths; the same number on every rank."""

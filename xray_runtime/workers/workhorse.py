@@ -87,6 +87,21 @@ class Workhorse(FileReceiver):
         finally:
             torch.set_num_threads(self.runtime.threads)
 
+    @contextlib.contextmanager
+    def _turn(self, at_once: int = 1) -> Iterator[None]:
+        """`_share_threads`, and `_release` at the end."""
+        with self._share_threads(at_once):
+            yield
+        self._release()
+
+    def _release(self) -> None:
+        """Where models take turns on a GPU, return what torch keeps for this one's next pass: the next model would not
+        find the memory that is planned for it."""
+        if self.runtime.generator_sleeps:
+            from xray_runtime.engines.offload import release
+
+            release()
+
     def unload(self) -> None:
         """Free the model's memory, and its files that were staged here."""
         self.remove_directories()

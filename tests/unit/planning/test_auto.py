@@ -332,6 +332,7 @@ def test_a_llama_of_seventy_billion_with_its_reference_and_reward_model(
     assert layouts(chosen) == {(64, 3)}
     assert (chosen.config.generator.tensor_parallel, chosen.runtime.generator_replicas) == (8, 8)
     assert chosen.runtime.generator_sleeps
+    assert chosen.runtime.max_num_seqs == plan.workload.running_sequences(plan.layouts["sampled"])
     memory = {p.role.name: p.memory for p in plan.roles}
     for name in ("reference", "rewards.0"):
         assert memory[name].weights / 1e9 == pytest.approx(frozen_gb, rel=0.01)

@@ -127,6 +127,16 @@ def test_the_nodes_of_the_ray_cluster_are_alike() -> None:
     assert nodes[2]["resources"]["limits"]["nvidia.com/gpu"] >= 1
 
 
+def test_nodes_with_gpus_may_use_rdma() -> None:
+    (cluster,) = of_kind("RayCluster").values()
+    cpu, gpu = (group["template"]["spec"]["containers"][0] for group in cluster["spec"]["workerGroupSpecs"])
+    assert gpu["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert cpu["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert any(name.startswith("rdma/") for name in gpu["resources"]["limits"])
+    found = variables(gpu)
+    assert found.keys() == variables(cpu).keys() | {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+
+
 def test_addresses_lead_to_services() -> None:
     worker = of_kind("Deployment")["xray-worker"]["spec"]["template"]["spec"]["containers"][0]
     found = {name: entry.get("value") for name, entry in variables(worker).items()}
