@@ -60,7 +60,7 @@ def _close(output: Path, path: Path, content: dict[str, Any]) -> None:
     from xray_runtime.tracking.mlflow_tracker import abandon_run
     from xray_runtime.tracking.registry import LOG_TAG, own_store
 
-    # What somebody else wrote into its record meanwhile is not signed.
+    # Edits of its record by somebody else are not signed.
     sealed = seal_of(output).read_sealed(path)
     facts = json.loads(sealed) if sealed is not None else _from_log(output, content["run_id"])
     if facts is None:

@@ -26,8 +26,8 @@ from xray_runtime.report.evaluations import Measured, SideBySide, as_json, measu
 from xray_runtime.report.figures import StageRecord, parse_metrics
 from xray_runtime.report.rendering import computed_text
 from xray_runtime.stages.kinds import find_kind
-from xray_runtime.store.checkpoints import read_published
 from xray_runtime.store.identity import digest
+from xray_runtime.store.published import read_published
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.seal import SEALED
 from xray_runtime.tracking.recorder import METRICS, records_directory

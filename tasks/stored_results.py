@@ -116,7 +116,7 @@ def keep_result(result: StageResult, output: Path, store: Store, *, written: Map
     new[path.relative_to(output).as_posix()] = hashlib.sha256(text.encode()).hexdigest()
     published = {directory: result.checkpoint.sha256}
     log_checkpoints(output, key, published, new, here=True, renew=True)
-    # Whoever can write to it may have put files beside what MLflow was sent.
+    # Other files may lie beside those that MLflow was sent.
     log_checkpoints(output, key, published, _artifacts(output, result), here=True, renew=True)
     write_atomic(path, text)
     if store.shared is not None:

@@ -19,8 +19,9 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.artifacts import Benchmark, Comparison, Evaluation
 from xray_runtime.lineage.attestation import record_problem
 from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.bundle import import_checkpoints, known_keys, open_bundle, require_known_signers
+from xray_runtime.lineage.bundle import import_checkpoints, open_bundle, require_known_signers
 from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.keys import known_keys
 from xray_runtime.lineage.reference import LineageStore, find, open_lineage_store, resolve
 from xray_runtime.lineage.retention import with_history
 from xray_runtime.store.checkpoints import CHECKPOINTS, verify

@@ -29,7 +29,7 @@ from xray_runtime.files import link_or_copy
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.keys import RETIRED, TRUSTED, adopt, retirement_files, root_keys, trusted_keys
+from xray_runtime.lineage.keys import RETIRED, TRUSTED, adopt, known_keys, retirement_files, root_keys, trusted_keys
 from xray_runtime.lineage.log import END, LOCKS, LOG, Left, append, digests, log_checkpoints
 from xray_runtime.lineage.page import write_html
 from xray_runtime.lineage.reference import LineageStore, check_tracking_uri, open_lineage_store
@@ -248,13 +248,6 @@ def import_bundle(path: Path, output: Path, *, tracking_uri: str, experiment: st
             order = store.graph.ancestors(list(store.graph.nodes))
             import_checkpoints(store, order, output, tracking_uri=tracking_uri, experiment=experiment, public=public)
     return result
-
-
-def known_keys(output: Path) -> list[Path]:
-    """The public keys that an output directory trusts: its own, and those that a person named."""
-    # The first call makes its own.
-    signing_key(output)
-    return root_keys(output)
 
 
 def require_known_signers(

@@ -150,6 +150,13 @@ def root_keys(output: Path) -> list[Path]:
     return imported if imported and not own.exists() else [own, *imported]
 
 
+def known_keys(output: Path) -> list[Path]:
+    """The public keys that an output directory trusts: its own, and those that a person named."""
+    # The first call makes its own.
+    signing_key(output)
+    return root_keys(output)
+
+
 def read_rotations(
     output: Path, more: Mapping[str, Path] | None = None
 ) -> tuple[list[Rotation], list[tuple[str, str]]]:

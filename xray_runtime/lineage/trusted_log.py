@@ -23,7 +23,7 @@ from xray_runtime.store.checkpoints import read_bounded
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 2**30
-"""Of a record: metrics of a long run have some 100 MB."""
+"""The size of a record: metrics of a long run have some 100 MB."""
 
 
 def trusted_view(output: Path) -> LogView:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xray_runtime.graph.kind import StageKind
 from xray_runtime.report.figures import COLORS, PANEL_INCHES, panel_grid
-from xray_runtime.store.checkpoints import read_manifest, read_published
+from xray_runtime.store.checkpoints import read_manifest
 from xray_runtime.store.identity import digest
+from xray_runtime.store.published import read_published
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

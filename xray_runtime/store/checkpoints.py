@@ -20,7 +20,6 @@ import stat
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -28,17 +27,16 @@ from pydantic import ValidationError
 
 from xray_runtime.errors import first_line
 from xray_runtime.files import sync
-from xray_runtime.store.digest_memory import DigestMemory, FileReader, OutsideChangedError
+from xray_runtime.store.damage import Damage, Digest, check_file, present_files
+from xray_runtime.store.digest_memory import DigestMemory, FileReader
 from xray_runtime.store.identity import Identity, file_sha256
 from xray_runtime.store.manifest import (
     ATTESTATION,
-    CARD,
     MANIFEST,
-    SIGNATURE,
     STATEMENT,
-    FileEntry,
     Manifest,
     file_entries,
+    is_record,
 )
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.shared import DamagedError, SharedStore, is_safe
@@ -50,7 +48,6 @@ CHECKPOINTS = "checkpoints"
 MAX_RECORD_BYTES = 16 * 2**20
 """A manifest, statement or signature larger than this is refused unread."""
 
-Digest = Callable[[Path], str]
 CheckRecord = Callable[[Path, Manifest, str], str | None]
 """(directory, manifest, sha256) → why a checkpoint is not trusted, None where it is."""
 
@@ -252,26 +249,9 @@ class Store:
         sync(self.root)
 
 
-def is_record(path: str) -> bool:
-    """Whether a file of a checkpoint is its manifest, or part of the record beside its files."""
-    return path in (MANIFEST, CARD, SIGNATURE) or path.startswith(f"{ATTESTATION}/")
-
-
 def building_folder(directory: Path) -> Path:
     """The folder in which a checkpoint is built: one for each key, so that cleaning up lists only that one."""
     return directory.with_name(f"{directory.name}.building-")
-
-
-@dataclass(frozen=True)
-class Damage:
-    """One fault in a checkpoint's files."""
-
-    code: str
-    """checkpoint-missing, manifest-malformed, manifest-replaced, unsafe-path, file-added, file-missing, file-changed or
-    file-link."""
-    path: str
-    """Relative to the checkpoint."""
-    text: str
 
 
 def read_bounded(path: Path, limit: int = MAX_RECORD_BYTES) -> bytes:
@@ -302,21 +282,6 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
         raise ValueError(f"{path}: damaged or not a manifest ({first_line(error)})") from error
 
 
-def read_published(directory: Path, sha256: str, name: str) -> bytes:
-    """The bytes of a file of the checkpoint with the digest `sha256`: what is returned is what was checked.
-
-    Raises ValueError where they, or the manifest, are not those that were published; OSError.
-    """
-    manifest, actual = read_manifest(directory)
-    expected = next((entry for entry in manifest.files if entry.path == name and actual == sha256), None)
-    if expected is None:
-        raise ValueError(f"{directory}: {name} is no file of checkpoint {sha256[:12]}")
-    content = read_bounded(directory / name, expected.size)
-    if hashlib.sha256(content).hexdigest() != expected.sha256:
-        raise ValueError(f"{directory / name}: it was changed")
-    return content
-
-
 def verify(directory: Path, sha256: str | None = None) -> list[str]:
     """The faults of a checkpoint as text, none when every byte is unchanged; `sha256`: its digest, where known."""
     return [damage.text for damage in inspect(directory, sha256)]
@@ -338,43 +303,12 @@ def inspect(directory: Path, sha256: str | None = None, digest: Digest | None = 
     safe = {path: entry for path, entry in listed.items() if is_safe(path)}
     unsafe = sorted(listed.keys() - safe)
     found += [Damage("unsafe-path", path, f"{path}: unsafe path in the manifest") for path in unsafe]
-    found += [Damage("file-added", path, f"{path} was added") for path in sorted(_present(directory) - set(listed))]
+    found += [
+        Damage("file-added", path, f"{path} was added") for path in sorted(present_files(directory) - set(listed))
+    ]
     with ThreadPoolExecutor() as pool:
-        checked = pool.map(lambda entry: _check_file(directory, entry, digest), safe.values())
+        checked = pool.map(lambda entry: check_file(directory, entry, digest), safe.values())
     return found + [damage for damage in checked if damage]
-
-
-def _present(directory: Path) -> set[str]:
-    """Files and links in a checkpoint besides its manifest and its attestation; links are not followed."""
-    present = set()
-    for here, folders, files in os.walk(directory):
-        relative = Path(here).relative_to(directory)
-        links = [name for name in folders if (Path(here) / name).is_symlink()]
-        present |= {(relative / name).as_posix() for name in (*files, *links)}
-        if relative == Path() and ATTESTATION not in links:
-            folders[:] = [name for name in folders if name != ATTESTATION]
-    return present - {MANIFEST, CARD, SIGNATURE}
-
-
-def _check_file(directory: Path, entry: FileEntry, digest: Digest | None) -> Damage | None:
-    path = directory / entry.path
-    if any((directory / part).is_symlink() for part in (Path(entry.path), *Path(entry.path).parents)):
-        return Damage("file-link", entry.path, f"{entry.path} is a link")
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            return Damage("file-missing", entry.path, f"{entry.path} is missing: something else has its name")
-        # What has another size is not read: a sparse file claims any number of bytes.
-        if status.st_size != entry.size:
-            return Damage("file-changed", entry.path, f"{entry.path} has {status.st_size} bytes, not {entry.size}")
-        same = digest is None or digest(path) == entry.sha256
-    except (FileNotFoundError, NotADirectoryError):
-        return Damage("file-missing", entry.path, f"{entry.path} is missing")
-    except OutsideChangedError:
-        same = False
-    except OSError as error:
-        return Damage("file-changed", entry.path, f"{entry.path} cannot be read ({error.strerror})")
-    return None if same else Damage("file-changed", entry.path, f"{entry.path} was changed")
 
 
 def _sweep(folder: Path) -> None:

@@ -249,7 +249,7 @@ def snapshot_problem(
             return f"{min(differing)} was added or is missing"
         for path, (sealed, size) in digests.items():
             status = os.lstat(place / path)
-            # Of another size it is not read.
+            # A file of another size is not read.
             if not stat.S_ISREG(status.st_mode) or status.st_size != size or sha256(place / path) != sealed:
                 return f"{path} was changed"
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:

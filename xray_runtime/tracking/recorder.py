@@ -107,7 +107,7 @@ class StageRecorder:
         """Number of this attempt under the stage's key, from 1."""
         self._write(ATTEMPTS, str(self.attempt).encode())
         self._hash = hashlib.sha256()
-        """Of the points in the file of metrics that this process wrote, or found in a snapshot."""
+        """Digest of the points in the file of metrics that this process wrote, or found in a snapshot."""
         self._size = 0
         """Their bytes."""
         self._newest: Snapshot | None = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,12 +22,12 @@ from xray_runtime.lineage.audit.files import check_files, check_kept, check_reco
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.audit.log import check_end, check_heads, check_published, read_log
 from xray_runtime.lineage.audit.recorded import check_comparisons, check_recorded
+from xray_runtime.lineage.audit.sources import check_commits, check_sources
 from xray_runtime.lineage.audit.verified import RECORD, Baseline, last_head, read_baseline, write_record
 from xray_runtime.lineage.card import CHECKPOINT_LINE
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.keys import read_rotations, trusted_keys
 from xray_runtime.lineage.log import EMPTY, Head, LogView
-from xray_runtime.lineage.provenance import ROOT
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import SignatureProblem, TrustedKey, Verifier, exposed_keys
 from xray_runtime.lineage.statement import Statement
@@ -114,9 +113,7 @@ def audit(
     verifier = Verifier(trusted) if trusted else None
     baseline = read_baseline(store.output, graph, trusted) if since_verified else None
     view, broken = read_log(store.output, verifier)
-    found += broken
-    if verifier is not None and not broken:
-        found += check_end(store.output, view, verifier)
+    found += broken or check_end(store.output, view, verifier)
     result.log = view.head
     heads = {"--expect": expect, RECORD: baseline.head if baseline is not None else last_head(store.output, trusted)}
     found += check_heads(view, heads)
@@ -129,7 +126,9 @@ def audit(
             on_progress(done, len(changed))
     if hashing:
         found += _contamination(store, [node for node in changed if not _erased(node, view, "prompts.json")])
-    found += _commits({node.statement.predicate.build.internal.code.git_commit for node in changed if node.statement})
+    found += check_commits(
+        {node.statement.predicate.build.internal.code.git_commit for node in changed if node.statement}
+    )
     if view.heads:
         found += check_published(view, nodes, everything, bool(view.open_runs(store.output)))
     if everything:
@@ -207,7 +206,7 @@ def _of_node(store: LineageStore, node: Node, verifier: Verifier | None, hashing
     attested = list(_attestation(store, node, verifier))
     found += attested
     if hashing and verifier is not None and not any(finding.is_broken for finding in attested):
-        found += _sources(node)
+        found += check_sources(node)
     return found
 
 
@@ -318,37 +317,3 @@ def _card(store: LineageStore, node: Node, statement: Statement) -> Iterator[Fin
         yield Finding(node.name, "card-missing", f"{CARD} is missing, or not a file")
     elif path.stat().st_size > MAX_RECORD_BYTES or file_sha256(path) not in allowed:
         yield Finding(node.name, "card-changed", f"{CARD} was changed")
-
-
-def _sources(node: Node) -> Iterator[Finding]:
-    """Local files that the stage read, if they still exist; only those that a sound signature names are opened."""
-    if node.statement is None:
-        return
-    for dependency in node.statement.predicate.build.dependencies:
-        if dependency.digest is None or not dependency.uri or dependency.uri.startswith("xray:"):
-            continue
-        path = Path(dependency.uri)
-        if path.suffix == ".gguf":
-            # Its digest also covers files next to it.
-            continue
-        if path.is_absolute() and path.is_file() and not path.is_symlink():
-            try:
-                actual = file_sha256(path)
-            except OSError:
-                continue
-            if actual != dependency.digest.sha256:
-                yield Finding(node.name, "source-changed", f"{dependency.name} {dependency.uri}")
-
-
-def _commits(commits: set[str | None]) -> Iterator[Finding]:
-    for commit in sorted(filter(None, commits)) if (ROOT / ".git").exists() else []:
-        if len(commit) not in (40, 64) or set(commit) - set("0123456789abcdef"):
-            yield Finding("code", "code-unavailable", "the recorded commit is not a commit's name")
-            continue
-        command = ["git", "-C", str(ROOT), "cat-file", "-e", f"{commit}^{{commit}}"]
-        try:
-            known = subprocess.run(command, capture_output=True, timeout=20).returncode == 0
-        except (OSError, subprocess.SubprocessError):
-            return
-        if not known:
-            yield Finding("code", "code-unavailable", f"commit {commit[:12]}")

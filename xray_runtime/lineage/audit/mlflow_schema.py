@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from xray_runtime.lineage.audit.findings import Finding
+
+Row = dict[str, Any]
 CLOCK = "MLflow's clock"
 PEOPLE = "notes and tags of people"
 BY_API = "compared with what the log and the checkpoint say by `tracking` and `registry`"
@@ -66,3 +75,40 @@ IGNORED: dict[str, str] = {
 """Table that is not compared → the reason."""
 OWN_TRIGGER = ("trigger", "prevent_secrets_aad_mutation", "secrets")
 """MLflow's only one. Another could change any row while MLflow works."""
+
+
+class Database:
+    """The rows of an SQLite database, which is only read. Raises sqlite3.Error."""
+
+    def __init__(self, path: Path) -> None:
+        self._connection = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)
+        self._connection.text_factory = lambda raw: raw.decode("utf-8", "backslashreplace")
+        master = self._connection.execute("SELECT type, name, tbl_name FROM sqlite_master")
+        self.objects: dict[str, tuple[str, str]] = {name: (kind, table) for kind, name, table in master}
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def columns(self, table: str) -> list[str]:
+        return [row[1] for row in self._connection.execute(f'PRAGMA table_info("{table}")')]
+
+    def rows(self, table: str) -> list[Row]:
+        """The rows of one of our tables; [] without it."""
+        if table not in self.objects:
+            return []
+        cursor = self._connection.execute(f'SELECT * FROM "{table}"')
+        names = [column[0] for column in cursor.description]
+        return [dict(zip(names, row, strict=True)) for row in cursor]
+
+
+def check_schema(database: Database) -> Iterator[Finding]:
+    """Tables, columns, views and triggers that no audit knows, and rows where there must be none."""
+    for name, (kind, table) in sorted(database.objects.items()):
+        if kind == "index" or name == "sqlite_sequence" or (kind, name, table) == OWN_TRIGGER:
+            continue
+        if kind != "table" or not (name in COMPARED or name in IGNORED or name in NEVER_WRITTEN):
+            yield Finding(f"MLflow's {kind} {name}", "tracking-unknown", "it is compared with nothing")
+        elif name in NEVER_WRITTEN and database.rows(name):
+            yield Finding(f"MLflow's {name}", "mlflow-row-unexplained", "X-ray writes none of its rows")
+        elif name in COMPARED and (more := sorted(set(database.columns(name)) - set(COMPARED[name].split()))):
+            yield Finding(f"MLflow's {name}", "tracking-unknown", f"its columns {', '.join(more)} are not compared")

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from xray_runtime.lineage.audit.findings import Finding
-from xray_runtime.lineage.audit.mlflow_schema import COMPARED, IGNORED, NEVER_WRITTEN, OWN_TRIGGER
+from xray_runtime.lineage.audit.mlflow_schema import Database, Row, check_schema
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.log import LogView
 from xray_runtime.tracking.mlflow_tracker import (
@@ -34,7 +32,6 @@ from xray_runtime.tracking.mlflow_tracker import (
 )
 from xray_runtime.tracking.registry import SHA256_TAG
 
-Row = dict[str, Any]
 STAGE_TAGS = {KEY_TAG, STAGE_TAG, CACHED_TAG, ATTEMPTS_TAG}
 """X-ray's tags of a stage's run."""
 OUR_MLFLOW_TAGS = {"mlflow.runName", "mlflow.note.content", PARENT_TAG, TABLES_TAG}
@@ -47,50 +44,14 @@ IMPORTED = "xray.imported"
 READY = 2
 
 
-class Database:
-    """The rows of an SQLite database, which is only read. Raises sqlite3.Error."""
-
-    def __init__(self, path: Path) -> None:
-        self._connection = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)
-        self._connection.text_factory = lambda raw: raw.decode("utf-8", "backslashreplace")
-        master = self._connection.execute("SELECT type, name, tbl_name FROM sqlite_master")
-        self.objects: dict[str, tuple[str, str]] = {name: (kind, table) for kind, name, table in master}
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def columns(self, table: str) -> list[str]:
-        return [row[1] for row in self._connection.execute(f'PRAGMA table_info("{table}")')]
-
-    def rows(self, table: str) -> list[Row]:
-        """The rows of one of our tables; [] without it."""
-        if table not in self.objects:
-            return []
-        cursor = self._connection.execute(f'SELECT * FROM "{table}"')
-        names = [column[0] for column in cursor.description]
-        return [dict(zip(names, row, strict=True)) for row in cursor]
-
-
 def check_tables(path: Path, graph: Graph, view: LogView, output: Path) -> Iterator[Finding]:
     """Findings about the database at `path`, which is the output directory's own."""
     database = Database(path)
     try:
-        yield from _check_schema(database)
+        yield from check_schema(database)
         yield from _Rows(database, graph, view, output).check()
     finally:
         database.close()
-
-
-def _check_schema(database: Database) -> Iterator[Finding]:
-    for name, (kind, table) in sorted(database.objects.items()):
-        if kind == "index" or name == "sqlite_sequence" or (kind, name, table) == OWN_TRIGGER:
-            continue
-        if kind != "table" or not (name in COMPARED or name in IGNORED or name in NEVER_WRITTEN):
-            yield Finding(f"MLflow's {kind} {name}", "tracking-unknown", "it is compared with nothing")
-        elif name in NEVER_WRITTEN and database.rows(name):
-            yield Finding(f"MLflow's {name}", "mlflow-row-unexplained", "X-ray writes none of its rows")
-        elif name in COMPARED and (more := sorted(set(database.columns(name)) - set(COMPARED[name].split()))):
-            yield Finding(f"MLflow's {name}", "tracking-unknown", f"its columns {', '.join(more)} are not compared")
 
 
 class _Rows:
@@ -203,7 +164,7 @@ class _Rows:
         if ended is not None and ended.status == "completed" and row["status"] != "FINISHED":
             found.append("status")
         if node is None:
-            # Of a stage that failed, or whose checkpoint was pruned.
+            # Its stage failed, or its checkpoint was pruned.
             return found
         if (row["name"], tags.get(STAGE_TAG)) != (node.manifest.stage, node.manifest.stage):
             found.append("name")
