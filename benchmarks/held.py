@@ -39,6 +39,20 @@ def peak_bytes(work: Callable[[], object], mapped: int = 0) -> int:
     return peak
 
 
+def live_bytes() -> int:
+    """Bytes of the storages of all tensors in this process."""
+    import torch
+
+    gc.collect()
+    held: dict[int, int] = {}
+    for each in gc.get_objects():
+        # `isinstance` would wake lazy modules, whose class is a property.
+        if issubclass(type(each), torch.Tensor) and each.device.type == "cpu":
+            storage = each.untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+    return sum(held.values())
+
+
 def innermost(engine: Any) -> Any:
     """The engine that has module and optimizer: itself, or what a pipeline stage is built around."""
     return getattr(engine, "_inner", engine)

@@ -198,7 +198,7 @@ class _RuntimeConfig(TypedDict, total=False):
     collective_timeout_s: float
     generator_memory_gib: float
     gpu_memory_fraction: float
-    max_num_seqs: int
+    max_num_seqs: int | None
     snapshot_every: int
     snapshot_every_s: float
     on_out_of_memory: Literal["halve", "fail"]

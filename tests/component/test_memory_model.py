@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import ray
 
-from benchmarks.held import LoadedLearner, held_bytes
+from benchmarks.held import LoadedLearner, held_bytes, live_bytes
 from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.config.engines import EngineConfig, FrozenConfig, LoRAConfig
 from xray_runtime.config.runtime import RuntimeConfig
@@ -49,6 +49,10 @@ class MeasuredLearner(LoadedLearner):
 
     def measured(self) -> dict[str, int]:
         return self.held
+
+    def between_turns(self) -> int:
+        """Bytes of every tensor that is alive between two steps."""
+        return live_bytes()
 
     def loaded(self) -> int:
         return self.most_bytes
@@ -137,6 +141,9 @@ def test_a_trained_model_is_held_as_predicted(
     with built(ranks, tmp_path, spec) as most:
         as_predicted(most, predicted)
         states = held_in_a_step(ranks)
+        between = ray.get([r.between_turns.remote() for r in ranks])
+    resident = predicted.resident - predicted.process
+    assert between == pytest.approx([resident] * RANKS, rel=0.02)
     for held in states:
         assert held["weights"] == pytest.approx(predicted.weights, rel=0.01)
         assert held["optimizer"] == pytest.approx(predicted.optimizer, rel=0.01)

@@ -72,9 +72,9 @@ class RuntimeConfig(Section):
     """Largest size of vLLM's KV cache on CPU."""
     gpu_memory_fraction: Fraction = 0.4
     """Share of a GPU that vLLM may use on CUDA."""
-    max_num_seqs: Annotated[int, Field(ge=1, le=16_384)] = 256
-    """Replies that one replica of the generator samples at a time on CUDA (vLLM); others wait. The logits of its
-    sampler take memory from its KV cache."""
+    max_num_seqs: Annotated[int, Field(ge=1, le=16_384)] | None = None
+    """Sequences that one replica of the generator samples at a time, on CUDA with vLLM, whose option this is; None:
+    vLLM's default. `parallel: auto` sets the number for which it planned the KV cache and the sampler."""
     snapshot_every: Count = 10
     """Steps (SFT, reward model) or iterations (PPO) between snapshots, from which an interrupted stage continues. There
     are fewer if they would take more than 4% of a stage's time."""

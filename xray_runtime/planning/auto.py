@@ -171,7 +171,7 @@ def with_layouts(call: StageCall, plan: Plan) -> StageCall:
             runtime |= {
                 "gpu_memory_fraction": GENERATOR_SHARE if share == 1 else needed,
                 "generator_replicas": plan.layouts["sampled"].dp,
-                "max_num_seqs": plan.max_num_seqs,
+                "max_num_seqs": plan.workload.running_sequences(plan.layouts["sampled"]),
                 "generator_sleeps": plan.workload.generator_sleeps,
                 "trainer_sleeps": plan.workload.trainer_sleeps,
             }

@@ -12,6 +12,7 @@ from typing import Any
 
 from xray_runtime.errors import first_line
 from xray_runtime.planning.shapes import MIXTURE, ModelShape, max_positions
+from xray_runtime.store.location import NO_CODE, locate
 
 LONGEST = 240
 """Characters of a reason: some of transformers' lines go on with advice about its repository."""
@@ -25,10 +26,18 @@ def built_shape(model: str) -> ModelShape:
     Raises:
         ValueError: transformers builds no causal LM for its config, or it is a mixture of experts; one line.
     """
-    from xray_runtime.models.causal_lm import skeleton
+    import torch
+    import transformers
 
+    from xray_runtime.models.causal_lm import ATTENTION
+
+    name, _ = locate(model)
     try:
-        lm: Any = skeleton(model)
+        config = transformers.AutoConfig.from_pretrained(name, **NO_CODE)
+        # Nothing is allocated: a mixture's experts alone may be more than the memory of this machine.
+        with torch.device("meta"):
+            lm: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, **NO_CODE)
+        lm.tie_weights()
     except Exception as error:  # a damaged config fails anywhere
         reason = textwrap.shorten(first_line(error), LONGEST, placeholder="…")
         if reason.startswith(MANY_CLASSES):

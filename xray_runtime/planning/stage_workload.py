@@ -180,15 +180,15 @@ def _is_branch(call: StageCall, role: ModelRole, declared: dict[str, ModelRole])
 
 
 def _lengths(call: StageCall, role: ModelRole, context: int | None) -> tuple[int, int]:
-    """(longest prompt, longest reply) in tokens, from the config of the data, or else the stages' defaults; together no
-    longer than the model's `context`, of which replies take what they may first. None: unknown, without a limit."""
+    """(longest prompt, longest reply) in tokens, from the config of the data, or else what the model's `context` leaves
+    where it is known, as stages have it (`training.dataset`)."""
     data = call.parents.get(role.data or "")
     reply = role.reply_tokens or next(_settings(data, "max_new_tokens"), None)
-    prompt = next(_settings(data, "max_prompt_tokens"), None) or PROMPT_TOKENS
+    prompt = next(_settings(data, "max_prompt_tokens"), None)
     if context is None:
-        return prompt, reply or REPLY_TOKENS
+        return prompt or PROMPT_TOKENS, reply or REPLY_TOKENS
     reply = min(reply or min(REPLY_TOKENS, context // 3), max(context - 1, 1))
-    return max(min(prompt, context - reply), 1), reply
+    return min(prompt or context, context - reply), reply
 
 
 def _settings(data: Handle | None, field: str) -> Iterator[Any]:

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from xray.cli.main import app
+from xray.cli.plan import DENSE
 from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.config.loading import load_config
 from xray_runtime.planning.auto import UNCHANGED, choose_layouts
@@ -49,19 +50,22 @@ def test_the_json_contract() -> None:
         assert layout["num_devices"] == layout["tp"] * layout["pp"] * layout["dp"]
         parts = dict(content["breakdown_gb"][name])
         loading = parts["weights"] + parts["process"] + parts.pop("loading")
-        assert content["memory_gb"][name] == pytest.approx(max(sum(parts.values()), loading), abs=1e-3)
+        between = sum(parts[part] for part in ("weights", "optimizer", "kv_cache", "graphs", "process"))
+        syncing = between + parts.pop("kept") + parts.pop("syncing")
+        assert content["memory_gb"][name] == pytest.approx(max(sum(parts.values()), loading, syncing), abs=1e-3)
         assert content["memory_gb"][name] <= content["usable_gb"] == pytest.approx(0.9 * 80 * 1.073741824, abs=1e-3)
-    # All five models are on all 64 GPUs; the generator sleeps while the others work.
-    assert (content["in_turn"], content["trainer_sleeps"]) == (True, False)
+    # All five models are awake on all 64 GPUs.
+    assert (content["in_turn"], content["trainer_sleeps"]) == (False, False)
     assert {layout["num_devices"] for layout in content["layout"].values()} == {64}
-    others = sum(size for name, size in content["memory_gb"].items() if name != "generator")
-    assert content["peak_gb"] == pytest.approx(others + content["breakdown_gb"]["generator"]["process"], abs=1e-3)
+    assert content["peak_gb"] == pytest.approx(sum(content["memory_gb"].values()), abs=1e-3)
+    assert content["max_num_seqs"] == 8  # 512 replies on 64 GPUs
+    assert content["notes"] == [DENSE]
     [limit] = content["limits"]
-    # 2 bytes of each of 7.5 × 10⁹ weights, whole under ZeRO-2.
-    assert limit == "the fullest device needs 74.5 of 77.3 usable GB, most of it policy's weights (15.0 GB)"
+    # 2 bytes of each of 7.5 × 10⁹ weights, whole on every GPU.
+    assert limit == "the fullest device needs 74.9 of 77.3 usable GB, most of it generator's weights (15.0 GB)"
     assert content["reasons"] == content["suggestions"] == []
     seconds = content["seconds"]
-    assert seconds.keys() == {"generate", "score", "update", "sync", "sleep"}
+    assert seconds.keys() == {"generate", "score", "update", "sync"}
     assert content["bottleneck"] == max(seconds, key=seconds.__getitem__)
     # 4 bytes of a checkpoint's parameters; of policy and critic two snapshots of 12.
     assert content["disk_gb"] == {
@@ -144,7 +148,7 @@ def test_how_models_are_trained_shows(tmp_path: Path) -> None:
 def test_people_see_a_table_and_reasons() -> None:
     outcome = xray_plan("--params", "70e9", "--devices", "8", "--memory-gib", "80")
     assert outcome.exit_code == 0
-    for words in ("no plan fits; nearest: colocated", "recompute", "limit", "not  colocated", "would fit with  11 dev"):
+    for words in ("no plan fits; nearest: colocated", "recompute", "limit", "not  colocated", "would fit with  13 dev"):
         assert words in outcome.stdout
 
 

@@ -11,7 +11,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.generation import vllm
 from xray_runtime.engines.generation.sampling import EngineRank
 
-RUNTIME = RuntimeConfig(gpu_memory_fraction=0.3, max_num_seqs=48)
+RUNTIME = RuntimeConfig(gpu_memory_fraction=0.3)
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,6 @@ def test_ranks_that_see_one_device_each_do_not_look_for_their_peers(device: str,
 def test_a_gpu_gets_half_precision_graphs_and_a_share_of_its_memory() -> None:
     on_gpu, on_cpu = (engine_options(EngineRank(device)) for device in ("cuda", "cpu"))
     assert (on_gpu["dtype"], on_gpu["enforce_eager"], on_gpu["gpu_memory_utilization"]) == ("bfloat16", False, 0.3)
-    assert on_gpu["max_num_seqs"] == 48
     assert (on_cpu["dtype"], on_cpu["enforce_eager"], "gpu_memory_utilization" in on_cpu) == ("float32", True, False)
 
 

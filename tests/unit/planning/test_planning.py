@@ -441,6 +441,11 @@ def test_lengths_and_batches_follow_the_config() -> None:
     assert numbers("ppo-2") == (64, 24, 32, 128, 4096)
     # Pairs are as long as the replies that were sampled for them.
     assert numbers("reward", preferences={"source": "gold", "max_new_tokens": 20})[:2] == (60, 20)
+    # A published model's context of 40,960 tokens bounds what is written.
+    long: dict[str, Any] = {"base": {"kind": "pretrained", "model": "Qwen/Qwen3-0.6B"}, "reward_ref": "other#reward"}
+    long |= {"data": {"max_prompt_tokens": 32_768}, "reward": None, "preferences": None}
+    bounded = configured(**long, ppo={"stages": [{"max_new_tokens": 32_768}]})
+    assert (bounded.sequence_tokens, bounded.response_tokens) == (40_960, 32_768)
     # A fresh model's context of 512 tokens bounds what nothing else does.
     unbounded = configured(stage="sft")
     assert (unbounded.sequence_tokens, unbounded.response_tokens) == (512, 170)

@@ -71,7 +71,9 @@ def engine_options(directory: Path, max_length: int, runtime: RuntimeConfig, ran
         cache = kv_cache_bytes(directory, max_length, runtime, rank.world_size)
         options |= {"block_size": BLOCK_TOKENS, "max_num_seqs": SEQUENCES, "kv_cache_memory_bytes": cache}
     else:
-        options |= {"gpu_memory_utilization": runtime.gpu_memory_fraction, "max_num_seqs": runtime.max_num_seqs}
+        options["gpu_memory_utilization"] = runtime.gpu_memory_fraction
+        if runtime.max_num_seqs is not None:
+            options["max_num_seqs"] = runtime.max_num_seqs
     if runtime.generator_sleeps:
         options["enable_sleep_mode"] = True
     if rank.world_size > 1:
