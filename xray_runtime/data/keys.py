@@ -134,7 +134,8 @@ RENAME = "if it means something else, rename the column (rename_columns)"
 
 
 def is_learned(where: object, given: Mapping[str, Any]) -> bool | None:
-    """The value of the keys `LEARNED`; None: there is none. Raises ValueError if one has another value, or two disagree."""
+    """The value of the keys `LEARNED`; None: there is none. Raises ValueError if one has another value than 0 and 1, or
+    two disagree."""
     found = {name: given[name] for name in LEARNED if given.get(name) is not None}
     for name, value in found.items():
         if not isinstance(value, int) or value not in (0, 1):
