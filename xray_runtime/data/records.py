@@ -81,7 +81,7 @@ def prompt_and_replies(
     elif "prompt" in record and "completion" in record:
         prompt = _prompt(where, record, unread)
         completion, learned = _completion(where, "completion", record, prompt, unread)
-        learned = [None] * len(prompt) + learned
+        learned = [*(None for _ in prompt), *learned]
         pairs = _replies(where, "completion", prompt + completion, learned, len(prompt), None)
     elif "prompt" in record and "chosen" in record:
         prompt = _prompt(where, record, unread)
