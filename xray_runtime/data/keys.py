@@ -16,7 +16,7 @@ from xray_runtime.errors import shown
 LEARNED = ("weight", "train", "trainable", "training", "loss", "loss_mask", "loss_weight", "learn", "calculate_loss")
 """Whether a message or a record is learned: 0, 1, false or true."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""What the assistant thought before a reply."""
+"""Names of the assistant's reasoning before a reply."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 MEDIA_FILES = (
     *(".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
@@ -134,7 +134,8 @@ RENAME = "if it means something else, rename the column (rename_columns)"
 
 
 def is_learned(where: object, given: Mapping[str, Any]) -> bool | None:
-    """What the keys `LEARNED` say; None: nothing. Raises ValueError if one has another value, or two disagree."""
+    """The value of the keys `LEARNED`; None: there is none. Raises ValueError if one has another value than 0 and 1, or
+    two disagree."""
     found = {name: given[name] for name in LEARNED if given.get(name) is not None}
     for name, value in found.items():
         if not isinstance(value, int) or value not in (0, 1):

@@ -46,7 +46,7 @@ class Example(NamedTuple):
     columns: str = "{}"
     """Further columns of its record, as a JSON object, for rewards."""
     reasoning_content: str | None = None
-    """What the assistant thought before the reply."""
+    """The assistant's reasoning before the reply."""
 
     @property
     def has_reply(self) -> bool:

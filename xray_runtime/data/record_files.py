@@ -20,7 +20,7 @@ Record = dict[str, Any]
 COMPRESSIONS = (".gz", ".zst")
 FORMATS = (".jsonl", ".json", ".parquet")
 NAMED = ".jsonl, .json or .parquet file (.jsonl and .json also with .gz or .zst)"
-"""What is read, for messages."""
+"""The files that are read, for messages."""
 READ_ROWS = 1000
 SPACE = " \t\r\n"
 

@@ -22,7 +22,7 @@ from xray_runtime.errors import shown
 
 TURN = re.compile(r"\n\n(Human|Assistant): ?")
 TRANSCRIPT = re.compile(r"\s*Human:.*\n\nAssistant:|\n\nHuman:|.*\n\nAssistant:\s*\Z", re.DOTALL)
-"""What HH-RLHF's transcripts are known by, where a plain text is also allowed."""
+"""Matches HH-RLHF's transcripts, where a plain text is also allowed."""
 PLACEHOLDER = re.compile(r"(\s*<(image|video|audio)>)+")
 Learned = list[bool | None]
 
@@ -81,7 +81,7 @@ def prompt_and_replies(
     elif "prompt" in record and "completion" in record:
         prompt = _prompt(where, record, unread)
         completion, learned = _completion(where, "completion", record, prompt, unread)
-        learned = [None] * len(prompt) + learned
+        learned = [*(None for _ in prompt), *learned]
         pairs = _replies(where, "completion", prompt + completion, learned, len(prompt), None)
     elif "prompt" in record and "chosen" in record:
         prompt = _prompt(where, record, unread)
@@ -91,8 +91,8 @@ def prompt_and_replies(
     else:
         messages = _whole(where, "chosen", record, unread)
         pairs = iter([(messages[:-1], messages[-1])] if _ends_with_answer(messages) else [])
-    for asked, reply in pairs:
-        yield _with_tools(asked, tools), reply
+    for messages, reply in pairs:
+        yield _with_tools(messages, tools), reply
 
 
 def _replies(
@@ -106,9 +106,9 @@ def _replies(
             if learned[number] is not False:
                 yield _context(messages[:number], context), messages[number]
         elif learned[number]:
-            said = shown(messages[number]["content"])
+            text = shown(messages[number]["content"])
             raise ValueError(
-                f"{where}: {column}: the message {said} is to be learned, but answers neither a user nor a tool"
+                f"{where}: {column}: the message {text} is to be learned, but answers neither a user nor a tool"
             )
     if messages and messages[-1]["role"] != "assistant" and _is_asked(messages):
         yield _context(messages, context), None

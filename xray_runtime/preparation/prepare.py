@@ -299,9 +299,9 @@ def _reorder(path: Path, order: np.ndarray) -> None:
 
 
 def _example(name: str, conversation: str, prompt: Messages, reply: dict[str, Any] | None, columns: str) -> Example:
-    said = reply or {"content": ""}
-    calls, reasoning = said.get("tool_calls"), said.get("reasoning_content")
-    return Example(name, conversation, prompt, said["content"], calls, columns, reasoning)
+    message = reply or {"content": ""}
+    calls, reasoning = message.get("tool_calls"), message.get("reasoning_content")
+    return Example(name, conversation, prompt, message["content"], calls, columns, reasoning)
 
 
 def _reason_to_drop(

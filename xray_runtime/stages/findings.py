@@ -78,7 +78,7 @@ def preferences_findings(series: Series) -> list[str]:
 
 
 def _unread(counts: Mapping[str, int]) -> list[str]:
-    """What of the rows was not read: the most frequent columns and keys of messages."""
+    """The most frequent columns and keys of messages that were not read."""
     found = []
     for what in ("columns_not_read", "message_keys_not_read"):
         named = {n.removeprefix(f"{what}/"): count for n, count in counts.items() if n.startswith(f"{what}/")}
