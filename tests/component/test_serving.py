@@ -154,7 +154,10 @@ def test_reasoning_comes_apart_from_the_answer_and_its_calls(tiny_model: Path) -
 
     tokenizer, call = load_tokenizer(tiny_model), '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
     text = f"<think>\nIs it <7>?\n</think>\n\nI see.\n{call}"
-    names = {"tool_parser_name": call_parser(tiny_model), "reasoning_parser_name": reasoning_parser(tiny_model)}
+    names: dict[str, Any] = {
+        "tool_parser_name": call_parser(tiny_model),
+        "reasoning_parser_name": reasoning_parser(tiny_model),
+    }
     composed = ParserManager.get_parser(**names, enable_auto_tools=True, tokenizer=tokenizer)
     parser = naming_reasoning_content(composed)
     request = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "a"}], tools=TOOLS)

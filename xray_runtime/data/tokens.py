@@ -203,7 +203,9 @@ def _in_tokens(
     prompts = encode_prompts(tokenizer, [pair.prompt for pair in pairs])
     if read == "prompts":
         return [(prompt, [[] for _ in REPLIES[type(pair)]]) for prompt, pair in zip(prompts, pairs, strict=True)]
-    messages = [[pair.reply] if isinstance(pair, Example) else pair.replies for pair in pairs]
+    messages: list[Sequence[dict[str, Any]]] = [
+        [pair.reply] if isinstance(pair, Example) else pair.replies for pair in pairs
+    ]
     if read == "answers":
         messages = [[without_reasoning(reply) for reply in own] for own in messages]
     given = [(pair.prompt, reply) for pair, own in zip(pairs, messages, strict=True) for reply in own]
@@ -211,7 +213,8 @@ def _in_tokens(
     return [(prompt, [next(replies) for _ in own]) for prompt, own in zip(prompts, messages, strict=True)]
 
 
-T, U = TypeVar("T"), TypeVar("U")
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 def in_shards(rows: Iterable[T]) -> Iterator[list[T]]:

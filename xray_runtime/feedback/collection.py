@@ -20,6 +20,7 @@ from typing import Any
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Messages
+from xray_runtime.data.reasoning import with_reasoning
 from xray_runtime.data.recorded import KEYS, RECORDED, UserKeys, about, read_segment, segment_name
 from xray_runtime.data.records import prompt_of
 from xray_runtime.feedback.answers import parse_feedback
@@ -157,7 +158,8 @@ def _conversation(route: str, request: dict[str, Any], answer: dict[str, Any]) -
     """(prompt, reply). Raises ValueError, or an error of a lookup, where they are not texts of one chat."""
     if route == "/v1/chat/completions":
         [choice] = answer["choices"]
-        messages, reply = request["messages"], choice["message"]["content"]
+        messages, message = request["messages"], choice["message"]
+        reply = with_reasoning(message.get("reasoning") or None, _text(message["content"]))
     elif route == "/v1/responses":
         given = request["input"]
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else given

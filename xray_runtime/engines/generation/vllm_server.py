@@ -140,14 +140,13 @@ def naming_reasoning_content(parser: Any) -> Any:
     """`parser` whose messages have the reasoning as `reasoning_content` too: vLLM writes `reasoning`, which it was
     renamed to, and most clients read the older name."""
 
-    class Named(parser):  # type: ignore[misc]
-        def parse_delta(self, *args: Any, **keywords: Any) -> Any:
-            delta = super().parse_delta(*args, **keywords)
-            if delta is not None and delta.reasoning is not None:
-                delta.reasoning_content = delta.reasoning
-            return delta
+    def parse_delta(self: Any, *args: Any, **keywords: Any) -> Any:
+        delta = parser.parse_delta(self, *args, **keywords)
+        if delta is not None and delta.reasoning is not None:
+            delta.reasoning_content = delta.reasoning
+        return delta
 
-    return Named
+    return type("Named", (parser,), {"parse_delta": parse_delta})
 
 
 def guarded(tokenizer: Any) -> Callable[..., list[int]]:
