@@ -9,12 +9,15 @@ import torch
 from benchmarks.gpu_acceptance.setting import Setting
 from xray_runtime.config.base import PretrainedBase
 from xray_runtime.planning.cost import generate_seconds, update_seconds
-from xray_runtime.planning.memory import HALF_BYTES, Layout
+from xray_runtime.planning.memory import Layout
 from xray_runtime.planning.plan import Plan
 from xray_runtime.planning.search import search
 from xray_runtime.planning.shapes import ModelShape, from_pretrained
 from xray_runtime.planning.workload import Machine, Role, Workload, training_options
 from xray_runtime.workers.model_spec import ModelSpec
+
+HALF_BYTES = 2
+"""Of a weight that vLLM holds on a GPU."""
 
 
 def shape_of(setting: Setting) -> ModelShape:

@@ -18,5 +18,6 @@ def test_vllm_takes_our_options_on_cuda(tiny_model: Path) -> None:
     shared = {"device": "cuda", "dtype": "torch.bfloat16", "chunked_prefill": True, "prefix_caching": True}
     shared |= {"gpu_memory": 0.4, "graphs": True}
     assert planned == shared | {"sleeps": True, "max_num_seqs": 48}
-    # Its own default for GPUs of 70 GiB and more, whatever is planned.
-    assert default == shared | {"sleeps": False, "max_num_seqs": 1024}
+    # Its own default, whatever is planned.
+    assert default.pop("max_num_seqs") > 48
+    assert default == shared | {"sleeps": False}

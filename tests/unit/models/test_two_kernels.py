@@ -162,7 +162,7 @@ def waits(layers: int, max_logits: int, monkeypatch: pytest.MonkeyPatch) -> Coun
     rows |= {name: torch.zeros(count, dtype=torch.float64) for name in ("old_logprobs", "advantages", "weights")}
     found = Waits()
     with found, Copies(found.counts):
-        loss, _ = PPOObjective(PPOStageConfig()).loss(module, rows, {"tokens": float(count)})
+        loss, _ = PPOObjective(PPOStageConfig(entropy_coef=0.1)).loss(module, rows, {"tokens": float(count)})
         loss.backward()
     return found.counts
 
