@@ -1,6 +1,7 @@
 """Results of stages by key, in the output directory and in the shared store.
 
 results/STAGE-KEY.json      the `StageResult`, written last
+published/STAGE-KEY.json    in the shared store alone: the signed entry that lists checkpoint, result and records
 checkpoints/STAGE-KEY/      the checkpoint, its attestation beside it
 records/STAGE-KEY/          metrics, tables, figures
 """
@@ -8,40 +9,51 @@ records/STAGE-KEY/          metrics, tables, figures
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
+import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from xray.tasks.spec import RunContext, StageResult
+from xray_runtime.errors import first_line
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.log import digests, log_checkpoints, view
-from xray_runtime.lineage.signing import signing_key
-from xray_runtime.store.checkpoints import Store, load_manifest
+from xray_runtime.lineage.keys import HOW_TO_TRUST, trusted_keys
+from xray_runtime.lineage.log import digests, log_checkpoints
+from xray_runtime.lineage.log_entries import Line, Published, Record
+from xray_runtime.lineage.signed_lines import parse_line, signed_line
+from xray_runtime.lineage.signing import SignatureProblem, Verifier, signing_key
+from xray_runtime.lineage.trusted_log import read_logged, trusted_view
+from xray_runtime.store.checkpoints import CHECKPOINTS, Store, load_manifest
+from xray_runtime.store.manifest import MANIFEST
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.shared import DamagedError, SharedStore
-from xray_runtime.tracking.mlflow_tracker import ARTIFACTS, Tracker
-from xray_runtime.tracking.recorder import METRICS, RECORDS, read_points, records_directory
+from xray_runtime.tracking.mlflow_tracker import ARTIFACTS, Tracker, table_text
+from xray_runtime.tracking.recorder import METRICS, RECORDS, points_of, records_directory
 
 log = logging.getLogger(__name__)
 
-RESULTS = "results"
+RESULTS, PUBLISHED = "results", "published"
 
 
 def find_result(name: str, key: str, output: Path, store: Store) -> StageResult | None:
-    """The stored result of a stage, after verifying every byte of its checkpoint; its `attempts` is 0.
+    """The stored result of a stage, after verifying it and every byte of its checkpoint; its `attempts` is 0.
+
+    The signed log must name a result that is here, and a signed entry one that is in the shared store.
 
     None if there is none, so that the stage has to be computed.
     """
-    path = _file(output, name, key)
-    content = path.read_bytes() if path.is_file() else None
-    if content is not None and not _is_logged(output, path, content):
-        log.warning("%s: not what was signed; it is not used", path)
+    path, shared_entry = _file(output, name, key), None
+    content = read_logged(output, path) if os.path.lexists(path) else None
+    if content is None and os.path.lexists(path):
         return None
     if content is None and store.shared is not None:
-        content = store.shared.read(f"{RESULTS}/{path.name}")
+        shared_entry = _shared_entry(path.stem, output, store.shared)
+        content = _shared_result(path, shared_entry, output, store.shared) if shared_entry is not None else None
     if content is None:
         return None
     try:
@@ -55,8 +67,10 @@ def find_result(name: str, key: str, output: Path, store: Store) -> StageResult 
     checkpoint = store.find(name, key)
     if checkpoint is None:
         return None
+    if shared_entry is not None:
+        _bring(shared_entry, checkpoint, output)
     if store.shared is not None:
-        _fetch_records(f"{RECORDS}/{path.stem}", records_directory(output, name, key), store.shared)
+        _fetch_records(path.stem, output, store.shared)
     if checkpoint.sha256 == result.checkpoint.sha256:
         checkpoint = checkpoint.model_copy(update={"mlflow_model_id": result.checkpoint.mlflow_model_id})
     return result.model_copy(update={"checkpoint": checkpoint, "attempts": 0})
@@ -75,57 +89,132 @@ def show_cached(
         # This tracking store does not have the model yet.
         checkpoint = run.log_checkpoint(checkpoint, manifest, parents)
         path = records_directory(Path(context.output), result.name, result.key) / METRICS
-        if path.is_file():
-            run.points(read_points(path))
+        if (content := read_logged(Path(context.output), path)) is not None:
+            run.points(points_of(content))
         result = result.model_copy(update={"mlflow_run_id": run.run_id})
     run.finish("FINISHED")
     result = result.model_copy(update={"checkpoint": checkpoint})
-    keep_result(result, Path(context.output), store)
+    keep_result(result, Path(context.output), store, written={})
     return result.model_copy(update={"mlflow_run_id": run.run_id})
 
 
-def keep_result(result: StageResult, output: Path, store: Store, *, renew: bool = False) -> None:
+def keep_result(result: StageResult, output: Path, store: Store, *, written: Mapping[Path, str] | None = None) -> None:
     """Store a result in the output directory, the log and the shared store. Raises StorageError.
 
     Args:
-        renew: whether the stage's records were just written.
+        written: record → sha256 of the stage's records that were just written: no other files are signed. By default
+            all that are there.
     """
     path, text = _file(output, result.name, result.key), result.model_dump_json()
     path.parent.mkdir(parents=True, exist_ok=True)
     directory, key = result.checkpoint.path.name, signing_key(output)
-    left = [records_directory(output, result.name, result.key), output / ARTIFACTS / result.mlflow_run_id]
-    log_checkpoints(output, key, {directory: result.checkpoint.sha256}, digests(output, left), here=True, renew=renew)
-    kept = {path.relative_to(output).as_posix(): hashlib.sha256(text.encode()).hexdigest()}
-    log_checkpoints(output, key, {directory: result.checkpoint.sha256}, kept, here=True, renew=True)
+    if written is None:
+        places = [records_directory(output, result.name, result.key)]
+        new = digests(output, places)
+    else:
+        new = {file.relative_to(output).as_posix(): sha256 for file, sha256 in written.items()}
+    new[path.relative_to(output).as_posix()] = hashlib.sha256(text.encode()).hexdigest()
+    published = {directory: result.checkpoint.sha256}
+    log_checkpoints(output, key, published, new, here=True, renew=True)
+    # Other files may lie beside those that MLflow was sent.
+    log_checkpoints(output, key, published, _artifacts(output, result), here=True, renew=True)
     write_atomic(path, text)
-    if store.shared is None:
+    if store.shared is not None:
+        store.share(result.checkpoint)
+        _share_result(path, text, result, output, store.shared)
+
+
+def _artifacts(output: Path, result: StageResult) -> dict[str, str]:
+    """Artifact of the result's MLflow run → sha256, of those that repeat the checkpoint's manifest or a record that the
+    log has."""
+    files, found = trusted_view(output).files, {}
+    records = records_directory(output, result.name, result.key).relative_to(output).as_posix()
+    for name, sha256 in digests(output, [output / ARTIFACTS / result.mlflow_run_id]).items():
+        path = Path(name)
+        expected = result.checkpoint.sha256 if path.name == MANIFEST else files.get(f"{records}/{path.name}")
+        if path.suffix == ".json" and path.name != MANIFEST and expected is not None:
+            content = read_logged(output, output / records / path.name)
+            table = json.loads(content) if content is not None else {"columns": [], "rows": []}
+            expected = hashlib.sha256(table_text(table["columns"], table["rows"]).encode()).hexdigest()
+        if sha256 == expected:
+            found[name] = sha256
+    return found
+
+
+def _share_result(path: Path, text: str, result: StageResult, output: Path, shared: SharedStore) -> None:
+    """Put a result and its records into the shared store with a signed entry, unless it has one that is trusted."""
+    if _shared_entry(path.stem, output, shared) is not None and shared.read(f"{RESULTS}/{path.name}") is not None:
         return
-    store.share(result.checkpoint)
-    if store.shared.read(f"{RESULTS}/{path.name}") is None:
-        records = records_directory(output, result.name, result.key)
-        if records.is_dir():
-            store.shared.put(f"{RECORDS}/{path.stem}", records)
-        store.shared.write(f"{RESULTS}/{path.name}", result.model_dump_json().encode())
+    records = records_directory(output, result.name, result.key)
+    if records.is_dir():
+        shared.put(f"{RECORDS}/{path.stem}", records)
+    folder = records.relative_to(output).as_posix()
+    files = {name: sha256 for name, sha256 in trusted_view(output).files.items() if name.startswith(f"{folder}/")}
+    files[path.relative_to(output).as_posix()] = hashlib.sha256(text.encode()).hexdigest()
+    files[f"{CHECKPOINTS}/{path.stem}/{MANIFEST}"] = result.checkpoint.sha256
+    entry = Published(action="publish", directory=path.stem, checkpoint=result.checkpoint.sha256)
+    line = signed_line(Record, entry, files, signing_key(output))
+    shared.write(f"{RESULTS}/{path.name}", text.encode())
+    shared.write(f"{PUBLISHED}/{path.name}", line)
 
 
-def _file(output: Path, name: str, key: str) -> Path:
-    return output / RESULTS / f"{name}-{key[:12]}.json"
+def _shared_entry(name: str, output: Path, shared: SharedStore) -> Line | None:
+    """The signed entry about a stage in the shared store; None without one that a trusted key signed."""
+    content = shared.read(f"{PUBLISHED}/{name}.json")
+    if content is None:
+        if shared.read(f"{RESULTS}/{name}.json") is not None:
+            log.warning("%s/%s/%s.json: it is not signed; it is not used", shared.url, RESULTS, name)
+        return None
+    try:
+        line = parse_line(1, content, Record)
+        Verifier(trusted_keys(output)).check_envelope(content, line.entry.at)
+        if not isinstance(line.entry, Published) or line.entry.directory != name:
+            raise ValueError("it is an entry about something else")
+    except (OSError, ValueError) as error:
+        hint = f"; {HOW_TO_TRUST}" if isinstance(error, SignatureProblem) and error.code == "foreign" else ""
+        log.warning("%s/%s/%s.json: %s%s; the result is not used", shared.url, PUBLISHED, name, first_line(error), hint)
+        return None
+    return line
 
 
-def _is_logged(output: Path, path: Path, content: bytes) -> bool:
-    return view(output).files.get(path.relative_to(output).as_posix()) == hashlib.sha256(content).hexdigest()
+def _shared_result(path: Path, entry: Line, output: Path, shared: SharedStore) -> bytes | None:
+    content = shared.read(f"{RESULTS}/{path.name}")
+    expected = entry.files.get(path.relative_to(output).as_posix())
+    if content is not None and hashlib.sha256(content).hexdigest() != expected:
+        log.warning("%s/%s/%s: not what was signed; it is not used", shared.url, RESULTS, path.name)
+        return None
+    return content
 
 
-def _fetch_records(name: str, directory: Path, shared: SharedStore) -> None:
-    """Fetch curves and tables for the report, unless they exist or are damaged."""
-    if directory.exists():
+def _bring(entry: Line, checkpoint: CheckpointRef, output: Path) -> None:
+    """Log what a signed entry of the shared store says about a checkpoint that was fetched."""
+    if entry.entry.checkpoint == checkpoint.sha256:
+        folder = f"{RECORDS}/{checkpoint.path.name}/"
+        records = {name: sha256 for name, sha256 in entry.files.items() if name.startswith(folder)}
+        published = {checkpoint.path.name: checkpoint.sha256}
+        log_checkpoints(output, signing_key(output), published, records, here=False)
+
+
+def _fetch_records(stage: str, output: Path, shared: SharedStore) -> None:
+    """Fetch curves and tables for the report, those that the log names, unless they exist or are damaged."""
+    name, directory = f"{RECORDS}/{stage}", output / RECORDS / stage
+    signed = {path: sha256 for path, sha256 in trusted_view(output).files.items() if path.startswith(f"{name}/")}
+    index = None if directory.exists() or not signed else shared.index(name)
+    if index is None:
         return
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f"{directory.name}.fetching-"))
     try:
-        if shared.get(name, temporary) is not None:
-            temporary.rename(directory)
+        listed = [entry for entry in index.files if f"{name}/{entry.path}" in signed]
+        if {f"{name}/{entry.path}": entry.sha256 for entry in listed} != signed:
+            raise DamagedError(f"{shared.url}/{name} is not what was signed")
+        shared.get_files(name, index, listed, temporary)
+        temporary.rename(directory)
     except DamagedError as error:
         log.warning("%s; the report lacks its curves", error)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _file(output: Path, name: str, key: str) -> Path:
+    return output / RESULTS / f"{name}-{key[:12]}.json"

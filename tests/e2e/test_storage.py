@@ -22,8 +22,10 @@ EVERY = "runtime.snapshot_every=1"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+def server(output: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     server = S3Server(tmp_path_factory.mktemp("s3") / "data")
+    # Machines that share a store sign with one key.
+    server.variables["XRAY_SIGNING_KEY"] = str(output / "keys" / "signing.pem")
     yield server
     server.kill()
 

@@ -96,17 +96,18 @@ def fetch(
         bool, typer.Option("--all", help="Every checkpoint in the store, not only those lifecycle.json names.")
     ] = False,
 ) -> None:
-    """Fetch missing or damaged checkpoints from the shared store, with the public keys of their signers.
+    """Fetch missing or damaged checkpoints from the shared store, if a key that is trusted here signed them.
 
     Exit codes: 0 all are present and sound, 1 the store lacks some, 2 bad input.
     """
+    from xray_runtime.lineage.attestation import open_store
     from xray_runtime.lineage.keys import exchange_keys
-    from xray_runtime.lineage.log import log_checkpoints
+    from xray_runtime.lineage.log import LIFECYCLE, log_checkpoints
     from xray_runtime.lineage.signing import signing_key
-    from xray_runtime.store.checkpoints import CHECKPOINTS, Store, verify
+    from xray_runtime.store.checkpoints import CHECKPOINTS, verify
     from xray_runtime.store.identity import file_sha256
     from xray_runtime.store.manifest import MANIFEST
-    from xray_runtime.store.shared import SharedStore, StorageError
+    from xray_runtime.store.shared import SharedStore, StorageError, is_safe
 
     if storage is not None and has_login(storage):
         raise ConfigError(
@@ -123,10 +124,13 @@ def fetch(
         output.mkdir(parents=True, exist_ok=True)
         key = signing_key(output)
         exchange_keys(output, shared)
-        store, missing = Store(output / CHECKPOINTS, shared), []
+        store, missing = open_store(output, shared), []
         for name in names:
+            if "/" in name or not is_safe(name):
+                raise ConfigError(f"--output: {name[:80]!a} in its {LIFECYCLE} is not allowed: is no checkpoint's name")
             directory = store.root / name
-            sound = directory.exists() and not verify(directory)
+            # Every byte is read: the memory of digests does not see bits that rot.
+            sound = not verify(directory) and store.is_sound(directory)
             fetched = not sound and store.fetch(directory)
             if not sound and not fetched:
                 missing.append(name)

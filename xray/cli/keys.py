@@ -1,4 +1,4 @@
-"""`xray keys`: show the keys that sign records, and rotate them."""
+"""`xray keys`: show the keys that sign records, trust those of others, and rotate one's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xray.cli.options import By, Root
 from xray.tasks.output_directory import file_lock, require_no_run
 from xray_runtime.config.validation import ConfigError
 
-app = typer.Typer(no_args_is_help=True, help="Show the keys that sign records, or rotate them.")
+app = typer.Typer(no_args_is_help=True, help="Show, trust or rotate the keys that sign records.")
 
 
 @app.command()
@@ -28,6 +28,20 @@ def show(output: Root) -> None:
     with _bad_input():
         for key in trusted_keys(output):
             print(f"{key.sha256}  {'signs' if key.until is None else f'retired {key.until.isoformat()}'}  {key.path}")
+
+
+@app.command()
+def trust(
+    key: Annotated[Path, typer.Argument(metavar="KEY", help="Public key in PEM, of which you know whose it is.")],
+    output: Root,
+) -> None:
+    """Use what the owner of another key signed: checkpoints of a shared store, another directory or a bundle.
+
+    Exit codes: 0 done, 2 bad input.
+    """
+    from xray_runtime.lineage.keys import trust as run_trust
+
+    print(f"{output} trusts {run_trust(output, key)}")
 
 
 @app.command()

@@ -5,8 +5,8 @@
     DIR#REF          the same in another output directory
     FILE.tar#REF     the same in a bundle; FILE.tar alone where the bundle holds one policy
 
-A checkpoint elsewhere is audited there and copied into the output directory with its ancestors, evaluations and keys,
-so that the lineage of what is made from it is complete.
+A checkpoint elsewhere is audited there, with the keys that the output directory trusts, and copied into it with its
+ancestors and evaluations, so that the lineage of what is made from it is complete.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from pathlib import Path
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.artifacts import Benchmark, Comparison, Evaluation
+from xray_runtime.lineage.attestation import record_problem
 from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.bundle import import_checkpoints, open_bundle
+from xray_runtime.lineage.bundle import import_checkpoints, open_bundle, require_known_signers
 from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.keys import known_keys
 from xray_runtime.lineage.reference import LineageStore, find, open_lineage_store, resolve
 from xray_runtime.lineage.retention import with_history
 from xray_runtime.store.checkpoints import CHECKPOINTS, verify
@@ -48,8 +50,10 @@ def checkpoint_from(ref: str, output: Path, tracking_uri: str | None) -> Checkpo
         with _located(ref, output, same_disk=output) as (source, node):
             _copy(source, node, output, tracking_uri, ref)
     node = open_lineage_store(output, tracking_uri).graph.nodes[node.sha256]
-    problems = verify(node.directory, node.sha256)
-    if problems:
+    problems = verify(node.directory, node.sha256) or [
+        record_problem(output, node.directory, node.manifest, node.sha256)
+    ]
+    if problems[0] is not None:
         raise ConfigError(f"{ref!r} differs from what was published: {problems[0]}; see `xray audit`")
     return node.reference(_model_of(node.sha256, tracking_uri))
 
@@ -102,7 +106,10 @@ def _newest(bundle: LineageStore, path: str) -> Node:
 def _copy(source: LineageStore, node: Node, output: Path, tracking_uri: str | None, ref: str) -> None:
     # With its evaluations: one of them signs the model card that lies beside the weights.
     order = with_history(source.graph, [node.sha256])
-    broken = audit(source, [source.graph.nodes[sha] for sha in order if sha in source.graph.nodes]).broken
+    roots = known_keys(output)
+    require_known_signers(source, order, roots, ref, f"`xray keys trust KEY.pub --output {output}`")
+    nodes = [source.graph.nodes[sha] for sha in order if sha in source.graph.nodes]
+    broken = audit(source, nodes, public=roots).broken
     if broken:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
         raise ConfigError(f"{ref!r} is not sound: the audit there found {broken[0]}{more}")

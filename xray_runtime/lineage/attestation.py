@@ -26,11 +26,12 @@ from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import Dataset, Evaluation, Model, Preferences, RewardModel, is_a
 from xray_runtime.lineage import provenance
 from xray_runtime.lineage.card import model_card
-from xray_runtime.lineage.keys import trusted_keys
-from xray_runtime.lineage.signing import Verifier, public_key, sign
+from xray_runtime.lineage.keys import HOW_TO_TRUST, trusted_keys
+from xray_runtime.lineage.signing import SignatureProblem, Verifier, sign
 from xray_runtime.lineage.statement import External, OutsideSource, RunFacts, Statement, Subject
+from xray_runtime.lineage.trusted_log import trusted_view
 from xray_runtime.stages.kinds import find_kind
-from xray_runtime.store.checkpoints import CHECKPOINTS, Store, read_bounded, read_manifest
+from xray_runtime.store.checkpoints import CHECKPOINTS, MAX_RECORD_BYTES, Store, read_bounded, read_manifest
 from xray_runtime.store.digest_memory import DIGESTS, DigestMemory
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import ATTESTATION, CARD, MANIFEST, SIGNATURE, STATEMENT, Manifest
@@ -38,6 +39,8 @@ from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.shared import SharedStore
 
 DIFF, EVALUATED_CARD = "code.diff", "card.md"
+RECORD_FILES = {STATEMENT: MAX_RECORD_BYTES, DIFF: 2**30, EVALUATED_CARD: MAX_RECORD_BYTES}
+"""File of a record → bytes that it may have: a signature covers all of them, and checking it reads all."""
 
 
 def attest(
@@ -90,23 +93,45 @@ def read_statement(directory: Path) -> Statement:
     return Statement.read(directory / ATTESTATION / STATEMENT)
 
 
+def foreign_in_record(record: Path) -> tuple[str, str] | None:
+    """(name, reason) of the first entry of a record's directory that X-ray does not write there; None without one."""
+    for path in sorted(record.iterdir()):
+        if path.name not in RECORD_FILES or path.is_symlink() or not path.is_file():
+            return path.name, "does not belong there"
+        if path.stat().st_size > RECORD_FILES[path.name]:
+            return path.name, "is too large"
+    return None
+
+
 def open_store(output: Path, shared: SharedStore | None = None) -> Store:
-    """The checkpoints of an output directory; those that no trusted key signed are not used once there is a key."""
-    return Store(output / CHECKPOINTS, shared, partial(_record_problem, output), DigestMemory(output / DIGESTS))
+    """The checkpoints of an output directory; those that no trusted key signed are not used."""
+    return Store(output / CHECKPOINTS, shared, partial(record_problem, output), DigestMemory(output / DIGESTS))
 
 
-def _record_problem(output: Path, directory: Path, manifest: Manifest, sha256: str) -> str | None:
-    """The fault of the signed record beside a checkpoint; None where it is sound, or no key exists yet."""
-    if not public_key(output).exists():
-        return None
+def record_problem(output: Path, directory: Path, manifest: Manifest, sha256: str) -> str | None:
+    """Why an output directory does not trust a checkpoint in `directory`; None where it does.
+
+    A key that it trusts must have signed the statement beside it, and its signed log must not name another digest.
+    """
     try:
+        foreign = foreign_in_record(directory / ATTESTATION)
+        if foreign is not None:
+            return f"{ATTESTATION}/{ascii(foreign[0])[1:-1]} {foreign[1]}"
         statement = read_statement(directory)
         made = statement.predicate.details.metadata.finished
         Verifier(trusted_keys(output)).check(directory / ATTESTATION, directory / SIGNATURE, made)
+    except SignatureProblem as problem:
+        hint = f"; {HOW_TO_TRUST}" if problem.code == "foreign" else ""
+        return f"its record is not signed by a trusted key ({problem}{hint})"
     except (OSError, ValueError) as error:
         return f"its record is not signed by a trusted key ({first_line(error)})"
     differing = statement.contradicts(manifest, sha256)
-    return f"its signed statement differs from it in: {', '.join(differing)}" if differing else None
+    if differing:
+        return f"its signed statement differs from it in: {', '.join(differing)}"
+    logged = trusted_view(output).published.get(f"{manifest.stage}-{manifest.key[:12]}")
+    if logged is not None and logged.checkpoint != sha256:
+        return f"the signed log says that {logged.checkpoint[:12]} was published, and it is {sha256[:12]}"
+    return None
 
 
 def _statement(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import shutil
 import tarfile
 import tempfile
@@ -26,19 +27,28 @@ from pathlib import Path
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import link_or_copy
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
+from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.keys import RETIRED, TRUSTED, adopt, retirement_files, root_keys
-from xray_runtime.lineage.log import LOCKS, Left, append, digests, log_checkpoints
+from xray_runtime.lineage.keys import RETIRED, TRUSTED, adopt, known_keys, retirement_files, root_keys, trusted_keys
+from xray_runtime.lineage.log import END, LOCKS, LOG, Left, append, digests, log_checkpoints
 from xray_runtime.lineage.page import write_html
 from xray_runtime.lineage.reference import LineageStore, check_tracking_uri, open_lineage_store
 from xray_runtime.lineage.retention import with_history
-from xray_runtime.lineage.signing import KEY_VARIABLE, PAYLOAD_TYPE, envelope, has_signing_key, public_key, signing_key
+from xray_runtime.lineage.signing import (
+    KEY_VARIABLE,
+    PAYLOAD_TYPE,
+    PUBLIC,
+    envelope,
+    has_signing_key,
+    signer_of,
+    signing_key,
+)
 from xray_runtime.store.checkpoints import CHECKPOINTS, building_folder, read_bounded
 from xray_runtime.store.identity import file_sha256
-from xray_runtime.store.manifest import ATTESTATION, MANIFEST, STATEMENT
+from xray_runtime.store.manifest import ATTESTATION, MANIFEST, SIGNATURE, STATEMENT
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.shared import is_safe
-from xray_runtime.tracking.recorder import records_directory
+from xray_runtime.tracking.recorder import RECORDS, records_directory
 
 PAGE, PROVENANCE = "index.html", "provenance.intoto.jsonl"
 UNKNOWN = (
@@ -47,6 +57,8 @@ UNKNOWN = (
     "cannot be known: whether the model was evaluated, promoted or withdrawn after this was exported",
 )
 """Facts that no bundle can prove."""
+RECORD_OF_KEY = re.compile(r"[0-9a-f]{16}\.(pub|json|old\.sig|new\.sig)")
+"""Names in keys/retired."""
 MAX_MEMBERS, MAX_DEPTH, MAX_NAME_BYTES, MAX_HEADER_BYTES = 200_000, 32, 1024, 2**20
 """Far more than any bundle of ours has."""
 UNKNOWN_KEY = "cannot be known: whose key it is. The bundle brought it along: compare it, or name yours (--public-key)"
@@ -188,32 +200,77 @@ def _members(path: Path, archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 def audit_bundle(path: Path, public: Path | None = None, *, hashing: bool = True) -> Audit:
     """Audit everything in a bundle."""
     with open_bundle(path) as store:
-        return _audit(store, public, hashing)
+        return _audit(store, [public] if public else None, hashing)
 
 
-def _audit(store: LineageStore, public: Path | None, hashing: bool = True) -> Audit:
+def _audit(store: LineageStore, public: Sequence[Path] | None, hashing: bool = True) -> Audit:
     result = audit(store, public=public, hashing=hashing)
     # Nothing may lie beside what was exported.
     added = {replace(found, code="file-added") if found.code == "file-unknown" else found for found in result.findings}
-    result.findings = sorted(added)
+    result.findings = sorted(added | set(_strays(store)))
     result.notes += list(UNKNOWN) + ([] if public else [UNKNOWN_KEY])
     return result
+
+
+def _strays(store: LineageStore) -> Iterator[Finding]:
+    """Entries of a bundle that `export` does not write; the audit has looked into checkpoints and records."""
+    nodes = {node.directory.name for node in store.graph.nodes.values()}
+    allowed = {
+        "": {CHECKPOINTS, RECORDS, "keys", LOG, END, PAGE, PROVENANCE},
+        CHECKPOINTS: nodes | {path.name for path in store.graph.unreadable},
+        RECORDS: nodes,
+        "keys": {PUBLIC, TRUSTED, RETIRED},
+        f"keys/{TRUSTED}": {path.name for path in root_keys(store.output)},
+        f"keys/{RETIRED}": {path.name for path in retirement_files(store.output) if RECORD_OF_KEY.fullmatch(path.name)},
+    }
+    for folder, names in allowed.items():
+        there = store.output / folder
+        for path in sorted(there.iterdir()) if there.is_dir() else []:
+            if path.name not in names:
+                yield Finding(path.relative_to(store.output).as_posix(), "file-added", "no export writes it")
 
 
 def import_bundle(path: Path, output: Path, *, tracking_uri: str, experiment: str, public: Path | None) -> Audit:
     """Import a bundle into `output` and its MLflow if its audit is sound.
 
     Args:
-        public: the key its records must be signed with; by default the bundle's own, which is then trusted.
+        public: a key that its records may be signed with, besides those that `output` trusts, which then trusts it too.
+
+    Raises ConfigError where it is signed with another key: the keys that it brings along prove nothing.
     """
     check_tracking_uri(tracking_uri)
     output.mkdir(parents=True, exist_ok=True)
     with open_bundle(path, same_disk=output) as store:
-        result = _audit(store, public)
+        trusted = [*([public] if public else []), *known_keys(output)]
+        require_known_signers(store, list(store.graph.nodes), trusted, str(path), "name it with --public-key")
+        result = _audit(store, trusted)
         if result.is_sound:
             order = store.graph.ancestors(list(store.graph.nodes))
             import_checkpoints(store, order, output, tracking_uri=tracking_uri, experiment=experiment, public=public)
     return result
+
+
+def require_known_signers(
+    source: LineageStore, order: Sequence[str], roots: Sequence[Path], ref: str, how: str
+) -> None:
+    """Raises ConfigError where one of the checkpoints names a signer that is not trusted.
+
+    Args:
+        roots: the public keys that are trusted.
+        how: what to do with a copy of the signer's key.
+    """
+    trusted = {key.sha256 for key in trusted_keys(source.output, roots)}
+    for node in (source.graph.nodes[sha] for sha in order if sha in source.graph.nodes):
+        try:
+            signer = signer_of(node.directory / SIGNATURE)
+        except (OSError, ValueError):
+            # The audit says so.
+            continue
+        if signer not in trusted:
+            raise ConfigError(
+                f"{ref!r} is not allowed: it is signed with key {signer[:16]}, which is not trusted here: ask its "
+                f"owner for a copy of the key, and {how}"
+            )
 
 
 def import_checkpoints(
@@ -232,16 +289,15 @@ def import_checkpoints(
     Args:
         order: their digests, parents first.
         tracking_uri: None: there is no MLflow to record them in.
-        public: the key to trust from now on; by default all that `source` trusts.
+        public: the key to trust from now on.
 
     Raises:
         ConfigError: `output` holds another checkpoint under the key of one of them.
     """
     checkpoints = output / CHECKPOINTS
     checkpoints.mkdir(parents=True, exist_ok=True)
-    own = public_key(output).read_bytes() if public_key(output).exists() else b""
-    keys = [key for key in ([public] if public else root_keys(source.output)) if key.read_bytes() != own]
-    adopt(output, keys, retirement_files(source.output))
+    signing_key(output)
+    adopt(output, [public] if public else [], source.output)
     for sha in order:
         directory = source.graph.nodes[sha].directory
         there = checkpoints / directory.name

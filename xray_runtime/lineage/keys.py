@@ -5,17 +5,18 @@
     keys/retired/DIGEST.json          which key replaced it, and when
     keys/retired/DIGEST.old.sig       … signed with the old key
     keys/retired/DIGEST.new.sig       … and with the new one
-    keys/trusted/*.pub                keys of what was imported
+    keys/trusted/*.pub                keys that a person trusts (`xray keys trust`, `xray import --public-key`)
 
 Both keys sign the record, so a copy of either leads to the other. Trust goes back from a trusted key to those it
-replaced, and forward only from a key that was given: a thief of a retired key cannot name a new one.
+replaced, and forward only from a key that was given: a thief of a retired key cannot name a new one. What is to be
+verified (a bundle, another output directory, a shared store) brings keys along, and none of them is trusted for that.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -23,6 +24,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.errors import first_line
 from xray_runtime.files import write_atomic
 from xray_runtime.lineage.log import decide
 from xray_runtime.lineage.signing import (
@@ -48,6 +50,7 @@ from xray_runtime.store.shared import SharedStore
 RETIRED, TRUSTED = "retired", "trusted"
 NEXT = "signing.next.pem"
 DIGITS = 16
+HOW_TO_TRUST = "ask its owner for a copy of the key, then: xray keys trust KEY.pub --output DIR"
 
 
 class Rotation(BaseModel):
@@ -101,28 +104,35 @@ def rotate(output: Path, *, by: str, note: str, new_key: Path | None = None) -> 
     return rotation
 
 
-def trusted_keys(output: Path, public: Path | None = None) -> list[TrustedKey]:
+def trusted_keys(output: Path, public: Path | Sequence[Path] | None = None) -> list[TrustedKey]:
     """Every key that is trusted in an output directory, and until when.
 
     Args:
-        public: a copy of a key kept elsewhere, trusted instead of those in `keys/`.
+        public: copies of keys kept elsewhere, trusted instead of those in `keys/`.
 
     Raises ValueError or OSError where a public key cannot be used.
     """
-    roots = {fingerprint(path): path for path in ([public] if public else root_keys(output))}
-    rotations = read_rotations(output)[0]
+    given = [public] if isinstance(public, Path) else public
+    roots = {fingerprint(path): path for path in (given or root_keys(output))}
+    rotations = read_rotations(output, roots)[0]
     paths = _known(output) | roots
     successor = {rotation.retired: rotation.successor for rotation in rotations}
     reached = set(roots)
     for root in roots:
         while (root := successor.get(root, "")) and root not in reached:
             reached.add(root)
-    before = 0
-    while before != len(reached):
-        before = len(reached)
-        reached |= {rotation.retired for rotation in rotations if rotation.successor in reached}
+    reached |= _replaced_by(reached, rotations)
     until = {rotation.retired: rotation.at for rotation in rotations}
     return [TrustedKey(paths[sha], until.get(sha)) for sha in sorted(reached)]
+
+
+def _replaced_by(keys: Iterable[str], rotations: Sequence[Rotation]) -> set[str]:
+    """The keys that these replaced, and those that were replaced before."""
+    found, before = set(keys), -1
+    while before != len(found):
+        before = len(found)
+        found |= {rotation.retired for rotation in rotations if rotation.successor in found}
+    return found - set(keys)
 
 
 def seal_of(output: Path) -> Seal:
@@ -133,16 +143,25 @@ def seal_of(output: Path) -> Seal:
 
 
 def root_keys(output: Path) -> list[Path]:
-    """The public key of an output directory, and those of imported checkpoints."""
+    """The public key of an output directory, and those that a person trusts in it."""
     others = output / "keys" / TRUSTED
     imported = [] if others.is_symlink() else sorted(others.glob("*.pub"))
     own = public_key(output)
     return imported if imported and not own.exists() else [own, *imported]
 
 
-def read_rotations(output: Path) -> tuple[list[Rotation], list[tuple[str, str]]]:
-    """(rotations that both keys signed, (file, reason) of other records)."""
-    known, found, problems = _known(output), [], []
+def known_keys(output: Path) -> list[Path]:
+    """The public keys that an output directory trusts: its own, and those that a person named."""
+    # The first call makes its own.
+    signing_key(output)
+    return root_keys(output)
+
+
+def read_rotations(
+    output: Path, more: Mapping[str, Path] | None = None
+) -> tuple[list[Rotation], list[tuple[str, str]]]:
+    """(rotations that both keys signed, (file, reason) of other records); `more`: further public keys by digest."""
+    known, found, problems = _known(output) | dict(more or {}), [], []
     files = retirement_files(output)
     names = {path.name.split(".")[0] for path in files}
     for name in sorted(names):
@@ -171,21 +190,45 @@ def retirement_files(output: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_file() and not path.is_symlink())
 
 
-def adopt(output: Path, public: Iterable[Path], retired: Iterable[Path]) -> None:
-    """Trust other public keys in `output`, and keep the records of the keys they replaced."""
+def adopt(output: Path, public: Iterable[Path], source: Path) -> None:
+    """Trust public keys in `output` that a person named.
+
+    Args:
+        source: an output directory, whose records of keys that these (or trusted ones) replaced are kept too.
+    """
     # mkdir(parents=True) would ignore the mode.
     (output / "keys").mkdir(mode=0o700, parents=True, exist_ok=True)
-    for folder, paths in ((TRUSTED, public), (RETIRED, retired)):
-        for path in paths:
-            name = f"{fingerprint(path)[:DIGITS]}.pub" if folder == TRUSTED else path.name
-            place = output / "keys" / folder / name
-            place.parent.mkdir(mode=0o700, exist_ok=True)
-            if not place.exists():
-                place.write_bytes(read_bounded(path))
+    own = fingerprint(public_key(output)) if public_key(output).exists() else ""
+    for path in public:
+        if (sha256 := fingerprint(path)) != own:
+            _keep(output / "keys" / TRUSTED / f"{sha256[:DIGITS]}.pub", path)
+    roots = dict(_readable(root_keys(output)))
+    replaced = {sha256[:DIGITS] for sha256 in _replaced_by(roots, read_rotations(source, roots)[0])}
+    for path in retirement_files(source):
+        if path.name.split(".")[0] in replaced:
+            _keep(output / "keys" / RETIRED / path.name, path)
+
+
+def trust(output: Path, public: Path) -> str:
+    """Trust a public key in `output`, as a person says; returns its digest. Raises ConfigError where it is none."""
+    try:
+        sha256 = fingerprint(public)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"KEY: {str(public)!r} is not allowed: {first_line(error)}") from None
+    signing_key(output)
+    adopt(output, [public], output)
+    return sha256
+
+
+def _keep(place: Path, path: Path) -> None:
+    place.parent.mkdir(mode=0o700, exist_ok=True)
+    if not place.exists():
+        place.write_bytes(read_bounded(path))
 
 
 def exchange_keys(output: Path, shared: SharedStore | None) -> None:
-    """Copy the public keys of `output` to the shared store, and trust in `output` those that are there."""
+    """Copy the public keys of `output` to the shared store, and from there the records of keys that trusted ones
+    replaced. Whoever writes to the store can put keys there: none is trusted for that."""
     if shared is None:
         return
     for path in [*root_keys(output), *retirement_files(output)]:
@@ -194,15 +237,11 @@ def exchange_keys(output: Path, shared: SharedStore | None) -> None:
         if shared.read(f"keys/{folder}/{name}") is None:
             shared.write(f"keys/{folder}/{name}", read_bounded(path))
     with tempfile.TemporaryDirectory() as temporary:
-        found: dict[str, list[Path]] = {TRUSTED: [], RETIRED: []}
-        for folder, paths in found.items():
-            for name in shared.names(f"keys/{folder}"):
-                path = Path(temporary) / folder / name
-                path.parent.mkdir(exist_ok=True)
-                path.write_bytes(shared.read(f"keys/{folder}/{name}") or b"")
-                paths.append(path)
-        own = fingerprint(public_key(output))
-        adopt(output, [path for sha256, path in _readable(found[TRUSTED]) if sha256 != own], found[RETIRED])
+        there = Path(temporary) / "keys" / RETIRED
+        there.mkdir(parents=True)
+        for name in shared.names(f"keys/{RETIRED}"):
+            (there / name).write_bytes(shared.read(f"keys/{RETIRED}/{name}") or b"")
+        adopt(output, [], Path(temporary))
 
 
 def _known(output: Path) -> dict[str, Path]:

@@ -80,6 +80,17 @@ def sound_lines(lines: Iterable[Line], verifier: Verifier | None) -> Iterator[Li
         yield line
 
 
+def signed_line(
+    record: type[InTotoRecord[Any]], entry: Any, files: Mapping[str, str], private: Path, previous: str = START
+) -> bytes:
+    """A line as `append_signed_line` writes it, after the line with the digest `previous`."""
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    subject = [Subject.of(name, sha) for name, sha in sorted(files.items())]
+    dated = entry.model_copy(update={"previous": previous, "at": at})
+    content = record.model_validate({"subject": subject, "predicate": dated}).to_bytes()
+    return envelope(content, PAYLOAD_TYPE, private).encode() + b"\n"
+
+
 def append_signed_line(
     path: Path, record: type[InTotoRecord[Any]], entry: Any, files: Mapping[str, str], private: Path
 ) -> bytes:
@@ -95,14 +106,10 @@ def append_signed_line(
     with os.fdopen(descriptor, "r+b") as file:
         end, last = _whole_end(file)
         previous = hashlib.sha256(last).hexdigest() if last else START
-        at = datetime.now(UTC).isoformat(timespec="seconds")
-        subject = [Subject.of(name, sha) for name, sha in sorted(files.items())]
-        dated = entry.model_copy(update={"previous": previous, "at": at})
-        content = record.model_validate({"subject": subject, "predicate": dated}).to_bytes()
+        line = signed_line(record, entry, files, private, previous)
         # Overwrite a line that a power cut left half written.
         file.truncate(end)
         file.seek(end)
-        line = envelope(content, PAYLOAD_TYPE, private).encode() + b"\n"
         file.write(line)
         file.flush()
         os.fsync(file.fileno())

@@ -5,6 +5,7 @@ last, everything is fsynced, and one rename publishes it. A crash leaves a tempo
 the next build removes.
 
 With a shared store, every published checkpoint is copied there, and one that is missing or damaged here is fetched.
+Others can write to both, so nothing is used before its signed record was checked (`check_record`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import stat
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -27,17 +27,16 @@ from pydantic import ValidationError
 
 from xray_runtime.errors import first_line
 from xray_runtime.files import sync
-from xray_runtime.store.digest_memory import DigestMemory, FileReader, OutsideChangedError
+from xray_runtime.store.damage import Damage, Digest, check_file, present_files
+from xray_runtime.store.digest_memory import DigestMemory, FileReader
 from xray_runtime.store.identity import Identity, file_sha256
 from xray_runtime.store.manifest import (
     ATTESTATION,
-    CARD,
     MANIFEST,
-    SIGNATURE,
     STATEMENT,
-    FileEntry,
     Manifest,
     file_entries,
+    is_record,
 )
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.shared import DamagedError, SharedStore, is_safe
@@ -49,9 +48,8 @@ CHECKPOINTS = "checkpoints"
 MAX_RECORD_BYTES = 16 * 2**20
 """A manifest, statement or signature larger than this is refused unread."""
 
-Digest = Callable[[Path], str]
 CheckRecord = Callable[[Path, Manifest, str], str | None]
-"""(directory, manifest, sha256) → what is wrong with the record beside a checkpoint, None where it is sound."""
+"""(directory, manifest, sha256) → why a checkpoint is not trusted, None where it is."""
 
 
 class Store:
@@ -59,7 +57,7 @@ class Store:
 
     Args:
         shared: where copies are kept; the directory is then a cache of it.
-        check_record: checks the signed record of a checkpoint that is here (`attestation.open_store`).
+        check_record: checks the signed record of a checkpoint, here or just fetched (`attestation.open_store`).
         memory: digests by which `find` does not read a file again that has not changed since it was read.
     """
 
@@ -84,47 +82,67 @@ class Store:
         Files in the state in which they were read before are not read again; `digest_memory` says what that promises.
         """
         directory = self.directory(stage, key)
-        with FileReader(self._memory) if self._memory else contextlib.nullcontext() as reader:
-            sound = directory.exists() and self._problem(directory, reader.digest if reader else file_sha256) is None
-        if sound or self.fetch(directory):
+        if self.is_sound(directory) or self.fetch(directory):
             manifest, sha256 = read_manifest(directory)
             if manifest.key == key:
                 return manifest.reference(directory, sha256)
         return None
 
-    def fetch(self, directory: Path) -> bool:
+    def is_sound(self, directory: Path, expected: str | None = None) -> bool:
+        """Whether a checkpoint (the one with the digest `expected`) is here, unchanged and trusted; a warning says why
+        it is not trusted."""
+        with FileReader(self._memory) if self._memory else contextlib.nullcontext() as reader:
+            digest = reader.digest if reader else file_sha256
+            return os.path.lexists(directory) and self._problem(directory, digest, expected) is None
+
+    def fetch(self, directory: Path, expected: str | None = None) -> bool:
         """Fetch the shared store's checkpoint of this name; a damaged one that is here is moved aside.
 
-        Returns whether the shared store has a sound copy. Raises StorageError where it cannot be reached.
+        Returns whether the shared store has a sound and trusted copy (of the digest `expected`). Its weights are only
+        fetched once its signed record was checked. Raises StorageError where the store cannot be reached.
         """
         name = f"{CHECKPOINTS}/{directory.name}"
         if self.shared is None or name in self._damaged:
             return False
         with self._building(directory) as temporary:
             try:
-                index = self.shared.get(name, temporary)
+                index = self.shared.index(name)
                 if index is None:
                     return False
-                # Every byte agrees with the index; the manifest must agree too.
-                problems = [damage.text for damage in inspect(temporary, digest=None)]
-                if not problems:
+                record = [entry for entry in index.files if is_record(entry.path)]
+                if any(entry.size > MAX_RECORD_BYTES for entry in record):
+                    raise DamagedError(f"{self.shared.url}/{name}: its record is too large")
+                self.shared.get_files(name, index, record, temporary)
+                problem = self._record_problem(temporary, directory.name, expected)
+                if problem is None:
+                    # The manifest is trusted: what it lists is fetched if the index says the same.
+                    weights = [entry for entry in index.files if not is_record(entry.path)]
                     entries = load_manifest(temporary).files
-                    problems = [f"{e.path} was changed" for e in entries if index.sha256(e.path) != e.sha256]
-                if problems:
-                    raise DamagedError(f"{self.shared.url}/{name}: {problems[0]}")
+                    problem = "its index differs from its manifest" if weights != entries else None
+                if problem is not None:
+                    raise DamagedError(f"{self.shared.url}/{name}: {problem}")
+                self.shared.get_files(name, index, weights, temporary)
+                problem = next((damage.text for damage in inspect(temporary, expected, digest=None)), None)
+                if problem is not None:
+                    raise DamagedError(f"{self.shared.url}/{name}: {problem}")
             except DamagedError as error:
                 log.warning("%s; the copy there is not used", error)
                 self._damaged.add(name)
                 return False
             self._put_in_place(temporary, directory)
             log.info("%s: fetched from %s", directory.name, self.shared.url)
-        return True
+        return expected is None or file_sha256(directory / MANIFEST) == expected
 
     def ensure_local(self, ref: CheckpointRef) -> None:
-        """Fetch the files of `ref` unless its directory exists on this machine. Raises RuntimeError: neither this
-        machine nor the shared store has them."""
-        if not ref.path.exists() and not self.fetch(ref.path):
-            raise RuntimeError(f"{ref.path}: the checkpoint is not there, and the shared store has no sound copy")
+        """Check the files of `ref` before they are read; fetch them if they are missing or damaged here.
+
+        Raises RuntimeError: neither this machine nor the shared store has them, unchanged and trusted.
+        """
+        if not self.is_sound(ref.path, ref.sha256) and not self.fetch(ref.path, ref.sha256):
+            raise RuntimeError(
+                f"{ref.path}: checkpoint {ref.sha256[:12]} is missing or was changed, and no shared store has a sound "
+                "copy; run again: what is missing is computed again"
+            )
 
     def share(self, ref: CheckpointRef) -> None:
         """Copy a checkpoint to the shared store unless a copy is there. Raises StorageError."""
@@ -202,14 +220,24 @@ class Store:
         self.share(ref)
         return ref
 
-    def _problem(self, directory: Path, sha256: Digest = file_sha256) -> str | None:
+    def _problem(self, directory: Path, sha256: Digest = file_sha256, expected: str | None = None) -> str | None:
         """Why a checkpoint is not used; None where it is sound."""
-        problem = next((damage.text for damage in inspect(directory, digest=sha256)), None)
-        if problem is None and self._check_record is not None:
-            problem = self._check_record(directory, *read_manifest(directory))
-            if problem is not None:
-                log.warning("%s: %s; it is not used", directory, problem)
+        problem = next((damage.text for damage in inspect(directory, expected, digest=sha256)), None)
+        if problem is None and (problem := self._record_problem(directory, directory.name, expected)):
+            log.warning("%s: %s; it is not used", directory, problem)
         return problem
+
+    def _record_problem(self, directory: Path, name: str, expected: str | None) -> str | None:
+        """Why the record in `directory` is not that of the checkpoint `name`, or is not trusted."""
+        try:
+            manifest, sha256 = read_manifest(directory)
+        except ValueError as error:
+            return first_line(error)
+        if name != f"{manifest.stage}-{manifest.key[:12]}":
+            return f"it is the checkpoint {manifest.stage}-{manifest.key[:12]}, under another name"
+        if expected not in (None, sha256):
+            return f"it is {sha256[:12]}, not {str(expected)[:12]}"
+        return self._check_record(directory, manifest, sha256) if self._check_record is not None else None
 
     def _put_in_place(self, built: Path, directory: Path) -> None:
         """Give a whole directory its name, unless a sound checkpoint has it."""
@@ -224,18 +252,6 @@ class Store:
 def building_folder(directory: Path) -> Path:
     """The folder in which a checkpoint is built: one for each key, so that cleaning up lists only that one."""
     return directory.with_name(f"{directory.name}.building-")
-
-
-@dataclass(frozen=True)
-class Damage:
-    """One fault in a checkpoint's files."""
-
-    code: str
-    """checkpoint-missing, manifest-malformed, manifest-replaced, unsafe-path, file-added, file-missing, file-changed or
-    file-link."""
-    path: str
-    """Relative to the checkpoint."""
-    text: str
 
 
 def read_bounded(path: Path, limit: int = MAX_RECORD_BYTES) -> bytes:
@@ -287,38 +303,12 @@ def inspect(directory: Path, sha256: str | None = None, digest: Digest | None = 
     safe = {path: entry for path, entry in listed.items() if is_safe(path)}
     unsafe = sorted(listed.keys() - safe)
     found += [Damage("unsafe-path", path, f"{path}: unsafe path in the manifest") for path in unsafe]
-    found += [Damage("file-added", path, f"{path} was added") for path in sorted(_present(directory) - set(listed))]
+    found += [
+        Damage("file-added", path, f"{path} was added") for path in sorted(present_files(directory) - set(listed))
+    ]
     with ThreadPoolExecutor() as pool:
-        checked = pool.map(lambda entry: _check_file(directory, entry, digest), safe.values())
+        checked = pool.map(lambda entry: check_file(directory, entry, digest), safe.values())
     return found + [damage for damage in checked if damage]
-
-
-def _present(directory: Path) -> set[str]:
-    """Files and links in a checkpoint besides its manifest and its attestation; links are not followed."""
-    present = set()
-    for here, folders, files in os.walk(directory):
-        relative = Path(here).relative_to(directory)
-        links = [name for name in folders if (Path(here) / name).is_symlink()]
-        present |= {(relative / name).as_posix() for name in (*files, *links)}
-        if relative == Path() and ATTESTATION not in links:
-            folders[:] = [name for name in folders if name != ATTESTATION]
-    return present - {MANIFEST, CARD, SIGNATURE}
-
-
-def _check_file(directory: Path, entry: FileEntry, digest: Digest | None) -> Damage | None:
-    path = directory / entry.path
-    if any((directory / part).is_symlink() for part in (Path(entry.path), *Path(entry.path).parents)):
-        return Damage("file-link", entry.path, f"{entry.path} is a link")
-    if not path.is_file():
-        return Damage("file-missing", entry.path, f"{entry.path} is missing")
-    size = path.stat().st_size
-    if size != entry.size:
-        return Damage("file-changed", entry.path, f"{entry.path} has {size} bytes, not {entry.size}")
-    try:
-        same = digest is None or digest(path) == entry.sha256
-    except OutsideChangedError:
-        same = False
-    return None if same else Damage("file-changed", entry.path, f"{entry.path} was changed")
 
 
 def _sweep(folder: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib.metadata
 import json
+import os
+import stat
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -68,10 +71,27 @@ def code_digest(digests: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps([python, sorted(digests.items())]).encode()).hexdigest()
 
 
-def file_sha256(path: Path) -> str:
-    """sha256 of a file, streamed."""
-    with path.open("rb") as file:
+def file_sha256(path: Path, size: int | None = None) -> str:
+    """sha256 of a file, streamed.
+
+    Args:
+        size: bytes that it may have at most; a sparse file claims any number.
+
+    Raises OSError where it is larger, no file (a pipe is not waited for), or cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a file", str(path))
+        if size is not None and status.st_size > size:
+            raise OSError(errno.EFBIG, f"it has more than {size} bytes", str(path))
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def text_sha256(text: str) -> str:
+    """sha256 of a text in UTF-8."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @cache

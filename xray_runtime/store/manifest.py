@@ -85,6 +85,11 @@ class Manifest(IdentityFields):
         return (text + "\n").encode()
 
 
+def is_record(path: str) -> bool:
+    """Whether a file of a checkpoint is its manifest, or part of the record beside its files."""
+    return path in (MANIFEST, CARD, SIGNATURE) or path.startswith(f"{ATTESTATION}/")
+
+
 def file_entries(directory: Path, sha256: Callable[[Path], str] = file_sha256) -> list[FileEntry]:
     """Every file below a directory with its size and digest, sorted by path; several are read at a time."""
     paths = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import hashlib
 import os
 import stat
 from collections.abc import Sequence
@@ -63,18 +64,45 @@ class Seal:
 
     def seal_file(self, path: Path, written: Path | None = None) -> None:
         """Write the seal of the file `path`; until it is renamed, its content is in `written`."""
-        write_atomic(_seal_path(path), self.sign(_purpose(path), file_sha256(written or path)))
+        content = written or path
+        self.seal_content(path, file_sha256(content), content.stat().st_size)
+
+    def seal_content(self, path: Path, sha256: str, size: int) -> None:
+        """Write the seal of a file whose content, here or soon, has this digest and so many bytes."""
+        write_atomic(_seal_path(path), f"{size} {sha256} {self.sign(_purpose(path, size), sha256)}")
 
     def is_sealed(self, path: Path) -> bool:
-        """Whether a file is unchanged since it was sealed under its name; reads all of it."""
+        """Whether a file is unchanged since it was sealed under its name; reads all of it if its size is right."""
+        return self.sealed_sha256(path) is not None
+
+    def sealed_sha256(self, path: Path) -> str | None:
+        """Digest of a file that is unchanged since it was sealed under its name; None if it is not."""
+        size, sha256 = self._sealed(path)
         try:
-            # Links are not followed, and pipes are not waited for.
-            if not stat.S_ISREG(os.lstat(path).st_mode):
-                return False
-            seal = read_bounded(_seal_path(path), MAX_SEAL_BYTES).decode("ascii")
+            # Links are not followed.
+            status = os.lstat(path)
+            unchanged = stat.S_ISREG(status.st_mode) and status.st_size == size and file_sha256(path, size) == sha256
+        except OSError:
+            return None
+        return sha256 if unchanged else None
+
+    def read_sealed(self, path: Path) -> bytes | None:
+        """The bytes of a small file that is unchanged since it was sealed under its name; None if it is not."""
+        try:
+            content = read_bounded(path)
         except (OSError, ValueError):
-            return False
-        return self.holds(_purpose(path), file_sha256(path), seal)
+            return None
+        return content if hashlib.sha256(content).hexdigest() == self._sealed(path)[1] else None
+
+    def _sealed(self, path: Path) -> tuple[int, str]:
+        """(bytes, sha256) that a valid seal says a file has; (-1, "") without one."""
+        try:
+            text = read_bounded(_seal_path(path), MAX_SEAL_BYTES).decode("ascii")
+            digits, sha256, signature = text.split(" ")
+            size = int(digits)
+        except (OSError, ValueError):
+            return -1, ""
+        return (size, sha256) if self.holds(_purpose(path, size), sha256, signature) else (-1, "")
 
 
 @functools.cache
@@ -104,8 +132,8 @@ def _seal_path(path: Path) -> Path:
     return path.with_name(path.name + SEALED)
 
 
-def _purpose(path: Path) -> str:
-    return f"{path.parent.name}/{path.name}"
+def _purpose(path: Path, size: int) -> str:
+    return f"{path.parent.name}/{path.name} of {size} bytes"
 
 
 def _signed(purpose: str, sha256: str) -> bytes:

@@ -18,7 +18,7 @@ import logging
 import posixpath
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,16 +163,22 @@ class SharedStore:
         self.write(f"{name}/{INDEX}", Index(copy_name=copy, files=files).model_dump_json().encode())
 
     def get(self, name: str, into: Path) -> Index | None:
-        """Fetch a directory into the empty directory `into`, every byte verified; None where there is none.
+        """Fetch a directory into the empty directory `into`; None where there is none. Raises as `get_files`."""
+        index = self.index(name)
+        if index is not None:
+            self.get_files(name, index, index.files, into)
+        return index
+
+    def get_files(self, name: str, index: Index, files: Sequence[FileEntry], into: Path) -> None:
+        """Fetch `files` of a directory into the directory `into`, each byte compared with its entry.
+
+        Whoever can write to the store can write an index that fits: a caller must know by a signature what it trusts.
 
         Raises:
-            DamagedError: a file is missing or not what the index says.
+            DamagedError: a file is missing or not what its entry says.
             StorageError: the store cannot be reached.
         """
-        index = self.index(name)
-        if index is None:
-            return None
-        unsafe = [entry.path for entry in index.files if not is_safe(entry.path)]
+        unsafe = [entry.path for entry in files if not is_safe(entry.path)]
         if unsafe:
             raise DamagedError(f"{self.url}/{name}/{INDEX}: unsafe path {unsafe[0]!r}")
 
@@ -180,6 +186,10 @@ class SharedStore:
             source, target = f"{name}/{index.copy_name}/{entry.path}", into / entry.path
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
+                size = self._patiently(f"reading {source}", lambda: self._fs.size(self._path(source)))
+                if size != entry.size:
+                    # It is not fetched: it may have any size.
+                    raise DamagedError(f"{self.url}/{source} was changed")
                 self._patiently(f"reading {source}", lambda: self._fs.get_file(self._path(source), str(target)))
             except FileNotFoundError:
                 raise DamagedError(f"{self.url}/{source} is missing") from None
@@ -187,8 +197,7 @@ class SharedStore:
                 raise DamagedError(f"{self.url}/{source} was changed")
             sync(target)
 
-        _together(fetch, index.files, not self._has_directories)
-        return index
+        _together(fetch, files, not self._has_directories)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"

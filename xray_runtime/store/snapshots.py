@@ -22,6 +22,7 @@ import logging
 import math
 import os
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -184,7 +185,7 @@ class Snapshots:
             yield temporary
             write_atomic(temporary / STATE, json.dumps(state))
             entries = file_entries(temporary, _synced_sha256)
-            listed = json.dumps({entry.path: entry.sha256 for entry in entries}).encode()
+            listed = json.dumps({entry.path: (entry.sha256, entry.size) for entry in entries}).encode()
             write_atomic(temporary / FILES, listed)
             seal = self._seal.sign(self._purpose(place.name), hashlib.sha256(listed).hexdigest())
             write_atomic(temporary / SEAL, seal)
@@ -246,10 +247,12 @@ def snapshot_problem(
         differing = present ^ {*digests, FILES, SEAL}
         if differing:
             return f"{min(differing)} was added or is missing"
-        for path, sealed in digests.items():
-            if (place / path).is_symlink() or sha256(place / path) != sealed:
+        for path, (sealed, size) in digests.items():
+            status = os.lstat(place / path)
+            # A file of another size is not read.
+            if not stat.S_ISREG(status.st_mode) or status.st_size != size or sha256(place / path) != sealed:
                 return f"{path} was changed"
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         return f"torn ({error})"
     return None
 

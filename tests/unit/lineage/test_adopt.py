@@ -17,6 +17,7 @@ from xray_runtime.data.pairs import Example
 from xray_runtime.graph.artifacts import Artifact
 from xray_runtime.lineage.adopt import checkpoint_from
 from xray_runtime.lineage.bundle import import_checkpoints
+from xray_runtime.lineage.keys import trust
 from xray_runtime.lineage.reference import open_lineage_store, resolve
 from xray_runtime.store.checkpoints import load_manifest, verify
 
@@ -27,6 +28,12 @@ def uri(output: Path) -> str:
 
 def directory(output: Path, stage: str) -> Path:
     return next(iter(output.glob(f"checkpoints/{stage}-*")))
+
+
+def trusting(output: Path, source: Path) -> Path:
+    """An output directory in which a person trusts the key of another."""
+    trust(output, source / "keys" / "signing.pub")
+    return output
 
 
 @pytest.fixture
@@ -45,8 +52,8 @@ def forms(untouched: Path, tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("form", ["directory", "stage", "digest", "bundle", "in a bundle"])
-def test_it_comes_with_all_it_came_from(form: str, forms: dict[str, str], tmp_path: Path) -> None:
-    output = tmp_path / "run"
+def test_it_comes_with_all_it_came_from(form: str, forms: dict[str, str], untouched: Path, tmp_path: Path) -> None:
+    output = trusting(tmp_path / "run", untouched)
     ref = checkpoint_from(forms[form], output, uri(output))
     assert (ref.stage, ref.kind, ref.type, ref.path.parent) == ("ppo-2", "ppo", "Model", output / "checkpoints")
     assert ref.mlflow_model_id is not None
@@ -65,7 +72,8 @@ def test_it_comes_with_all_it_came_from(form: str, forms: dict[str, str], tmp_pa
 
 
 def test_it_is_in_both_directories(fresh: Callable[[], Path], tmp_path: Path) -> None:
-    source, output = fresh(), tmp_path / "run-2"
+    source = fresh()
+    output = trusting(tmp_path / "run-2", source)
     ref = checkpoint_from(f"{source}#sft", output, None)
     assert ref.mlflow_model_id is None
     assert {p.name.rpartition("-")[0] for p in (output / "checkpoints").iterdir()} == {"sft", "base", "prepare"}
@@ -85,7 +93,8 @@ def test_a_plain_reference_is_of_this_directory(fresh: Callable[[], Path]) -> No
 
 
 def test_what_is_not_sound_there_stays_there(fresh: Callable[[], Path], tmp_path: Path) -> None:
-    source, output = fresh(), tmp_path / "run-2"
+    source = fresh()
+    output = trusting(tmp_path / "run-2", source)
     weights = directory(source, "base") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[::-1])
     with pytest.raises(ConfigError, match=r"#ppo-2' is not sound: the audit there found file-changed \(base"):
@@ -112,6 +121,7 @@ def test_a_bundle_with_several_ends_must_be_told_which(tmp_path: Path) -> None:
     with tarfile.open(path, "w") as archive:
         for name in ("checkpoints", "keys/signing.pub", "log.jsonl"):
             archive.add(source / name, name)
+    trusting(tmp_path / "a", source)
     assert checkpoint_from(f"{path}#other", tmp_path / "a", None).stage == "other"
     with pytest.raises(
         ConfigError, match=r"ends in 2 checkpoints \(other-\w+, ppo-2-\w+\): choose one as .*b\.tar#REF"
@@ -120,7 +130,8 @@ def test_a_bundle_with_several_ends_must_be_told_which(tmp_path: Path) -> None:
 
 
 def test_another_checkpoint_under_the_same_key_is_not_mixed_in(fresh: Callable[[], Path], tmp_path: Path) -> None:
-    source, output = fresh(), tmp_path / "run-2"
+    source = fresh()
+    output = trusting(tmp_path / "run-2", source)
     life = Lifecycle(output, tracking=False)
     own = load_manifest(directory(source, "prepare"))
     life.add(
@@ -132,7 +143,8 @@ def test_another_checkpoint_under_the_same_key_is_not_mixed_in(fresh: Callable[[
 
 def test_a_link_is_not_read_through_where_it_is_brought(fresh: Callable[[], Path], tmp_path: Path) -> None:
     """As it may have come after the audit there."""
-    source, output, elsewhere = fresh(), tmp_path / "run-2", tmp_path / "elsewhere"
+    source, elsewhere = fresh(), tmp_path / "elsewhere"
+    output = trusting(tmp_path / "run-2", source)
     elsewhere.mkdir()
     (elsewhere / "secret").write_text("not of this checkpoint")
     (directory(source, "base") / "more").symlink_to(elsewhere)

@@ -23,6 +23,7 @@ from tests.unit.lineage.tampering import COUNT, flip
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.adopt import checkpoint_from
 from xray_runtime.lineage.bundle import UNKNOWN, UNKNOWN_KEY, audit_bundle, export, open_bundle
+from xray_runtime.lineage.keys import trust
 from xray_runtime.lineage.reference import resolve
 from xray_runtime.store.manifest import ATTESTATION
 
@@ -101,7 +102,9 @@ def test_in_totos_own_tools_verify_the_provenance(unpacked: Path) -> None:
 def test_what_was_signed_elsewhere_is_sound_in_the_next_bundle(fresh: Callable[[], Path], tmp_path: Path) -> None:
     """It brings both keys along."""
     life = Lifecycle(tmp_path / "run-2", tracking=False)
-    life.done["sft"] = checkpoint_from(f"{fresh()}#sft", life.output, None)
+    source = fresh()
+    trust(life.output, source / "keys" / "signing.pub")
+    life.done["sft"] = checkpoint_from(f"{source}#sft", life.output, None)
     life.add("more", "sft", {"model.safetensors": b"more"}, {"base": "sft"})
     place, node = resolve("more", life.output, None)
     assert export(place, node, tmp_path / "more.tar") == 4

@@ -114,8 +114,11 @@ def test_prune_shows_before_it_removes(fresh: Callable[[], Path]) -> None:
 
 
 def test_export_audit_import(fresh: Callable[[], Path], tmp_path: Path) -> None:
-    bundle = tmp_path / "policy.tar"
-    assert "8 checkpoints" in xray("export", "ppo-2", bundle, "--output", fresh()).output
+    bundle, output = tmp_path / "policy.tar", fresh()
+    assert "8 checkpoints" in xray("export", "ppo-2", bundle, "--output", output).output
     assert xray("audit", bundle).exit_code == 0
-    assert xray("import", bundle, "--output", tmp_path / "other").exit_code == 0
+    unknown = xray("import", bundle, "--output", tmp_path / "other")
+    assert (unknown.exit_code, "which is not trusted here" in unknown.output) == (2, True)
+    key = output / "keys" / "signing.pub"
+    assert xray("import", bundle, "--output", tmp_path / "other", "--public-key", key).exit_code == 0
     assert xray("audit", "--all", "--output", tmp_path / "other").exit_code == 0

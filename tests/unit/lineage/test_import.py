@@ -23,7 +23,7 @@ from xray_runtime.lineage.reference import open_lineage_store, resolve
 
 
 def test_a_bundle_is_checked_without_mlflow_and_imported_with_its_lineage(
-    fresh: Callable[[], Path], tmp_path: Path
+    fresh: Callable[[], Path], untouched: Path, tmp_path: Path
 ) -> None:
     bundle = bundled(fresh(), tmp_path / "policy.tar")
     result = audit_bundle(bundle)
@@ -32,8 +32,8 @@ def test_a_bundle_is_checked_without_mlflow_and_imported_with_its_lineage(
     other = tmp_path / "other"
     Lifecycle(other).add("own", "ppo", {"model.safetensors": b"own"}, {})
     uri = f"sqlite:///{other / 'mlflow.db'}"
-    for _ in range(2):
-        assert import_bundle(bundle, other, tracking_uri=uri, experiment="imported", public=None).is_sound
+    for key in (untouched / "keys" / "signing.pub", None):
+        assert import_bundle(bundle, other, tracking_uri=uri, experiment="imported", public=key).is_sound
     assert broken(other) == []
     assert all(path.stat().st_mode & 0o077 == 0 for path in (other / "keys").rglob("*") if path.is_dir())
     assert len(open_lineage_store(other, None).graph.nodes) == 9
@@ -47,7 +47,8 @@ def test_a_tampered_bundle_is_named_and_not_imported(fresh: Callable[[], Path], 
     assert {f.code for f in audit_bundle(bundle).findings if f.is_broken} == {"file-changed"}
     other = tmp_path / "other"
     uri = f"sqlite:///{other / 'mlflow.db'}"
-    assert not import_bundle(bundle, other, tracking_uri=uri, experiment="imported", public=None).is_sound
+    key = output / "keys" / "signing.pub"
+    assert not import_bundle(bundle, other, tracking_uri=uri, experiment="imported", public=key).is_sound
     assert not (other / "checkpoints").exists()
 
 

@@ -27,6 +27,7 @@ from xray_runtime.graph.kind import Stage
 from xray_runtime.lineage.adopt import checkpoint_from
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.audit.registry import RegistryView
+from xray_runtime.lineage.keys import trust
 from xray_runtime.lineage.reference import open_lineage_store
 from xray_runtime.preparation import preferences
 
@@ -137,7 +138,8 @@ def test_a_reward_model_leads_to_who_was_judged(fresh: Callable[[], Path], tmp_p
     assert [f for f in result.findings if f.is_broken] == []
     # It travels, and what people said is never pruned.
     assert "11 checkpoints" in xray("export", reward.path, tmp_path / "reward.tar").output
-    assert xray("import", tmp_path / "reward.tar", "--output", tmp_path / "other").exit_code == 0
+    key = output / "keys" / "signing.pub"
+    assert xray("import", tmp_path / "reward.tar", "--output", tmp_path / "other", "--public-key", key).exit_code == 0
     kept = json.loads(xray("prune", "--output", output, "--json").output)
     assert judged.sha256 in kept["keep"]
     assert reward.sha256 in kept["remove"]
@@ -149,6 +151,7 @@ def test_judgements_of_another_directory_come_with_who_was_judged(fresh: Callabl
         published(output)
     judge(output)
     directory = published(output)
+    trust(other, output / "keys" / "signing.pub")
     ref = checkpoint_from(str(directory), other, f"sqlite:///{other / 'mlflow.db'}")
     assert (ref.path, ref.type) == (other / "checkpoints" / directory.name, "Judgements")
     result = audit(open_lineage_store(other, None))

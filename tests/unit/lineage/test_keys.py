@@ -122,5 +122,6 @@ def test_a_bundle_takes_retired_keys_along(fresh: Callable[[], Path], tmp_path: 
     assert audit_bundle(tmp_path / "policy.tar", output / "keys" / "signing.pub").is_sound
     other = tmp_path / "other"
     uri = f"sqlite:///{other / 'mlflow.db'}"
-    assert import_bundle(tmp_path / "policy.tar", other, tracking_uri=uri, experiment="x", public=None).is_sound
+    public = output / "keys" / "signing.pub"
+    assert import_bundle(tmp_path / "policy.tar", other, tracking_uri=uri, experiment="x", public=public).is_sound
     assert codes(other) == set()

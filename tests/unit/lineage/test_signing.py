@@ -188,7 +188,7 @@ def test_keys_of_what_was_imported_are_trusted_beside_the_own(tmp_path: Path) ->
     other.write_bytes(public_bytes(tmp_path / "other.pem"))
     # There is none yet; the name is where it will be.
     assert root_keys(tmp_path) == [own]
-    adopt(tmp_path, [other], [])
+    adopt(tmp_path, [other], tmp_path)
     [imported] = (tmp_path / "keys" / "trusted").iterdir()
     for folder in (imported.parent, imported.parent.parent):
         assert folder.stat().st_mode & 0o777 == 0o700

@@ -16,7 +16,7 @@ from xray_runtime.config.loading import validate
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.stage_identity import identify
-from xray_runtime.lineage.keys import exchange_keys, read_rotations, rotate, trusted_keys
+from xray_runtime.lineage.keys import exchange_keys, read_rotations, rotate, trust, trusted_keys
 from xray_runtime.lineage.signing import fingerprint, public_key, signing_key
 from xray_runtime.stages.kinds import FRESH_BASE
 from xray_runtime.store import shared as module
@@ -366,25 +366,36 @@ def test_what_a_stage_keeps_goes_with_its_snapshots(shared: SharedStore, tmp_pat
     assert Snapshots(tmp_path / "c" / "ppo-1", 1, process_seal()).kept is None
 
 
-def test_a_retired_key_comes_along_as_one_that_is_retired(shared: SharedStore, tmp_path: Path) -> None:
+def test_a_retired_key_comes_along_as_one_that_is_retired(
+    shared: SharedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a directory that trusts its successor: both sign with the new key from here on."""
     ours, theirs = tmp_path / "a", tmp_path / "b"
-    for output in (ours, theirs):
-        signing_key(output)
-    rotate(ours, by="a person", note="")
+    signing_key(ours)
+    rotate(ours, by="a person", note="", new_key=tmp_path / "new.pem")
+    monkeypatch.setenv("XRAY_SIGNING_KEY", str(tmp_path / "new.pem"))
+    signing_key(theirs)
     for output in (ours, theirs):
         exchange_keys(output, shared)
     [rotation] = read_rotations(ours)[0]
     assert read_rotations(theirs) == ([rotation], [])
     until = {key.sha256: key.until for key in trusted_keys(theirs)}
-    assert until == {rotation.retired: rotation.at, rotation.successor: None, fingerprint(public_key(theirs)): None}
+    assert until == {rotation.retired: rotation.at, rotation.successor: None}
 
 
-def test_directories_that_share_a_store_trust_each_others_keys(shared: SharedStore, tmp_path: Path) -> None:
-    outputs = [tmp_path / "a", tmp_path / "b"]
-    for output in outputs:
+def test_no_key_is_trusted_because_it_lies_in_the_store(shared: SharedStore, tmp_path: Path) -> None:
+    """Whoever can write there can put one there, or the record of a rotation to it."""
+    ours, theirs = tmp_path / "a", tmp_path / "b"
+    signing_key(theirs)
+    rotate(theirs, by="a person", note="")
+    for output in (theirs, ours, theirs):
         signing_key(output)
-    own = [fingerprint(public_key(output)) for output in outputs]
-    for output in (*outputs, outputs[0]):
         exchange_keys(output, shared)
-    assert [sorted(key.sha256 for key in trusted_keys(output, None)) for output in outputs] == [sorted(own)] * 2
+    assert [key.sha256 for key in trusted_keys(ours)] == [fingerprint(public_key(ours))]
+    assert read_rotations(ours) == ([], [])
     assert not any("PRIVATE" in (shared.read(name) or b"").decode() for name in objects(shared))
+    # A person says whose it is.
+    assert trust(ours, public_key(theirs)) == fingerprint(public_key(theirs))
+    exchange_keys(ours, shared)
+    assert {key.sha256 for key in trusted_keys(ours)} > {key.sha256 for key in trusted_keys(theirs)}
+    assert len(trusted_keys(ours)) == 3

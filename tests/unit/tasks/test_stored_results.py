@@ -13,7 +13,7 @@ from tests.unit.store.published import IDENTITY, KEY
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import RESULTS, find_result, keep_result
 from xray_runtime.lineage.log import log_files
-from xray_runtime.lineage.signing import signing_key
+from xray_runtime.lineage.signing import make_key, signing_key
 from xray_runtime.store.checkpoints import CHECKPOINTS, Store
 from xray_runtime.store.shared import SharedStore, StorageError
 from xray_runtime.tracking.recorder import records_directory
@@ -49,6 +49,14 @@ def computed(output: Path, shared: Path | None, content: bytes = b"weights") -> 
     return result
 
 
+@pytest.fixture(autouse=True)
+def one_key(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All machines of a test sign with one key, as those that share a store must."""
+    private = tmp_path_factory.mktemp("key") / "signing.pem"
+    make_key(private)
+    monkeypatch.setenv("XRAY_SIGNING_KEY", str(private))
+
+
 @pytest.fixture(params=["alone", "shared"])
 def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
     """The directory of a shared store, or none."""
@@ -56,6 +64,7 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
 
 
 def found(output: Path, shared: Path | None, key: str = KEY, name: str = "sft") -> StageResult | None:
+    signing_key(output)
     return find_result(name, key, output, store_of(output, shared))
 
 
@@ -207,7 +216,7 @@ def test_a_result_that_somebody_changed_is_not_used(
         assert found(tmp_path / "out", shared) is None
     assert "not what was signed" in caplog.text
     # The stage finds its checkpoint, and says so anew.
-    keep_result(result, tmp_path / "out", store_of(tmp_path / "out", shared), renew=True)
+    keep_result(result, tmp_path / "out", store_of(tmp_path / "out", shared))
     assert found(tmp_path / "out", shared) is not None
 
 
