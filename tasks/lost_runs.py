@@ -56,18 +56,35 @@ def _close(output: Path, path: Path, content: dict[str, Any]) -> None:
     from xray.tasks.prefect_run import crash_lost_flow_run
     from xray.tasks.run_summary import end_record
     from xray_runtime.credentials import tracking_address
+    from xray_runtime.lineage.keys import seal_of
     from xray_runtime.tracking.mlflow_tracker import abandon_run
     from xray_runtime.tracking.registry import LOG_TAG
 
-    end_record(output, path, json.dumps(content | {"status": "failed"}, indent=2))
+    # Edits of its record by somebody else are not signed.
+    sealed = seal_of(output).read_sealed(path)
+    facts = json.loads(sealed) if sealed is not None else _from_log(output, content["run_id"])
+    if facts is None:
+        log.warning("%s: no run of the signed log wrote it; it is left as it is", path)
+        return
+    end_record(output, path, json.dumps(facts | {"status": "failed"}, indent=2))
     try:
         tags = {LOG_TAG: view(output).mark}
         abandon_run(tracking_address() or f"sqlite:///{output / 'mlflow.db'}", content["run_id"], tags)
         if os.environ.get("PREFECT_API_URL"):
-            crash_lost_flow_run(content["flow_run_id"], None)
+            crash_lost_flow_run(facts["flow_run_id"], None)
     except Exception:
         # The run's own servers may be gone. The next run of this lifecycle updates them.
         log.info("the servers do not know that run %s was lost", content["run_id"], exc_info=True)
+
+
+def _from_log(output: Path, run_id: str) -> dict[str, Any] | None:
+    """The facts of a run that the signed log has; None without such a run."""
+    from xray_runtime.lineage.trusted_log import trusted_view
+
+    began = trusted_view(output).runs.get(run_id)
+    if began is None:
+        return None
+    return {"run_id": run_id, "flow_run_id": None, "seconds": 0.0, "stages": [], **began.facts}
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ from xray_runtime.config.sources import SourceTerms
 from xray_runtime.credentials import strip_credentials, tracking_address
 from xray_runtime.errors import is_cancelled
 from xray_runtime.lineage.keys import exchange_keys
-from xray_runtime.lineage.log import LIFECYCLE, LOCKS, RunBegan, append, run_lock, view
+from xray_runtime.lineage.log import LIFECYCLE, LOCKS, REPORT, RunBegan, append, digests, run_lock, view
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.report.evaluations import figure
-from xray_runtime.store.identity import digest
+from xray_runtime.store.identity import digest, file_sha256, text_sha256
 from xray_runtime.store.shared import open_shared
-from xray_runtime.tracking.mlflow_tracker import StageRun, Tracker, params_of
+from xray_runtime.tracking.mlflow_tracker import ARTIFACTS, StageRun, Tracker, params_of, table_text
 from xray_runtime.tracking.registry import LOG_TAG
 
 
@@ -57,6 +57,8 @@ class RunRecord:
         self._record, self._gates, self._tags = record, gates, dict(tags or {})
         self._terms = dict(terms or {})
         self._place = place or output
+        self._sent: dict[str, str] = {}
+        """Artifact that this run sent to MLflow → sha256."""
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -95,7 +97,7 @@ class RunRecord:
                     self.tracker.log_files(self.run_id, self.summary.report)
                     self._log_evaluations()
             finally:
-                end_record(self.output, self.summary.path, content)
+                end_record(self.output, self.summary.path, content, self.summary.files | self._artifacts(content))
             self.tracker.tag(self.run_id, {LOG_TAG: view(self.output).mark})
             self.tracker.finish(self.run_id, mlflow_status)
 
@@ -120,13 +122,21 @@ class RunRecord:
         """Log all evaluations to the MLflow run: a table and a figure."""
         table = self.summary.evaluations()
         if table.rows:
-            run = StageRun(self.tracker, self.run_id)
-            run.table("evaluations", ["policy", *table.columns], table.cells())
+            run, columns, cells = StageRun(self.tracker, self.run_id), ["policy", *table.columns], table.cells()
+            run.table("evaluations", columns, cells)
+            self._sent["evaluations.json"] = text_sha256(table_text(columns, cells))
             if (drawn := figure(table)) is not None:
                 with TemporaryDirectory() as directory:
                     path = Path(directory) / "evaluations.png"
                     drawn.savefig(path, dpi=150)
+                    self._sent[path.name] = file_sha256(path)
                     run.picture(path)
+
+    def _artifacts(self, content: str) -> dict[Path, str]:
+        """Artifact of the run's MLflow run → sha256, of those that are as this run sent them."""
+        sent = self._sent | {LIFECYCLE: text_sha256(content), REPORT: self.summary.files.get(self.summary.report)}
+        found = digests(self.output, [self.output / ARTIFACTS / self.run_id])
+        return {self.output / name: sha256 for name, sha256 in found.items() if sent.get(Path(name).name) == sha256}
 
     def _open_tracker(self) -> Tracker:
         # If several processes create the same database, all but one fail.
@@ -156,10 +166,12 @@ class RunRecord:
     def _start(self, record: dict[str, Any], before: dict[str, Any] | None) -> str:
         page = prefect_tags().get(PAGE)
         note = {"mlflow.note.content": f"[Prefect flow run]({page})"} if page else {}
+        text = yaml.safe_dump(record, sort_keys=False, allow_unicode=True)
+        self._sent["config.yaml"] = text_sha256(text)
         return self.tracker.start_lifecycle(
             before["run_id"] if before is not None else None,
             self._name,
             record,
-            yaml.safe_dump(record, sort_keys=False, allow_unicode=True),
+            text,
             self._mlflow_tags() | note,
         )

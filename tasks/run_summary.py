@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import threading
@@ -17,14 +18,18 @@ from xray.tasks.summary import evaluation_rows
 from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import Evaluation
 from xray_runtime.lineage.attestation import read_statement
-from xray_runtime.lineage.log import LIFECYCLE, REPORT, RunEnded, append, digests, view
+from xray_runtime.lineage.keys import seal_of
+from xray_runtime.lineage.log import LIFECYCLE, REPORT, RunEnded, append
 from xray_runtime.lineage.signing import signing_key
+from xray_runtime.lineage.trusted_log import read_logged
 from xray_runtime.report.evaluations import Measured, SideBySide, as_json, measured, side_by_side
-from xray_runtime.report.figures import FIGURE, StageRecord, read_metrics
+from xray_runtime.report.figures import StageRecord, parse_metrics
 from xray_runtime.report.rendering import computed_text
 from xray_runtime.stages.kinds import find_kind
 from xray_runtime.store.identity import digest
-from xray_runtime.tracking.mlflow_tracker import ARTIFACTS
+from xray_runtime.store.published import read_published
+from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.store.seal import SEALED
 from xray_runtime.tracking.recorder import METRICS, records_directory
 
 
@@ -52,7 +57,7 @@ class RunSummary:
         self._lock = threading.Lock()
         self._stages: dict[int, dict[str, Any]] = {}
         self._measured: dict[int, Measured] = {}
-        self._evaluation: tuple[int, Path] | None = None
+        self._evaluation: tuple[int, CheckpointRef] | None = None
         """Number and checkpoint of the graph's last evaluation."""
         self.content: dict[str, Any] = {
             "run_id": run_id,
@@ -68,6 +73,9 @@ class RunSummary:
             "evaluations": None,
             "registered": None,
         }
+        self._seal = seal_of(output)
+        self.files: dict[Path, str] = {}
+        """Path → sha256 of the report and of curves that this run wrote for it."""
         self._write()
 
     def stage_done(self, number: int, result: StageResult, seconds: float) -> None:
@@ -91,12 +99,11 @@ class RunSummary:
         self.content["stages"] = [self._stages[n] for n in sorted(self._stages)]
         kind = find_kind(result.kind)
         if kind is not None and kind.sides and kind.results:
-            self._measured[number] = measured(kind, result.checkpoint.path)
+            self._measured[number] = measured(kind, result.checkpoint.path, result.checkpoint.sha256)
             self.content["evaluations"] = as_json(self.evaluations())
             if kind.output is Evaluation and (self._evaluation is None or self._evaluation[0] < number):
-                self._evaluation = number, result.checkpoint.path
-                text = (result.checkpoint.path / "evaluation.json").read_text(encoding="utf-8")
-                self.content["evaluation"] = json.loads(text)
+                self._evaluation = number, result.checkpoint
+                self.content["evaluation"] = json.loads(_published(result.checkpoint, "evaluation.json"))
         self._write()
 
     def evaluations(self) -> SideBySide:
@@ -107,7 +114,7 @@ class RunSummary:
     def _findings(self, result: StageResult) -> list[str]:
         kind = find_kind(result.kind)
         path = records_directory(self._output, result.name, result.key) / METRICS
-        return [] if kind is None else list(kind.findings(read_metrics(path)))
+        return [] if kind is None else list(kind.findings(parse_metrics(read_logged(self._output, path) or b"")))
 
     def registered(self, registered: Mapping[str, str]) -> None:
         self.content["registered"] = dict(registered)
@@ -123,21 +130,16 @@ class RunSummary:
     def _report(self) -> None:
         from xray_runtime.report.html import write_report
 
-        held = view(self._output).files
         records = [
             StageRecord(s["name"], s["kind"], records_directory(self._output, s["name"], s["key"]) / METRICS)
             for s in self.content["stages"]
         ]
-        for record in records:
-            # The report includes figures as they are; one that is not as signed is drawn again.
-            kept = record.metrics_path.with_suffix(FIGURE)
-            if any(held.get(name) != sha256 for name, sha256 in digests(self._output, [kept]).items()):
-                kept.unlink()
         shown = []
         if self._evaluation is not None:
-            shown = json.loads((self._evaluation[1] / "samples.json").read_text(encoding="utf-8"))
+            shown = json.loads(_published(self._evaluation[1], "samples.json"))
         config = yaml.safe_dump(self._record, sort_keys=False, allow_unicode=True)
-        write_report(self.report, self.content, records, shown, config, self.evaluations())
+        read = functools.partial(read_logged, self._output)
+        self.files |= write_report(self.report, self.content, records, shown, config, self.evaluations(), read)
 
     def markdown(self, page: Callable[[str], str | None]) -> str:
         """A summary for Prefect's page; `page`: MLflow run → address of its page."""
@@ -162,27 +164,33 @@ class RunSummary:
 
     def _write(self) -> None:
         with self._lock:
-            write_atomic(self.path, self._text())
+            content = self._text().encode()
+            # A run that is lost is closed by its sealed record alone (`lost_runs`).
+            self._seal.seal_content(self.path, hashlib.sha256(content).hexdigest(), len(content))
+            write_atomic(self.path, content)
 
     def _text(self) -> str:
         self.content["seconds"] = time.perf_counter() - self._start
         return json.dumps(self.content, indent=2)
 
 
-def end_record(output: Path, path: Path, content: str) -> None:
-    """Log the end of a run with digests of its files, and write `content` to its lifecycle.json at `path`."""
-    run, held = json.loads(content), view(output).files
-    directories = [records_directory(output, stage["name"], stage["key"]) for stage in run["stages"]]
-    # A stage's records were signed when it ended; files that changed since are not signed again.
-    files = {
-        name: sha256
-        for name, sha256 in digests(output, directories).items()
-        if held.get(name, sha256) == sha256 or name.endswith(FIGURE)
-    }
-    files |= digests(output, [path.with_name(REPORT), output / ARTIFACTS / run["run_id"]])
-    files[path.relative_to(output).as_posix()] = hashlib.sha256(content.encode()).hexdigest()
-    append(output, signing_key(output), RunEnded(run_id=run["run_id"], status=run["status"]), files)
+def end_record(output: Path, path: Path, content: str, files: Mapping[Path, str] | None = None) -> None:
+    """Log the end of a run, and write `content` to its lifecycle.json at `path`.
+
+    Args:
+        files: path → sha256 of the other files that the run wrote: what else lies beside them is not signed. Stages
+            signed their records when they ended.
+    """
+    run = json.loads(content)
+    signed = {file.relative_to(output).as_posix(): sha256 for file, sha256 in (files or {}).items()}
+    signed[path.relative_to(output).as_posix()] = hashlib.sha256(content.encode()).hexdigest()
+    append(output, signing_key(output), RunEnded(run_id=run["run_id"], status=run["status"]), signed)
     write_atomic(path, content)
+    path.with_name(path.name + SEALED).unlink(missing_ok=True)
+
+
+def _published(checkpoint: CheckpointRef, name: str) -> bytes:
+    return read_published(checkpoint.path, checkpoint.sha256, name)
 
 
 def _finished(checkpoint: Path) -> str | None:

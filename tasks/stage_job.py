@@ -141,7 +141,7 @@ class StageJob:
                 seconds=time.perf_counter() - self._start,
                 attempts=attempts,
             )
-            keep_result(result, self._output, self._store, renew=True)
+            keep_result(result, self._output, self._store, written=recorder.sealed())
             run.finish("FINISHED", attempts)
             recorder.finished()
         except BaseException as error:
@@ -199,6 +199,7 @@ class StageJob:
             for outside in self._outside:
                 check_unchanged(outside, self._memory)
             check_numbers(spec.name, built, self._kind.results)
+            recorder.seal_metrics()
             checkpoint = store.publish(
                 built,
                 self._identity,

@@ -16,6 +16,7 @@ from xray_runtime.graph.kind import StageKind
 from xray_runtime.report.figures import COLORS, PANEL_INCHES, panel_grid
 from xray_runtime.store.checkpoints import read_manifest
 from xray_runtime.store.identity import digest
+from xray_runtime.store.published import read_published
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,14 +52,20 @@ class Measured:
     numbers: Mapping[str, Number]
 
 
-def measured(kind: StageKind, directory: Path) -> Measured:
-    """The results in the checkpoint of an evaluation. Raises OSError or ValueError if it is damaged."""
-    manifest, _ = read_manifest(directory)
+def measured(kind: StageKind, directory: Path, expected: str | None = None) -> Measured:
+    """The results in the checkpoint of an evaluation. Raises OSError or ValueError if it is damaged.
+
+    Args:
+        expected: its digest, where the caller knows it.
+    """
+    manifest, sha256 = read_manifest(directory)
+    if expected not in (None, sha256):
+        raise ValueError(f"{directory}: it is {sha256[:12]}, not {str(expected)[:12]}")
     assert kind.sides is not None
     assert kind.results is not None
     policy = kind.sides[0]
     others = {role: sha for role, sha in manifest.parents.items() if role != policy}
-    found = json.loads((directory / kind.results).read_text(encoding="utf-8"))
+    found = json.loads(read_published(directory, sha256, kind.results))
     judges = found.get("judges") or {}
     # Each judge has its own column of wins.
     left_out = {"samples", "win_rate"} if judges else {"samples"}

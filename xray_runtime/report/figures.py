@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.graph.kind import Panels
 from xray_runtime.stages.kinds import find_kind
+from xray_runtime.store.checkpoints import read_bounded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,6 +22,7 @@ INK, GRID = "#7d8694", "#8b94a366"
 PANEL_INCHES = (3.9, 2.5)
 COLORS = ("#2f7ed8", "#e07b39", "#3a9d6e", "#b4489a")
 
+MAX_METRICS_BYTES = 2**30
 FIGURE = ".svg"
 """Suffix of a stage's curves beside its metrics."""
 
@@ -41,19 +43,31 @@ class StageRecord:
 
 
 def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """Metric → its (step, value) points; empty without the file; damaged lines are left out."""
+    """Metric → its (step, value) points; empty without a file that can be read; damaged lines are left out."""
+    try:
+        return parse_metrics(read_bounded(path, MAX_METRICS_BYTES))
+    except (OSError, ValueError):
+        return {}
+
+
+def parse_metrics(content: bytes) -> dict[str, list[tuple[int, float]]]:
+    """As `read_metrics`, from the content of the file."""
     series: dict[str, list[tuple[int, float]]] = {}
-    if not path.is_file():
-        return series
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in content.splitlines():
         try:
             record = json.loads(line)
             step, points = record["step"], record["metrics"].items()
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+            found = [(str(name), step, value) for name, value in points if _is_number(step) and _is_number(value)]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
-        for name, value in points:
-            series.setdefault(name, []).append((step, value))
+        for name, at, value in found:
+            series.setdefault(name, []).append((at, value))
     return series
+
+
+def _is_number(value: Any) -> bool:
+    # Larger integers than these fit into no float.
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
 
 
 def training_figure(panels: Panels, series: dict[str, list[tuple[int, float]]]) -> Figure | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +14,22 @@ from markupsafe import Markup
 from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import SHOWN_ROLLOUTS
 from xray_runtime.report.evaluations import SideBySide, figure
-from xray_runtime.report.figures import FIGURE, StageRecord, read_metrics, training_figure
+from xray_runtime.report.figures import FIGURE, StageRecord, parse_metrics, training_figure
 from xray_runtime.report.rendering import computed_text, run_text, template
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Read = Callable[[Path], bytes | None]
+"""The bytes of a file; None where there is none that may be shown."""
 MIN_NODE_WIDTH, NODE_HEIGHT, GAP_X, GAP_Y = 128, 46, 34, 18
 MAX_NAME_CHARS, CHAR_WIDTH = 32, 8
 """Longest name in a box; the pointer shows the whole name."""
+
+
+def read_file(path: Path) -> bytes | None:
+    """The bytes of a file; None if there is none."""
+    return path.read_bytes() if path.is_file() else None
 
 
 def write_report(
@@ -30,8 +39,9 @@ def write_report(
     samples: list[dict[str, Any]],
     config_yaml: str,
     evaluations: SideBySide | None = None,
-) -> None:
-    """Write the report of a completed lifecycle.
+    read: Read = read_file,
+) -> dict[Path, str]:
+    """Write the report of a completed lifecycle; returns path → sha256 of it, and of the curves that were drawn.
 
     Args:
         lifecycle: the content of lifecycle.json.
@@ -39,8 +49,10 @@ def write_report(
         samples: prompt, replies before and after, and their scores.
         config_yaml: the resolved config.
         evaluations: all results of the policies.
+        read: reads a record of a stage; the report is signed, so a run reads only what the log has (`read_logged`).
     """
-    drawn = [(record.name, _drawn(record)) for record in records]
+    written: dict[Path, str] = {}
+    drawn = [(record.name, _drawn(record, read, written)) for record in records]
     compared = figure(evaluations) if evaluations is not None else None
     html = template("report.html").render(
         run=lifecycle,
@@ -50,36 +62,47 @@ def write_report(
         evaluation=lifecycle["evaluation"],
         graph=lineage_graph(lifecycle["stages"]),
         figures=[(name, figure) for name, figure in drawn if figure],
-        rollouts=[(record.name, table) for record in records if (table := _rollouts(record))],
+        rollouts=[(record.name, table) for record in records if (table := _rollouts(record, read))],
         samples=samples,
         config=config_yaml,
         evaluations=evaluations if evaluations is not None and evaluations.rows else None,
         evaluations_figure=svg(compared) if compared is not None else None,
     )
-    write_atomic(path, html)
+    return written | {path: _write(path, html)}
 
 
-def _drawn(record: StageRecord) -> Markup:
+def _write(path: Path, text: str) -> str:
+    content = text.encode()
+    write_atomic(path, content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def _drawn(record: StageRecord, read: Read, written: dict[Path, str]) -> Markup:
     """The curves of a stage, empty if it has none; kept beside its metrics, as drawing them takes most of a second."""
     kept = record.metrics_path.with_suffix(FIGURE)
+    metrics = read(record.metrics_path)
+    if metrics is None:
+        return Markup("")
     if kept.is_file() and kept.stat().st_mtime >= record.metrics_path.stat().st_mtime:
-        return Markup(kept.read_text(encoding="utf-8"))
-    figure = training_figure(record.panels, read_metrics(record.metrics_path))
+        content = read(kept)
+        if content is not None:
+            return Markup(content.decode())
+    figure = training_figure(record.panels, parse_metrics(metrics))
     if figure is None:
         return Markup("")
     drawn = svg(figure)
-    write_atomic(kept, drawn)
+    written[kept] = _write(kept, drawn)
     return drawn
 
 
-def _rollouts(record: StageRecord) -> dict[str, Any] | None:
+def _rollouts(record: StageRecord, read: Read) -> dict[str, Any] | None:
     """Rows of a stage's ledger that it showed, {"columns", "rows"}; None if it showed none."""
-    path = record.metrics_path.with_name(f"{SHOWN_ROLLOUTS}.json")
+    content = read(record.metrics_path.with_name(f"{SHOWN_ROLLOUTS}.json"))
     try:
-        table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        table = json.loads(content) if content is not None else None
+    except ValueError:
         return None
-    return table
+    return table if isinstance(table, dict) else None
 
 
 def svg(figure: Figure) -> Markup:

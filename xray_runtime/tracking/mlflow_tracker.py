@@ -176,8 +176,7 @@ class StageRun:
     def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
         # In the form of MLflow's `log_table`, which would add to the rows of an attempt before.
         client, entry = self._tracker.client, {"path": f"{name}.json", "type": "table"}
-        text = json.dumps({"columns": columns, "data": rows}, ensure_ascii=False)
-        client.log_text(self.run_id, text, entry["path"])
+        client.log_text(self.run_id, table_text(columns, rows), entry["path"])
         tables = json.loads(client.get_run(self.run_id).data.tags.get(TABLES_TAG, "[]"))
         if entry not in tables:
             client.set_tag(self.run_id, TABLES_TAG, json.dumps([*tables, entry]))
@@ -235,6 +234,11 @@ class StageRun:
         """End the run as `status` after so many attempts (0: nothing was computed)."""
         self._tracker.client.set_tag(self.run_id, ATTEMPTS_TAG, str(attempts))
         self._tracker.client.set_terminated(self.run_id, status)
+
+
+def table_text(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table as MLflow's pages read it."""
+    return json.dumps({"columns": columns, "data": rows}, ensure_ascii=False)
 
 
 def abandon_run(uri: str, run_id: str, tags: Mapping[str, str]) -> None:

@@ -7,6 +7,8 @@ that was away gets its points later.
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import logging
 import math
@@ -48,7 +50,12 @@ def records_directory(output: Path, stage: str, key: str) -> Path:
 
 def read_points(path: Path) -> list[dict[str, Any]]:
     """The points of a file of metrics: `step`, `time_ms`, `metrics`."""
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
+    return points_of(path.read_bytes())
+
+
+def points_of(content: bytes) -> list[dict[str, Any]]:
+    """The points in the content of a file of metrics, as `read_points`."""
+    return [json.loads(line) for line in content.splitlines()]
 
 
 def snapshots_directory(output: Path, stage: str, key: str) -> Path:
@@ -95,9 +102,14 @@ class StageRecorder:
         """The same for attempts on any machine."""
         self._metrics = self.metrics_path.open("ab")
         attempts = self._directory / ATTEMPTS
-        self.attempt = int(attempts.read_text()) + 1 if attempts.exists() else 1
+        before = seal.read_sealed(attempts)
+        self.attempt = int(before) + 1 if before is not None else 1
         """Number of this attempt under the stage's key, from 1."""
-        write_atomic(attempts, str(self.attempt))
+        self._write(ATTEMPTS, str(self.attempt).encode())
+        self._hash = hashlib.sha256()
+        """Digest of the points in the file of metrics that this process wrote, or found in a snapshot."""
+        self._size = 0
+        """Their bytes."""
         self._newest: Snapshot | None = None
         self._sender, self._sent = ThreadPoolExecutor(1), 0
         self._open_mirror, self._mirrored = mirror, 0
@@ -112,21 +124,33 @@ class StageRecorder:
     def metrics(self, values: Mapping[str, float], step: int) -> None:
         self._snapshots.check()
         line = {"step": step, "time_ms": int(time.time() * 1000), "metrics": {k: float(v) for k, v in values.items()}}
-        self._metrics.write(json.dumps(line).encode() + b"\n")
+        text = json.dumps(line).encode() + b"\n"
+        self._write_points(text)
         # Others read this file while the stage runs.
         self._metrics.flush()
 
+    def _write_points(self, text: bytes) -> None:
+        self._hash.update(text)
+        self._size += len(text)
+        self._metrics.write(text)
+
     def table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
         text = json.dumps({"columns": columns, "rows": rows}, ensure_ascii=False, indent=1)
-        (self._directory / f"{name}.json").write_text(text, encoding="utf-8")
+        self._write(f"{name}.json", text.encode())
         if self._run is not None:
             self._run.table(name, columns, rows)
 
     def figure(self, name: str, figure: Figure) -> None:
-        path = self._directory / f"{name}.png"
-        figure.savefig(path, dpi=120)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=120)
+        self._write(f"{name}.png", buffer.getvalue())
         if self._run is not None:
-            self._run.picture(path)
+            self._run.picture(self._directory / f"{name}.png")
+
+    def _write(self, name: str, content: bytes) -> None:
+        """Write a record with its seal: the end of the stage signs no other file."""
+        self.seal.seal_content(self._directory / name, hashlib.sha256(content).hexdigest(), len(content))
+        write_atomic(self._directory / name, content)
 
     def ask(self, question: str) -> Answer | None:
         if self._ask is None:
@@ -146,8 +170,9 @@ class StageRecorder:
         """Start or resume: points recorded after the newest snapshot are dropped."""
         self._newest = self._snapshots.latest()
         self._metrics.truncate(0)
+        self._hash, self._size = hashlib.sha256(), 0
         if self._newest is not None:
-            self._metrics.write((self._newest.directory / METRICS).read_bytes())
+            self._write_points((self._newest.directory / METRICS).read_bytes())
         self._secure()
 
     def resume(self) -> Snapshot | None:
@@ -206,6 +231,16 @@ class StageRecorder:
             self._send(end)
         except Exception:
             log.warning("%s: MLflow did not accept the metrics; they are sent later", self._stage, exc_info=True)
+
+    def seal_metrics(self) -> None:
+        """Seal the file of metrics as this process wrote it, before the stage is published."""
+        self._secure()
+        self.seal.seal_content(self.metrics_path, self._hash.hexdigest(), self._size)
+
+    def sealed(self) -> dict[Path, str]:
+        """Record → sha256 of every file that this attempt, or an earlier one, wrote and nobody changed since."""
+        found = {path: self.seal.sealed_sha256(path) for path in sorted(self._directory.iterdir())}
+        return {path: sha256 for path, sha256 in found.items() if sha256 is not None}
 
     def finished(self) -> None:
         """Remove the snapshots: the stage is published."""
