@@ -3,15 +3,19 @@
     log.jsonl   one entry a line: an in-toto statement in a DSSE envelope, signed with the directory's key
 
 Each entry names the digest of the line before it, so no entry can be removed, inserted or changed; and it lists files
-by sha256: the last entry about a file counts. An audit finds files without an entry and entries without a file. A log
-that was cut short is found by comparing its head with one that was kept: by MLflow, by `--since-verified`, or by a
-person (`xray audit --expect`).
+by sha256: the last entry about a file counts. An audit finds files without an entry and entries without a file.
+
+    log.end     the digest of the last line, in a DSSE envelope, replaced at each entry
+
+A log that was cut short is found by comparing it with its `log.end`, and with heads that were kept: by MLflow, by
+`--since-verified`, or by a person (`xray audit --expect`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import getpass
+import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -21,6 +25,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from xray_runtime.files import write_atomic
 from xray_runtime.lineage.log_entries import (
     EMPTY,
     MOVES,
@@ -41,11 +46,13 @@ from xray_runtime.lineage.log_entries import (
     Withdrawn,
 )
 from xray_runtime.lineage.signed_lines import append_signed_line, read_signed_lines
+from xray_runtime.lineage.signing import envelope
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_bounded
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import MANIFEST
 
-LOG = "log.jsonl"
+LOG, END = "log.jsonl", "log.end"
+END_TYPE = "application/vnd.xray.log-end+json"
 LOCKS = "locks"
 LIFECYCLE, REPORT = "lifecycle.json", "report.html"
 """Written by each run: for programs, and for people."""
@@ -95,6 +102,8 @@ class LogView(ChainState):
     """Runs that ended and were not resumed."""
     decisions: list[Decision] = field(default_factory=list)
     pruned: set[str] = field(default_factory=set)
+    known: set[str] = field(default_factory=set)
+    """Every checkpoint that was ever published or brought here."""
     recorded: Head = EMPTY
     """The chain of recorded answers must still have this line."""
     withdrawals: list[Withdrawn] = field(default_factory=list)
@@ -158,6 +167,7 @@ class LogView(ChainState):
         self.erased -= line.files.keys()
         if isinstance(entry, Published):
             self.published[entry.directory] = entry
+            self.known.add(entry.checkpoint)
             self.pruned.discard(entry.checkpoint)
         elif isinstance(entry, RunBegan):
             self.ended.pop(entry.run_id, None)
@@ -236,7 +246,10 @@ def append_locked(output: Path, private: Path, entry: Entry, files: Mapping[str,
     """As `append`, for a caller that holds the lock."""
     if isinstance(entry, Decision):
         files = {f"{entry.name}/{entry.version}": entry.checkpoint}
-    append_signed_line(output / LOG, Record, entry, files or {}, private)
+    line = append_signed_line(output / LOG, Record, entry, files or {}, private)
+    # After a crash before this, it names the line before.
+    end = json.dumps({"type": "urn:xray:log-end:v1", "sha256": hashlib.sha256(line).hexdigest()})
+    write_atomic(output / END, envelope(end.encode(), END_TYPE, private) + "\n")
 
 
 def decide(output: Path, private: Path, *, by: str | None = None, **fields: Any) -> None:

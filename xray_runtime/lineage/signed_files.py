@@ -28,11 +28,13 @@ from xray_runtime.lineage.log_entries import START, FilesSigned, SignedEntry
 from xray_runtime.lineage.signed_lines import append_signed_line, read_signed_lines, sound_lines
 from xray_runtime.lineage.signing import Verifier, signing_key
 from xray_runtime.lineage.statement import InTotoRecord
+from xray_runtime.store.checkpoints import read_bounded
 
 SIGNED = "signed.json"
 NEXT = ".next"
 """Ends the name of a change until it is in place."""
 LOG_EVERY = 25
+MAX_BYTES = 2**30
 
 
 class Changed(SignedEntry):
@@ -136,7 +138,10 @@ def _signed(output: Path, directory: Path, log: LogView, verifier: Verifier | No
 def _content(output: Path, path: Path, expected: str | None, log: LogView) -> bytes:
     change = path.with_name(f"{path.name}{NEXT}")
     for place in (path, change):
-        found = place.read_bytes() if place.is_file() and not place.is_symlink() else None
+        try:
+            found = read_bounded(place, MAX_BYTES)
+        except (OSError, ValueError):
+            found = None
         if found is not None and expected == sha256(found).hexdigest():
             return found
     is_erased = path.relative_to(output).as_posix() in log.erased

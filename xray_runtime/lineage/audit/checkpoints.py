@@ -9,26 +9,25 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from xray_runtime.graph.artifacts import Benchmark, Evaluation
-from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD
+from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD, RECORD_FILES, foreign_in_record
 from xray_runtime.lineage.audit.contamination import Prompts, Spans, check_dataset, check_evaluation
 from xray_runtime.lineage.audit.files import check_files, check_kept, check_record
 from xray_runtime.lineage.audit.findings import Finding
-from xray_runtime.lineage.audit.log import check_heads, check_published, read_log
+from xray_runtime.lineage.audit.log import check_end, check_heads, check_published, read_log
 from xray_runtime.lineage.audit.recorded import check_comparisons, check_recorded
+from xray_runtime.lineage.audit.sources import check_commits, check_sources
 from xray_runtime.lineage.audit.verified import RECORD, Baseline, last_head, read_baseline, write_record
 from xray_runtime.lineage.card import CHECKPOINT_LINE
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.keys import read_rotations, trusted_keys
 from xray_runtime.lineage.log import EMPTY, Head, LogView
-from xray_runtime.lineage.provenance import ROOT
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import SignatureProblem, TrustedKey, Verifier, exposed_keys
 from xray_runtime.lineage.statement import Statement
@@ -38,8 +37,6 @@ from xray_runtime.store.manifest import ATTESTATION, CARD, SIGNATURE, STATEMENT
 
 WORKERS = 8
 """Checkpoints checked at the same time: much of it is waiting."""
-
-RECORD_FILES = {STATEMENT, DIFF, EVALUATED_CARD}
 
 
 @dataclass
@@ -88,7 +85,7 @@ def audit(
     store: LineageStore,
     starts: Iterable[Node] | None = None,
     *,
-    public: Path | None = None,
+    public: Path | Sequence[Path] | None = None,
     hashing: bool = True,
     since_verified: bool = False,
     expect: Head | None = None,
@@ -98,7 +95,7 @@ def audit(
 
     Args:
         starts: None audits everything in the store, and looks for records of checkpoints that are gone.
-        public: the public key to trust; by default the one in the output directory's `keys/`.
+        public: the public keys to trust; by default those in the output directory's `keys/`.
         hashing: False compares only the sizes of files.
         since_verified: skip what has not changed since such an audit found everything sound, and record a sound result
             (see `verified`); only with `starts=None` and hashing.
@@ -116,7 +113,7 @@ def audit(
     verifier = Verifier(trusted) if trusted else None
     baseline = read_baseline(store.output, graph, trusted) if since_verified else None
     view, broken = read_log(store.output, verifier)
-    found += broken
+    found += broken or check_end(store.output, view, verifier)
     result.log = view.head
     heads = {"--expect": expect, RECORD: baseline.head if baseline is not None else last_head(store.output, trusted)}
     found += check_heads(view, heads)
@@ -129,7 +126,9 @@ def audit(
             on_progress(done, len(changed))
     if hashing:
         found += _contamination(store, [node for node in changed if not _erased(node, view, "prompts.json")])
-    found += _commits({node.statement.predicate.build.internal.code.git_commit for node in changed if node.statement})
+    found += check_commits(
+        {node.statement.predicate.build.internal.code.git_commit for node in changed if node.statement}
+    )
     if view.heads:
         found += check_published(view, nodes, everything, bool(view.open_runs(store.output)))
     if everything:
@@ -191,6 +190,14 @@ def _erased(node: Node, view: LogView, path: str) -> bool:
 
 def _node(store: LineageStore, node: Node, verifier: Verifier | None, hashing: bool, view: LogView) -> list[Finding]:
     """Findings about one checkpoint's own files."""
+    try:
+        return _of_node(store, node, verifier, hashing, view)
+    except OSError as error:
+        # It changes while it is read, or may not be read.
+        return [Finding(node.name, "file-changed", f"it cannot be read ({error.strerror})")]
+
+
+def _of_node(store: LineageStore, node: Node, verifier: Verifier | None, hashing: bool, view: LogView) -> list[Finding]:
     found = []
     for damage in inspect(node.directory, node.sha256, file_sha256 if hashing else None):
         is_erased = damage.code == "file-missing" and _erased(node, view, damage.path)
@@ -199,7 +206,7 @@ def _node(store: LineageStore, node: Node, verifier: Verifier | None, hashing: b
     attested = list(_attestation(store, node, verifier))
     found += attested
     if hashing and verifier is not None and not any(finding.is_broken for finding in attested):
-        found += _sources(node)
+        found += check_sources(node)
     return found
 
 
@@ -225,7 +232,7 @@ def _structure(store: LineageStore, order: list[str], everything: bool) -> Itera
             yield Finding(directory.name, "manifest-malformed", reason)
 
 
-def _trusted(store: LineageStore, public: Path | None, found: list[Finding]) -> list[TrustedKey]:
+def _trusted(store: LineageStore, public: Path | Sequence[Path] | None, found: list[Finding]) -> list[TrustedKey]:
     """The trusted keys; none where one cannot be used."""
     found += [Finding(name, "rotation-broken", reason) for name, reason in read_rotations(store.output)[1]]
     try:
@@ -260,13 +267,11 @@ def _attestation(store: LineageStore, node: Node, verifier: Verifier | None) -> 
     if record.is_symlink() or not record.is_dir():
         yield Finding(node.name, "statement-missing", f"there is no {ATTESTATION}/")
         return
-    for path in sorted(record.iterdir()):
-        if path.name not in RECORD_FILES or path.is_symlink() or not path.is_file():
-            yield Finding(node.name, "file-added", f"{ATTESTATION}/{path.name} does not belong there")
-            return
-        if path.stat().st_size > MAX_RECORD_BYTES and path.name != DIFF:
-            yield Finding(node.name, "statement-malformed", f"{ATTESTATION}/{path.name} is too large")
-            return
+    if (foreign := foreign_in_record(record)) is not None:
+        name, reason = foreign
+        code = "statement-malformed" if name in RECORD_FILES and "large" in reason else "file-added"
+        yield Finding(node.name, code, f"{ATTESTATION}/{name} {reason}")
+        return
     if verifier is not None:
         try:
             verifier.check(record, directory / SIGNATURE, node.finished or None)
@@ -288,7 +293,7 @@ def _attestation(store: LineageStore, node: Node, verifier: Verifier | None) -> 
 def _code(node: Node, statement: Statement) -> Iterator[Finding]:
     recorded = statement.predicate.build.internal.code.diff_sha256
     diff = node.directory / ATTESTATION / DIFF
-    actual = file_sha256(diff) if diff.is_file() else None
+    actual = file_sha256(diff, RECORD_FILES[DIFF]) if diff.is_file() else None
     if actual != recorded:
         yield Finding(node.name, "statement-contradicts", f"{ATTESTATION}/{DIFF} is not the one recorded")
     if recorded is not None:
@@ -312,37 +317,3 @@ def _card(store: LineageStore, node: Node, statement: Statement) -> Iterator[Fin
         yield Finding(node.name, "card-missing", f"{CARD} is missing, or not a file")
     elif path.stat().st_size > MAX_RECORD_BYTES or file_sha256(path) not in allowed:
         yield Finding(node.name, "card-changed", f"{CARD} was changed")
-
-
-def _sources(node: Node) -> Iterator[Finding]:
-    """Local files that the stage read, if they still exist; only those that a sound signature names are opened."""
-    if node.statement is None:
-        return
-    for dependency in node.statement.predicate.build.dependencies:
-        if dependency.digest is None or not dependency.uri or dependency.uri.startswith("xray:"):
-            continue
-        path = Path(dependency.uri)
-        if path.suffix == ".gguf":
-            # Its digest also covers files next to it.
-            continue
-        if path.is_absolute() and path.is_file() and not path.is_symlink():
-            try:
-                actual = file_sha256(path)
-            except OSError:
-                continue
-            if actual != dependency.digest.sha256:
-                yield Finding(node.name, "source-changed", f"{dependency.name} {dependency.uri}")
-
-
-def _commits(commits: set[str | None]) -> Iterator[Finding]:
-    for commit in sorted(filter(None, commits)) if (ROOT / ".git").exists() else []:
-        if len(commit) not in (40, 64) or set(commit) - set("0123456789abcdef"):
-            yield Finding("code", "code-unavailable", "the recorded commit is not a commit's name")
-            continue
-        command = ["git", "-C", str(ROOT), "cat-file", "-e", f"{commit}^{{commit}}"]
-        try:
-            known = subprocess.run(command, capture_output=True, timeout=20).returncode == 0
-        except (OSError, subprocess.SubprocessError):
-            return
-        if not known:
-            yield Finding("code", "code-unavailable", f"commit {commit[:12]}")

@@ -19,7 +19,7 @@ from xray_runtime.data.recorded import RECORDED
 from xray_runtime.data.withdrawn import FOLDER as WITHDRAWN
 from xray_runtime.graph.artifacts import Evaluation
 from xray_runtime.lineage.audit.findings import Finding
-from xray_runtime.lineage.log import LIFECYCLE, LOG, REPORT, LogView, RunBegan, read_run
+from xray_runtime.lineage.log import END, LIFECYCLE, LOG, REPORT, LogView, RunBegan, read_run
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import TrustedKey
 from xray_runtime.rewards.journal import ANSWERS, purpose_of_answers, read_entry
@@ -32,13 +32,16 @@ from xray_runtime.tracking.recorder import RECORDS
 
 RESULTS, PAGES = "results", "lineage"
 MAX_ANSWERS_BYTES = 2**30
+MAX_FILE_BYTES = 2**30
+"""Larger than any file that a run leaves for people: the log has no sizes, and a sparse file claims any."""
 ROOT = {
-    *(CHECKPOINTS, RECORDS, RESULTS, PAGES, ARTIFACTS, SNAPSHOTS, LOG, LIFECYCLE, REPORT),
-    *("keys", "config.yaml", "search.yaml", "verified.json", "mlflow.db", "digests.sqlite"),
+    *(CHECKPOINTS, RECORDS, RESULTS, PAGES, ARTIFACTS, SNAPSHOTS, LOG, END, LIFECYCLE, REPORT),
+    *("keys", "config.yaml", "search.yaml", f"{LIFECYCLE}{SEALED}", "verified.json", "mlflow.db", "digests.sqlite"),
     *("logs", "locks", "jobs", "prefect", "searches", "comparisons", "feedback", "flywheel", "evaluations"),
     *(RECORDED, WITHDRAWN),
 }
 """X-ray's entries of an output directory."""
+FOLDERS = {CHECKPOINTS, RECORDS, RESULTS, PAGES, ARTIFACTS, SNAPSHOTS}
 BESIDE = "-(journal|wal|shm)$"
 """Ends the names of SQLite's files beside a database."""
 
@@ -110,9 +113,12 @@ def _differs(output: Path, name: str, sha256: str) -> str | None:
     if ".." in Path(name).parts or not path.is_relative_to(output):
         return "it names a file elsewhere"
     inside = [path, *list(path.parents)[: len(Path(name).parts) - 1]]
-    if any(part.is_symlink() for part in inside) or not path.is_file():
-        return "it is missing, or a link"
-    return None if file_sha256(path) == sha256 else "its bytes are others"
+    try:
+        if any(part.is_symlink() for part in inside) or not path.is_file():
+            return "it is missing, or a link"
+        return None if file_sha256(path, MAX_FILE_BYTES) == sha256 else "its bytes are others"
+    except (OSError, ValueError) as error:
+        return f"it cannot be read ({getattr(error, 'strerror', None) or error})"
 
 
 def _extra(output: Path, view: LogView, is_open: bool) -> Iterator[Finding]:
@@ -125,18 +131,27 @@ def _extra(output: Path, view: LogView, is_open: bool) -> Iterator[Finding]:
             yield Finding(entry.name, "file-unknown", "no run put it there")
         elif entry.name == REPORT and REPORT not in view.files:
             yield Finding(REPORT, "run-unsigned", f"no run in {LOG} left it")
+        elif entry.name in FOLDERS and not entry.is_dir():
+            yield Finding(entry.name, "file-unsigned", "it is no directory")
         elif entry.name == SNAPSHOTS and any(entry.iterdir()):
             names = ", ".join(sorted(path.name for path in entry.iterdir())[:8])
             yield Finding(entry.name, "snapshot-left", f"of stages that have not ended: {names}")
+        elif entry.name == CHECKPOINTS:
+            for path in sorted(entry.iterdir()):
+                if not path.is_dir():
+                    yield Finding(f"{CHECKPOINTS}/{path.name}", "file-unknown", "it is no checkpoint")
     for folder in (RECORDS, RESULTS, PAGES, ARTIFACTS):
         unfinished = set[str]()
         for name in _below(output, folder):
-            if name in view.files:
+            # A record's seal is of no use once the log has the record.
+            if name in view.files or (folder == RECORDS and name.removesuffix(SEALED) in view.files):
                 continue
             holder = Path(*Path(name).parts[:2]).with_suffix("") if folder == RESULTS else Path(*Path(name).parts[:2])
             of_stage = (folder != PAGES and len(Path(name).parts) > 2) or folder == RESULTS
             # Files of a stage that failed or has not ended are not signed yet.
             ended = holder.name in view.published or str(holder) in listed
+            # MLflow loads a model from there, and X-ray puts none there.
+            of_stage = of_stage and str(holder) != f"{ARTIFACTS}/models"
             if of_stage and (is_open or not ended):
                 unfinished.add(str(holder))
             else:
@@ -163,7 +178,7 @@ def check_kept(output: Path, trusted: Sequence[TrustedKey], hashing: bool) -> It
     seal = Seal(None, [read_bounded(key.path) for key in trusted])
     if hashing:
         for folder in sorted((output / CHECKPOINTS).glob(f"*{SUFFIX}")):
-            for path in sorted(folder.iterdir()):
+            for path in sorted(folder.iterdir()) if folder.is_dir() else []:
                 # Seals, locks, and files of a process that was killed while writing.
                 beside = path.suffix in (SEALED, ".lock", ".building") or path.suffix.startswith(".writing-")
                 if not beside and not seal.is_sealed(path):

@@ -65,6 +65,10 @@ NOTES: dict[str, tuple[str, str]] = {
         "Run the lifecycle to its end.",
     ),
     "tracking-unchecked": ("Runs are recorded in another MLflow, which was not asked.", "Name it with --tracking-uri."),
+    "mlflow-location-other": (
+        "MLflow keeps artifacts of an imported checkpoint elsewhere, as after its directory was moved.",
+        "If it was not moved, ask who changed it.",
+    ),
     "mlflow-metric-earlier": ("MLflow has points of an attempt that was cut short, beside those of the last.", ""),
     "registry-page-unchecked": (
         "MLflow's page was written by another release with other wording; it was not compared.",
@@ -182,6 +186,19 @@ CODES: dict[str, tuple[str, str]] = {
         "Restore it: `mlflow runs restore`, `mlflow experiments restore`.",
     ),
     "mlflow-run-changed": ("Name, params or tags of the MLflow run are not what was signed.", _RESTORE),
+    "mlflow-row-unexplained": (
+        "MLflow has a row that no signed record explains: somebody else wrote it.",
+        "Delete it in MLflow, and ask who put it there.",
+    ),
+    "mlflow-location-changed": ("MLflow looks for artifacts outside of this directory.", _RESTORE),
+    "tracking-unknown": (
+        "MLflow's database has a table, column, view or trigger that this audit does not know.",
+        "If MLflow was upgraded, use the version that X-ray requires; if not, ask who put it there.",
+    ),
+    "registry-unexplained": (
+        "MLflow has a registered model or version that no signed decision explains.",
+        "Delete it in MLflow, and ask who put it there.",
+    ),
     "mlflow-input-added": ("MLflow shows an input that was not used: it was added later.", _RESTORE),
     "mlflow-input-missing": ("MLflow does not show a parent or dataset that was used.", _RESTORE),
     "mlflow-dataset-changed": ("The dataset MLflow shows is not the one that was used.", _RESTORE),

@@ -21,6 +21,9 @@ from xray_runtime.lineage.signing import Verifier
 from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.identity import file_sha256
 
+MAX_SEGMENT_BYTES = 2**32
+"""Larger than any segment; a sparse file claims any size."""
+
 
 def check_recorded(store: LineageStore, log: LogView, verifier: Verifier | None, hashing: bool) -> Iterator[Finding]:
     """Every segment against the signed chain, and the chain against its end in the signed log.
@@ -54,7 +57,10 @@ def check_recorded(store: LineageStore, log: LogView, verifier: Verifier | None,
 def _difference(path: Path, sha256: str, hashing: bool) -> str | None:
     if path.is_symlink() or not path.is_file():
         return "it is missing, or a link" if os.path.lexists(path.parent) else "the directory is missing"
-    return "its bytes are others" if hashing and file_sha256(path) != sha256 else None
+    try:
+        return "its bytes are others" if hashing and file_sha256(path, MAX_SEGMENT_BYTES) != sha256 else None
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
 
 
 def _check_modes(keys: Path) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from xray_runtime.credentials import strip_credentials
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.audit.registry import RegistryView, check_orphans, check_pages, check_registry, point
+from xray_runtime.lineage.audit.tables import STAGE_TAGS, check_tables
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.log import LOG, LogView
 from xray_runtime.lineage.reference import LineageStore
@@ -18,7 +20,6 @@ from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.identity import digest
 from xray_runtime.tracking.mlflow_tracker import (
     ATTEMPTS_TAG,
-    CACHED_TAG,
     KEY_TAG,
     PARENT_TAG,
     STAGE_TAG,
@@ -30,8 +31,6 @@ from xray_runtime.tracking.registry import LOG_TAG
 
 STATUSES = {"completed": ("FINISHED",), "failed": ("FAILED",), "interrupted": ("KILLED",)}
 """How a run ended → the statuses MLflow may have."""
-STAGE_TAGS = {KEY_TAG, STAGE_TAG, CACHED_TAG, ATTEMPTS_TAG}
-"""X-ray's tags of a stage's run."""
 
 
 def check_tracking(
@@ -59,12 +58,23 @@ def check_tracking(
         if everything:
             found += check_orphans(mlflow, store, view.pruned)
             found += _check_runs(mlflow, view, checked_uri)
+        if store.artifacts is not None:
+            found += _check_rows(store, view, None if everything else audited)
     # A damaged database raises errors of many kinds; each means that MLflow cannot be read.
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0][:200]
         yield Finding("MLflow", "tracking-unreadable", f"{type(error).__name__}: {reason}")
         return
     yield from found
+
+
+def _check_rows(store: LineageStore, view: LogView, only: set[str] | None) -> Iterator[Finding]:
+    """Every row of the output directory's own database; `only`: about the registered models of these checkpoints."""
+    names = {decision.name for decision in view.decisions if only is None or decision.checkpoint in only}
+    for finding in check_tables(store.output / "mlflow.db", store.graph, view, store.output):
+        name = re.sub(r"(@[^@]*|/[0-9]+)$", "", finding.subject)
+        if only is None or name in names:
+            yield finding
 
 
 def _check_runs(mlflow: RegistryView, view: LogView, checked_uri: str | None) -> Iterator[Finding]:
