@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Annotated
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
 from fastapi import Depends, HTTPException, Request
 from fastapi.responses import PlainTextResponse, RedirectResponse, Response
@@ -24,7 +25,8 @@ MAX_FORM_BYTES = 512 * 2**10
 OPEN_PATHS = ("/login", "/static/")
 METRICS_PATH = "/metrics"
 """Prometheus sends the token of the login as a bearer token: it keeps no session."""
-LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
+"""The headers `Host` that are answered without a login."""
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -39,6 +41,10 @@ HEADERS = {
 }
 
 
+def _one_line(request: Request, error: Exception) -> Response:
+    return PlainTextResponse(f"this page cannot be shown ({type(error).__name__})", 422)
+
+
 @dataclass(frozen=True)
 class Access:
     """Checks every request.
@@ -48,6 +54,8 @@ class Access:
     """
 
     token: str | None
+    damaged: Callable[[Request, Exception], Response] = _one_line
+    """The answer where a page cannot be made: a file that it shows may be damaged, or planted."""
     _secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     def is_token(self, given: str) -> bool:
@@ -83,9 +91,9 @@ class Access:
         return response
 
     async def _answer(self, request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        host = urlsplit(f"//{request.headers.get('host', '')}").hostname
-        if self.token is None and host not in LOOPBACK_NAMES:
-            return PlainTextResponse(f"host {host!r} is not allowed: use http://127.0.0.1", 421)
+        host = request.headers.get("host", "")
+        if self.token is None and not LOOPBACK.fullmatch(host):
+            return PlainTextResponse(f"host {host[:80]!a} is not allowed: use http://127.0.0.1", 421)
         cookie, new = request.cookies.get(COOKIE, ""), Response()
         if not self.is_session(cookie):
             is_open = request.url.path.startswith(OPEN_PATHS) or self._is_scrape(request)
@@ -93,7 +101,10 @@ class Access:
                 return _to_login(request)
             cookie = "" if self.token is not None else self.begin(new, secure=False)
         request.state.csrf = self.csrf(cookie) if cookie else ""
-        response = await call_next(request)
+        try:
+            response = await call_next(request)
+        except Exception as error:
+            response = self.damaged(request, error)
         for name, value in new.raw_headers:
             if name == b"set-cookie":
                 response.raw_headers.append((name, value))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import RedirectResponse, Response
+from fastapi.responses import PlainTextResponse, RedirectResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
@@ -14,7 +16,10 @@ from xray.studio import chat, metrics, models, review, rollouts, runs, withdrawa
 from xray.studio.access import Access, Fields
 from xray.studio.pages import Studio, page
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.errors import first_line
 from xray_runtime.lineage.gates import NotPromoted
+
+log = logging.getLogger(__name__)
 
 STATIC = Path(__file__).with_name("static")
 
@@ -23,7 +28,18 @@ def make_app(studio: Studio, access: Access) -> FastAPI:
     """The application; uvicorn serves it."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.state.studio = studio
-    app.middleware("http")(access)
+
+    def damaged(request: Request, error: Exception) -> Response:
+        """Everything that the pages read, somebody may have damaged: that is one line too, never a traceback."""
+        log.error("%s %s", request.method, request.url.path, exc_info=error)
+        reason = ascii(first_line(error))[1:-1][:200]
+        line = f"this page cannot be shown ({type(error).__name__}: {reason}): `xray audit` names damaged files"
+        try:
+            return page(request, "error.html", 422, lines=[line])
+        except Exception:
+            return PlainTextResponse(line, 422)
+
+    app.middleware("http")(replace(access, damaged=damaged))
     app.mount("/static", StaticFiles(directory=STATIC))
     for module in (runs, rollouts, review, models, withdrawals, chat, metrics):
         app.include_router(module.router)
@@ -47,7 +63,10 @@ def make_app(studio: Studio, access: Access) -> FastAPI:
         elif isinstance(error, HTTPException):
             lines, status = [str(error.detail)], error.status_code
         elif isinstance(error, RequestValidationError):
-            lines, status = [f"{e['loc'][-1]}: {e['input']!r} is not allowed ({e['msg']})" for e in error.errors()], 400
+            lines, status = (
+                [f"{e['loc'][-1]}: {str(e['input'])[:80]!a} is not allowed ({e['msg']})" for e in error.errors()],
+                400,
+            )
         else:
             lines, status = [str(error)], 400
         name = "error_part.html" if "hx-request" in request.headers else "error.html"

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 
 from xray.studio.access import Fields
-from xray.studio.pages import Studio, page, studio_of
+from xray.studio.pages import DAMAGED, Studio, page, studio_of
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage import promotion
 from xray_runtime.lineage.canary import summary
@@ -76,7 +76,7 @@ def _evaluations(store: LineageStore) -> SideBySide:
             try:
                 found.append(measured(node.kind, node.directory))
             # The audit names it.
-            except (OSError, ValueError, KeyError, TypeError):
+            except DAMAGED:
                 continue
     return side_by_side(found, {sha: node.name for sha, node in store.graph.nodes.items()})
 

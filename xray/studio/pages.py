@@ -21,6 +21,9 @@ from xray_runtime.store.checkpoints import CHECKPOINTS
 
 log = logging.getLogger(__name__)
 
+DAMAGED = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
+"""Errors from a file with another content than its writer gave it."""
+
 
 @dataclass
 class Studio:
@@ -100,4 +103,6 @@ def page(request: Request, template: str, status: int = 200, /, **values: Any) -
     """A page from its template; all values are escaped."""
     studio = studio_of(request)
     shared = {"csrf": request.state.csrf, "serve": studio.serve, "path": request.url.path, "audit": studio.audit_text()}
-    return HTMLResponse(studio.pages.get_template(template).render(**shared | values), status)
+    text = studio.pages.get_template(template).render(**shared | values)
+    # A file's name may have bytes that are no text.
+    return HTMLResponse(text.encode("utf-8", "backslashreplace"), status)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import threading
 from collections import OrderedDict
 from typing import Annotated, Any
@@ -22,6 +24,9 @@ router = APIRouter()
 PAGE_ROWS = 50
 MAX_DIFFS = 50
 MAX_SELECTIONS = 8
+NUMBER = re.compile(r"[+-]?([0-9]{1,40}(\.[0-9]{0,40})?|\.[0-9]{1,40})([eE][+-]?[0-9]{1,4})?")
+COUNT = re.compile(r"[0-9]{1,9}")
+Number = Annotated[int, Parameter(ge=0, lt=10**9)]
 
 
 _kept: OrderedDict[Any, Selection] = OrderedDict()
@@ -30,17 +35,29 @@ _lock = threading.Lock()
 
 
 def _number(text: str, field: str) -> float | None:
-    try:
-        return float(text) if text.strip() else None
-    except ValueError:
-        raise ConfigError(f"{field}: {text!r} is not allowed: must be a number") from None
+    """A number as people write it; None for an empty field."""
+    text = text.strip()
+    if not text:
+        return None
+    value = float(text) if NUMBER.fullmatch(text) else math.nan
+    if not math.isfinite(value):
+        raise ConfigError(f"{field}: {text[:80]!a} is not allowed: must be a number")
+    return value
+
+
+def _count(text: str, field: str) -> int | None:
+    """A number from 0 on; None for an empty field."""
+    text = text.strip()
+    if text and not COUNT.fullmatch(text):
+        raise ConfigError(f"{field}: {text[:80]!a} is not allowed: must be a number of at most 9 digits")
+    return int(text) if text else None
 
 
 def _selected(request: Request, ref: str) -> tuple[Node, Selection]:
     node, values = find(ref, studio_of(request).store()), request.query_params
-    iteration = _number(values.get("iteration", ""), "iteration")
+    iteration = _count(values.get("iteration", ""), "iteration")
     query = Query(
-        [int(iteration)] if iteration is not None else [],
+        [iteration] if iteration is not None else [],
         values.get("source") or None,
         _number(values.get("min", ""), "lowest reward"),
         _number(values.get("max", ""), "highest reward"),
@@ -89,16 +106,14 @@ def rollouts(request: Request, ref: str) -> Response:
 
 
 @router.get("/rollouts/{ref}/rows")
-def rows(request: Request, ref: str, start: Annotated[int, Parameter(ge=0)]) -> Response:
+def rows(request: Request, ref: str, start: Number) -> Response:
     """Rows from `start` on, which the browser asks for when they come into view."""
     _, selection = _selected(request, ref)
     return page(request, "rows_part.html", part=selection.page(start, PAGE_ROWS).rows, start=start)
 
 
 @router.get("/rollouts/{ref}/diff")
-def diff(
-    request: Request, ref: str, first: Annotated[int, Parameter(ge=0)], second: Annotated[int, Parameter(ge=0)]
-) -> Response:
+def diff(request: Request, ref: str, first: Number, second: Number) -> Response:
     node = find(ref, studio_of(request).store())
     found = diff_iterations(node, first, second, MAX_DIFFS)
     return page(request, "diff.html", node=node, found=found, kept=iterations(node.directory / LEDGER))

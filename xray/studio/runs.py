@@ -13,13 +13,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 
 from xray.studio.access import Fields
-from xray.studio.pages import page, studio_of
+from xray.studio.pages import DAMAGED, page, studio_of
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.log import is_at_work, read_run, view
 from xray_runtime.report.figures import read_metrics
 from xray_runtime.report.rendering import computed_text
 from xray_runtime.stages.kinds import find_kind
 from xray_runtime.store.checkpoints import read_bounded
+from xray_runtime.store.shared import is_safe
 from xray_runtime.tracking.recorder import METRICS, RECORDS, records_directory
 
 router = APIRouter()
@@ -28,8 +29,6 @@ WIDTH, HEIGHT = 240, 56
 """Size of a curve, in pixels."""
 MAX_POINTS, MAX_CURVES, MAX_ROWS, MAX_TEXT = 240, 24, 6, 600
 RUNNING = "running"
-FIELDS = {"name", "kind", "key", "checkpoint", "findings", "cached", "computed_seconds", "computed_at"}
-"""Fields of a stage in lifecycle.json that the page shows."""
 
 
 def runs(output: Path) -> list[dict[str, Any]]:
@@ -45,9 +44,21 @@ def runs(output: Path) -> list[dict[str, Any]]:
             runs_still = content.get("status") == RUNNING and is_at_work(output, run_id)
             status = RUNNING if runs_still else "interrupted"
         # A record that was damaged shows fewer stages; the audit names it.
-        stages = [s for s in content.get("stages") or [] if isinstance(s, dict) and s.keys() >= FIELDS]
+        listed = content.get("stages")
+        stages = [s for s in (listed if isinstance(listed, list) else []) if _is_stage(s)]
         found.append({"id": run_id, "run": run, "status": status, "stages": stages, "content": content})
     return found
+
+
+def _is_stage(stage: Any) -> bool:
+    """Whether an entry of lifecycle.json has the fields that the page shows, with values of their types."""
+    try:
+        texts = [stage["name"], stage["kind"], stage["key"], stage["checkpoint"]["sha256"], *stage["findings"]]
+        computed_text(stage)
+    except DAMAGED:
+        return False
+    safe = all(isinstance(text, str) for text in texts) and is_safe(f"{stage['name']}-{stage['key'][:12]}")
+    return safe and "/" not in stage["name"] + stage["key"]
 
 
 @router.get("/")
@@ -101,7 +112,10 @@ def working(output: Path, found: dict[str, Any]) -> list[Path]:
     if found["status"] != RUNNING:
         return []
     done = {f"{stage['name']}-{stage['key'][:12]}" for stage in found["stages"]}
-    began = datetime.fromisoformat(found["run"].at).timestamp() if found["run"].at else 0.0
+    try:
+        began = datetime.fromisoformat(found["run"].at).timestamp() if found["run"].at else 0.0
+    except (ValueError, OverflowError):
+        began = 0.0
     paths = sorted((output / RECORDS).glob(f"*/{METRICS}"))
     return [path.parent for path in paths if path.parent.name not in done and path.stat().st_mtime >= began]
 
@@ -131,13 +145,13 @@ def _curve(name: str, points: list[tuple[int, float]]) -> dict[str, Any]:
 def tables(directory: Path) -> list[dict[str, Any]]:
     """The tables that a stage wrote, newest first, each with its last rows."""
     found = []
-    for path in sorted(directory.glob("*.json"), key=lambda p: -p.stat().st_mtime):
+    for path in sorted(directory.glob("*.json"), key=lambda p: -p.lstat().st_mtime):
         try:
             content = json.loads(read_bounded(path))
             rows = [[_cell(value) for value in row] for row in islice(reversed(content["rows"]), MAX_ROWS)]
             found.append({"name": path.stem, "columns": [str(c) for c in content["columns"]], "rows": rows})
-        # It is being written.
-        except (OSError, ValueError, KeyError, TypeError):
+        # It is being written, or damaged.
+        except DAMAGED:
             continue
     return found
 
