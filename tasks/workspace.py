@@ -40,6 +40,7 @@ from xray_runtime.graph.stage_identity import code_of
 from xray_runtime.lineage.adopt import checkpoint_from
 from xray_runtime.planning.auto import check_left_open, choose_layouts
 from xray_runtime.planning.workload import Machine
+from xray_runtime.processes import tighten_umask
 from xray_runtime.store.function_digest import function_sources
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.store.syntax import CodeDigestError
@@ -119,6 +120,7 @@ class Workspace(Graph):
     # Opening and closing
 
     def __enter__(self) -> Self:
+        tighten_umask()
         self.output.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             self._open(stack)

@@ -85,8 +85,18 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def tighten_umask() -> None:
+    """Let nobody but the owner write to what this process and those that it starts make from now on.
+
+    The umask of a service or a container may be 0, and MLflow's and Prefect's databases have no mode of their own.
+    """
+    os.umask(os.umask(0o077) | 0o022)
+
+
 def redirect_output(path: Path) -> None:
     """Redirect this process's output, also from C code, to the end of the file `path`."""
+    # A worker of a Ray that somebody else started has that one's umask.
+    tighten_umask()
     path.parent.mkdir(parents=True, exist_ok=True)
     target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()

@@ -20,6 +20,7 @@ from xray.cli.serve import serve
 from xray.cli.studio import studio
 from xray.cli.withdraw import withdraw
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.processes import tighten_umask
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -27,6 +28,7 @@ app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pret
 @app.callback()
 def _root() -> None:
     """X-ray: the whole life of an RLHF model as one auditable workflow."""
+    tighten_umask()
 
 
 def automations() -> None:
