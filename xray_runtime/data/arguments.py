@@ -38,9 +38,10 @@ class Arguments:
         self._gets_both = inspect.Parameter.VAR_POSITIONAL in kinds and not (kinds & by_place or names & set(FIELDS))
         self._takes_all = inspect.Parameter.VAR_KEYWORD in kinds
         if not (self._gets_both or self._takes_all or names & set(REPLIES)):
+            given = ", ".join(parameter.name for parameter in self._parameters) or "none"
             raise ValueError(
                 f"{where}: must take the replies: name a parameter {', '.join(REPLIES[:-1])} or {REPLIES[-1]}; its "
-                f"parameters are {', '.join(parameter.name for parameter in self._parameters) or 'none'}, and it is called by their names"
+                f"parameters are {given}, and it is called by their names"
             )
 
     def check(self, columns: Collection[str] | None) -> None:
