@@ -11,13 +11,20 @@ from typing import Any
 from xray_runtime.rewards.answers import read_gold, right
 
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:(?<=\d)\.?|\.\d+)(?:[eE][-+]?\d+)?")
-FENCE = re.compile(r"```[\w+-]*[ \t]*\n(.*?)```", re.DOTALL)
+FENCE = re.compile(
+    r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[\w+.-]*)[^\n`]*\n(?P<content>.*?)(?:^[ \t]*(?P=fence)|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
+PYTHON = ("python", "python3", "py")
 
 
-def last_block(reply: str) -> str:
-    """The last fenced block of a reply, or the reply if there is none."""
-    blocks = FENCE.findall(reply)
-    return str(blocks[-1]) if blocks else reply.strip()
+def last_block(reply: str, *languages: str) -> str:
+    """The last fenced block of a reply: of those named one of `languages`, or else of those without a name, or else of
+    all. The reply if there is none."""
+    found = [(block["language"].lower(), block["content"]) for block in FENCE.finditer(reply)]
+    named, unnamed = ([text for name, text in found if name in names] for names in (languages, ("",)))
+    blocks = named or unnamed or [text for _, text in found]
+    return blocks[-1] if blocks else reply.strip()
 
 
 def math(reply: str, answer: Any) -> float:
@@ -71,7 +78,7 @@ def json_schema(reply: str, schema: Any) -> float:
 
     schema = _schema(schema)
     try:
-        value = json.loads(last_block(reply), parse_constant=_no_json)
+        value = json.loads(last_block(reply, "json"), parse_constant=_no_json)
     except ValueError:
         return 0.0
     # An empty registry, so that references are not downloaded.

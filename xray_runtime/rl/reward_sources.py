@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from xray_runtime.algorithms.rewards import SourceScores, uncertainty_penalized, weighted_sum
-from xray_runtime.config.rewards import source_names
+from xray_runtime.config.rewards import CodeVerifier, source_names
 from xray_runtime.data.gold import import_function
 from xray_runtime.data.pairs import HELDOUT, TRAIN, VALIDATION, Example, Messages, Pairs, prompt_text
 from xray_runtime.data.rows import first_alike, non_finite, row_keys
@@ -26,6 +26,7 @@ from xray_runtime.errors import NonFiniteError
 from xray_runtime.graph.artifacts import REWARD_HEAD
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.models.weight_files import same_trunk
+from xray_runtime.rewards.code.reply import IS_REFUSED
 from xray_runtime.rewards.functions import FunctionSource
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rewards.judge import JudgeSource
@@ -84,6 +85,7 @@ class RewardSources:
             if not term.roles:
                 self._external[source] = self._open(source, term, stage.functions)
         self._check_columns(getattr(stage.inputs, "prompts", None) or getattr(stage.inputs, "data", None))
+        self._code = [s for s, term in self._terms.items() if isinstance(term.verifier, CodeVerifier)]
         self.weights = {source: term.weight for source, term in self._terms.items()}
         if field == "rewards" and getattr(config, "environment", None) is not None:
             self.weights[ENVIRONMENT] = 1.0
@@ -206,7 +208,8 @@ class RewardSources:
             values[source][list(by_row)] = torch.tensor([score.value for score in by_row.values()])
         apart = {source: scores.std(0, correction=0) for source, scores in members.items()}
         reasons = {s: [_why(by_row.get(row)) for row in range(len(replies))] for s, by_row in given.items()}
-        scored = SourceScores({source: values[source] for source in self.weights}, applies, apart, reasons)
+        refused = {s: [_is_refused(found[s].get(row)) for row in range(len(replies))] for s in self._code if s in found}
+        scored = SourceScores({source: values[source] for source in self.weights}, applies, apart, reasons, refused)
         self._check_models(answered, batch)
         self._check(scored, given)
         # Failures are journaled only after the checks: if the stage fails, its next attempt asks again.
@@ -328,6 +331,11 @@ def _columns(dataset: Path) -> list[str]:
     batches = (batch for side in sides for batch in Pairs(side, Example).batches())
     found = ({name: None for row in batch for name in json.loads(row.columns)} for batch in batches)
     return list(next(filter(None, found), {}))
+
+
+def _is_refused(score: Score | None) -> bool:
+    """Whether a reply's code used what the sandbox refuses."""
+    return score is not None and IS_REFUSED in (score.why or "")
 
 
 def _why(score: Score | None) -> str | None:
