@@ -28,7 +28,11 @@ def last_block(reply: str, *languages: str) -> str:
 
 
 def math(reply: str, answer: Any) -> float:
-    """Whether the reply's final answer equals `answer` (a number, LaTeX or a text), as `answers` compares them.
+    r"""Whether the reply's final answer equals `answer`: a number, LaTeX or a text, or a solution with `####` or a box.
+
+    The reply's answer is what it boxes, else what follows its last `####` or "answer is", else its last formula or
+    number. `1, 2`, `1 or 2` and `\{2, 1\}` are equal, `(1, 2)` and `(2, 1)` are not; `x=5` equals 5; `50\%` equals 50
+    and 0.5; units count where both have one; `101_2` needs its base; a decimal equals 1/3 or π in six digits.
 
     Raises:
         ValueError: `answer` is not read whole.
