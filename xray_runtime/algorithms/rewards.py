@@ -29,6 +29,9 @@ class SourceScores:
     failures: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
     """Source that may fail → why it has no score of each reply [B]; None where it has one, or does not apply."""
 
+    refused: Mapping[str, Sequence[bool]] = field(default_factory=dict)
+    """Source that runs code → whether the code of each reply used what the sandbox refuses [B]."""
+
     def failed(self, source: str) -> Tensor:
         """True for each reply whose score by `source` failed [B] bool."""
         return self.applies[source] & self.values[source].isnan()
@@ -78,8 +81,8 @@ def uncertainty_penalized(members: Tensor, uncertainty: float) -> Tensor:
 
 
 def statistics(scores: SourceScores) -> dict[str, dict[str, float]]:
-    """Source → `mean`, `std` (population), `min` and `max` of its scores, where it has any, how many `failed`; and of
-    an ensemble the members' mean `disagreement`."""
+    """Source → `mean`, `std` (population), `min` and `max` of its scores, where it has any, how many `failed`; of an
+    ensemble the members' mean `disagreement`; and how many replies' code used what the sandbox has `refused`."""
     found: dict[str, dict[str, float]] = {}
     for source, values in scores.values.items():
         there = values[scores.applies[source] & ~values.isnan()].double()
@@ -89,6 +92,8 @@ def statistics(scores: SourceScores) -> dict[str, dict[str, float]]:
             numbers |= {"min": float(there.min()), "max": float(there.max())}
         if source in scores.disagreements:
             numbers["disagreement"] = float(scores.disagreements[source].double().mean())
+        if source in scores.refused:
+            numbers["refused"] = float(sum(scores.refused[source]))
         found[source] = numbers
     return found
 

@@ -59,7 +59,7 @@ class Route(Section):
 
 
 class MathVerifier(Section):
-    """1 if the reply's final answer is mathematically equal to the column's (math-verify)."""
+    """1 if the reply's final answer equals the column's: a number, LaTeX or a text."""
 
     kind: Literal["math"] = "math"
     column: Column
@@ -69,7 +69,7 @@ class MathVerifier(Section):
 
 class RegexVerifier(Section):
     """1 if the pattern is found in the reply. With `column`: if its last match, or that match's first group, equals the
-    column's value."""
+    column's value, a text as text and a number as a number."""
 
     kind: Literal["regex"] = "regex"
     pattern: Annotated[str, Field(min_length=1), AfterValidator(_compiles)]
@@ -97,7 +97,7 @@ class JSONSchemaVerifier(Section):
 
 
 class CodeVerifier(Section):
-    """1 if the reply's Python code, or its last fenced block, passes the column's tests. Code and tests run in separate
+    """1 if the reply's last Python block, or the reply, passes the column's tests. Code and tests run in separate
     sandboxes."""
 
     kind: Literal["code"] = "code"
@@ -170,8 +170,9 @@ class ExternalReward(Section):
     when: Route | None = None
     """The rows that it applies to; it contributes nothing to others."""
     function: Function | None = None
-    """`module:function`, `f(prompts, replies) -> scores`. It may also take `messages`, `columns`, `metadata` and
-    columns of the dataset by name, and may be async. It returns None for a reply that it cannot score."""
+    """`module:function`, which may be async. It is called by the names of its parameters: `prompts`; `replies`,
+    `completions` or `responses`; `messages`, `columns`, `metadata`, and columns of the dataset. It returns a number for
+    each reply, None for one that it cannot score."""
     timeout_s: Positive = 300.0
     """A call of `function` fails if it takes longer."""
     retries: Annotated[int, Field(ge=0)] = 2

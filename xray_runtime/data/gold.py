@@ -7,10 +7,12 @@ import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 from xray_runtime.config.allowed_imports import check_import
 from xray_runtime.config.sources import BUILT_IN_GOLD
+from xray_runtime.data.arguments import FIELDS, Arguments
 from xray_runtime.data.reasoning import answers_of
 from xray_runtime.errors import shown
 
@@ -36,14 +38,17 @@ def load_gold(name: str, functions: Mapping[str, Callable[..., Any]]) -> GoldSco
         name: a name in `functions` (passed by a graph), or an import path `module:function`.
 
     Raises:
-        ValueError: as `import_function`; later, if a call does not return one finite number per reply.
+        ValueError: as `import_function` and `Arguments`; later, if a call does not return one finite number per reply.
     """
     if name == BUILT_IN_GOLD:
         return vader
     function = functions.get(name) or import_function(name, "gold")
+    arguments = Arguments(function, f"gold {name!r}", FIELDS)
+    arguments.check(())
 
     def checked(prompts: Sequence[str], replies: Sequence[str]) -> list[float]:
-        answer = function(list(prompts), list(replies))
+        positional, keywords = arguments.of(SimpleNamespace(prompts=prompts, replies=replies))
+        answer = function(*positional, **keywords)
         try:
             scores = [float(score) for score in score_list(answer, len(replies))]
         except (TypeError, ValueError) as error:

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from xray_runtime.config.ppo import JudgingConfig
 from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.validation import ConfigError, hint
+from xray_runtime.data.arguments import FIELDS, Arguments
 from xray_runtime.graph.artifacts import Artifact, RewardModel
 from xray_runtime.graph.handles import Handle, RewardSource, Weighted, reward
 from xray_runtime.graph.kind import Role, StageKind
-from xray_runtime.rewards.functions import Arguments
 
 if TYPE_CHECKING:
     from xray_runtime.graph.graph import Graph
@@ -106,16 +105,16 @@ class Binding:
 
 
 def check_functions(config: Any, inputs: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> None:
-    """Raise ConfigError if a reward function has other parameters than prompts, replies and columns of the dataset."""
-    if not isinstance(config, JudgingConfig):
-        return
+    """Raise ValueError if a reward function, or the gold score, takes what it cannot be given."""
+    gold = getattr(config, "gold", None)
+    if gold in functions:
+        Arguments(functions[gold], f"gold {gold!r}", FIELDS).check(())
     data = dataset_config(inputs)
     for where in ("rewards", "judges"):
         for number, term in enumerate(getattr(config, where, ())):
-            if term.function in functions:
+            if getattr(term, "function", None) in functions:
                 arguments = Arguments(functions[term.function], f"{where}.{number}.function {term.function!r}")
-                if data is not None:
-                    arguments.check(data.columns)
+                arguments.check(None if data is None else data.columns)
 
 
 def dataset_config(inputs: Mapping[str, Any]) -> DataConfig | None:

@@ -63,7 +63,7 @@ pa pascal;percent""".replace("\n", " ").split(";")
     )
     for name in names
 }
-UNITS["mph"] = "mi hr"
+UNITS["mph"] = "mi h"
 """A unit's names → the one that stands for all."""
 MODIFIERS = {"square", "squared", "sq", "cubic", "cubed", "cu", "per"}
 WORDS = {"no", "on", "up", "am", "pm"}

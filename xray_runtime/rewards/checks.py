@@ -11,17 +11,28 @@ from typing import Any
 from xray_runtime.rewards.answers import read_gold, right
 
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:(?<=\d)\.?|\.\d+)(?:[eE][-+]?\d+)?")
-FENCE = re.compile(r"```[\w+-]*[ \t]*\n(.*?)```", re.DOTALL)
+FENCE = re.compile(
+    r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[\w+.-]*)[^\n`]*\n(?P<content>.*?)(?:^[ \t]*(?P=fence)|\Z)",
+    re.DOTALL | re.MULTILINE,
+)
+PYTHON = ("python", "python3", "py")
 
 
-def last_block(reply: str) -> str:
-    """The last fenced block of a reply, or the reply if there is none."""
-    blocks = FENCE.findall(reply)
-    return str(blocks[-1]) if blocks else reply.strip()
+def last_block(reply: str, *languages: str) -> str:
+    """The last fenced block of a reply: of those named one of `languages`, or else of those without a name, or else of
+    all. The reply if there is none."""
+    found = [(block["language"].lower(), block["content"]) for block in FENCE.finditer(reply)]
+    named, unnamed = ([text for name, text in found if name in names] for names in (languages, ("",)))
+    blocks = named or unnamed or [text for _, text in found]
+    return blocks[-1] if blocks else reply.strip()
 
 
 def math(reply: str, answer: Any) -> float:
-    """Whether the reply's final answer equals `answer` (a number, LaTeX or a text), as `answers` compares them.
+    r"""Whether the reply's final answer equals `answer`: a number, LaTeX or a text, or a solution with `####` or a box.
+
+    The reply's answer is what it boxes, else what follows its last `####` or "answer is", else its last formula or
+    number. `1, 2`, `1 or 2` and `\{2, 1\}` are equal, `(1, 2)` and `(2, 1)` are not; `x=5` equals 5; `50\%` equals 50
+    and 0.5; units count where both have one; `101_2` needs its base; a decimal equals 1/3 or π in six digits.
 
     Raises:
         ValueError: `answer` is not read whole.
@@ -71,7 +82,7 @@ def json_schema(reply: str, schema: Any) -> float:
 
     schema = _schema(schema)
     try:
-        value = json.loads(last_block(reply), parse_constant=_no_json)
+        value = json.loads(last_block(reply, "json"), parse_constant=_no_json)
     except ValueError:
         return 0.0
     # An empty registry, so that references are not downloaded.

@@ -2,77 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
+from xray_runtime.data.arguments import Arguments
 from xray_runtime.data.gold import FormError, score_list
 from xray_runtime.errors import NonFiniteError
+from xray_runtime.rewards.event_loop import cancel, start
 from xray_runtime.rewards.source import Batch, Score, as_number, described, failure, is_infinite
 
 log = logging.getLogger(__name__)
 
-OF_REPLIES = ("reasoning", "answers")
-"""The two parts of each reply."""
-GIVEN = ("messages", "columns", "metadata", *OF_REPLIES)
-"""Keywords that a function may take besides the dataset's columns."""
 PARTS = 8
 """If a function fails for so many parts of a batch, the function is at fault, not a reply."""
 
 
-class Arguments:
-    """The further parameters of a function `f(prompts, replies, ...)`.
-
-    Args:
-        where: name of the function in errors.
-
-    Raises:
-        ValueError: it cannot be called with prompts and replies.
-    """
-
-    def __init__(self, function: Callable[..., Any], where: str) -> None:
-        self._where = where
-        try:
-            parameters = list(inspect.signature(function).parameters.values())
-        except (TypeError, ValueError):
-            parameters = []  # a builtin, which may fail when it is called
-        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]
-        rest = [p for p in parameters if p not in by_position and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        self._takes = {p.name for p in rest if p.kind is not p.POSITIONAL_ONLY}
-        self._needs = [p.name for p in rest if p.default is p.empty and p.name not in GIVEN]
-        if parameters and len(by_position) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-            raise ValueError(f"{where}: must take the arguments prompts and replies, in this order")
-
-    def check(self, columns: Collection[str]) -> None:
-        """Raises ValueError if a required parameter is not one of the dataset's `columns`, or a parameter is both a
-        column and a part of the replies."""
-        for name in OF_REPLIES:
-            if name in self._takes and name in columns:
-                raise ValueError(
-                    f"{self._where}: takes {name!r}, which is a part of the replies and a column of the dataset: take "
-                    f"`columns` for the column, or rename it"
-                )
-        for name in self._needs:
-            if name not in columns:
-                raise ValueError(
-                    f"{self._where}: takes {name!r}, which is not a column of the dataset: there are "
-                    f"{', '.join(columns) or 'none'}; add it to data.columns"
-                )
-
-    def of(self, batch: Batch) -> dict[str, Any]:
-        """The keyword arguments for a batch."""
-        self.check(batch.columns)
-        offered = dict(batch.columns) | {name: getattr(batch, name) for name in GIVEN if name not in OF_REPLIES}
-        offered |= {name: getattr(batch, name) for name in OF_REPLIES if name in self._takes}
-        return {name: value for name, value in offered.items() if self._takes_all or name in self._takes}
-
-
 class FunctionSource:
-    """A function `f(prompts, replies, ...)` that returns a number, or None, for each reply.
+    """A function that returns a number, or None, for each reply; it is called as `Arguments` says.
 
     A reply for which it raises has no score: the batch is halved until such replies are found, and the scores come from
     a last call with all others.
@@ -83,7 +33,7 @@ class FunctionSource:
         retries: number of repetitions of a failed call.
 
     Raises:
-        ValueError: it cannot be called with prompts and replies.
+        ValueError: its parameters are not known.
     """
 
     relative = True
@@ -91,6 +41,7 @@ class FunctionSource:
     def __init__(self, function: Callable[..., Any], where: str, timeout_s: float, retries: int) -> None:
         self._function, self._where, self._timeout_s, self._retries = function, where, timeout_s, retries
         self._arguments = Arguments(function, where)
+        self.check_columns = self._arguments.check
 
     def score(self, batch: Batch) -> list[Score]:
         rows = list(range(len(batch.replies)))
@@ -128,10 +79,10 @@ class FunctionSource:
     def _tried(self, batch: Batch, rows: list[int], retries: int) -> list[Score] | BaseException:
         """The scores of `rows`, or the exception after the last retry."""
         some = batch.take(rows)
-        keywords = self._arguments.of(some)
         error: BaseException | None = None
         for _ in range(retries + 1):
-            answer, error = self._call(list(some.prompts), list(some.replies), keywords)
+            # Anew for each call, since the last one may have changed them.
+            answer, error = self._call(len(rows), *self._arguments.of(some))
             if error is None:
                 return self._scores(answer)
             if isinstance(error, FormError):
@@ -140,29 +91,30 @@ class FunctionSource:
         return error
 
     def _call(
-        self, prompts: list[str], replies: list[str], keywords: dict[str, Any]
+        self, num_replies: int, positional: list[Any], keywords: dict[str, Any]
     ) -> tuple[list[Any], BaseException | None]:
         """(answer, error), one of which is empty."""
         found: list[tuple[list[Any], BaseException | None]] = []
-
-        async def limited(answer: Any) -> Any:
-            return await asyncio.wait_for(answer, self._timeout_s)
+        waiting: list[Future[Any]] = []
 
         def call() -> None:
             try:
-                answer = self._function(prompts, replies, **keywords)
+                answer = self._function(*positional, **keywords)
                 if inspect.isawaitable(answer):
-                    answer = asyncio.run(limited(answer))
-                found.append((score_list(answer, len(replies)), None))
+                    waiting.append(start(answer))
+                    answer = waiting[0].result()
+                found.append((score_list(answer, num_replies), None))
             except BaseException as error:  # SystemExit of user code too
                 found.append(([], error))
 
         thread = threading.Thread(target=call, name=f"reward {self._where}", daemon=True)
         thread.start()
         thread.join(self._timeout_s)
-        late = TimeoutError(f"no answer within timeout_s = {self._timeout_s:g}")
-        answer, error = found[0] if found else ([], late)
-        return answer, late if isinstance(error, TimeoutError) and not str(error) else error
+        if found:
+            return found[0]
+        for future in waiting:
+            cancel(future)
+        return [], TimeoutError(f"no answer within timeout_s = {self._timeout_s:g}")
 
     def _scores(self, values: list[Any]) -> list[Score]:
         for value in values:

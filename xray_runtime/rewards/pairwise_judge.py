@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.bounded_http import AnswerError
-from xray_runtime.rewards.judge import completion_text, request
+from xray_runtime.rewards.judge import NO_REFERENCE, completion_text, lacks_reference, request
 from xray_runtime.rewards.remote import ask_all
 from xray_runtime.rewards.source import Batch, Score, failure
 
@@ -43,8 +43,8 @@ says nothing.
 
 Give reasons in a sentence or two. Then end with one line: "Winner: A", "Winner: B" or "Winner: tie"."""
 
-WINNER = re.compile(r"winner\W{0,8}?\b(a|b|tie)\W*$", re.IGNORECASE | re.MULTILINE)
-ALONE = re.compile(r"\W*(a|b|tie)\W*", re.IGNORECASE)
+WINNER = re.compile(r"winner(?:\s+is)?\W{0,8}?\b(?:reply[\s_]+)?(a|b|tie)\W*$", re.IGNORECASE | re.MULTILINE)
+ALONE = re.compile(r"\W*(?:reply[\s_]+)?(a|b|tie)\W*", re.IGNORECASE)
 SHARES = {"a": 1.0, "b": 0.0, "tie": 0.5}
 """Verdict → share of the reply that is shown first."""
 
@@ -61,9 +61,10 @@ class PairwiseJudgeSource:
     def score(self, batch: Batch) -> list[Score]:
         replies = batch.answers
         pairs = [pair for group in _groups(batch) for pair in circle(group, self._opponents)]
+        references = batch.column(self._config.column)
+        pairs = [pair for pair in pairs if not any(lacks_reference(self._config, references[row]) for row in pair)]
         distinct = [(a, b) for a, b in pairs if replies[a] != replies[b]]
         orders = [order for a, b in distinct for order in ((a, b), (b, a))]
-        references = batch.column(self._config.column)
         requests = [
             request(self._config, PROMPT, batch.messages[a], references[a], a=replies[a], b=replies[b])
             for a, b in orders
@@ -85,7 +86,9 @@ class PairwiseJudgeSource:
             share = (first + 1.0 - second) / 2
             won[a].append(share)
             won[b].append(1.0 - share)
-        return [_score(shares, failed) for shares, failed in zip(won, lost, strict=True)]
+        scores = [_score(shares, failed) for shares, failed in zip(won, lost, strict=True)]
+        without = [lacks_reference(self._config, reference) for reference in references]
+        return [failure(NO_REFERENCE) if no else score for no, score in zip(without, scores, strict=True)]
 
 
 def _score(shares: list[float], failed: list[Score]) -> Score:

@@ -170,7 +170,7 @@ class _CodeChecks:
             tests = read_tests(given)
         except ValueError as error:
             return failure(f"column {config.column!r} {error}")
-        return self._sandbox.score(checks.last_block(reply), tests, config.limit_s, config.memory_mb)
+        return self._sandbox.score(checks.last_block(reply, *checks.PYTHON), tests, config.limit_s, config.memory_mb)
 
     def refusal(self, given: Any) -> str | None:
         """Why the column's value cannot be used."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,9 @@ from xray_runtime.algorithms.statistics import explained_variance
 from xray_runtime.rl.agent_records import agent_metrics
 from xray_runtime.rl.episode import episode_means
 from xray_runtime.training.finite import naming
+
+MAX_NAME = 150
+"""Characters of a reward source's name in metrics; MLflow allows 250 for the whole."""
 
 if TYPE_CHECKING:
     from xray_runtime.algorithms.estimators import AdvantageInputs
@@ -129,8 +133,11 @@ def reward_metrics(rewards: RewardSources, sources: SourceScores) -> dict[str, f
 
 
 def metric_name(source: str) -> str:
-    """A reward source's name in metrics, without the characters that MLflow does not allow."""
-    return re.sub(r"[^\w. -]", ".", source)
+    """A reward source's name in metrics, without the characters that MLflow does not allow, and not too long for it."""
+    name = re.sub(r"[^\w. -]", ".", source)
+    if len(name) <= MAX_NAME:
+        return name
+    return f"{name[:MAX_NAME]}.{hashlib.sha256(source.encode()).hexdigest()[:8]}"
 
 
 def rollout_metrics(config: PPOConfig, rollout: Rollout, scored: ScoredRollout, iteration: int) -> dict[str, float]:

@@ -6,9 +6,10 @@ them. Answers of functions, verifiers, services and judges are journaled for the
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,14 +18,15 @@ import numpy as np
 import torch
 
 from xray_runtime.algorithms.rewards import SourceScores, uncertainty_penalized, weighted_sum
-from xray_runtime.config.rewards import source_names
+from xray_runtime.config.rewards import CodeVerifier, source_names
 from xray_runtime.data.gold import import_function
-from xray_runtime.data.pairs import Messages, prompt_text
+from xray_runtime.data.pairs import HELDOUT, TRAIN, VALIDATION, Example, Messages, Pairs, prompt_text
 from xray_runtime.data.rows import first_alike, non_finite, row_keys
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.graph.artifacts import REWARD_HEAD
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.models.weight_files import same_trunk
+from xray_runtime.rewards.code.reply import IS_REFUSED
 from xray_runtime.rewards.functions import FunctionSource
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rewards.judge import JudgeSource
@@ -83,6 +85,7 @@ class RewardSources:
             if not term.roles:
                 self._external[source] = self._open(source, term, stage.functions)
         self._check_columns(getattr(stage.inputs, "prompts", None) or getattr(stage.inputs, "data", None))
+        self._code = [s for s, term in self._terms.items() if isinstance(term.verifier, CodeVerifier)]
         self.weights = {source: term.weight for source, term in self._terms.items()}
         if field == "rewards" and getattr(config, "environment", None) is not None:
             self.weights[ENVIRONMENT] = 1.0
@@ -105,9 +108,15 @@ class RewardSources:
                     self.branches[role] = BranchSpec(path, path / REWARD_HEAD)
 
     def _check_columns(self, dataset: Artifact | None) -> None:
-        """Check what verifiers compare with in all rows, before models are opened."""
+        """Check what sources take from the dataset, in all rows, before models are opened."""
+        if dataset is None or not self._external:
+            return
+        columns = _columns(dataset.path)
         for source, opened in self._external.items():
-            if isinstance(opened, VerifierSource) and dataset is not None:
+            self._require(source, columns)
+            if isinstance(opened, FunctionSource):
+                opened.check_columns(columns)
+            if isinstance(opened, VerifierSource):
                 opened.check_column(dataset.path, f"{self._fields[source]}.verifier", self._terms[source].when)
 
     def _open(self, source: str, term: RewardTerm, functions: Mapping[str, Any]) -> Source:
@@ -199,7 +208,8 @@ class RewardSources:
             values[source][list(by_row)] = torch.tensor([score.value for score in by_row.values()])
         apart = {source: scores.std(0, correction=0) for source, scores in members.items()}
         reasons = {s: [_why(by_row.get(row)) for row in range(len(replies))] for s, by_row in given.items()}
-        scored = SourceScores({source: values[source] for source in self.weights}, applies, apart, reasons)
+        refused = {s: [_is_refused(found[s].get(row)) for row in range(len(replies))] for s in self._code if s in found}
+        scored = SourceScores({source: values[source] for source in self.weights}, applies, apart, reasons, refused)
         self._check_models(answered, batch)
         self._check(scored, given)
         # Failures are journaled only after the checks: if the stage fails, its next attempt asks again.
@@ -241,14 +251,17 @@ class RewardSources:
 
     def _applies(self, source: str, batch: Batch) -> torch.Tensor:
         term = self._terms[source]
-        for field, column in term.columns.items():
-            if column not in batch.columns:
-                raise ValueError(
-                    f"{self._fields[source]}.{field}: {column!r} is not a column of the dataset: add it to data.columns"
-                )
+        self._require(source, batch.columns)
         if term.when is None:
             return torch.ones(len(batch.replies), dtype=torch.bool)
         return torch.tensor([term.when.applies(value) for value in batch.columns[term.when.column]], dtype=torch.bool)
+
+    def _require(self, source: str, columns: Collection[str]) -> None:
+        for field, column in self._terms[source].columns.items():
+            if column not in columns:
+                raise ValueError(
+                    f"{self._fields[source]}.{field}: {column!r} is not a column of the dataset: add it to data.columns"
+                )
 
     def _members_scores(self, term: RewardTerm, answered: Rows) -> torch.Tensor:
         """Scores of an ensemble's members [M, B], each normalized by its held-out moments."""
@@ -310,6 +323,19 @@ class RewardSources:
         if lost == total or lost / total > self._max_failed:
             raise RuntimeError(f"{message} (max_failed = {self._max_failed:g})")
         log.warning("%s", message)
+
+
+def _columns(dataset: Path) -> list[str]:
+    """The columns of the first rows that have any."""
+    sides = [dataset / side for side in (TRAIN, VALIDATION, HELDOUT) if (dataset / side).exists()]
+    batches = (batch for side in sides for batch in Pairs(side, Example).batches())
+    found = ({name: None for row in batch for name in json.loads(row.columns)} for batch in batches)
+    return list(next(filter(None, found), {}))
+
+
+def _is_refused(score: Score | None) -> bool:
+    """Whether a reply's code used what the sandbox refuses."""
+    return score is not None and IS_REFUSED in (score.why or "")
 
 
 def _why(score: Score | None) -> str | None:

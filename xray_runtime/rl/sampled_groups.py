@@ -16,6 +16,7 @@ from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rl.episode import EpisodeBatch
 from xray_runtime.rl.episodes import open_episodes
+from xray_runtime.rl.metrics import metric_name
 from xray_runtime.rl.reward_sources import RewardSources
 from xray_runtime.rl.sampled_replies import GENERATION_BATCH, prompt_rows, sampling_of
 from xray_runtime.rl.scoring import episode_scores, own_texts
@@ -81,6 +82,7 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, out: Path
     batches = np.array_split(order, max(num_replies // GENERATION_BATCH, 1))
     sampling = sampling_of(config, policy, tokenizer)
     sources, done = RewardSources(stage), _Done()
+    gold = load_gold(config.gold, stage.functions) if config.gold is not None else None
     generator = GeneratorSpec(policy, limit + longest, config.generator)
     with (
         stage.open_models({"generator": generator, **sources.specs()}) as models,
@@ -113,7 +115,6 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, out: Path
             done.ended += ended
             recorder.progress(len(done.replies), num_replies, "replies", "sampled and scored")
             state.step_done(number + 1, len(batches))
-    gold = load_gold(config.gold, stage.functions) if config.gold is not None else None
     return _groups(config, [found[i][0] for i in order], done, gold)
 
 
@@ -133,7 +134,7 @@ def _groups(config: GroupsConfig, prompts: list[Messages], done: _Done, gold: Go
     for name, scores in done.scores.items():
         found = [score for score in scores if math.isfinite(score)]
         if found:
-            stats[f"source/{name}"] = sum(found) / len(found)
+            stats[f"source/{metric_name(name)}"] = sum(found) / len(found)
     if not out.all():
         stats["reward"] = float(rewards[~out].mean())
     if gold is not None:

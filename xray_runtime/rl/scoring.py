@@ -133,6 +133,7 @@ def _gathered(parts: Sequence[ScoredRollout], places: Sequence[int]) -> ScoredRo
             tensors([of.applies for of in sources]),
             tensors([of.disagreements for of in sources]),
             {name: listed([of.failures[name] for of in sources]) for name in sources[0].failures},
+            {name: listed([of.refused[name] for of in sources]) for name in sources[0].refused},
         ),
         listed([part.reasoning_lengths for part in parts]),
     )

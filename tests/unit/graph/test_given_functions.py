@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -38,8 +39,10 @@ def test_a_function_takes_columns_that_the_dataset_has(graph: Graph) -> None:
 
     data, base, _ = parts(columns=["answer", "task"])
     xray.ppo(base, prompts=data, rewards=[right])
-    lost = "takes 'anser', which is not a column of the dataset: there are answer, task; add it to data.columns"
-    for function, why in {wrong: lost, lonely: "must take the arguments prompts and replies, in this order"}.items():
+    lost = "takes 'anser', which is not a column of the dataset: there are answer, task; add it to data.columns, "
+    lost += "or name it prompts, replies, completions, responses, messages, columns, metadata"
+    must = "must take the replies: name a parameter replies, completions or responses; its parameters are prompts"
+    for function, why in {wrong: lost, lonely: f"{must}, and it is called by their names"}.items():
         name = f"{__name__}:{function.__qualname__}"
         with pytest.raises(ConfigError) as error:
             xray.ppo(base, prompts=data, rewards=[right, 0.5 * xray.reward(function)], name="other")
@@ -134,3 +137,56 @@ def test_an_algorithm_is_a_function_too(graph: Graph, monkeypatch: pytest.Monkey
     ):
         said = refused(lambda fields=fields: xray.ppo(base, data, rewards=[brevity], **fields))
         assert said.startswith(message)
+
+
+class Scorer:
+    def __call__(self, prompts: Any, replies: Any) -> list[float]:
+        return [1.0] * len(replies)
+
+
+UNKNOWN = "must take the replies"
+NOT_A_FUNCTION = "is not allowed: must be a function"
+CALLABLES: list[tuple[Any, str | None]] = [
+    (lambda prompts, replies: [1.0] * len(replies), None),
+    (lambda completions, prompts, **kwargs: [1.0] * len(completions), None),
+    (lambda a, b: [1.0] * len(b), UNKNOWN),
+    (lambda prompts: [1.0] * len(prompts), UNKNOWN),
+    (len, UNKNOWN),
+    (max, "its parameters cannot be read"),
+    (Scorer, UNKNOWN),
+    (Scorer(), NOT_A_FUNCTION),
+    (functools.partial(brevity), NOT_A_FUNCTION),
+    (brevity, None),
+]
+STAGES = {
+    "ppo": lambda data, base, of: xray.ppo(base, data, rewards=[of], name="s"),
+    "judges": lambda data, base, of: xray.evaluate(base, base, data, judges=[of], name="s"),
+    "evaluate": lambda data, base, of: xray.evaluate(base, base, data, rewards=[of], name="s"),
+    "best_of_n": lambda data, base, of: xray.best_of_n(base, data, rewards=[of], name="s"),
+    "preferences": lambda data, base, of: xray.preferences(
+        policy=base, data=data, source="rewards", rewards=[of], name="s"
+    ),
+    "gold of ppo": lambda data, base, of: xray.ppo(base, data, rewards=[brevity], gold=of, name="s"),
+    "gold of best_of_n": lambda data, base, of: xray.best_of_n(base, data, rewards=[brevity], gold=of, name="s"),
+    "gold of evaluate": lambda data, base, of: xray.evaluate(base, base, data, gold=of, name="s"),
+    "gold of preferences": lambda data, base, of: xray.preferences(
+        policy=base, data=data, source="gold", gold=of, name="s"
+    ),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("function", "why"), CALLABLES)
+def test_each_stage_takes_a_function_or_refuses_it_at_the_call(
+    graph: Graph, stage: str, function: Any, why: str | None
+) -> None:
+    data, base, _ = parts()
+    if why is None:
+        call = STAGES[stage](data, base, function).call
+        assert call is not None
+        assert function in call.functions.values()
+        return
+    said = refused(lambda: STAGES[stage](data, base, function))
+    gold_alone = stage.startswith("gold") and why == NOT_A_FUNCTION and "s.gold: " in said
+    assert why in said or gold_alone
+    assert "\n" not in said

@@ -8,12 +8,14 @@ import logging
 import math
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from xray_runtime.rewards import event_loop
 from xray_runtime.rewards.functions import FunctionSource
 from xray_runtime.rewards.source import Batch, Score
 
@@ -133,7 +135,7 @@ def test_a_call_that_hangs_has_failed() -> None:
             lambda prompts, replies, anser: [],
             "takes 'anser', which is not a column of the dataset: there are answer, level; add it to",
         ),
-        (lambda prompts: [], "must take the arguments prompts and replies, in this order"),
+        (lambda prompts: [], "must take the replies: name a parameter replies, completions or responses"),
     ],
 )
 def test_a_function_that_is_none_of_scores_is_an_error(function: Callable[..., Any], message: str) -> None:
@@ -251,10 +253,91 @@ def test_a_name_that_is_a_column_too_is_refused(name: str) -> None:
     space: dict[str, Any] = {}
     exec(f"def f(prompts, replies, {name}): return [1.0] * len(replies)", space)
     batch = Batch(["a"], ["b"], [[]], {name: ["c"]})
-    with pytest.raises(ValueError, match=f"takes '{name}', which is a part of the replies and a column of the dataset"):
+    with pytest.raises(ValueError, match=f"takes '{name}', which is a column of the dataset and a field"):
         FunctionSource(space["f"], "f", 5.0, 0).score(batch)
 
     def all_columns(prompts: list[str], replies: list[str], **columns: Any) -> list[float]:
         return [float(columns[name] == ["c"])]
 
     assert FunctionSource(all_columns, "f", 5.0, 0).score(batch) == [Score(1.0)]
+GLOBAL_LIMIT = asyncio.Semaphore(1)
+CLIENT: list[asyncio.Future[float]] = []
+
+
+def test_what_belongs_to_an_event_loop_works_in_every_call() -> None:
+    """A semaphore binds to the loop in which someone waits for it; a client to the one in which it was opened."""
+
+    async def one(reply: str) -> float:
+        async with GLOBAL_LIMIT:
+            await asyncio.sleep(0.001)
+        if not CLIENT:
+            CLIENT.append(asyncio.get_running_loop().create_future())
+            CLIENT[0].set_result(1.0)
+        return float(reply) * await asyncio.shield(CLIENT[0])
+
+    async def limited(replies: list[str]) -> list[float]:
+        return list(await asyncio.gather(*map(one, replies)))
+
+    sources = [FunctionSource(limited, name, 5.0, 0) for name in ("f", "g")]
+    for _ in range(2):
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(lambda source: source.score(BATCH), sources))
+        assert [[score.value for score in scores] for scores in found] == [[2.0, 5.0]] * 2
+
+
+def test_what_is_late_is_cancelled_and_has_no_score() -> None:
+    cancelled = threading.Event()
+
+    async def hangs(replies: list[str]) -> list[float]:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return [0.0] * len(replies)
+
+    found = ask(hangs, timeout_s=0.1)
+    assert all(math.isnan(score.value) for score in found)
+    assert cancelled.wait(5.0)
+
+    async def partly(replies: list[str]) -> list[Any]:
+        late, done = asyncio.wait_for(asyncio.sleep(60), 0.01), asyncio.sleep(0, 1.0)
+        return list(await asyncio.gather(late, done, return_exceptions=True))
+
+    first, second = ask(partly)
+    assert math.isnan(first.value)
+    assert second.value == 1.0
+    # What cancels itself is no score either.
+    assert math.isnan(ask(lambda replies: (_ for _ in ()).throw(asyncio.CancelledError))[0].value)
+
+
+def test_a_function_that_blocks_the_loop_costs_its_own_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "GRACE_S", 0.1)
+    release = threading.Event()
+
+    async def blocks(replies: list[str]) -> list[float]:
+        release.wait()
+        return [1.0] * len(replies)
+
+    async def works(replies: list[str]) -> list[float]:
+        return [1.0] * len(replies)
+
+    assert all(math.isnan(score.value) for score in ask(blocks, timeout_s=0.1))
+    assert [score.value for score in ask(works)] == [1.0, 1.0]
+    release.set()
+
+
+def test_what_a_function_changes_no_other_call_sees() -> None:
+    seen: list[Any] = []
+
+    def edits(replies: list[str], messages: Any, columns: Any, answer: list[Any]) -> list[float]:
+        seen.append([messages[0][0]["content"], answer[0], list(columns["level"]), list(replies)])
+        messages[0][0]["content"] = answer[0] = replies[0] = "changed"
+        columns["level"].clear()
+        if len(seen) == 1:
+            raise ConnectionError("away")
+        return [1.0] * len(replies)
+
+    assert values(edits, retries=1) == [1.0, 1.0]
+    assert ask(edits)[0].value == 1.0
+    assert seen == [["1 + 1", "2", [1, 2], ["2", "5"]]] * 3

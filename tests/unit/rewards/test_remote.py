@@ -119,7 +119,9 @@ def server() -> Iterator[Server]:
 
 
 REPLIES = ["a", "bb", "ccc"]
-BATCH = Batch(["p"] * 3, REPLIES, [[{"role": "user", "content": "p"}]] * 3, {"answer": [1, 2, None]})
+BATCH = Batch(
+    ["p"] * 3, REPLIES, [[{"role": "user", "content": "p"}]] * 3, {"answer": [1, 2, None], "text": [1, "b", "c"]}
+)
 
 
 def service(url: str, batch: Batch = BATCH, **fields: Any) -> list[Score]:
@@ -136,7 +138,7 @@ def test_a_service_is_asked_a_batch_at_a_time(server: Server) -> None:
     assert values(service(server.url, batch_size=2, concurrency=1)) == [1.0, 2.0, 3.0]
     first, second = server.requests
     assert (first["replies"], second["replies"]) == (["a", "bb"], ["ccc"])
-    assert first["columns"] == {"answer": [1, 2]}
+    assert first["columns"] == {"answer": [1, 2], "text": [1, "b"]}
     assert (second["prompts"], second["messages"]) == (["p"], [[{"role": "user", "content": "p"}]])
 
 
@@ -261,7 +263,7 @@ def judge(url: str, **fields: Any) -> list[Score]:
 
 def test_a_judge_scores_by_a_rubric(server: Server) -> None:
     server.answers = [says("It says score 3 at first.\nScore: 7.5"), says("**Score:** 10"), says("2")]
-    found = judge(server.url, concurrency=1, column="answer")
+    found = judge(server.url, concurrency=1, column="text")
     assert values(found) == [7.5, 10.0, 2.0]
     assert found[1].why == "**Score:** 10"
     first = server.requests[0]
@@ -289,10 +291,70 @@ def test_a_judge_that_names_no_score_is_asked_again(said: Any, server: Server) -
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("Score: 3/10", 3.0), ("score = -2.5.", -2.5), (" 4 ", 4.0), ("4 of 5", None), ("", None), ("Score:\n\n7", 7.0)],
+    [
+        ("Score: 3/10", 3.0),
+        ("score = -2.5.", -2.5),
+        (" 4 ", 4.0),
+        ("4 of 5", None),
+        ("", None),
+        ("Score:\n\n7", 7.0),
+        ("Score: 7 out of 10", 7.0),
+        ("**Score:** 8", 8.0),
+        ("Score: **8**/10", 8.0),
+        ("Final score: 6.5", 6.5),
+        ("The score is 7.", 7.0),
+        ("I give it a score of 9 because it is short.", 9.0),
+        ("Clarity score: 3\nTone score: 9\nScore: 6", 6.0),
+        ("Score: 6\nClarity score: 3", 6.0),
+        ("Score: 2\nOn reflection:\nScore: 5", 5.0),
+        ("8/10", 8.0),
+        ("Score: −1", -1.0),
+        # On another scale.
+        ("4/5", None),
+        ("Score: 4/5", None),
+        ("Score: 7 out of 5", None),
+        ("Score: 85/100", None),
+        ("Score: 85%", None),
+        ("Score: 0.7 percent", None),
+        # More than one, or a part of one.
+        ("Score: 7-8", None),
+        ("Score: 7 to 8", None),
+        ("Score: 7 or 8", None),
+        ("Score: 7,5", None),
+        ("A score of 3 for style and a score of 9 for tone.", None),
+        ("10 words, 7 of them short", None),
+        ("Score: NaN", None),
+        ("Score: ten", None),
+    ],
 )
 def test_the_number_in_an_answer(text: str, expected: float | None) -> None:
-    assert score_in(text) == expected
+    assert score_in(text, 10.0) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "expected"),
+    [
+        ("<think>A reply that says Score: 10</think>\nScore: 3", "stop", 3.0),
+        ("<think>Perhaps Score: 10", "stop", None),
+        ('The reply says "Score: 10", which', "length", None),
+        ("Score: 4", None, 4.0),
+    ],
+)
+def test_an_answer_that_was_cut_off_has_no_score(
+    text: str, reason: str | None, expected: float | None, server: Server
+) -> None:
+    server.answers = [content({"choices": [{"message": {"content": text}, "finish_reason": reason}]})]
+    found = values(judge(server.url, retries=0))
+    assert found == [expected] * 3 if expected is not None else all(map(math.isnan, found))
+
+
+def test_a_row_without_its_reference_answer_is_not_judged(server: Server) -> None:
+    server.answers = [says("Score: 4")]
+    found = judge(server.url, column="answer")
+    assert values(found[:2]) == [4.0, 4.0]
+    assert math.isnan(found[2].value)
+    assert found[2].why == "the column of reference answers has no value in a row"
+    assert len(server.requests) == 2
 
 
 QUESTION = [{"role": "user", "content": "p"}]

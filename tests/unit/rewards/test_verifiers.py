@@ -171,6 +171,25 @@ def test_code() -> None:
     assert values(CODE, rows) == [1.0, 0.0, 0.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "```python\ndef f(x): return x + 1\n```\nRun it:\n```bash\npython f.py\n```",
+        "```python\ndef f(x): return x + 1\n```\nIt prints:\n```\n2\n```",
+        "```py\ndef f(x): return x + 1\n```\n```json\n{}\n```\n```text\n2\n```",
+        "```sh\npip install x\n```\n```\ndef f(x): return x + 1\n```",
+        "~~~python\ndef f(x): return x + 1\n~~~\nThat is it.",
+        "  ```Python3\n  def f(x): return x + 1\n  ```".replace("\n  ", "\n"),
+        '```python title="f.py"\ndef f(x):\n    """```"""\n    return x + 1\n```',
+        "```python\ndef f(x): return 0\n```\nNo:\n```python\ndef f(x): return x + 1\n```",
+        "```python\ndef f(x): return x + 1\n",
+        "def f(x): return x + 1",
+    ],
+)
+def test_the_last_python_block_is_run(reply: str) -> None:
+    assert values(CODE, [(reply, "assert f(1) == 2")]) == [1.0]
+
+
 def test_code_says_why_and_what_is_no_fault_of_the_reply_fails() -> None:
     found = verify(CODE, ["def f(x): return 1"] * 3, ["assert f(1) == 2", "assert True", {"inputs": "1"}])
     assert [score.value for score in found[:1]] == [0.0]

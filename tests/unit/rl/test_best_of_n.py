@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,12 +83,13 @@ def attempt(
     body: Any = best_of_n,
     function: Any = letter,
     newest: Snapshot | None = None,
+    function_name: str = "f",
     **fields: Any,
 ) -> tuple[Path, FakeRecorder, FakeGenerator]:
     from xray_runtime.models.causal_lm import load_tokenizer
 
     policy, data = Model(root / "model"), Dataset(root / "data")
-    given = {"rewards": [RewardTerm(function="f")], "samples": SAMPLES} | fields
+    given = {"rewards": [RewardTerm(function=function_name)], "samples": SAMPLES} | fields
     pairs = body is preferences
     config: Any = RewardedPreferences(**given) if pairs else BestOfNConfig(**given)
     inputs: Any = PreferencesInputs(policy, data) if pairs else BestOfNInputs(policy, data)
@@ -103,7 +105,8 @@ def attempt(
     logs = root / f"{name}-logs"
     logs.mkdir()
     recorder = FakeRecorder(logs, newest)
-    body.run(Stage("stage", 7, config, inputs, RuntimeConfig(), open_models, {"f": function}), out, recorder)
+    functions = {function_name: function}
+    body.run(Stage("stage", 7, config, inputs, RuntimeConfig(), open_models, functions), out, recorder)
     return out, recorder, generator
 
 
@@ -138,6 +141,43 @@ def test_the_best_reply_to_each_prompt_is_kept(root: Path) -> None:
         chats = xray.prepare()
         base = xray.fresh_base(chats)
         xray.sft(base, xray.best_of_n(base, chats, rewards=[same]))
+
+
+@pytest.mark.parametrize("body", [best_of_n, preferences])
+@pytest.mark.parametrize("name", ["__main__:<lambda>", "m:f.<locals>.<lambda>", "m:" + "f" * 400, "m:größe+x,y"])
+def test_a_function_of_any_name_has_metrics(root: Path, body: Any, name: str) -> None:
+    _, recorder, _ = attempt(root, "out", body, truncated="keep", function_name=name)
+    keys = [key for point in recorder.points for key in point]
+    assert any("/source/" in key for key in keys)
+    # What MLflow allows.
+    assert [key for key in keys if not re.fullmatch(r"[\w./ -]{1,250}", key)] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "function", "why"),
+    [
+        (
+            {},
+            lambda replies, answer: [1.0] * len(replies),
+            r"rewards\.0\.function .*takes 'answer', which is not a column",
+        ),
+        ({}, lambda a, b: [1.0] * len(b), r"rewards\.0\.function .*must take the replies"),
+        ({"gold": "no_such:f"}, letter, "gold"),
+        (
+            {"rewards": [RewardTerm(verifier={"kind": "math", "column": "a"})]},
+            letter,
+            r"verifier\.column: 'a' is not a",
+        ),
+    ],
+)
+def test_what_cannot_be_scored_is_refused_before_anything_is_sampled(
+    root: Path, fields: dict[str, Any], function: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeGenerator, "remote", lambda *_: pytest.fail("sampled"))
+    monkeypatch.setenv("XRAY_ALLOWED_IMPORTS", "no_such")
+    with pytest.raises(ValueError, match=why) as caught:
+        attempt(root, "out", function=function, **fields)
+    assert "\n" not in str(caught.value)
 
 
 def test_cut_replies_are_not_kept_unless_asked_for(root: Path) -> None:

@@ -52,7 +52,8 @@ def as_is(prompts: list[str], replies: list[str]) -> list[Any]:
 
 
 def test_what_a_source_has_no_score_for_is_masked() -> None:
-    found = sources(RewardTerm(function="f"), RewardTerm(function="g", weight=0.5), f=as_is, g=lambda p, r: [2.0] * 3)
+    terms = RewardTerm(function="f"), RewardTerm(function="g", weight=0.5)
+    found = sources(*terms, f=as_is, g=lambda prompts, replies: [2.0] * 3)
     scores = score(found, ["1", "lost", "3"])
     assert found.scaled(scores)[[0, 2]].tolist() == [2.0, 4.0]
     assert found.scaled(scores)[1].isnan()
@@ -87,7 +88,7 @@ def test_a_source_that_is_only_logged_costs_no_reply() -> None:
         RewardTerm(function="g", weight=0.0),
         max_failed=0.0,
         f=as_is,
-        g=lambda p, r: [None] * 2,
+        g=lambda prompts, replies: [None] * 2,
     )
     assert found.scaled(score(found, ["1", "2"])).tolist() == [1.0, 2.0]
 
@@ -105,7 +106,7 @@ def test_rows_go_to_the_sources_that_apply_to_them() -> None:
         RewardTerm(function="g", when=Route(column="task", equals=1)),
         RewardTerm(verifier=RegexVerifier(pattern="b"), when=when, weight=5.0),
         f=math_only,
-        g=lambda p, r: [3.0] * len(r),
+        g=lambda prompts, replies: [3.0] * len(replies),
     )
     columns = {"task": ["math", 1, "math"]}
     assert found.scaled(score(found, ["a", "b", "b"], columns=columns)).tolist() == [10.0, 3.0, 15.0]

@@ -52,7 +52,7 @@ NOT_LOADED = (
     "antigravity distutils ensurepip idlelib lib2to3 pydoc_data readline test this tkinter turtle turtledemo venv"
 )
 """Modules with side effects, or for a screen. A reply cannot load them later, since it cannot open files."""
-LOADED_TOO = """collections.abc concurrent.futures email.message email.parser encodings.ascii encodings.idna
+LOADED_TOO = """collections.abc concurrent.futures.thread email.message email.parser encodings.ascii encodings.idna
 encodings.latin_1 encodings.utf_16 encodings.utf_32 html.parser importlib.metadata importlib.resources json.decoder
 logging.handlers multiprocessing.pool os.path unittest.mock urllib.parse urllib.request xml.dom.minidom
 xml.etree.ElementTree xml.sax"""
@@ -116,7 +116,7 @@ class _Server:
         if status is None:
             _say(passed=False, why=f"no end within limit_s = {limit_s:g}")
         else:
-            _say(passed=not status, why=f"the code ended with {_ending(status)}" if status else "")
+            _say(passed=not status, why=_why(status) if status else "")
 
     def _fork(self, prepare: Callable[[], Prepared], memory: int) -> int:
         """Fork a confined child; returns its process id.
@@ -197,6 +197,11 @@ def _end(pid: int, limit_s: float) -> int | None:
     os.kill(pid, signal.SIGKILL)
     status = os.waitpid(pid, 0)[1]
     return status if ended else None
+
+
+def _why(status: int) -> str:
+    used = reply.REFUSED.get(os.waitstatus_to_exitcode(status))
+    return f"the code uses {used}, {reply.IS_REFUSED}" if used else f"the code ended with {_ending(status)}"
 
 
 def _ending(status: int) -> str:

@@ -71,7 +71,9 @@ def test_code_that_is_right_passes_and_other_code_does_not(code: str, tests: Any
         ("def f(x) return", "the code does not load: SyntaxError: expected ':' (<reply>, line 1)"),
         ("def f(x): return 1", "line 1 of the tests: AssertionError"),
         ("def g(x): return 1", "line 1 of the tests: NameError: name 'f' is not defined"),
-        ("import numpy", "the code does not load: ModuleNotFoundError: No module named 'numpy'"),
+        ("import numpy", "the code does not load: ModuleNotFoundError: No module named 'numpy' (the code uses modules that are not loaded, which the sandbox refuses)"),
+        ("import threading\ndef f(x): threading.Thread(target=print).start()", "line 1 of the tests: RuntimeError: can't start new thread (the code uses threads, which the sandbox refuses)"),
+        ("def f(x): return open('/etc/passwd')", "line 1 of the tests: PermissionError: [Errno 1] Operation not permitted: '/etc/passwd' (the code uses files, processes or sockets, which the sandbox refuses)"),
         ("class A: pass\ndef f(x): return A()", "line 1 of the tests: TypeError: an object of class 'A' cannot be sent: tests only get plain values"),
         ("import os\ndef f(x): os.write(4, b'[3]\\n')", "the code's result cannot be sent: it is nested too deeply, or is not valid"),
         ("def f(x): return 'x' * 2 ** 25", "line 1 of the tests: ValueError: a value of more than 16777216 bytes cannot be sent"),
@@ -105,14 +107,26 @@ def test_programs_read_and_print(judge: Judge) -> None:
         "n = int(input())\nprint(sum(map(int, input().split())))",
         "import sys\ndef main():\n    print(sum(map(int, sys.stdin.read().split()[1:])))\nif __name__ == '__main__': main()",
         "print(sum(map(int, open(0).read().split()[1:])), '  \\n')\nexit()",
+        "print(sum(map(int, open('/dev/stdin').read().split()[1:])))",
+        "with open('/dev/stdin', 'rb') as file:\n    file.readline()\n    print(sum(map(int, file.readline().split())))",
+        "from pathlib import Path\nprint(sum(map(int, Path('/dev/stdin').read_text().split()[1:])))",
+        "import sys\nprint(sum(int(x) for line in list(sys.stdin)[1:] for x in line.split()))",
         "import os, atexit\nb = os.read(0, os.fstat(0).st_size).split()\natexit.register(lambda: print(sum(map(int, b[1:]))))",
     ]
     for code in right:
         assert judge(code, cases) == Score(1.0), code
+    refuses = "which the sandbox refuses"
+    or_sockets = f"processes or sockets, {refuses}"
     for code, why in {
         "print(6)": "case 1: it prints something else",
         "print(6); raise ValueError": "case 0: the code ended with exit code 1",
-        "import os; print(6, flush=True); os.kill(os.getpid(), 9)": "case 0: the code ended with exit code 1",
+        "import os; print(6, flush=True); os.kill(os.getpid(), 9)": f"case 0: the code uses files, {or_sockets}",
+        "import subprocess; subprocess.run(['true'])": f"case 0: the code uses files, {or_sockets}",
+        "import socket; socket.socket()": f"case 0: the code uses files, {or_sockets}",
+        "open('out', 'w')": f"case 0: the code uses files, {or_sockets}",
+        "import threading; threading.Thread(target=print).start()": f"case 0: the code uses threads, {refuses}",
+        "from concurrent.futures import ThreadPoolExecutor as T; T().submit(print)": f"case 0: the code uses threads, {refuses}",
+        "import numpy as np": f"case 0: the code uses modules that are not loaded, {refuses}",
         "while True: print('x' * 1000)": "case 0: the code ended with exit code 1",
         "import time; time.sleep(60)": "case 0: no end within limit_s = 2",
         "import sys; print(6); sys.exit(3)": "case 0: the code ended with exit code 3",
