@@ -57,8 +57,7 @@ def lifecycle_graph(config: LifecycleConfig) -> Lifecycle:
     if isinstance(config.base, FreshBase):
         base = FRESH_BASE(data, name="base", **fields_of(config.base))
     elif isinstance(config.base, PretrainedBase):
-        fields = {"model": config.base.model, "chat_template": config.base.chat_template}
-        base = BASE(name="base", generator=config.generator, **fields)
+        base = BASE(name="base", generator=config.generator, **fields_of(config.base, "trainable_layers"))
     else:
         base = named["base.ref"]
     start = SFT(base, data, name="sft", **fields_of(config.sft) | trained) if config.sft is not None else base
@@ -131,9 +130,9 @@ def _preferences(config: LifecycleConfig, start: Handle, data: Handle, judged: H
     return PREFERENCES(data=data, name="preferences", **fields_of(source))
 
 
-def fields_of(section: BaseModel) -> dict[str, Any]:
-    """The fields of a section as keywords, without the tag that selects it in YAML."""
-    return {name: getattr(section, name) for name in type(section).model_fields if name != "kind"}
+def fields_of(section: BaseModel, *others: str) -> dict[str, Any]:
+    """The fields of a section as keywords, without `others` and the tag that selects it in YAML."""
+    return {name: getattr(section, name) for name in type(section).model_fields if name not in ("kind", *others)}
 
 
 def scoring_fields(config: LifecycleConfig) -> dict[str, Any]:

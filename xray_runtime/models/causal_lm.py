@@ -22,6 +22,7 @@ from transformers.utils.hub import cached_file
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.tokenizing import named_template
 from xray_runtime.errors import first_line
+from xray_runtime.models.context import max_positions as max_positions
 from xray_runtime.models.source_checks import (
     ForeignModelError,
     check_class,
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from xray_runtime.config.base import FreshBase
 
 ATTENTION = "sdpa"
-CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
-"""Config fields by which families name their context."""
 WEIGHTS = (WEIGHTS_FILE, WEIGHTS_INDEX)
 SMALL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", "merges.txt", "vocab.json")
 PLAIN_FAMILIES = (None, "llama")
@@ -132,8 +131,7 @@ def read_pretrained(model: str, chat_template: str | None = None) -> Pretrained:
 
 def _read_files(model: str, name: str) -> tuple[Pretrained, str | None]:
     """(a model but for its tokenizer, a tensor that its files lack)."""
-    # Before the weights are read, which may be many.
-    lm: Any = skeleton(model)
+    lm: Any = skeleton(model)  # before weights are read
     check_class(lm.config, lm)
     check_publishable(lm)
     found, saved = _files_of(name), saved_shapes(lm)
@@ -340,26 +338,6 @@ def stops_of(directory: str | os.PathLike[str], tokenizer: Any) -> tuple[int, ..
     path = Path(directory) / "generation_config.json"
     recommended = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
     return stop_tokens(tokenizer, recommended)
-
-
-def max_positions(directory: str | os.PathLike[str]) -> int | None:
-    """The context of a checkpoint directory's model, in tokens; None where its config does not say."""
-    path = Path(directory) / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    # A model that also reads images keeps what its language model is in a section of its own.
-    for section in (config, config.get("text_config") or {}):
-        for name in CONTEXT:
-            if isinstance(section.get(name), int) and section[name] > 0:
-                return max(int(section[name]), _scaled_positions(section))
-    return None
-
-
-def _scaled_positions(config: Mapping[str, Any]) -> int:
-    """The context to which a config scales rotary embeddings, where it names the one that it begins from (YaRN)."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    original, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
-    numbers = isinstance(original, int) and isinstance(factor, int | float)
-    return int(original * factor) if numbers and scaling.get("rope_type", scaling.get("type")) == "yarn" else 0
 
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Any:

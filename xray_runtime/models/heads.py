@@ -294,7 +294,8 @@ def check_parts(lm: Any, field: str) -> None:
     # Stages import this module too, and do without these three seconds.
     from xray_runtime.models.causal_lm import without_weights
 
-    backbone = without_weights(lm.config).model
+    # transformers writes the attention into the config that it is given.
+    backbone = without_weights(copy.deepcopy(lm.config)).model
     backbone.config.use_cache = False
     for part in (*backbone.layers, backbone.norm):
         part.forward = _unchanged

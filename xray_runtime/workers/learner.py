@@ -18,6 +18,7 @@ from xray_runtime.signs import part_done
 from xray_runtime.store.shards import read_shards, shard_problem
 from xray_runtime.workers.micro_batches import Columns, as_tensors, row_groups
 from xray_runtime.workers.plain_errors import plain_errors
+from xray_runtime.workers.published_checks import PublishedChecks
 from xray_runtime.workers.trunk_memory import TrunkMemory
 from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
 
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from xray_runtime.weights.object_store import WeightUpdate
     from xray_runtime.weights.shared_memory import SharedWriter
     from xray_runtime.workers.model_spec import ModelSpec
-    from xray_runtime.workers.protocols import Tried, WorkhorseHandle
+    from xray_runtime.workers.protocols import WorkhorseHandle
 
 
 @plain_errors
-class Learner(Workhorse):
+class Learner(PublishedChecks, Workhorse):
     """One rank of a model that is trained or only scores."""
 
     _shared: SharedWriter | None = None
@@ -324,31 +325,6 @@ class Learner(Workhorse):
             save_file(head, directory / head_file)
             written |= {HEAD_PREFIX + name: tensor_digest(tensor) for name, tensor in head.items()}
         return written
-
-    def tried_logprobs(self) -> Tried:
-        """The trained model's answer to `published_check.tried_ids`; a collective."""
-        import torch
-
-        from xray_runtime.config.engines import with_precision
-        from xray_runtime.data.rows import text_rows
-        from xray_runtime.models.objectives import ReferenceObjective
-        from xray_runtime.models.published_check import tried_ids
-
-        tried = tried_ids(self.spec.directory)
-        rows, found = text_rows([row[:1] for row in tried], [row[1:] for row in tried]), dict[int, list[float]]()
-        with torch.no_grad():
-            for batch, scores in self.scorer.evaluate(ReferenceObjective(1.0).score, self._micro_batches(rows, 2**20)):
-                of_rows = zip(batch.rows, scores["ref_logprobs"], strict=False)
-                found |= {row: logprobs.float().tolist() for row, logprobs in of_rows}
-        assert self.spec.training is not None
-        precision = with_precision(self.spec.training, self.device.type).engine.precision
-        return precision, [logprob for row in sorted(found) for logprob in found[row]]
-
-    def check_saved(self, directory: Path, head_file: str | None, written: dict[str, str], tried: Tried) -> None:
-        """`published_check.check_published` of what all ranks wrote."""
-        from xray_runtime.models.published_check import check_published
-
-        check_published(directory, self.spec.directory, written, tried, head_file)
 
     def finish_save(self, directory: Path, number: int, checkers: int) -> dict[str, str]:
         """`weight_files.checked_digests` of this rank's part of a saved model."""

@@ -251,10 +251,7 @@ class WholeModel:
         """Write the model in Hugging Face form, and compare the files with it.
 
         The ranks on a disk divide copying; afterwards those on this node's disk divide looking at the files and hashing
-        them, if there are several, and one of them reads all.
-
-        Raises:
-            PublishedError: the files hold another model than was trained.
+        them, if there are several, and one reads all. Raises PublishedError: they hold another model than was trained.
         """
         from xray_runtime.models.weight_files import HEAD_PREFIX, write_digests
 

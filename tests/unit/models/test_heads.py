@@ -192,3 +192,21 @@ def test_refusals(make_lm: MakeLM) -> None:
     lm = make_lm(1)
     with pytest.raises(ValueError, match="does not share the policy's frozen trunk"):
         HeadedLM(lm, trainable_layers=1, branches=[Branch("reference", with_other_top(lm, 2))])
+
+
+@pytest.mark.parametrize(("family", "multiplier"), [("llama", None), ("granite", 1.0), ("granite", 12.0)])
+def test_a_backbone_that_scales_its_embeddings_cannot_be_taken_apart(family: str, multiplier: float | None) -> None:
+    fields = {} if multiplier is None else {"embedding_multiplier": multiplier}
+    config = transformers.AutoConfig.for_model(
+        family, vocab_size=60, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, pad_token_id=0, **fields,
+    )  # fmt: skip
+    lm = transformers.AutoModelForCausalLM.from_config(config)
+    if multiplier == 12.0:
+        with pytest.raises(ValueError, match=r"^base\.trainable_layers: 1 is not allowed: a GraniteForCausalLM scales"):
+            HeadedLM(lm, trainable_layers=1)
+        return
+    before, attention = config.to_dict(), HeadedLM(lm).lm.model.config._attn_implementation
+    module = HeadedLM(lm, trainable_layers=1)
+    # The check builds another model from the same config.
+    assert (module.lm.model.config._attn_implementation, module.lm.config.to_dict()) == (attention, before)
