@@ -39,6 +39,7 @@ from benchmarks.peers_work import (
     share_of_e,
     write_rows,
 )
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.conversations import ConversationTokens
 from xray_runtime.data.pairs import TRAIN, PreferenceExample
@@ -303,7 +304,7 @@ def main() -> None:
     what.add_argument("--turns", type=int)
     what.add_argument("--turn", type=int)
     options = parser.parse_args()
-    runtime = {"parallel": "auto"} if options.auto else {}
+    runtime = RuntimeConfig(parallel="auto" if options.auto else "as_written")
     with xray.workspace(options.output, project="peers", seed=SEED, runtime=runtime):
         work = Work.make(SIZES[options.size], options.lengths, options.updates, options.iterations, options.output)
         if options.turns is not None:

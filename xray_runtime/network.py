@@ -9,6 +9,7 @@ import socket
 import threading
 import urllib.error
 import urllib.request
+import urllib.response
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import lru_cache
 from urllib.parse import SplitResult, urlsplit
@@ -70,7 +71,7 @@ def answer(url: str) -> tuple[int, bytes]:
 
     def ask() -> None:
         with contextlib.closing(_opened(url)) as response:
-            found.append((response.status, response.read(MAX_ANSWER_BYTES)))
+            found.append((response.status or 0, response.read(MAX_ANSWER_BYTES)))
 
     reason = _reason(ask)
     if reason is not None:
@@ -113,9 +114,9 @@ def _is_object(body: bytes) -> bool:
         return False
 
 
-def _opened(url: str) -> urllib.request.addinfourl | urllib.error.HTTPError:
+def _opened(url: str) -> urllib.response.addinfourl | urllib.error.HTTPError:
     try:
-        response: urllib.request.addinfourl = urllib.request.build_opener().open(url, timeout=CONNECT_S)
+        response: urllib.response.addinfourl = urllib.request.build_opener().open(url, timeout=CONNECT_S)
         return response
     except urllib.error.HTTPError as error:
         return error

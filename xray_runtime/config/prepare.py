@@ -80,7 +80,7 @@ class DataConfig(Section):
             raise ValueError(f"max_chars = {self.max_chars} must be greater than min_chars = {self.min_chars}")
         if self.columns and read == [DEFAULT_SOURCE]:
             raise ValueError(f"columns = {self.columns} must be empty with source = 'chitchat', which has none")
-        renamed = [part for part in self.sources or [self] if part.source == DEFAULT_SOURCE and part.rename_columns]
-        if renamed:
+        parts = [(part.source, part.rename_columns) for part in self.sources] or [(self.source, self.rename_columns)]
+        if any(source == DEFAULT_SOURCE and names for source, names in parts):
             raise ValueError(f"rename_columns is not allowed with source = {DEFAULT_SOURCE!r}, which has no columns")
         return self

@@ -107,7 +107,7 @@ class Binding:
 def check_functions(config: Any, inputs: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> None:
     """Raise ValueError if a reward function, or the gold score, takes what it cannot be given."""
     gold = getattr(config, "gold", None)
-    if gold in functions:
+    if gold is not None and gold in functions:
         Arguments(functions[gold], f"gold {gold!r}", FIELDS).check(())
     data = dataset_config(inputs)
     for where in ("rewards", "judges"):

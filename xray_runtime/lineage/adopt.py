@@ -50,11 +50,10 @@ def checkpoint_from(ref: str, output: Path, tracking_uri: str | None) -> Checkpo
         with _located(ref, output, same_disk=output) as (source, node):
             _copy(source, node, output, tracking_uri, ref)
     node = open_lineage_store(output, tracking_uri).graph.nodes[node.sha256]
-    problems = verify(node.directory, node.sha256) or [
-        record_problem(output, node.directory, node.manifest, node.sha256)
-    ]
-    if problems[0] is not None:
-        raise ConfigError(f"{ref!r} differs from what was published: {problems[0]}; see `xray audit`")
+    problem = next(iter(verify(node.directory, node.sha256)), None)
+    problem = problem or record_problem(output, node.directory, node.manifest, node.sha256)
+    if problem is not None:
+        raise ConfigError(f"{ref!r} differs from what was published: {problem}; see `xray audit`")
     return node.reference(_model_of(node.sha256, tracking_uri))
 
 

@@ -28,5 +28,6 @@ def _scaled_positions(config: Mapping[str, Any]) -> int:
     """The context to which a config scales rotary embeddings, where it names the one that it begins from (YaRN)."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     original, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
-    numbers = isinstance(original, int) and isinstance(factor, int | float)
-    return int(original * factor) if numbers and scaling.get("rope_type", scaling.get("type")) == "yarn" else 0
+    if scaling.get("rope_type", scaling.get("type")) != "yarn":
+        return 0
+    return int(original * factor) if isinstance(original, int) and isinstance(factor, int | float) else 0

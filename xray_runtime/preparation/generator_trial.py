@@ -48,7 +48,7 @@ def check_sampled(stage: Stage[HubBase, NoInputs], out: Path, stops: tuple[int, 
     spec = GeneratorSpec(out, min(MAX_LENGTH, max_positions(out) or MAX_LENGTH), generator)
     try:
         with stage.open_models({"generator": spec}) as models:
-            rows = prompt_rows(stage, prompts, "trial")  # type: ignore[arg-type]
+            rows = prompt_rows(stage, prompts, "trial")
             answer = get(models["generator"].generate.remote(rows, sampling, 0))
     except Exception as error:
         cause = root_cause(error)

@@ -196,5 +196,5 @@ def _agree(gold: Any, found: Any) -> bool:
         at = {symbol: Rational(f"{point[i % len(point)] + i // len(point):.10f}") for i, symbol in enumerate(symbols)}
         values = [one.subs(at).doit().evalf(DIGITS) for one in (gold, found)]
         if all(value.is_number and value.is_finite for value in values):
-            compared.append(_near(*values, AGREED))
+            compared.append(_near(values[0], values[1], AGREED))
     return bool(compared) and all(compared)

@@ -121,13 +121,13 @@ def _group(text: str, lenient: bool) -> Answer | None:
         if kind == ":" and len(parts) == 2 and not CLOCK.fullmatch(text):
             return _read(rf"\frac{{{parts[0]}}}{{{parts[1]}}}", lenient)
         if len(parts) > 1:
-            items = tuple(_read(part, lenient) for part in parts)
-            if len({isinstance(item, Text) for item in items}) > 1:
+            members = tuple(_read(part, lenient) for part in parts)
+            if len({isinstance(member, Text) for member in members}) > 1:
                 raise ValueError("words are among numbers")
-            return Group(kind, items)
+            return Group(kind, members)
     signs = re.findall(r"\\(?:pm|mp)(?![A-Za-z])", text)
     if signs and len(signs) <= 3:
-        choices = ["+-", "-+"] if r"\mp" in signs else product("+-", repeat=len(signs))
+        choices = list(product("+-", repeat=len(signs)))
         if r"\mp" in signs:
             choices = [tuple("+-"[(sign == r"\mp") ^ flip] for sign in signs) for flip in (False, True)]
         return Group("", tuple(_read(_filled(text, choice), lenient) for choice in choices))

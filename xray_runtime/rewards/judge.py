@@ -64,9 +64,7 @@ class JudgeSource:
         references = batch.column(self._config.column)
         asked = [row for row, reference in enumerate(references) if not lacks_reference(self._config, reference)]
         requests = [
-            request(
-                self._config, PROMPT, batch.messages[row], references[row], reply=replies[row], low=low, high=high
-            )
+            request(self._config, PROMPT, batch.messages[row], references[row], reply=replies[row], low=low, high=high)
             for row in asked
         ]
         answers = ask_all(self._config, "/chat/completions", requests, lambda _, answer: self._read(answer))

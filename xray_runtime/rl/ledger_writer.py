@@ -175,7 +175,7 @@ class Ledger:
         numbers = iterations(self._directory)
         if not numbers or self._salt is not None:
             return
-        found = []
+        found: list[dict[str, Any]] = []
         for number in sorted({numbers[0], numbers[len(numbers) // 2], numbers[-1]}):
             table = read_shard(shard_path(self._directory, number)).table
             found += readable(table.take(_remarkable(table)), tokenizer)

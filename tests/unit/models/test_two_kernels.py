@@ -77,7 +77,7 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch, version: Callable[..., Tensor]) 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", version)
 
     def attention(module: Any, *row: Tensor, trees: Any, scaling: float | None = None, **_: Any) -> tuple[Tensor, None]:
-        return packing._in_two_kernels(*row[:3], trees, scaling)[None], None
+        return packing._in_two_kernels(row[0], row[1], row[2], trees, scaling)[None], None
 
     monkeypatch.setattr(packing, "_attention", attention)
 

@@ -260,6 +260,8 @@ def test_a_name_that_is_a_column_too_is_refused(name: str) -> None:
         return [float(columns[name] == ["c"])]
 
     assert FunctionSource(all_columns, "f", 5.0, 0).score(batch) == [Score(1.0)]
+
+
 GLOBAL_LIMIT = asyncio.Semaphore(1)
 CLIENT: list[asyncio.Future[float]] = []
 

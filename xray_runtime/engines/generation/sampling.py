@@ -80,6 +80,8 @@ class Sampler(Protocol):
 
     def wake_up(self) -> None:
         """Stay awake until `sleep`, over any number of samples. Only vLLM sleeps, with `runtime.generator_sleeps`."""
+        return
 
     def sleep(self, *, drop: bool = False) -> None:
         """Free the GPU's memory until the next sample or update; with `drop`, without keeping the weights."""
+        return

@@ -45,7 +45,7 @@ def provide_stdin() -> None:
             return opened(0, *args, **kwargs | {"closefd": False})
         return opened(file, *args, **kwargs)
 
-    builtins.open = io.open = open_stdin  # type: ignore[assignment]
+    builtins.open = io.open = open_stdin
 
 
 def load(code: str, name: str) -> dict[str, Any]:
