@@ -30,7 +30,7 @@ from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.planning.memory import Layout, Memory, training_memory
-from xray_runtime.planning.shapes import from_pretrained
+from xray_runtime.planning.pretrained_shapes import from_pretrained
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.micro_batches import as_tensors
 from xray_runtime.workers.model_spec import ModelSpec

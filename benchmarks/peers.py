@@ -29,7 +29,8 @@ from benchmarks.machine import gflop_per_second, line, machine, ratio, spread, t
 from benchmarks.peers_measure import TRL, Measured, run_module, settled
 from benchmarks.peers_work import EPOCHS, LAST_WITH_PPO, METHODS, NEWEST, SAMPLING, SIZES, THREADS
 from xray_runtime.config.base import PretrainedBase
-from xray_runtime.planning.shapes import ModelShape, from_pretrained
+from xray_runtime.planning.pretrained_shapes import from_pretrained
+from xray_runtime.planning.shapes import ModelShape
 
 PASSES = {"sft": 3.0, "reward": 3.0, "dpo": 3.0, "kto": 4.0, "grpo": 5.0}
 PASSES |= {"ppo": 5.0 + 6 * EPOCHS, "ppo-shared": 4.0 + 3 * EPOCHS}

@@ -11,8 +11,9 @@ from xray_runtime.config.base import PretrainedBase
 from xray_runtime.planning.cost import generate_seconds, update_seconds
 from xray_runtime.planning.memory import Layout
 from xray_runtime.planning.plan import Plan
+from xray_runtime.planning.pretrained_shapes import from_pretrained
 from xray_runtime.planning.search import search
-from xray_runtime.planning.shapes import ModelShape, from_pretrained
+from xray_runtime.planning.shapes import ModelShape
 from xray_runtime.planning.workload import Machine, Role, Workload, training_options
 from xray_runtime.workers.model_spec import ModelSpec
 

@@ -19,7 +19,7 @@ from xray_runtime.config.sft import SFTConfig
 from xray_runtime.data.rows import Ragged
 from xray_runtime.models.objectives import ReferenceObjective, SFTObjective
 from xray_runtime.planning.memory import Layout, Memory, scoring_memory, training_memory
-from xray_runtime.planning.shapes import from_pretrained
+from xray_runtime.planning.pretrained_shapes import from_pretrained
 from xray_runtime.planning.workload import training_options
 from xray_runtime.workers.libraries import TRAINING
 from xray_runtime.workers.model_spec import ModelSpec

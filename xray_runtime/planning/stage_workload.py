@@ -14,8 +14,9 @@ from xray_runtime.config.sft import REPLY_TOKENS
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.planning.memory import PLAIN
 from xray_runtime.planning.model_states import FLOAT32_BYTES, HALF_BYTES
+from xray_runtime.planning.pretrained_shapes import from_pretrained
 from xray_runtime.planning.roles import ModelRole
-from xray_runtime.planning.shapes import EXACT_FAMILIES, ModelShape, from_fresh, from_pretrained
+from xray_runtime.planning.shapes import EXACT_FAMILIES, ModelShape, from_fresh
 from xray_runtime.planning.workload import GIB, OpenChoice, Role, Workload, training_options
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import Scores, Tensors
 from xray_runtime.models.padding import pad
 from xray_runtime.planning.auto import choose, engine_of
-from xray_runtime.planning.shapes import from_pretrained
+from xray_runtime.planning.pretrained_shapes import from_pretrained
 from xray_runtime.planning.workload import Role, Workload, training_options
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.opening import model_opener

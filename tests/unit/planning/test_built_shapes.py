@@ -11,7 +11,8 @@ import pytest
 from tests.unit.planning.published_configs import PUBLISHED
 from xray_runtime.config.base import PretrainedBase
 from xray_runtime.planning.memory import Layout, training_memory
-from xray_runtime.planning.shapes import ModelShape, from_pretrained
+from xray_runtime.planning.pretrained_shapes import from_pretrained
+from xray_runtime.planning.shapes import ModelShape
 
 
 def shape_of(config: dict[str, Any], directory: Path) -> ModelShape:

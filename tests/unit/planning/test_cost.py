@@ -19,7 +19,7 @@ from xray_runtime.planning.cost import (
     update_seconds,
 )
 from xray_runtime.planning.memory import Layout
-from xray_runtime.planning.shapes import from_pretrained
+from xray_runtime.planning.pretrained_shapes import from_pretrained
 from xray_runtime.planning.workload import GIB, Machine, Role, Workload, from_parameters
 
 L4, _, H100, _ = GPUS

@@ -29,7 +29,8 @@ from xray_runtime.planning.memory import (
     training_memory,
 )
 from xray_runtime.planning.model_states import model_states
-from xray_runtime.planning.shapes import ModelShape, from_fresh, from_hf_config, from_parameter_count, from_pretrained
+from xray_runtime.planning.pretrained_shapes import from_pretrained
+from xray_runtime.planning.shapes import ModelShape, from_fresh, from_hf_config, from_parameter_count
 from xray_runtime.planning.sync_memory import buffer_bytes, receiving_bytes, sending_bytes
 
 SMALL = ModelShape(

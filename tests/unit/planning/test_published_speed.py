@@ -12,8 +12,8 @@ import pytest
 from xray_runtime.config.base import PretrainedBase
 from xray_runtime.planning.cost import COMPARED, GPUS, update_seconds
 from xray_runtime.planning.memory import PLAIN, Layout, Options
+from xray_runtime.planning.pretrained_shapes import from_pretrained
 from xray_runtime.planning.search import search
-from xray_runtime.planning.shapes import from_pretrained
 from xray_runtime.planning.workload import OPEN_CHOICES, Machine, Role, Workload
 
 FACTOR = 2.0
