@@ -155,7 +155,7 @@ def test_a_column_is_checked_before_anything_runs(
     assert why in str(caught.value)
     assert "\n" not in str(caught.value)
     # Rows that the source does not score are not checked.
-    source.check_column(tmp_path, "ppo.rewards.0.verifier", Route(column="t", equals="1"))
+    source.check_column(tmp_path, "ppo.rewards.0.verifier", Route(column="t", equals=1))
 
 
 CODE = CodeVerifier(column="answer", limit_s=10.0)
