@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from rich.console import Console
 
 import xray
+from tests.unit.lineage.synthetic import evaluation_files
 from xray.cli.explain import differences, explain, explained
 from xray.flows.subject import Subject
 from xray_runtime.config.lifecycle import LifecycleConfig
@@ -19,6 +22,9 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.graph import Graph, recording
 from xray_runtime.graph.stage_identity import identify
+from xray_runtime.lineage.attestation import attest
+from xray_runtime.lineage.signing import signing_key
+from xray_runtime.lineage.statement import RunFacts
 from xray_runtime.store.checkpoints import CHECKPOINTS, Store
 from xray_runtime.store.digest_memory import DigestMemory
 from xray_runtime.store.identity import Identity
@@ -124,17 +130,28 @@ def graph(files: Path, **sft: Any) -> Graph:
     return recorded
 
 
+def signed(output: Path, parents: dict[str, CheckpointRef]) -> Any:
+    """Writes the signed record of a checkpoint."""
+    facts: dict[str, Any] = {"run": RunFacts(), "started": datetime.now(UTC), "private_key": signing_key(output)}
+    return partial(attest, parents=parents, **facts)
+
+
 def computed(recorded: Graph, output: Path) -> dict[str, CheckpointRef]:
     """As if the stages had run: a made-up checkpoint of each."""
     store, memory = Store(output / CHECKPOINTS), DigestMemory(output / "digests.sqlite")
     found: dict[str, CheckpointRef] = {}
     for call in recorded.calls.values():
-        parents = {role: found[handle.name].sha256 for role, handle in call.parents.items()}
+        refs = {role: found[handle.name] for role, handle in call.parents.items()}
+        parents = {role: ref.sha256 for role, ref in refs.items()}
         identity, _ = identify(call.kind, call.name, call.config, call.seed, RUNTIME, parents, call.functions, memory)
         with store.building(call.name, identity.key) as built:
             (built / "made").write_text(identity.key)
             type = call.kind.output.__name__
-            found[call.name] = store.publish(built, identity, type=type, step=0, dataset=None)
+            if type == "Evaluation":
+                for name, content in evaluation_files(["hi"], 0.5, 0.0).items():
+                    (built / name).write_bytes(content)
+            record = signed(output, refs)
+            found[call.name] = store.publish(built, identity, type=type, step=0, dataset=None, attest=record)
     return found
 
 
@@ -216,7 +233,8 @@ def test_a_checkpoint_that_exists_already_is_an_input(files: Path, tmp_path: Pat
     parents = {"base": made["sft"].sha256, "data": data.sha256}
     identity, _ = identify(call.kind, "again", call.config, 0, RUNTIME, parents, {}, memory)
     with store.building("again", identity.key) as built:
-        store.publish(built, identity, type="Model", step=0, dataset=None)
+        refs = {"base": made["sft"], "data": data}
+        store.publish(built, identity, type="Model", step=0, dataset=None, attest=signed(output, refs))
     assert explained(written(ref), output)[1][1] == "cached"
     said = explained(written(f"{tmp_path / 'elsewhere'}#base"), output)[1][2]
     assert said == f"parent base {made['sft'].sha256[:12]} → {made['base'].sha256[:12]}"

@@ -25,7 +25,8 @@ from xray.flows.subject import Subject
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.lineage.audit.log import read_log
 from xray_runtime.lineage.keys import trusted_keys
-from xray_runtime.lineage.signing import Verifier
+from xray_runtime.lineage.log import RunBegan, append
+from xray_runtime.lineage.signing import Verifier, signing_key
 
 Attempt = Callable[[Job], int]
 """Job → exit code of its process."""
@@ -119,6 +120,9 @@ def test_a_record_that_nobody_works_at_does_not_stay_running(tmp_path: Path, mon
     def killed(job: Job) -> int:
         for output in (job.output, chosen):
             output.mkdir(exist_ok=True)
+            facts = {"project": "p", "seed": 0, "config_digest": "0" * 64}
+            named = {"tracking": "", "experiment": "p", "name": "p seed 0", "params": "0" * 64, "tags": {}}
+            append(output, signing_key(output), RunBegan(run_id="0" * 32, place="", facts=facts, **named))
             record = {"run_id": "0" * 32, "flow_run_id": None, "status": "running", "stages": []}
             (output / "lifecycle.json").write_text(json.dumps(record))
         job.outputs.write_text(f"{chosen}\n")

