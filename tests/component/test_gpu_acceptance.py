@@ -45,6 +45,7 @@ def records_of(out: Path) -> dict[str, dict[str, Any]]:
     return {r["step"]: r for r in map(json.loads, (out / "records.jsonl").read_text().splitlines())}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_machine_without_ray_and_vllm_runs_what_needs_neither(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BARE)
