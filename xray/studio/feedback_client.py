@@ -23,8 +23,8 @@ def send_feedback(address: str, key: str, feedback: Sequence[tuple[RecordedAnswe
             with httpx.stream(
                 "POST", f"{address}/v1/feedback", json=content, headers=headers, timeout=SECONDS
             ) as reply:
-                said = b"" if reply.status_code == 200 else read(reply, SECONDS)
+                message = b"" if reply.status_code == 200 else read(reply, SECONDS)
         except httpx.HTTPError as error:
             raise ConfigError(f"--serve: {address} does not answer ({type(error).__name__})") from None
         if reply.status_code != 200:
-            raise ConfigError(f"--serve: {address} refused the verdict: {said[:300].decode(errors='replace')}")
+            raise ConfigError(f"--serve: {address} refused the verdict: {message[:300].decode(errors='replace')}")

@@ -24,7 +24,7 @@ class _LogprobsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        # What the loss does not use has no gradient, instead of zeros: to find zeros, the host would wait for the GPU.
+        # Unused outputs have no gradient, instead of zeros: to find zeros, the host would wait for the GPU.
         ctx.set_materialize_grads(False)
         logp = torch.log_softmax(logits, dim=-1)
         entropy = -logp.exp().mul_(logp).sum(-1)

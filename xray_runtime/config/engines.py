@@ -296,5 +296,5 @@ class GeneratorConfig(Section):
         return self
 
     def precision(self, device: str) -> Literal["float32", "bfloat16"]:
-        """Of weights and activations on `device` ("cpu" or "cuda")."""
+        """The precision of weights and activations on `device` ("cpu" or "cuda")."""
         return "bfloat16" if self.engine == "vllm" and device == "cuda" else "float32"

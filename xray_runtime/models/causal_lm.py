@@ -76,7 +76,7 @@ class Pretrained(NamedTuple):
     lm: Any
     tokenizer: Any
     files: dict[str, Path]
-    """Of a skeleton: tensor → its file."""
+    """A skeleton's tensors: name → its file."""
     left_out: list[str]
     """Tensors in its files that it does not need."""
 

@@ -42,7 +42,7 @@ CALL_SCORES = 4096
 
 
 Bounds = tuple[Tensor, Tensor, int, int]
-"""Of sequences that attend in one kernel: offsets of their queries and of their keys, most queries, most keys."""
+"""Sequences that attend in one kernel: offsets of their queries and of their keys, most queries, most keys."""
 
 
 class Prompts(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a pretrained model's files hold, compared with what transformers makes of them, before anything is computed.
+"""The contents of a pretrained model's files, compared with what transformers makes of them, before any computation.
 
 transformers drops tensors that a class does not have, fills missing ones with random numbers, reads other classes'
 checkpoints, and applies adapters that lie beside a model, all with a warning at most. Here each is refused in one line,

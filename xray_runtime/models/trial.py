@@ -103,7 +103,7 @@ def _ours(module: HeadedLM, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tenso
 
 @contextlib.contextmanager
 def _watched(layer: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """What enters and leaves a layer in its last pass."""
+    """Inputs and outputs of a layer in its last pass."""
     seen: dict[str, Tensor] = {}
     handle = layer.register_forward_hook(lambda _, args, out: seen.update(entering=args[0], leaving=out))
     try:

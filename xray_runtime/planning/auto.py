@@ -164,7 +164,7 @@ def with_layouts(call: StageCall, plan: Plan) -> StageCall:
     if plan.machine.device == "cuda":
         share = max(len(group.ranks) for group in plan.groups)
         runtime["gpus_per_workhorse"] = 1.0 if share == 1 else math.floor(1000 / share) / 1000
-        # What it samples with: more would become KV cache that is not planned.
+        # Its memory while it samples: more would become KV cache that is not planned.
         generators = [p.memory.working for p in plan.roles if p.role.use == "sampled"]
         if generators:
             needed = math.ceil(100 * max(generators) / plan.machine.memory_bytes) / 100

@@ -77,7 +77,7 @@ def shape_of(lm: Any) -> ModelShape:
         max_positions=max_positions(lm.config.to_dict()),
         family=family,
     )
-    # What is outside the layers, and the remainder where layers differ in size.
+    # Parameters outside the layers, and the remainder where layers differ in size.
     return replace(shape, extra_parameters=sum(p.numel() for p in lm.parameters()) - shape.num_parameters)
 
 
@@ -109,7 +109,7 @@ def _layers(lm: Any, num_layers: int, family: str) -> Any:
 
 
 def _normalized(layers: Any, heads: dict[str, int], head_size: int) -> Iterator[int]:
-    """Of each norm in the layers, the features that it normalizes; one of queries or keys has a head's size."""
+    """Features that each norm in the layers normalizes; one of queries or keys has a head's size."""
     for name, module in layers.named_modules():
         if "Norm" not in type(module).__name__ or getattr(module, "weight", None) is None:
             continue

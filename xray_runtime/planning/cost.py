@@ -276,7 +276,7 @@ def iteration_seconds(
 
 
 def sleep_seconds(workload: Workload, roles: Sequence[Role], memory: Sequence[Memory], machine: Machine) -> float:
-    """What models on one GPU hold, to host memory and back. Weights of a generator that the next sync brings are not
+    """Bytes of models on one GPU, to host memory and back. Weights of a generator that the next sync brings are not
     kept."""
     trained = workload.of_use("trained")
     synced = bool(trained) and trained[0].options.lora_rank is None and trained[0].top_layers is None

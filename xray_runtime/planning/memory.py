@@ -27,7 +27,7 @@ LIVE_PARAMETERS = 1_000_000_000
 MAX_LOGITS, MAX_LOGITS_ON_GPU = 2**24, 2**28
 """Logits computed at a time (as in `algorithms.logprobs`, which needs torch)."""
 LOGIT_BYTES = 3 * FLOAT32_BYTES
-"""Of one logit that is computed: itself, its log-softmax and a temporary, in float32."""
+"""Bytes of one computed logit: itself, its log-softmax and a temporary, in float32."""
 PROCESS_BYTES = 500_000_000
 """A Workhorse's process without a model: private memory after imports on CPU (measured: 0.43 GB with DeepSpeed, 0.58 GB
 with vLLM), about a CUDA context on a GPU."""
@@ -95,7 +95,7 @@ class Memory:
     syncing: int = 0
     """Peak while weights are sent or received, beside what is resident."""
     kept: int = 0
-    """What DeepSpeed keeps of `gradients` and `buffers` between turns."""
+    """The part that DeepSpeed keeps of `gradients` and `buffers` between turns."""
 
     @property
     def total(self) -> int:

@@ -51,7 +51,7 @@ class Choice:
     asleep_seconds: float = 0.0
     """Seconds to free the memory and to restore it."""
     held: Held = NOTHING
-    """Of all models of the use or, if separate, the total of the largest."""
+    """All models of the use or, if separate, the total of the largest."""
     micro_batch_tokens: int = 0
     checkpointing: bool = False
     cache_scale: int = 4

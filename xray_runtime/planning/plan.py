@@ -52,7 +52,7 @@ class Held:
 
     @classmethod
     def of(cls, memory: Sequence[Memory]) -> Held:
-        """What models that may work at the same time hold together."""
+        """Memory of models that may work at the same time."""
         names = [f.name for f in fields(cls)]
         return cls(**{name: sum(getattr(m, name) for m in memory) for name in names})
 

@@ -33,7 +33,7 @@ def from_pretrained(config: PretrainedBase, field: str = "base.model") -> ModelS
             return _from_gguf(Path(name) / gguf)
         written = json.loads((Path(name) / "config.json").read_text(encoding="utf-8")) if Path(name).is_dir() else {}
         if not isinstance(written, dict):
-            raise ValueError("its config.json is no JSON object")
+            raise ValueError("its config.json is not a JSON object")
         if is_complete(written):
             return from_hf_config(written)
         return built_shape(config.model)

@@ -24,7 +24,7 @@ def buffer_bytes(shape: ModelShape) -> int:
 def sending_bytes(
     shape: ModelShape, weight_bytes: int, layout: Layout, options: Options, *, through_host: bool, shared: bool
 ) -> int:
-    """What the policy needs to send: the buffer, or NCCL's chunks, each up to one tensor beyond the buffer's size.
+    """Memory to send the policy: the buffer, or NCCL's chunks, each up to one tensor beyond the buffer's size.
 
     One tensor at a time is there once more where it is gathered by ZeRO-3, merged with its adapters, or rounded.
 
@@ -42,7 +42,7 @@ def sending_bytes(
 
 
 def receiving_bytes(shape: ModelShape, weight_bytes: int, tp: int, *, through_host: bool, shared: bool) -> int:
-    """What the generator needs to receive: copies of a chunk's tensors, and the module that they are loaded into."""
+    """Memory to receive it in the generator: copies of a chunk's tensors, and the module that they are loaded into."""
     loaded = max(shape.embedding_parameters, 2 * shape.hidden_size * ceil_div(shape.intermediate_size, tp))
     module = weight_bytes * loaded
     if through_host:

@@ -151,7 +151,7 @@ class Workload:
         )
 
     def _working(self, role: Role, layout: Layout) -> Memory:
-        """What its own work needs."""
+        """Memory that its own work needs."""
         shape, width, on_gpu = role.shape, role.weight_bytes, self.device == "cuda"
         # On CUDA, torch has no fused attention for float32 with grouped heads.
         keeps_scores = on_gpu and width == FLOAT32_BYTES and shape.num_kv_heads < shape.num_heads

@@ -1,4 +1,4 @@
-r"""What the answers to problems are, and which of them are equal.
+r"""Answers to problems, and which of them are equal.
 
 number      exact; a decimal equals a value that it does not write out (1/3, π) where six digits agree
 percent     `50\%` equals 50%, 50 and 0.5
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 DIGITS = 30
-"""Of numerical comparisons of exact values."""
+"""Digits in numerical comparisons of exact values."""
 MAX_DIGITS = 1000
 """Numbers with more digits are compared in their first."""
 AGREED = 10
@@ -47,9 +47,9 @@ class Base:
 @dataclass(frozen=True)
 class Value:
     expression: Any
-    """Of sympy."""
+    """A value of sympy."""
     name: str | None = None
-    """What it is the value of: x in `x = 5`."""
+    """The name that has this value: x in `x = 5`."""
     percent: bool = False
     unit: str | None = None
 
@@ -133,7 +133,7 @@ def _equal(gold: Any, found: Any) -> bool:
     decimal = gold.has(sympy.Float) or found.has(sympy.Float)
     if not _near(gold, found, SHOWN if decimal else DIGITS - 5):
         return False
-    # What has an end in digits is compared in all of them.
+    # Numbers with finitely many digits are compared in all of them.
     numbers = [_rational(one) for one in (gold, found)]
     return bool(numbers[0] == numbers[1]) if all(map(_is_decimal, numbers)) else True
 

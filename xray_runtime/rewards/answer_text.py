@@ -106,7 +106,7 @@ def final_answers(reply: str) -> list[str]:
 
 
 def _after(rest: str) -> list[str]:
-    """What may be meant by the text after a mark: its line, its sentence, or the formula or number it begins with."""
+    """Readings of the text after a mark: its line, its sentence, or the formula or number it begins with."""
     rest = rest.strip().strip("*").lstrip()
     line = rest.split("\n", 1)[0] if not rest.startswith(("$$", r"\[")) else rest
     sentence = re.split(r"\.\s|\.?\s+I hope\b|,?\s+(?:because|since|so|which|as)\b", line, maxsplit=1)[0].rstrip("*. ")

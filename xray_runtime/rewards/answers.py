@@ -34,7 +34,7 @@ SYMBOL = (
     r"(?:[A-Za-z]|\\(?:theta|alpha|beta|lambda|mu|phi|omega))(?:_(?:\w|\{\s*\w+\s*\}))?"
     r"(?:\([a-z](?:,\s*[a-z])*\))?|\([A-Za-z](?:,\s*[A-Za-z])+\)"
 )
-"""What an answer may name: `x`, `x_1`, `f(x)`, `(a, b)`."""
+"""Names that an answer may begin with: `x`, `x_1`, `f(x)`, `(a, b)`."""
 CLOCK = re.compile(r"\d{1,2}:[0-5]\d")
 NUMBER = r"-?(?:\d+(?:\.\d*)?|\.\d+)"
 

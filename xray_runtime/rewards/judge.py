@@ -62,13 +62,13 @@ class JudgeSource:
         replies = batch.answers
         low, high = self._config.scale
         references = batch.column(self._config.column)
-        asked = [row for row, reference in enumerate(references) if not lacks_reference(self._config, reference)]
+        judged = [row for row, reference in enumerate(references) if not lacks_reference(self._config, reference)]
         requests = [
             request(self._config, PROMPT, batch.messages[row], references[row], reply=replies[row], low=low, high=high)
-            for row in asked
+            for row in judged
         ]
         answers = ask_all(self._config, "/chat/completions", requests, lambda _, answer: self._read(answer))
-        by_row = dict(zip(asked, answers, strict=True))
+        by_row = dict(zip(judged, answers, strict=True))
         return [by_row.get(row) or failure(NO_REFERENCE) for row in range(len(references))]
 
     def _read(self, answer: Any) -> Score:

@@ -94,7 +94,7 @@ def as_bounded(value: Any) -> float | None:
 
 
 def must_be_bounded(value: Any) -> str:
-    """What a value that `as_bounded` refuses must be."""
+    """The rule for values that `as_bounded` checks."""
     is_large = not isinstance(value, bool) and as_number(value) is not None
     return f"must be a finite number{f' of at most {LARGEST:g}' if is_large else ''}"
 

@@ -99,9 +99,9 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, out: Path
                 replies = decode_replies(tokenizer, list(answer["response_ids"]))
                 ended, episodes = answer["ended"].tolist(), None
             else:
-                asked = EpisodeBatch(batch, columns, 0, "sample", 0, config.samples, first, keep=True)
+                wanted = EpisodeBatch(batch, columns, 0, "sample", 0, config.samples, first, keep=True)
                 with sampling_turn(stage.runtime, models["generator"]):
-                    played = agents.sample(asked)
+                    played = agents.sample(wanted)
                 replies, ended, episodes = own_texts(tokenizer, played), played.ended.tolist(), episode_scores(played)
                 done.episodes += to_rows(played)["answers"].tolist()
             prompts = [messages for messages, _ in batch]

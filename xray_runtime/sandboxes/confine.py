@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 Confinement = Literal["bubblewrap", "namespaces", "landlock", "limits"]
 OWN_ROOM: tuple[Confinement, ...] = ("bubblewrap", "namespaces")
-"""What keeps programs in: they have files, processes and a network of their own."""
+"""Ways to keep programs in: they have files, processes and a network of their own."""
 
 BUBBLEWRAP = "bwrap"
 TRY_S = 30.0

@@ -31,17 +31,17 @@ def cluster_machine(runtime: RuntimeConfig) -> Machine:
     """This cluster as equal devices, with the minimum of each quantity so that a plan fits everywhere."""
     kind = device(runtime)
     resource = "GPU" if kind == "cuda" else "CPU"
-    asked = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(resource, 0.0) >= 1]
+    alive = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(resource, 0.0) >= 1]
     found = ray.get(
         [
             _memory.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(kind)
-            for node in asked
+            for node in alive
         ],
         timeout=ASK_SECONDS,
     )
     if kind == "cuda":
         # Ray may have been given a part of a node's GPUs, and does not say which.
-        counts = [int(node["Resources"][resource]) for node in asked]
+        counts = [int(node["Resources"][resource]) for node in alive]
         return Machine(num_devices=sum(counts), memory_bytes=min(map(min, found)), devices_per_node=min(counts))
     cores = [int(node["CPU"]) for node in nodes() if node.get("CPU", 0.0) >= 1]
     counts = [max(n // runtime.threads, 1) for n in cores]

@@ -17,7 +17,7 @@ from xray_runtime.errors import cause_line
 
 K = TypeVar("K", bound=type)
 KINDS = (ValueError, MemoryError)
-"""What decides whether a stage is repeated (`errors.may_retry`, `errors.is_out_of_memory`)."""
+"""Types that decide whether a stage is repeated (`errors.may_retry`, `errors.is_out_of_memory`)."""
 
 
 def plain(error: Exception) -> Exception:

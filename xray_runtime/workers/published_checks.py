@@ -1,4 +1,4 @@
-"""What a Learner says and reads for the comparison of a published model with the one that it trained."""
+"""A Learner's side of the comparison of a published model with the one that it trained."""
 
 from __future__ import annotations
 

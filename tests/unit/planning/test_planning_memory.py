@@ -243,7 +243,7 @@ def test_a_directory_is_read_without_its_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("config.json", "[1]", "cannot be planned (its config.json is no JSON object)"),
+        ("config.json", "[1]", "cannot be planned (its config.json is not a JSON object)"),
         ("config.json", "{", "cannot be planned"),
         ("other.txt", "", "cannot be planned"),
         ("model.gguf", "no GGUF", "cannot be planned"),
