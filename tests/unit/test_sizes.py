@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("xray", "xray_runtime", "flows", "tasks", "deployments", "examples", ".ci")
 """Where the limits hold."""
-MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 360
+MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 350
 
 
 def too_long(name: str, source: str) -> Iterator[str]:

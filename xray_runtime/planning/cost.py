@@ -31,13 +31,12 @@ from xray_runtime.planning.memory import (
     Layout,
     Memory,
     chunk_tokens,
-    device_parameters,
     kv_cache_bytes,
     layer_activation_bytes,
-    lora_parameters,
 )
 from xray_runtime.planning.model_states import FLOAT32_BYTES, HALF_BYTES, gradient_bytes
 from xray_runtime.planning.roles import ALL_USES, Use
+from xray_runtime.planning.shapes import device_parameters, lora_parameters
 
 if TYPE_CHECKING:
     from xray_runtime.planning.workload import Machine, Role, Workload

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from xray_runtime.config.engines import LINEAR_LAYERS
 from xray_runtime.planning.model_states import FLOAT32_BYTES, kept_bytes, model_states
-from xray_runtime.planning.shapes import ModelShape, ceil_div
+from xray_runtime.planning.shapes import ModelShape, ceil_div, device_parameters, lora_parameters
 
 ZERO_BUCKET = 500_000_000
 """Elements of DeepSpeed's buffer for reducing gradients (default of `reduce_bucket_size`)."""
@@ -125,32 +124,6 @@ HELD_IN_A_PASS = (
     *("weights", "gradients", "optimizer", "buffers", "activations", "logits", "kv_cache", "graphs", "process"),
 )
 """Fields of `Memory` that add up."""
-
-
-def device_parameters(shape: ModelShape, tp: int = 1, pp: int = 1, *, split_vocabulary: bool = False) -> int:
-    """Parameters of the fullest pipeline stage's tensor-parallel rank.
-
-    It holds ceil(L / pp) layers and one embedding matrix (both, if untied and pp = 1). DeepSpeed's AutoTP does not
-    split embeddings; vLLM does (`split_vocabulary`).
-    """
-    matrices = 1 if shape.tied or pp > 1 else 2
-    embeddings = matrices * ceil_div(shape.embedding_parameters, tp if split_vocabulary else 1)
-    outside = embeddings + shape.hidden_size + shape.extra_parameters
-    return ceil_div(shape.num_layers, pp) * shape.layer_parameters(tp) + outside
-
-
-def lora_parameters(
-    shape: ModelShape, rank: int, tp: int = 1, pp: int = 1, *, targets: tuple[str, ...] | None = None
-) -> int:
-    """Parameters of LoRA adapters: rank · (in + out) for each projection, ceil(L / pp) layers of them.
-
-    `targets` names the projections; None, or a name no Llama has: all of them.
-    """
-    h, q, kv = shape.hidden_size, shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
-    sizes = dict(zip(LINEAR_LAYERS, (h + q, h + kv, h + kv, q + h, *(h + shape.intermediate_size,) * 3), strict=True))
-    known = targets is not None and all(name in sizes for name in targets)
-    chosen = [size for name, size in sizes.items() if not known or name in (targets or ())]
-    return ceil_div(shape.num_layers, pp) * sum(ceil_div(rank * size, tp) for size in chosen)
 
 
 def layer_activation_bytes(

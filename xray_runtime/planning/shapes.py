@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from xray_runtime.config.base import FreshBase
+from xray_runtime.config.engines import LINEAR_LAYERS
 
 EXACT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """`model_type`s whose parameters are counted from their configs alone, and whose layers can be split. Others are built
@@ -204,3 +205,29 @@ def from_parameter_count(count: float) -> ModelShape:
 def ceil_div(a: int, b: int) -> int:
     """⌈a / b⌉."""
     return -(-a // b)
+
+
+def device_parameters(shape: ModelShape, tp: int = 1, pp: int = 1, *, split_vocabulary: bool = False) -> int:
+    """Parameters of the fullest pipeline stage's tensor-parallel rank.
+
+    It holds ceil(L / pp) layers and one embedding matrix (both, if untied and pp = 1). DeepSpeed's AutoTP does not
+    split embeddings; vLLM does (`split_vocabulary`).
+    """
+    matrices = 1 if shape.tied or pp > 1 else 2
+    embeddings = matrices * ceil_div(shape.embedding_parameters, tp if split_vocabulary else 1)
+    outside = embeddings + shape.hidden_size + shape.extra_parameters
+    return ceil_div(shape.num_layers, pp) * shape.layer_parameters(tp) + outside
+
+
+def lora_parameters(
+    shape: ModelShape, rank: int, tp: int = 1, pp: int = 1, *, targets: tuple[str, ...] | None = None
+) -> int:
+    """Parameters of LoRA adapters: rank · (in + out) for each projection, ceil(L / pp) layers of them.
+
+    `targets` names the projections; None, or a name no Llama has: all of them.
+    """
+    h, q, kv = shape.hidden_size, shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
+    sizes = dict(zip(LINEAR_LAYERS, (h + q, h + kv, h + kv, q + h, *(h + shape.intermediate_size,) * 3), strict=True))
+    known = targets is not None and all(name in sizes for name in targets)
+    chosen = [size for name, size in sizes.items() if not known or name in (targets or ())]
+    return ceil_div(shape.num_layers, pp) * sum(ceil_div(rank * size, tp) for size in chosen)

@@ -101,7 +101,7 @@ class Learner(PublishedChecks, Workhorse):
 
     def unload(self) -> None:
         super().unload()
-        # `_published` refers to the model, so it must go too for the memory to be freed.
+        # `_published` refers to the model, whose memory would stay.
         self.engine = self.scorer = self.module = self._published = None
         self._trunks = TrunkMemory()
         self._shared = self._sender = None
@@ -299,11 +299,9 @@ class Learner(PublishedChecks, Workhorse):
         copy_model(self.spec.directory, directory, number, copiers)
 
     def save(self, directory: Path, head_file: str | None) -> dict[str, str]:
-        """Write trained weights into the model that `begin_save` wrote, and the scalar head into `head_file`.
-
-        Every rank joins the gathering, tensor by tensor; ranks with the same tensors take turns by file. Returns the
-        names and digests of what this rank wrote.
-        """
+        """Write trained weights into the model that `begin_save` wrote, and the scalar head into `head_file`; returns
+        names and digests of what this rank wrote. Every rank joins the gathering, tensor by tensor; ranks with the same
+        tensors take turns by file."""
         from safetensors.torch import save_file
 
         from xray_runtime.models.weight_files import HEAD_PREFIX, overwrite, tensor_digest
@@ -337,8 +335,7 @@ class Learner(PublishedChecks, Workhorse):
         return f"{self.rank_info.role!r}, rank {self.rank_info.rank}"
 
     def _weights(self, *, head: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, whole tensor) of trained weights, one at a time. Raises NonFiniteError: one is not
-        finite."""
+        """(Hugging Face name, whole tensor) of trained weights, one at a time. Raises NonFiniteError."""
         from xray_runtime.algorithms.finite import all_finite
         from xray_runtime.models.weight_files import HEAD_PREFIX
 

@@ -248,11 +248,9 @@ class WholeModel:
         self._call(lambda w: w.wake_up.remote())
 
     def save(self, directory: Path, head_file: str | None = None) -> None:
-        """Write the model in Hugging Face form, and compare the files with it.
-
-        The ranks on a disk divide copying; afterwards those on this node's disk divide looking at the files and hashing
-        them, if there are several, and one reads all. Raises PublishedError: they hold another model than was trained.
-        """
+        """Write the model in Hugging Face form, and compare the files with it. The ranks on a disk divide copying;
+        afterwards those on this node's disk divide hashing, if there are several files, and one reads all. Raises
+        PublishedError: they hold another model than was trained."""
         from xray_runtime.models.weight_files import HEAD_PREFIX, write_digests
 
         directories, peers = self._stager.output_directories(directory), self._stager.peers()

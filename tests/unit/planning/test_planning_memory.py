@@ -19,18 +19,23 @@ from xray_runtime.planning.memory import (
     Memory,
     Options,
     activation_bytes,
-    device_parameters,
     generation_memory,
     kv_cache_bytes,
     layer_activation_bytes,
     logit_bytes,
-    lora_parameters,
     scoring_memory,
     training_memory,
 )
 from xray_runtime.planning.model_states import model_states
 from xray_runtime.planning.pretrained_shapes import from_pretrained
-from xray_runtime.planning.shapes import ModelShape, from_fresh, from_hf_config, from_parameter_count
+from xray_runtime.planning.shapes import (
+    ModelShape,
+    device_parameters,
+    from_fresh,
+    from_hf_config,
+    from_parameter_count,
+    lora_parameters,
+)
 from xray_runtime.planning.sync_memory import buffer_bytes, receiving_bytes, sending_bytes
 
 SMALL = ModelShape(
