@@ -47,7 +47,7 @@ class Measured:
     """One turn of a method."""
 
     seconds: list[float]
-    """Of each update that counts."""
+    """Seconds of each update that counts."""
     curve: list[float]
     """Loss, or mean reward, of each update."""
     lengths: list[float]

@@ -27,7 +27,7 @@ def first_line(error: BaseException) -> str:
 
 
 def cause_line(error: BaseException) -> str:
-    """What is wrong, in one line: of an error of pydantic, whose first line only counts, each field and finding."""
+    """The fault in one line; for an error of pydantic, whose first line only counts, each field and finding."""
     find = getattr(error, "errors", None)
     if not isinstance(error, ValueError) or not callable(find):
         return first_line(error)

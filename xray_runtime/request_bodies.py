@@ -25,7 +25,7 @@ def parse_body(body: bytes) -> Any:
 
 
 def _below(level: list[Any]) -> list[Any]:
-    """What the objects and lists of a level hold, after a look at its texts."""
+    """Members of a level's objects and lists, after a look at its texts."""
     found: list[Any] = []
     for value in level:
         if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What the planner says of the acceptance's models: bytes and seconds, to be held against what is measured."""
+"""Bytes and seconds that the planner gives for the acceptance's models, to compare with measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xray_runtime.planning.workload import Machine, Role, Workload, training_opt
 from xray_runtime.workers.model_spec import ModelSpec
 
 HALF_BYTES = 2
-"""Of a weight that vLLM holds on a GPU."""
+"""Bytes of a weight that vLLM holds on a GPU."""
 
 
 def shape_of(setting: Setting) -> ModelShape:

@@ -48,7 +48,7 @@ def in_turn(setting: Setting) -> dict[str, Any]:
             begin = time.perf_counter()
             ray.get(call)
             seconds[f"{name}_s"] = time.perf_counter() - begin
-            # What is held when a phase ends; its peak in between is the allocators' own.
+            # Memory held when a phase ends; the peak in between is the allocators' own.
             most[name] = max(most.get(name, 0), before - free_bytes())
 
         for version in range(ITERATIONS):

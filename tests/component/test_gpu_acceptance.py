@@ -23,7 +23,7 @@ GPU_ONLY = {
 BARE = """import sys
 sys.modules["ray"] = sys.modules["vllm"] = None
 """
-"""Of a machine without Ray and vLLM, in every process."""
+"""Makes every process one of a machine without Ray and vLLM."""
 COMMAND = [sys.executable, "-m", "benchmarks.gpu_acceptance", "--rehearse"]
 
 

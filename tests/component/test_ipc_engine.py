@@ -26,7 +26,7 @@ from xray_runtime.weights.versioned import StaleWeightsError
 
 SAMPLING = Sampling(max_new_tokens=6, temperature=0.7, stop_token_ids=(1,), pad_token_id=0)
 BUFFER_BYTES = 2**16
-"""Of the model's 230 KB in bfloat16, so that there are several chunks."""
+"""Bytes of a chunk: the model has 230 KB in bfloat16, so that there are several."""
 ENVIRONMENT = {"env_vars": {"OMP_NUM_THREADS": "1", "MKL_CBWR": "AUTO"}}
 
 

@@ -1,4 +1,4 @@
-"""What tells that a machine has NVIDIA's driver."""
+"""Signs that a machine has NVIDIA's driver."""
 
 from __future__ import annotations
 

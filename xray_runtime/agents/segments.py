@@ -105,7 +105,7 @@ class Tree:
             self._completions.append((f"{request.prompt}{answer}", call))
 
     def place(self, request: Request) -> Place:
-        """Where a request belongs, with its prompt in tokens. A thread may call it while calls are added.
+        """The place of a request, with its prompt in tokens. A thread may call it while calls are added.
 
         Raises:
             ValueError: the chat template refuses the messages.

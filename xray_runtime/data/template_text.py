@@ -44,7 +44,7 @@ class ReasoningStyle(NamedTuple):
     """How a template writes reasoning."""
 
     key: str | None
-    """Where it reads a message's reasoning; None: it only opens a block in prompts, and writes none in rows."""
+    """The key of a message's reasoning; None: it only opens a block in prompts, and writes none in rows."""
     open: str
     close: str
     """The text before the reasoning, and the text before the answer, without outer whitespace."""

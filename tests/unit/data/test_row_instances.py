@@ -1,4 +1,4 @@
-"""What rows of public files mean: each key that means something is read, or refused by row and key."""
+"""Rows of public files: each key that means something is read, or refused by row and key."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_every_other_key_is_counted() -> None:
     }
     assert str(unread).startswith("columns not read: source 2, prompt 1; message keys not read: ")
     assert unread.metrics("data")["data/columns_not_read/source"] == 2.0
-    # Of any number of names a bounded number is kept.
+    # However many names there are, a bounded number is kept.
     unread.add_columns(f"c{n}" for n in range(1000))
     assert len(unread.columns) == 101
     assert unread.columns.total() == 1003

@@ -1,4 +1,4 @@
-"""What a run signs was verified, what a bundle brings proves nothing about itself, no decision can be taken back."""
+"""A run signs only what it verified, a bundle proves nothing about itself, and no decision can be removed."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_several_entries_cannot_be_taken_off_with_the_end_of_before(fresh: Calla
     assert "log-shorter" in found(output)
 
 
-# What a run signs
+# Signed by a run
 
 
 def summary(output: Path, stage: str) -> tuple[RunSummary, StageResult]:

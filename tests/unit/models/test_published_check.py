@@ -1,4 +1,4 @@
-"""What is published is what was trained: every difference between files and trainer is found before signing."""
+"""A published model is the trained one: each difference between files and trainer is found before signing."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class Copies(TorchFunctionMode):
 
 
 def waits(layers: int, max_logits: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Of one micro-batch of PPO, forward and backward."""
+    """Waits for the host in one micro-batch of PPO, forward and backward."""
 
     def chunked(*args: Any, **kwargs: Any) -> Any:
         return logprobs.chunked_logprobs_and_entropy(*args, **kwargs, max_logits=max_logits)
@@ -171,7 +171,7 @@ def test_a_micro_batch_waits_for_the_gpu_a_few_times_whatever_its_layers_and_log
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     few = waits(1, 2**20, monkeypatch)
-    # Of each layer, or of each chunk of logits, one more would be seen.
+    # One more in each layer, or in each chunk of logits, would be seen.
     assert waits(3, 2**20, monkeypatch) == few
     assert waits(1, 100, monkeypatch) == few
     assert few.total() <= 40

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from xray_runtime.planning.plan import Plan, RolePlan
 
 AWAKE_BETWEEN_TURNS = ("weights", "optimizer", "kept", "graphs", "process")
-"""What a model holds that neither works nor sleeps."""
+"""Memory of a model that neither works nor sleeps."""
 ASLEEP = ("graphs", "process")
 WORKING = (*("weights", "gradients", "optimizer", "buffers", "activations", "logits", "kv_cache", "graphs", "process"),)
 

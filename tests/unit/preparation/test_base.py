@@ -113,7 +113,7 @@ def test_what_is_computed_alike_is_published_as_it_is(
     ("family", "fields", "reason"),
     [
         ("gemma2", {}, "changes its logits"),
-        # What caps the logits is not all: with this one alone, `sdpa` ignores the other.
+        # A cap on logits is not all: with this one alone, `sdpa` ignores the other.
         ("gemma2", {"final_logit_softcapping": None}, "changes attention by softcap"),
         ("granite", {"logits_scaling": 8.0}, "changes its logits"),
         ("cohere", {"logit_scale": 0.25}, "changes its logits"),

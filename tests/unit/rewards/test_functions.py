@@ -309,7 +309,7 @@ def test_what_is_late_is_cancelled_and_has_no_score() -> None:
     first, second = ask(partly)
     assert math.isnan(first.value)
     assert second.value == 1.0
-    # What cancels itself is no score either.
+    # A call that cancels itself has no score either.
     assert math.isnan(ask(lambda replies: (_ for _ in ()).throw(asyncio.CancelledError))[0].value)
 
 

@@ -1,4 +1,4 @@
-"""What programs in a sandbox try against files, processes and networks outside. Each attack works without a sandbox."""
+"""Attacks of sandboxed programs on files, processes and networks outside. Each one works without a sandbox."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ sys.stdin.read()
 
 @dataclass
 class Victim:
-    """What must not change, and must not be known."""
+    """Files that must not change, and must not be known."""
 
     file: Path
     process: subprocess.Popen[str]

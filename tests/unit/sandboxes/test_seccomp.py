@@ -23,7 +23,7 @@ REFUSED, OLDER, NO_TERMINAL = ERROR | errno.EPERM, ERROR | errno.ENOSYS, ERROR |
 
 
 def answer(program: bytes, number: int, *arguments: int, architecture: int) -> int:
-    """What the kernel answers; see `Documentation/networking/filter.rst`."""
+    """The kernel's answer; see `Documentation/networking/filter.rst`."""
     data = struct.pack("=IIQ6Q", number, architecture, 0, *arguments, *[0] * (6 - len(arguments)))
     steps = list(struct.iter_unpack("HBBI", program))
     place = value = 0

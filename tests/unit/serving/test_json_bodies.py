@@ -1,4 +1,4 @@
-"""What the engine's server gets to read."""
+"""Request bodies that reach the engine's server."""
 
 from __future__ import annotations
 

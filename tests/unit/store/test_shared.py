@@ -384,7 +384,7 @@ def test_a_retired_key_comes_along_as_one_that_is_retired(
 
 
 def test_no_key_is_trusted_because_it_lies_in_the_store(shared: SharedStore, tmp_path: Path) -> None:
-    """Whoever can write there can put one there, or the record of a rotation to it."""
+    """An attacker who can write there can put one there, or the record of a rotation to it."""
     ours, theirs = tmp_path / "a", tmp_path / "b"
     signing_key(theirs)
     rotate(theirs, by="a person", note="")
