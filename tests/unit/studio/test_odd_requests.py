@@ -10,21 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.lineage.synthetic import NAME, Lifecycle
-from tests.unit.studio.world import compared, recorded, studio, with_rollouts
+from tests.unit.lineage.synthetic import NAME
+from tests.unit.studio.world import studio
 from xray_runtime.feedback.session import read_sessions
 from xray_runtime.lineage.reference import find, open_lineage_store
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("studio") / "run"
-    Lifecycle(output).whole()
-    with_rollouts(output, tmp_path_factory.mktemp("tokenizer"))
-    compared(output)
-    recorded(output)
-    return output
-
 
 NUMBERS = (
     *("-1", "NaN", "nan", "inf", "-inf", "Infinity", "1e400", "-1e400", "9" * 20, "9" * 5000, "1.5", "1_0", "٣", "１"),

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tests.unit.lineage.promoting import aliases
 from tests.unit.lineage.synthetic import NAME, Lifecycle
-from tests.unit.studio.world import HOSTILE, compared, post, recorded, studio, with_rollouts
+from tests.unit.studio.world import HOSTILE, post, studio
 from xray.cli.main import app as command
 from xray.studio import chat, models, review, rollouts, runs, withdrawals
 from xray_runtime.data.pairs import Pairs, PreferenceExample
@@ -26,16 +26,6 @@ from xray_runtime.lineage.log import RunBegan, append, run_lock
 from xray_runtime.lineage.recorded import RecordedReader, recorded_lock
 from xray_runtime.lineage.reference import find, open_lineage_store
 from xray_runtime.lineage.signing import signing_key
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("studio") / "run"
-    Lifecycle(output).whole()
-    with_rollouts(output, tmp_path_factory.mktemp("tokenizer"))
-    compared(output)
-    recorded(output)
-    return output
 
 
 @pytest.fixture
