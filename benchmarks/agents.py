@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import time
 import venv
@@ -59,6 +60,7 @@ def played(name: str, venvs: Path, alone: bool) -> Iterator[dict[str, Any]]:
     path, limits = installed(name, venvs), {"max_tokens": 48, "concurrency": 16}
     file = AGENTS[name][0]
     if alone:
+        os.environ |= {"XRAY_ALLOWED_COMMANDS": f"python {file}", "XRAY_ALLOWED_PATHS": f"{SDKS}:{path}"}
         yield limits | {"command": ["python", file], "directory": str(SDKS), "venv": str(path)}
         return
     port = FIRST_PORT + list(AGENTS).index(name)
