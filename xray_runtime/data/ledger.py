@@ -77,6 +77,8 @@ def iterations(directory: Path) -> list[int]:
 def read_shard(path: Path, *, lists: bool = True) -> Shard:
     """Read a shard; with `lists`, also its columns of tokens and of numbers per token. Raises ValueError if the file is
     not a shard or is damaged."""
+    if not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"{path}: missing, or not a file")
     try:
         columns = None
         if not lists:

@@ -24,6 +24,7 @@ from xray_runtime.feedback.judgements import Judgement, Question, left_model, ve
 from xray_runtime.files import sync, write_atomic
 from xray_runtime.lineage.comparisons import JUDGEMENTS, REPLIES, SESSION, SESSIONS, comparison_name
 from xray_runtime.lineage.signed_files import log_signed, read_signed, write_signed
+from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.manifest import Sha256
 
 PromptSource = Literal["heldout", "train", "file", "typed"]
@@ -99,8 +100,8 @@ class Session:
     def read(cls, directory: Path) -> Self:
         """The session in `directory`. Raises ConfigError where its files are damaged, or somebody else changed them."""
         try:
-            setup = Setup.model_validate_json((directory / SESSION).read_bytes())
-        except (OSError, ValidationError) as error:
+            setup = Setup.model_validate_json(read_bounded(directory / SESSION))
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{directory / SESSION}: cannot be read ({first_line(error)})") from None
         if directory.name != _name(setup):
             raise ConfigError(f"{directory / SESSION}: is not that of {directory.name}; restore it from a copy")

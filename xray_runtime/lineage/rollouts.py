@@ -13,6 +13,7 @@ import pyarrow as pa
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.ledger import SCORE, Query, Shard, iterations, read_shard, readable, shard_path, sources_of
 from xray_runtime.lineage.graph import Node
+from xray_runtime.store.damage import check_file
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import LEDGER
 
@@ -62,7 +63,7 @@ class Selection:
 
     def __init__(self, node: Node, query: Query, order: Order) -> None:
         kept = require_ledger(node, *query.iterations)
-        listed = {entry.path: entry.sha256 for entry in node.manifest.files}
+        listed = {entry.path: entry for entry in node.manifest.files}
         self._node = node
         self.changed: list[str] = []
         self.sources: list[str] = []
@@ -71,7 +72,7 @@ class Selection:
         for number in query.iterations or kept:
             path = shard_path(node.directory / LEDGER, number)
             name = f"{LEDGER}/{path.name}"
-            if file_sha256(path) != listed.get(name):
+            if name not in listed or check_file(node.directory, listed[name], file_sha256) is not None:
                 self.changed.append(name)
             table = _read(node, number, lists=False).table
             table = table.append_column(PLACE, pa.array(range(len(table)), pa.int64()))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from xray_runtime.graph.kind import Panels
 from xray_runtime.stages.kinds import find_kind
 from xray_runtime.store.checkpoints import read_bounded
+from xray_runtime.tracking.recorder import MAX_METRICS_BYTES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,8 +22,6 @@ INK, GRID = "#7d8694", "#8b94a366"
 """Legible on light pages and on Prefect's dark ones."""
 PANEL_INCHES = (3.9, 2.5)
 COLORS = ("#2f7ed8", "#e07b39", "#3a9d6e", "#b4489a")
-
-MAX_METRICS_BYTES = 2**30
 FIGURE = ".svg"
 """Suffix of a stage's curves beside its metrics."""
 

@@ -327,8 +327,11 @@ def _move_aside(directory: Path) -> None:
 
 
 def statement_sha256(directory: Path) -> str | None:
-    """Digest of the statement beside a checkpoint; None without one."""
+    """Digest of the statement beside a checkpoint; None without one that can be read."""
     path = directory / ATTESTATION / STATEMENT
-    if path.parent.is_symlink() or path.is_symlink() or not path.is_file():
+    if path.parent.is_symlink():
         return None
-    return file_sha256(path)
+    try:
+        return hashlib.sha256(read_bounded(path)).hexdigest()
+    except (OSError, ValueError):
+        return None

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.errors import StageInterruptedError, WorkerEndedError
 from xray_runtime.files import write_atomic
+from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.seal import Seal
 from xray_runtime.store.shared import SharedStore
 from xray_runtime.store.snapshots import SNAPSHOTS, Snapshot, Snapshots
@@ -40,6 +41,7 @@ OnProgress = Callable[[str, int, int, str, str], None]
 
 PROGRESS_SECONDS = 0.2
 METRICS, ATTEMPTS = "metrics.jsonl", "attempts"
+MAX_METRICS_BYTES = 2**30
 RECORDS = "records"
 
 
@@ -49,8 +51,8 @@ def records_directory(output: Path, stage: str, key: str) -> Path:
 
 
 def read_points(path: Path) -> list[dict[str, Any]]:
-    """The points of a file of metrics: `step`, `time_ms`, `metrics`."""
-    return points_of(path.read_bytes())
+    """The points of a file of metrics: `step`, `time_ms`, `metrics`. Raises ValueError for a link or a special file."""
+    return points_of(read_bounded(path, MAX_METRICS_BYTES))
 
 
 def points_of(content: bytes) -> list[dict[str, Any]]:

@@ -12,12 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from xray_runtime.lineage.keys import seal_of
+from xray_runtime.lineage.signing import signing_key
 from xray_runtime.processes import TAG
 
 SCRIPT = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from xray.script import Script
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 
 class Stages:
     failure = RuntimeError("the disk is full")
@@ -105,6 +109,8 @@ def test_handlers_of_its_own_are_left_alone(tmp_path: Path) -> None:
 def test_one_that_is_killed_leaves_no_process_and_no_run_at_work(tmp_path: Path) -> None:
     record = {"run_id": "0" * 32, "flow_run_id": None, "status": "running", "stages": []}
     (tmp_path / "lifecycle.json").write_text(json.dumps(record))
+    signing_key(tmp_path)
+    seal_of(tmp_path).seal_file(tmp_path / "lifecycle.json")
     body = f"""
     sleeper = [sys.executable, "-c", "import time; time.sleep(300)"]
     started = subprocess.Popen(sleeper, env=os.environ | script.tag())

@@ -20,7 +20,7 @@ from xray_runtime.lineage.audit import checkpoints, verified
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
 from xray_runtime.lineage.audit.verified import RECORD
 from xray_runtime.lineage.keys import rotate
-from xray_runtime.lineage.log import LOG, decide
+from xray_runtime.lineage.log import END, END_TYPE, LOG, decide
 from xray_runtime.lineage.reference import open_lineage_store
 from xray_runtime.lineage.retention import plan_prune, prune
 from xray_runtime.lineage.signing import Verifier, envelope, make_key, signing_key
@@ -63,8 +63,9 @@ def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(checkpoints, "inspect", inspected)
 
     def opened(self: Verifier, text: bytes, made: str | None = None) -> str:
-        # The log's entries have a time, the record has none.
-        done.extend([RECORD] if made is None else [])
+        # The log's entries have a time; the record and the log's end have none.
+        if made is None:
+            done.append(END if json.loads(text)["payloadType"] == END_TYPE else RECORD)
         return check_envelope(self, text, made)
 
     monkeypatch.setattr(Verifier, "check", checked)
@@ -97,7 +98,7 @@ def test_what_did_not_change_is_not_read_again(fresh: Callable[[], Path], work: 
     second = since(output)
     assert second.is_sound
     assert (second.unchanged, second.checkpoints) == (8, 8)
-    assert work == [RECORD]
+    assert work == [RECORD, END]
     (note,) = second.notes
     assert note.startswith("8 of 8 checkpoints are unchanged in size, inode and times")
 

@@ -206,7 +206,8 @@ def test_a_backbone_that_scales_its_embeddings_cannot_be_taken_apart(family: str
         with pytest.raises(ValueError, match=r"^base\.trainable_layers: 1 is not allowed: a GraniteForCausalLM scales"):
             HeadedLM(lm, trainable_layers=1)
         return
-    before, attention = config.to_dict(), HeadedLM(lm).lm.model.config._attn_implementation
+    attention = HeadedLM(lm).lm.model.config._attn_implementation
+    before = config.to_dict()
     module = HeadedLM(lm, trainable_layers=1)
     # The check builds another model from the same config.
     assert (module.lm.model.config._attn_implementation, module.lm.config.to_dict()) == (attention, before)

@@ -62,7 +62,11 @@ def test_more_ranks_never_need_more_memory(count: float, index: int, layout: Lay
 def test_longer_sequences_never_need_less(count: float, index: int, layout: Layout, short: int, more: int) -> None:
     # Even lengths: half of them is reply.
     few, many = from_parameters(count, 2 * short), from_parameters(count, 2 * (short + more))
-    assert few.memory(few.roles[index], layout).total <= many.memory(many.roles[index], layout).total
+    before, after = few.memory(few.roles[index], layout), many.memory(many.roles[index], layout)
+    if few.roles[index].name == "generator":
+        # Fewer of them fit into a full cache, so the sampler needs fewer logits at a time.
+        before, after = replace(before, logits=0), replace(after, logits=0)
+    assert before.total <= after.total
 
 
 @settings(max_examples=12, deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     digest = hashlib.file_digest
 
     def counted(file: Any, algorithm: str) -> Any:
-        names.append(Path(file.name).name)
+        names.append(os.path.basename(os.readlink(f"/proc/self/fd/{file.fileno()}")))
         return digest(file, algorithm)
 
     monkeypatch.setattr(hashlib, "file_digest", counted)
