@@ -47,7 +47,8 @@ UNLESS = {
     "from_pretrained": ("trust_remote_code", False),
     "from_config": ("trust_remote_code", False),
 }
-"""Call (or method) → the argument that makes it harmless. `**NO_CODE` and `**options`, which holds it, count."""
+"""Call (or method) → the argument that makes it harmless. `**NO_CODE`, `**(options | NO_CODE)` and `**options`, which
+holds it, count."""
 
 METHODS = {"load_checkpoint", "load_from_checkpoint", "read_pickle", "unpickle"}
 """DeepSpeed's, Lightning's, pandas': whatever they are called on."""
@@ -111,7 +112,7 @@ def findings(source: str) -> Iterator[str]:
         for name in {whole, rest[-1] if rest else ""} & UNLESS.keys():
             argument, wanted = UNLESS[name]
             spread = {ast.unparse(k.value) for k in node.keywords if k.arg is None}
-            if keywords.get(argument) != wanted and not spread & {"NO_CODE", "options"}:
+            if keywords.get(argument) != wanted and not spread & {"NO_CODE", "options | NO_CODE", "options"}:
                 yield name
         yield from (name for name, value in NEVER.items() if keywords.get(name) is value)
 

@@ -313,14 +313,15 @@ def load_weights(family: Any, name: str, **options: Any) -> tuple[Any, str | Non
 
 def load_reported(family: Any, name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
     """(the model as by `load_weights`, transformers' report about the tensors of its files)."""
+    if "gguf_file" not in options:
+        options["use_safetensors"] = True  # never a .bin, which is a pickle
     loaded: tuple[Any, dict[str, Any]] = family.from_pretrained(
         name,
         dtype=torch.float32,
         # A config may name an attention that is fetched from a hub, so it is not left to it.
         attn_implementation=ATTENTION,
         output_loading_info=True,
-        # Never a .bin, which is a pickle.
-        **(NO_CODE | ({} if "gguf_file" in options else {"use_safetensors": True}) | options),
+        **(options | NO_CODE),
     )
     return loaded
 

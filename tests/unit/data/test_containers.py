@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tests.unit.preparation.test_prepare import prepare
+from tests.unit.preparation.prepared import prepare
 from xray_runtime.config.prepare import DataConfig
 from xray_runtime.data.json_values import ROUNDED, UNTOLD, arrow_records, canonical_record, check_json, parse_json
 from xray_runtime.data.keys import Unread
