@@ -1,4 +1,4 @@
-"""What all benchmarks share: the machine's name for the record, repeated timing, memory, tables."""
+"""What all benchmarks share: the machine's name for the record, repeated timing, tables, a local Ray."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-
-import psutil
 
 REPEATS = 5
 MIB = 2**20
@@ -45,11 +43,6 @@ def spread(values: Iterable[float], unit: str = "", digits: int = 3) -> str:
 def ratio(values: Sequence[float], reference: Sequence[float]) -> str:
     """`values` over `reference`, of medians."""
     return f"{statistics.median(values) / statistics.median(reference):.3g}×"
-
-
-def own_bytes() -> int:
-    """Bytes that belong to this process alone (USS): what ending it would give back."""
-    return int(psutil.Process().memory_full_info().uss)
 
 
 def gflop_per_second(inputs: int, outputs: int, threads: int, tokens: int = 1024) -> float:

@@ -76,9 +76,7 @@ ALLOWED = {
     ("deployments/fork_server.py", "importlib.import_module"): "a list that stands beside it",
     ("deployments/local_services.py", "importlib.import_module"): "two names that stand beside it",
     ("flows/subject.py", "importlib.import_module"): "the flow that a person names on the command line",
-    ("benchmarks/flywheel_month.py", "importlib.import_module"): "a lesson, whose file name begins with a digit",
     ("benchmarks/learning.py", "importlib.import_module"): "a lesson, whose file name begins with a digit",
-    ("benchmarks/loading.py", "from_pretrained"): "a Llama's own class, on a directory the benchmark just wrote",
 }
 
 

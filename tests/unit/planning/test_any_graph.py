@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import xray
-from benchmarks.graphs import GRAPHS, SIZES
+from tests.graphs import GRAPHS, SIZES
 from xray.cli.explain import explained
 from xray.flows.search import SearchConfig, search_space
 from xray.flows.subject import Subject
@@ -183,7 +183,7 @@ def test_a_teacher_has_the_shape_of_what_made_it(tmp_path: Path) -> None:
 
 def test_layouts_go_where_a_kind_says(tmp_path: Path) -> None:
     """A teacher of 17 billion parameters in bfloat16, 34 GB, is split to fit GPUs of 24 GiB; its student is not."""
-    from benchmarks.distill import distill
+    from tests.distill import distill
 
     wide = {"hidden_size": 4096, "num_layers": 80, "num_heads": 32, "num_kv_heads": 32, "intermediate_size": 12288}
     with recording() as graph:
@@ -268,7 +268,7 @@ def only(graph: Graph, **changes: Any) -> str:
 
 
 def test_what_cannot_be_planned_is_one_line(tmp_path: Path) -> None:
-    from benchmarks.distill import DistillConfig, DistillInputs
+    from tests.distill import DistillConfig, DistillInputs
 
     with recording() as nothing:
         xray.prepare(source="chitchat")
@@ -286,7 +286,7 @@ def test_what_cannot_be_planned_is_one_line(tmp_path: Path) -> None:
         DistillConfig,
         DistillInputs,
         Model,
-        "benchmarks.distill:distill",
+        "tests.distill:distill",
         models=lambda config: {"judge": ModelRole(use="frozen", layout=config.frozen, field="frozen", shape=None)},
     )
     with recording() as graph:

@@ -1,4 +1,4 @@
-"""Eight graphs that `any_graph` runs and a unit test plans: five examples, and three here."""
+"""Eight graphs that a unit test plans and `tests/e2e/test_any_graph.py` runs: five examples, and three here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "num_layers": 2, 
 @flow(task_runner=xray.task_runner(), persist_result=False)
 def distillation(output: str = "runs/distillation", steps: int = 10) -> None:
     """A kind of one's own: a large model is tuned, and teaches a small one."""
-    from benchmarks.distill import distill
+    from tests.distill import distill
 
     with xray.workspace(output, project="distillation"):
         chats = xray.prepare(source="chitchat", max_prompt_tokens=64)
@@ -98,13 +98,13 @@ GRAPHS: dict[str, GraphCase] = {
         },
     ),
     "own kind": GraphCase(
-        "benchmarks.graphs:distillation",
+        "tests.graphs:distillation",
         "distill",
         {"distill.lr": LR},
         "distill/loss",
         "min",
         small={"steps": 6, "distill.steps": 30} | FEW_CHATS,
-        imports=("benchmarks.distill",),
+        imports=("tests.distill",),
     ),
     "rejection sampling": GraphCase(
         "examples.lessons.03_own_reward:own_reward",
@@ -122,7 +122,7 @@ GRAPHS: dict[str, GraphCase] = {
         small={"iterations": 3, "sft.steps": 10, "ppo.minibatch_size": 16} | FEW_CHATS | FEW_REPLIES | FEW_JUDGED,
     ),
     "SFT alone": GraphCase(
-        "benchmarks.graphs:sft_alone",
+        "tests.graphs:sft_alone",
         "sft",
         {"sft.lr": {"low": 1e-4, "high": 1e-2}},
         "sft/heldout_loss",
@@ -130,7 +130,7 @@ GRAPHS: dict[str, GraphCase] = {
         small={"steps": 60} | FEW_CHATS,
     ),
     "evaluate alone": GraphCase(
-        "benchmarks.graphs:evaluate_alone",
+        "tests.graphs:evaluate_alone",
         "evaluate",
         {"evaluate.temperature": {"choices": [0.5, 1.0]}},
         "evaluate/win_rate",
