@@ -313,8 +313,7 @@ def load_weights(family: Any, name: str, **options: Any) -> tuple[Any, str | Non
 
 def load_reported(family: Any, name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
     """(the model as by `load_weights`, transformers' report about the tensors of its files)."""
-    if "gguf_file" not in options:
-        options["use_safetensors"] = True  # never a .bin, which is a pickle
+    options["use_safetensors"] = "gguf_file" not in options or None  # never a .bin, which is a pickle
     loaded: tuple[Any, dict[str, Any]] = family.from_pretrained(
         name,
         dtype=torch.float32,
