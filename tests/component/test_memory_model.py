@@ -96,6 +96,8 @@ def built(ranks: list[Any], logs: Path, spec: ModelSpec) -> Iterator[list[int]]:
     ray.get([r.build.remote(spec, place) for r, place in zip(ranks, places, strict=True)])
     yield ray.get([r.loaded.remote() for r in ranks])
     ray.get([r.unload.remote() for r in ranks])
+    # The pool gives them to the next stage.
+    assert max(ray.get([r.between_turns.remote() for r in ranks])) < 2**10
 
 
 def held_in_a_step(ranks: list[Any]) -> list[dict[str, int]]:

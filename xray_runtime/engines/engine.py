@@ -46,6 +46,9 @@ class Scorer:
         for batch in batches:
             yield batch, self.forward(task, batch.tensors)
 
+    def close(self) -> None:
+        """Remove what a library would hold of the model after its last use here."""
+
 
 class Engine(Protocol):
     """One rank of a trained model, which is a `Scorer` too."""

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 class Learner(PublishedChecks, Workhorse):
     """One rank of a model that is trained or only scores."""
 
+    engine: Engine | None = None
+    scorer: Any = None
     _shared: SharedWriter | None = None
     _sender: Sender | None = None
     _trunks: TrunkMemory
@@ -88,8 +90,6 @@ class Learner(PublishedChecks, Workhorse):
         self._trunks = TrunkMemory()
         if spec.training is not None or rank_info.world_size > 1:
             init_collectives(rank_info.rank, rank_info.world_size, rank_info.host, rank_info.port, self.device)
-        self.engine: Engine | None = None
-        self.scorer: Any
         with can_offload(self.runtime.trainer_sleeps and spec.training is not None):
             if spec.training is not None:
                 self.engine = self.scorer = build_engine(module, spec.training, spec.directory, self.device)
@@ -101,10 +101,11 @@ class Learner(PublishedChecks, Workhorse):
 
     def unload(self) -> None:
         super().unload()
+        if self.scorer is not None:
+            self.scorer.close()
         # `_published` refers to the model, whose memory would stay.
-        self.engine = self.scorer = self.module = self._published = None
+        self.engine = self.scorer = self.module = self._published = self._shared = self._sender = None
         self._trunks = TrunkMemory()
-        self._shared = self._sender = None
         return_freed_memory()
 
     def sleep(self) -> None:

@@ -91,3 +91,15 @@ def init_collectives(rank: int, world_size: int, address: str, port: int, device
     )
     deepspeed = load_deepspeed(device.type)
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False)
+
+
+def release_model(engine: Any) -> None:
+    """Remove DeepSpeed's references to a model, by which a process would keep every model that it has trained: gradient
+    hooks, which hold it from C++, where Python's collector does not find them, and ZeRO-3's list and cache."""
+    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator as coordinator
+
+    engine.destroy()
+    parameter_offload.FWD_MODULE_STACK.clear()
+    cached = coordinator.PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    for cell in cached.__closure__:  # a wrapper of the function that `lru_cache` made
+        getattr(cell.cell_contents, "cache_clear", lambda: None)()

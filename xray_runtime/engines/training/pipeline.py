@@ -100,7 +100,7 @@ class PipelineEngine(StageScorer):
     def __init__(self, inner: ZeroEngine, mesh: Mesh) -> None:
         super().__init__(inner.module, mesh)
         self._inner, self.turn = inner, inner.turn
-        self.weights, self.save = inner.weights, inner.save
+        self.weights, self.save, self.close = inner.weights, inner.save, inner.close  # type: ignore[method-assign]
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
         return self._inner.forward(task, *args)

@@ -21,7 +21,14 @@ from xray_runtime.config.engines import TrainingConfig
 from xray_runtime.engines import states
 from xray_runtime.engines.engine import MicroBatch, Scorer
 from xray_runtime.engines.shard_loading import Weights, load_shard
-from xray_runtime.engines.training.deepspeed_setup import MOMENTS, communication, decay_groups, mixed_precision, offload
+from xray_runtime.engines.training.deepspeed_setup import (
+    MOMENTS,
+    communication,
+    decay_groups,
+    mixed_precision,
+    offload,
+    release_model,
+)
 from xray_runtime.engines.training.mesh import Mesh
 from xray_runtime.engines.training.tensor import join, sum_gradients
 from xray_runtime.engines.training.threads import add_gradients
@@ -112,6 +119,9 @@ class ZeroEngine(Scorer):
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
         """Run `task(module, *args)` inside DeepSpeed's forward, which gathers sharded parameters."""
         return (self.module if self.threaded else self.engine)(task, *args)
+
+    def close(self) -> None:
+        release_model(self.engine)
 
     def step(self, loss: Callable[[MicroBatch], Tensor], batches: Iterable[MicroBatch], lr: float) -> float:
         if self.threaded:
@@ -311,6 +321,9 @@ class ZeroScorer(Scorer):
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
         return self._engine(task, *args)
+
+    def close(self) -> None:
+        release_model(self._engine)
 
 
 class Partition:
