@@ -9,9 +9,12 @@ import pytest
 from tests.e2e.conftest import xray
 
 
-@pytest.mark.parametrize("template", ["chatml", "qwen3", "r1, special think tokens"])
+LONG = ("chatml", "r1, special think tokens")
+
+
+@pytest.mark.parametrize("template", ["qwen3", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_grpo_learns_by_the_reasoning(tmp_path: Path, template: str) -> None:
-    """People think of the right digit half of the time, and the reward is 1 for the thought and 1 for the answer."""
+    """The right thought and the right answer come half of the time each, and each is worth 1."""
     output = str(tmp_path / "run")
     flow = "tests.e2e.thinking:thinking"
     run = xray("run", flow, "--set", f"template={template}", "--output", output, "--json")

@@ -2,7 +2,8 @@
 
     xray run tests.e2e.thinking:thinking --set template=qwen3
 
-The largest of three digits: people think of a digit, right half of the time, and answer with the digit they thought of.
+Of two thoughts and of two answers people choose one at random, and one of each is right: what must be learned is
+small, so that what is tested is whether rewards find the reasoning and the answer behind it.
 """
 
 from __future__ import annotations
@@ -21,23 +22,22 @@ from xray_runtime.models.causal_lm import fresh_llama, save_model
 
 
 def write_rows(path: Path, count: int = 1500) -> None:
-    """Conversations in OpenAI's form, with the answer beside them."""
+    """Conversations in OpenAI's form, with the right answer beside them."""
     draw, lines = random.Random(0), []
     for number in draw.choices(range(1000), k=count):
-        digits = list(f"{number:03}")
-        digit = max(digits) if draw.random() < 0.5 else draw.choice("0123456789")
-        reply = {"role": "assistant", "content": digit, "reasoning_content": f"is it {digit}"}
-        messages = [{"role": "user", "content": " ".join(digits)}, reply]
-        lines.append(json.dumps({"messages": messages, "answer": max(digits)}) + "\n")
+        thought, answer = draw.choice(["add them", "guess it"]), draw.choice("yn")
+        reply = {"role": "assistant", "content": answer, "reasoning_content": thought}
+        messages = [{"role": "user", "content": " ".join(f"{number:03}")}, reply]
+        lines.append(json.dumps({"messages": messages, "answer": "y"}) + "\n")
     path.write_text("".join(lines))
 
 
 def thinks_right(
-    prompts: list[str], replies: list[str], answer: list[str], *, reasoning: list[str | None], answers: list[str]
+    prompts: list[str], replies: list[str], *, reasoning: list[str | None], answers: list[str]
 ) -> list[float]:
-    """1 where the reasoning holds the right digit and the answer is a digit alone; whole replies hold both."""
-    rows = zip(answer, reasoning, answers, strict=True)
-    return [float(thought == f"is it {right}" and len(said.strip()) == 1) for right, thought, said in rows]
+    """1 where the reasoning is the right one and the answer is a letter alone; whole replies hold both."""
+    rows = zip(reasoning, answers, strict=True)
+    return [float(thought == "add them" and len(said.strip()) == 1) for thought, said in rows]
 
 
 @flow(task_runner=xray.task_runner(), persist_result=False)
@@ -51,13 +51,13 @@ def thinking(output: str = "runs/thinking", template: str = "qwen3", iterations:
     save_model(fresh_llama(FreshBase(**sizes), tokenizer, seed), tokenizer, directory / "model")
     rewards = [
         thinks_right,
-        xray.reward(verifier={"kind": "regex", "pattern": r"^\s*(\d)\s*$", "column": "answer"}),
+        xray.reward(verifier={"kind": "regex", "pattern": r"^\s*([yn])\s*$", "column": "answer"}),
     ]
-    lengths: dict[str, Any] = {"max_new_tokens": 24}
+    lengths: dict[str, Any] = {"max_new_tokens": 40}
     with xray.workspace(output, project="thinking", seed=seed):
         data = xray.prepare(source=str(directory / "rows.jsonl"), columns=["answer"], min_chars=1)
         base = xray.base(model=str(directory / "model"))
-        sft = xray.sft(base, data=data, steps=150, max_response_tokens=32)
+        sft = xray.sft(base, data=data, steps=150, max_response_tokens=48)
         policy = xray.ppo(
             sft,
             prompts=data,

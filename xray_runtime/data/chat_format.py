@@ -124,9 +124,9 @@ class ChatFormat:
         texts = [self._template.render(messages, True, variables).text for messages in prompts]
         return [encoded.ids for encoded in self.control.encode(texts)]
 
-    def replies(self, replies: Sequence[tuple[Messages, dict[str, Any]]]) -> list[list[int]]:
+    def replies(self, replies: Sequence[tuple[Messages, dict[str, Any]]], *, sampled: bool = False) -> list[list[int]]:
         """Ids of the assistant's messages behind their prompts, each with the end of its turn."""
-        texts = [self._reply(prompt, message) for prompt, message in replies]
+        texts = [self._reply(prompt, message, sampled=sampled) for prompt, message in replies]
         leads = [self._lead(one.before) for one in texts]
         known = self._encoded_leads(leads)
         encoded = self.control.encode([lead + one.text for lead, one in zip(leads, texts, strict=True)])
@@ -144,8 +144,9 @@ class ChatFormat:
         return [turns for row, joint in zip(rows, encoded, strict=True) for turns in self._tokens(row, joint, known)]
 
     def wholes(self, conversations: Sequence[Messages]) -> list[list[int]]:
-        """Ids of conversations to their last character, as other trainers' reward models read them."""
-        texts = [self._template.render(messages, False).text for messages in conversations]
+        """Ids of conversations with a sampled reply to their last character, as other trainers' reward models read
+        them."""
+        texts = [self._template.render(messages, False, sampled=True).text for messages in conversations]
         return [encoded.ids for encoded in self.control.encode(texts)]
 
     def observations(self, messages: Messages, last: int) -> list[int]:
@@ -209,11 +210,11 @@ class ChatFormat:
             return text
         return text.replace(style.open, OPEN, 1).replace(style.close, CLOSE, 1)
 
-    def _reply(self, prompt: Messages, reply: dict[str, Any]) -> _Reply:
+    def _reply(self, prompt: Messages, reply: dict[str, Any], *, sampled: bool = False) -> _Reply:
         conversation, number, style = [*prompt, reply], len(prompt), self._template.reasoning
         reasoning, _ = self._template.parts(reply)
         before = self._template.render(prompt, True).text if prompt else ""
-        whole = self._template.render(conversation, False)
+        whole = self._template.render(conversation, False, sampled=sampled)
         if reasoning and style is None:
             refuse(conversation, number, f"leaves out {KEY} of {{}}: use one that writes it, as chatml does")
         if reasoning and style is not None:

@@ -77,7 +77,8 @@ def from_verdicts(
 def encoded(labelled: Sequence[LabelledReply], tokenizer: Any) -> Replies:
     """The tokens of these replies, in memory, since human verdicts are few."""
     prompts = encode_prompts(tokenizer, [one.prompt for one in labelled])
-    replies = encode_replies_to(tokenizer, [(one.prompt, reply_message(one.reply)) for one in labelled])
+    given = [(one.prompt, reply_message(one.reply)) for one in labelled]
+    replies = encode_replies_to(tokenizer, given, sampled=True)
     rows = text_rows(prompts, replies)
     return Replies(len(labelled), lambda numbers: take(rows, numbers))
 

@@ -90,8 +90,19 @@ class TemplateText:
             return None
         return ReasoningStyle(None, tag[0].strip(), f"</{tag[1]}>", self._control.named(tag[0]))
 
-    def render(self, messages: Messages, prompt: bool, variables: Mapping[str, Any] = MappingProxyType({})) -> Rendered:
-        """The conversation, with `prompt` up to the start of the assistant's reply; `variables` are the template's."""
+    def render(
+        self,
+        messages: Messages,
+        prompt: bool,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        sampled: bool = False,
+    ) -> Rendered:
+        """The conversation, with `prompt` up to the start of the assistant's reply; `variables` are the template's.
+
+        A text that the template would change is refused, but for a `sampled` reply: a policy writes anything, a second
+        `</think>` too, and is read as it wrote.
+        """
         tools = messages[0].get("tools")
         texts = [self._as_read(message) for message in messages]
         plain = self._apply(texts, tools, prompt, variables)
@@ -100,6 +111,8 @@ class TemplateText:
         skeleton = self._apply(marked, guarded, prompt, variables)
         self._check_nothing_is_left_out(messages, skeleton)
         forms = self._forms(texts, plain, skeleton)
+        if forms is None and sampled:
+            forms = [self._text_of(texts, int(slot)) for slot in self._slots.findall(self._as_spelled(skeleton))]
         if forms is None:
             number = self._first_changed(texts, marked, (guarded, prompt, variables), skeleton)
             refuse(messages, number, "changes what {} says")

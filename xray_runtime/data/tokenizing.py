@@ -97,9 +97,12 @@ def encode_replies(tokenizer: Any, replies: Sequence[str]) -> list[list[int]]:
     return encode_replies_to(tokenizer, [([USER_TURN], reply_message(reply)) for reply in replies])
 
 
-def encode_replies_to(tokenizer: Any, replies: Sequence[tuple[Messages, dict[str, Any]]]) -> list[list[int]]:
-    """Token ids of each assistant's message after its prompt, with the end of its turn."""
-    return chat_format(tokenizer).replies(replies)
+def encode_replies_to(
+    tokenizer: Any, replies: Sequence[tuple[Messages, dict[str, Any]]], *, sampled: bool = False
+) -> list[list[int]]:
+    """Token ids of each assistant's message after its prompt, with the end of its turn. Raises ValueError: the template
+    changes one that was not `sampled`."""
+    return chat_format(tokenizer).replies(replies, sampled=sampled)
 
 
 def encode_conversations(tokenizer: Any, prompts: Sequence[Messages], replies: Sequence[str]) -> list[list[int]]:

@@ -87,8 +87,9 @@ class RewardReader:
 
 
 def replies_to(tokenizer: Any, prompts: Sequence[Messages], replies: Sequence[str]) -> list[list[int]]:
-    """Token ids of replies after their prompts, with the end of the turn."""
-    return encode_replies_to(tokenizer, [(p, reply_message(r)) for p, r in zip(prompts, replies, strict=True)])
+    """Token ids of sampled replies after their prompts, with the end of the turn."""
+    given = [(prompt, reply_message(reply)) for prompt, reply in zip(prompts, replies, strict=True)]
+    return encode_replies_to(tokenizer, given, sampled=True)
 
 
 def answer_rows(tokenizer: Any, prompts: Sequence[Messages], replies: Sequence[str], rows: Rows) -> Rows:

@@ -14,7 +14,14 @@ from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.conversations import conversations
 from xray_runtime.data.pairs import Example, Messages
 from xray_runtime.data.reasoning import split_reasoning, with_reasoning
-from xray_runtime.data.tokenizing import decode_replies, encode_prompts, encode_replies_to, own_text
+from xray_runtime.data.tokenizing import (
+    decode_replies,
+    encode_conversations,
+    encode_prompts,
+    encode_replies_to,
+    own_text,
+)
+from xray_runtime.rl.reward_reader import replies_to
 
 made = lru_cache(tokenizer_for)
 REASONS = [name for name in TEMPLATES if name != "spaced"]
@@ -246,3 +253,17 @@ def test_a_template_in_which_the_tokenizer_joins_prompt_and_reply() -> None:
     replies = encode_replies_to(tokenizer, [(messages[:1], messages[1]), (messages[:3], messages[3])])
     found = [(row.ids[:start], row.ids[start:end]) for row in rows for start, end in row.spans]
     assert found == list(zip(prompts, replies, strict=True))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("reply", ["d</think>e", "</think>", "<think>d", "d</think></think>e", "d<think>b</think>e"])
+def test_a_sampled_reply_is_read_as_it_was_written(name: str, reply: str) -> None:
+    """Qwen3's template writes what stands behind the last `</think>` alone, which a person's row is refused for."""
+    tokenizer = made(name)
+    [ids] = replies_to(tokenizer, [[user("a")]], [reply])
+    [whole] = encode_conversations(tokenizer, [[user("a")]], [reply])
+    assert reply in tokenizer.decode(ids)
+    assert reply in tokenizer.decode(whole)
+    if name == "qwen3" and reply.startswith("d</think>"):
+        with pytest.raises(ValueError, match="changes what message 2"):
+            encode_replies_to(tokenizer, [([user("a")], says(reply))])
