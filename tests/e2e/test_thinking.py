@@ -8,7 +8,6 @@ import pytest
 
 from tests.e2e.conftest import xray
 
-
 LONG = ("chatml", "r1, special think tokens")
 
 
