@@ -151,7 +151,7 @@ class Setting:
         """The same number of rows, of which each prompt begins several, as in a rollout of GRPO."""
         rows, per_prompt = self.rows, GROUP
         replies = [ids[start:] for ids, start in zip(rows["input_ids"], rows["prompt_lengths"], strict=True)]
-        starts = rows["input_ids"].heads(rows["prompt_lengths"])
+        starts = list(rows["input_ids"].heads(rows["prompt_lengths"]))
         return text_rows([starts[row - row % per_prompt] for row in range(len(replies))], replies)
 
     @cached_property
