@@ -1,4 +1,4 @@
-"""What all benchmarks share: the machine's name for the record, repeated timing, tables, a local Ray."""
+"""Helpers for every benchmark: the machine's name for the record, repeated timing, tables, a local Ray."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class Commands:
 
 
 def ended_well(*arguments: str, with_stderr: bool = False) -> str:
-    """What a command printed that ended with exit code 0."""
+    """The output of a command, which must exit with code 0."""
     done = xray(*arguments, timeout=LIMIT_S, variables=ALLOWED)
     assert done.code == 0, f"xray {' '.join(arguments)}\n{done.out}{done.err}"
     return done.out + done.err if with_stderr else done.out

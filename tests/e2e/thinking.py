@@ -2,8 +2,8 @@
 
     xray run tests.e2e.thinking:thinking --set template=qwen3
 
-Of two thoughts and of two answers people choose one at random, and one of each is right: what must be learned is
-small, so that what is tested is whether rewards find the reasoning and the answer behind it.
+People choose one of two thoughts and one of two answers at random, and one of each is right. The task is small, so that
+the run shows whether rewards find the reasoning, and the answer behind it.
 """
 
 from __future__ import annotations

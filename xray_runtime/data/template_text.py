@@ -100,8 +100,8 @@ class TemplateText:
     ) -> Rendered:
         """The conversation, with `prompt` up to the start of the assistant's reply; `variables` are the template's.
 
-        A text that the template would change is refused, but for a `sampled` reply: a policy writes anything, a second
-        `</think>` too, and is read as it wrote.
+        A text that the template would change is refused. If the last message is a `sampled` reply, it is kept as the
+        policy wrote it instead: a policy may write anything, such as a second `</think>`.
         """
         tools = messages[0].get("tools")
         texts = [self._as_read(message) for message in messages]
@@ -112,7 +112,10 @@ class TemplateText:
         self._check_nothing_is_left_out(messages, skeleton)
         forms = self._forms(texts, plain, skeleton)
         if forms is None and sampled:
-            forms = [self._text_of(texts, int(slot)) for slot in self._slots.findall(self._as_spelled(skeleton))]
+            # Earlier messages are checked as ever, around a word in place of the reply.
+            around = [*texts[:-1], marked[-1]]
+            forms = self._forms(around, self._apply(around, tools, prompt, variables), skeleton)
+            forms = forms and self._with_last(texts, forms, skeleton)
         if forms is None:
             number = self._first_changed(texts, marked, (guarded, prompt, variables), skeleton)
             refuse(messages, number, "changes what {} says")
@@ -203,6 +206,15 @@ class TemplateText:
             forms.append(form)
             at += len(form) + len(written)
         return forms if at == len(plain) and plain.startswith(first) else None
+
+    def _with_last(self, texts: Messages, forms: list[str], skeleton: str) -> list[str]:
+        """`forms`, with the last message's own texts."""
+        slots = map(int, self._slots.findall(self._as_spelled(skeleton)))
+        last = len(texts) - 1
+        return [
+            self._text_of(texts, slot) if slot % OF_REASONING == last else form
+            for slot, form in zip(slots, forms, strict=True)
+        ]
 
     def _text_of(self, texts: Messages, slot: int) -> str:
         number = slot % OF_REASONING

@@ -313,13 +313,13 @@ def load_weights(family: Any, name: str, **options: Any) -> tuple[Any, str | Non
 
 def load_reported(family: Any, name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
     """(the model as by `load_weights`, transformers' report about the tensors of its files)."""
-    options["use_safetensors"] = "gguf_file" not in options or None  # never a .bin, which is a pickle
     loaded: tuple[Any, dict[str, Any]] = family.from_pretrained(
         name,
         dtype=torch.float32,
         # A config may name an attention that is fetched from a hub, so it is not left to it.
         attn_implementation=ATTENTION,
         output_loading_info=True,
+        use_safetensors=None if "gguf_file" in options else True,  # never a .bin, which is a pickle
         **(options | NO_CODE),
     )
     return loaded

@@ -265,5 +265,11 @@ def test_a_sampled_reply_is_read_as_it_was_written(name: str, reply: str) -> Non
     assert reply in tokenizer.decode(ids)
     assert reply in tokenizer.decode(whole)
     if name == "qwen3" and reply.startswith("d</think>"):
+        # The words before the reply are checked as ever.
+        before = [user("a"), says(reply), user("b")]
+        with pytest.raises(ValueError, match="changes what message 2"):
+            encode_conversations(tokenizer, [before], ["c"])
+        with pytest.raises(ValueError, match="changes what message 2"):
+            encode_conversations(tokenizer, [before], [reply])
         with pytest.raises(ValueError, match="changes what message 2"):
             encode_replies_to(tokenizer, [([user("a")], says(reply))])

@@ -54,6 +54,7 @@ def no_models(specs: Mapping[str, Any]) -> Any:
 
 
 def prepare(out: Path, seed: int = 0, **config: Any) -> tuple[list[Example], list[Example], dict[str, int], Notes]:
+    """(train, held-out rows, counts, recorder) of a run with these fields of `DataConfig`."""
     out.mkdir()
     stage = Stage("prepare", seed, DataConfig(**config), NoInputs(), RuntimeConfig(), no_models)
     notes = Notes(out)

@@ -100,7 +100,7 @@ class PipelineEngine(StageScorer):
     def __init__(self, inner: ZeroEngine, mesh: Mesh) -> None:
         super().__init__(inner.module, mesh)
         self._inner, self.turn = inner, inner.turn
-        self.weights, self.save, self.close = inner.weights, inner.save, inner.close  # type: ignore[method-assign]
+        self.weights, self.save = inner.weights, inner.save
 
     def forward(self, task: Callable[..., Any], *args: Any) -> Any:
         return self._inner.forward(task, *args)
@@ -120,6 +120,9 @@ class PipelineEngine(StageScorer):
         self._send_head()
         self._wait_for_sends()
         return norm
+
+    def close(self) -> None:
+        self._inner.close()
 
     def load(self, directory: Path) -> None:
         self._inner.load(directory)
