@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,9 +19,9 @@ def template(name: str) -> Template:
 
 @cache
 def _environment() -> Environment:
-    from jinja2 import Environment, PackageLoader, select_autoescape
+    from jinja2 import Environment, FileSystemLoader, select_autoescape
 
-    loader = PackageLoader("xray_runtime.report", "templates")
+    loader = FileSystemLoader(Path(__file__).with_name("templates"))
     environment = Environment(loader=loader, autoescape=select_autoescape(["html"]), trim_blocks=True)
     environment.filters |= {"code": _code, "plain": _plain}
     return environment
