@@ -68,6 +68,8 @@ class Call(Protocol):
     @property
     def parents(self) -> Mapping[str, Handle]: ...
 
+    def config_json(self) -> dict[str, Any]: ...
+
 
 class Handle(Weighable):
     """A checkpoint that exists or that a stage will make."""
