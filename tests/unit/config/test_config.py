@@ -281,7 +281,7 @@ REFUSED = [
     ("[1, 2]", "a mapping of fields is expected, not a list"),
     ("just words", "a mapping of fields is expected, not a text"),
     ("seed: [1", "not valid YAML"),
-    ("seed: 1\nseed: 2", "key 'seed' is given twice"),
+    ("seed: 1\nseed: 2", "found duplicate key \"seed\""),
     ("a: &x {}\nb: *x", "aliases are not supported"),
     ("!!python/object/apply:os.system ['true']", "not valid YAML"),
 ]
