@@ -20,10 +20,11 @@ from xray_runtime.config.loading import parse_overrides, read_mapping
 from xray_runtime.config.paths import put
 from xray_runtime.config.validation import validate_as
 
+PANEL = "Champion"
 FLOW = "xray.flows.flywheel:flywheel"
 
 
-def flywheel(
+def command(
     output: Root,
     config: Annotated[
         Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file with fields of a FlywheelConfig.")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from xray.cli.errors import print_error
-from xray.cli.job import FAILED
+from xray.cli.exit_codes import FAILED
 from xray.cli.options import Output, PublicKey, Tracking
 from xray.cli.serve_recording import Recording, recording_lock, recording_options, start
 from xray.deployments.local_ray import running_ray
@@ -35,12 +35,13 @@ if TYPE_CHECKING:
     from xray_runtime.serving.choice import Choice
     from xray_runtime.serving.server import Server
 
+PANEL = "Champion"
 API_KEY = "XRAY_API_KEY"
 POLL_SECONDS = 2.0
 STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
-def serve(
+def command(
     ref: Annotated[
         str,
         typer.Argument(

@@ -11,11 +11,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from xray.cli.job import BAD_INPUT
+from xray.cli.conversation import MaxNewTokens, Seed, Temperature, audit_summary, sampling_of, shown, typed
+from xray.cli.exit_codes import BAD_INPUT
 from xray.cli.options import Output, Ref, Tracking
 from xray.flows.subject import add_working_directory
 from xray.tasks.output_directory import saved_config
-from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.validation import ConfigError, validate_as
 
 if TYPE_CHECKING:
@@ -23,16 +23,13 @@ if TYPE_CHECKING:
     from xray_runtime.data.pairs import Messages
     from xray_runtime.environments.pool import EnvironmentPool
     from xray_runtime.environments.protocol import Step
-    from xray_runtime.lineage.audit.checkpoints import Audit
     from xray_runtime.lineage.graph import Node
     from xray_runtime.lineage.reference import LineageStore
 
-Temperature = Annotated[float | None, typer.Option(help="Sampling temperature. Default: the evaluation's.")]
-MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Longest reply in tokens. Default: the evaluation's.")]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of all random draws.")]
+PANEL = "People"
 
 
-def chat(
+def command(
     ref: Ref,
     output: Output = None,
     temperature: Temperature = None,
@@ -53,40 +50,6 @@ def chat(
 
     store, node = resolve(ref, output, tracking_uri)
     _chat(store, node, temperature, max_new_tokens, seed, _environment(node, environment))
-
-
-def sampling_of(config: LifecycleConfig, temperature: float | None, max_new_tokens: int | None) -> tuple[float, int]:
-    """(temperature, longest reply in tokens), by default those of the evaluation.
-
-    Raises:
-        ConfigError: the temperature is not above 0.
-    """
-    if temperature is not None and not 0 < temperature < float("inf"):
-        raise ConfigError(f"--temperature: {temperature:g} is not allowed: must be greater than 0")
-    return temperature or config.evaluate.temperature, max_new_tokens or config.evaluate.max_new_tokens
-
-
-def audit_summary(result: Audit) -> Text:
-    """An audit in one line."""
-    from xray_runtime.lineage.render import printable
-
-    if result.is_sound:
-        return Text(f"audit: sound, {result.checkpoints} checkpoints, {result.files} files", style="green")
-    first = next(finding for finding in result.findings if finding.is_broken)
-    text = f"audit: NOT SOUND: {first.code}: {first.subject}: {first.detail}"
-    return Text(f"{printable(text)}; `xray audit` shows everything", style="bold red")
-
-
-def shown(text: str) -> str:
-    """A model's text without control characters that could move the cursor or colour the terminal."""
-    from xray_runtime.lineage.render import printable
-
-    return "\n".join(printable(line) for line in text.split("\n"))
-
-
-def typed(line: str) -> str:
-    """A line of input without its newline; bytes that are not text become "?"."""
-    return line.removesuffix("\n").encode("utf-8", "replace").decode()
 
 
 def _environment(node: Node, path: str | None) -> EnvironmentConfig | None:

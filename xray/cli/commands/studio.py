@@ -17,10 +17,11 @@ from xray.tasks.preflight import is_loopback
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.terminal import say
 
+PANEL = "People"
 API_KEY, FEEDBACK_KEY = "XRAY_API_KEY", "XRAY_FEEDBACK_KEY"
 
 
-def studio(
+def command(
     output: Root,
     host: Annotated[str, typer.Option(help="Address to listen on; other than loopback demands a login.")] = LOOPBACK,
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8100,

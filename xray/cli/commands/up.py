@@ -1,37 +1,30 @@
-"""`xray up`, `xray down` and `xray status`: the servers a team's runs need, on one machine; `xray doctor`."""
+"""`xray up`: the servers a team's runs need, on one machine."""
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from xray.cli.job import FAILED, INTERRUPTED
-from xray.cli.options import AsJson
+from xray.cli.server_commands import Where, interruptible, prefect_api
 from xray.deployments.patience import NotUpError, end_of
 from xray.deployments.server_home import ServerHome, State, check_host, find_server_home, new_state
-from xray.deployments.servers import servers, start_missing, stop, worker
+from xray.deployments.servers import servers, start_missing, worker
 from xray.deployments.service import Service
-from xray.deployments.status import service_status, show
-from xray.deployments.suspension import resolve_lost_runs, resume, suspend
-from xray_runtime.terminal import print_indented, say
+from xray.deployments.suspension import resolve_lost_runs, resume
+from xray_runtime.terminal import say
 
-Where = Annotated[
-    Path | None, typer.Option(help="Server home: the directory of its files. Default: XRAY_HOME, else ~/.xray.")
-]
+PANEL = "Servers"
 
 
-def up(
+def command(
     home: Where = None,
     host: Annotated[
         str | None, typer.Option(help="Address Prefect listens on; other than loopback needs a password.")
@@ -46,67 +39,8 @@ def up(
     Hosts and ports are remembered. Exit codes: 0 everything is up, 1 something is not, 2 bad input.
     """
     ports = {"prefect": prefect_port, "mlflow": mlflow_port, "ray": ray_port, "dashboard": dashboard_port}
-    with _interruptible():
+    with interruptible():
         _up(find_server_home(home), host, ports)
-
-
-def down(home: Where = None) -> None:
-    """Stop exactly what `xray up` started; runs at work are suspended, and the next `xray up` resumes them.
-
-    Exit codes: 0 done, 2 bad input.
-    """
-    with _interruptible():
-        found = find_server_home(home)
-        state = found.load() if found.path.is_dir() else None
-        if state is None:
-            say(f"nothing was started in {found.path}")
-            return
-        with found.locked():
-            prefect, *others = servers(found, state)
-            runs = worker(found, state)
-            if (process := runs.find()) is not None:
-                # Kill the worker first: it would start the next run and mark suspended ones as crashed.
-                process.kill()
-                _suspend(_api(found, state), runs)
-            # Clients stop before their servers.
-            ended = stop(found, state, [runs, *reversed(others), prefect])
-        say(f"stopped {', '.join(ended)}" if ended else "nothing was running")
-
-
-def status(home: Where = None, as_json: AsJson = False) -> None:
-    """Show which servers are up, which runs are running, suspended, waiting or next, and the champions.
-
-    Exit codes: 0 everything is up, 1 something is not, 2 bad input.
-    """
-    server_home = find_server_home(home)
-    content = service_status(server_home, server_home.load())
-    if as_json:
-        print(json.dumps(content, indent=2))
-    else:
-        show(Console(), content)
-    raise typer.Exit(0 if content["up"] else FAILED)
-
-
-def doctor(
-    output: Annotated[Path | None, typer.Option(help="Also look at this output directory.")] = None,
-    home: Where = None,
-    as_json: AsJson = False,
-) -> None:
-    """Say what is wrong with this installation: Python, disk, memory, libraries, GPU, ports, servers, results.
-
-    Exit codes: 0 healthy, 1 something is wrong, 2 bad input.
-    """
-    from xray.deployments.doctor import diagnose
-
-    found = diagnose(find_server_home(home), output)
-    if as_json:
-        print(json.dumps([{"name": name, "problems": problems} for name, problems in found.items()], indent=2))
-    else:
-        console = Console()
-        for name, problems in found.items():
-            for problem in problems or ("ok",):
-                print_indented(console, f"{name:10}", problem)
-    raise typer.Exit(FAILED if any(found.values()) else 0)
 
 
 def _up(home: ServerHome, host: str | None, ports: dict[str, int | None]) -> None:
@@ -119,12 +53,12 @@ def _up(home: ServerHome, host: str | None, ports: dict[str, int | None]) -> Non
         prefect, *others = servers(home, state)
         is_working = runs.find() is not None
         # This must precede Prefect's own check for runs without a process.
-        lost = {} if is_working else {prefect.name: lambda: resolve_lost_runs(_api(home, state), state)}
+        lost = {} if is_working else {prefect.name: lambda: resolve_lost_runs(prefect_api(home, state), state)}
         _start(home, state, [prefect, *others], lost)
         _install(home, state)
         if not is_working:
             assert prefect.record is not None
-            if resumed := resume(_api(home, state), prefect.record.created):
+            if resumed := resume(prefect_api(home, state), prefect.record.created):
                 say(f"resumed: {', '.join(resumed)}")
         _start(home, state, [runs], {})
     variables = home.environment(state)
@@ -176,20 +110,6 @@ def _install(home: ServerHome, state: State) -> None:
     say("deployments, schedules and automations are in place")
 
 
-def _suspend(api: str, runs: Service) -> None:
-    try:
-        suspended = suspend(api)
-    except (OSError, ValueError):
-        say("Prefect does not answer: runs are stopped, and continue after `xray up`")
-        return
-    if suspended:
-        say(f"suspended: {', '.join(suspended)}; up to {runs.stop_s:.0f} s for snapshots; `xray up` resumes them")
-
-
-def _api(home: ServerHome, state: State) -> str:
-    return home.environment(state)["PREFECT_API_URL"]
-
-
 def local_timezone(root: Path = Path("/")) -> str:
     """Name of this machine's time zone, such as Europe/Berlin; UTC if unknown."""
     named = os.environ.get("TZ", "").removeprefix(":")
@@ -197,12 +117,3 @@ def local_timezone(root: Path = Path("/")) -> str:
         return named
     target = str((root / "etc/localtime").resolve())
     return target.split("/zoneinfo/", 1)[1] if "/zoneinfo/" in target else "UTC"
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        say("interrupted; servers keep running: run the command again to continue, or stop them with `xray down`")
-        raise typer.Exit(INTERRUPTED) from None

@@ -1,4 +1,4 @@
-"""`xray compare` and `xray preferences`: blind human comparison of two models; the verdicts become training data."""
+"""`xray compare`: blind human comparison of two models; the verdicts become training data."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from xray.cli.chat import MaxNewTokens, Seed, Temperature, audit_summary, sampling_of, shown, typed
-from xray.cli.job import FAILED
-from xray.cli.lineage import audit_progress
-from xray.cli.options import AsJson, Output, Ref, Root, Tracking
+from xray.cli.auditing import audit_progress
+from xray.cli.conversation import MaxNewTokens, Seed, Temperature, audit_summary, judges_text, sampling_of, shown, typed
+from xray.cli.exit_codes import FAILED
+from xray.cli.options import AsJson, Output, Ref, Tracking
 from xray.tasks.output_directory import file_lock, saved_config
 from xray_runtime.terminal import print_table
 
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
     from xray_runtime.lineage.graph import Node
     from xray_runtime.lineage.reference import LineageStore
 
+PANEL = "People"
 KEYS = "1 left   2 right   t tie   b both bad   s skip   u back   q quit"
 
 
-def compare(
+def command(
     first: Ref,
     second: Ref,
     output: Output = None,
@@ -79,27 +80,6 @@ def compare(
         print(json.dumps(result, indent=2))
     else:
         _print_result(result, store, console)
-
-
-def preferences(output: Root, tracking_uri: Tracking = None, as_json: AsJson = False) -> None:
-    """Publish the verdicts in an output directory as a signed dataset to train reward models on.
-
-    Exit codes: 0 done, 2 bad input.
-    """
-    from xray_runtime.feedback.publication import publish
-    from xray_runtime.lineage.reference import open_lineage_store
-
-    store = open_lineage_store(output, tracking_uri)
-    done = publish(store, saved_config(output).project, getpass.getuser())
-    if as_json:
-        print(json.dumps({"uri": done.checkpoint.uri, "sha256": done.checkpoint.sha256} | done.stats, indent=2))
-        return
-    counts = done.stats
-    print(f"{counts['pairs']} pairs from {counts['judgements']} judgements by {_judges(counts)}")
-    if done.heldout:
-        print(f"{done.heldout} of them are on held-out prompts, which are never trained on")
-    print(f"{'published' if done.is_new else 'already published'}: {done.checkpoint.uri}")
-    print(f"train on it: xray run CONFIG --set preferences.source=dataset --set preferences.path={done.checkpoint.uri}")
 
 
 def _ask(comparison: Comparison, session: Session, prompts: list[Messages], judge: str, console: Console) -> None:
@@ -245,9 +225,5 @@ def _print_result(result: dict[str, Any], store: LineageStore, console: Console)
         f"{result['prompts']} prompts judged: {verdicts['tie']} ties and {verdicts['bad']} both bad count half; "
         f"{verdicts['skip']} skipped, {result['same_reply']} not asked (equal replies)"
     )
-    console.print(Text(f"judged by: {_judges(result)}"))
+    console.print(Text(f"judged by: {judges_text(result['judges'])}"))
     console.print(Text(f"publish them as a dataset: xray preferences --output {store.output}"), soft_wrap=True)
-
-
-def _judges(counts: dict[str, Any]) -> str:
-    return ", ".join(f"{shown(name)} {number}" for name, number in counts["judges"].items())

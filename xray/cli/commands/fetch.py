@@ -1,4 +1,4 @@
-"""`xray prune`, `xray export`, `xray import` and `xray fetch`."""
+"""`xray fetch`: checkpoints from the shared store."""
 
 from __future__ import annotations
 
@@ -8,87 +8,17 @@ from typing import Annotated
 
 import typer
 
-from xray.cli.job import FAILED
-from xray.cli.lineage import report
-from xray.cli.options import AsJson, Output, PublicKey, Ref, Root, Tracking
+from xray.cli.exit_codes import FAILED
 from xray.tasks.output_directory import saved_config
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import has_login, strip_credentials
 
+PANEL = "Checkpoints and keys"
 PATIENCE_S = 20.0
 """Timeout of `fetch` for the shared store."""
 
 
-def prune(
-    output: Root,
-    keep: Annotated[
-        list[str] | None, typer.Option(metavar="REF", help="Also keep this checkpoint and its ancestors; repeatable.")
-    ] = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Remove them. Without it, only list what would be removed.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Remove checkpoints that no alias, no --keep and no evaluation needs; chains stay whole.
-
-    Exit codes: 0 done, 2 bad input.
-    """
-    from xray_runtime.lineage.reference import open_lineage_store, resolve
-    from xray_runtime.lineage.render import printable
-    from xray_runtime.lineage.retention import plan_prune, prune as run_prune
-
-    store = open_lineage_store(output, None)
-    plan = plan_prune(store, [resolve(ref, output, None)[1] for ref in keep or []])
-    if yes:
-        run_prune(store, plan)
-    if as_json:
-        names = {"remove": [n.sha256 for n in plan.remove], "keep": [n.sha256 for n in plan.keep]}
-        print(json.dumps(names | {"bytes": plan.bytes, "removed": yes}, indent=2))
-        return
-    for node in plan.remove:
-        print(f"{'removed' if yes else 'would remove'}  {printable(node.name)}")
-    hint = "" if yes or not plan.remove else "; --yes removes them"
-    print(f"{len(plan.remove)} of {len(plan.remove) + len(plan.keep)} checkpoints, {plan.bytes / 1e6:,.1f} MB{hint}")
-
-
-def export(
-    ref: Ref,
-    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="The .tar archive to write.")],
-    output: Output = None,
-    tracking_uri: Tracking = None,
-) -> None:
-    """Write a checkpoint, its ancestors, their records and the public key to one archive.
-
-    Exit codes: 0 done, 2 bad input.
-    """
-    from xray_runtime.lineage.bundle import export as run_export
-    from xray_runtime.lineage.reference import resolve
-
-    store, node = resolve(ref, output, tracking_uri)
-    count = run_export(store, node, bundle)
-    print(f"{bundle}: {count} checkpoints; `xray audit {bundle}` checks it")
-
-
-def import_(
-    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="Archive that `xray export` wrote.")],
-    output: Annotated[Path, typer.Option(help="Output directory to import into.")],
-    experiment: Annotated[str, typer.Option(help="MLflow experiment to record it in.")] = "imported",
-    public_key: PublicKey = None,
-    tracking_uri: Tracking = None,
-    as_json: AsJson = False,
-) -> None:
-    """Import a bundle into an output directory and its MLflow, if its audit is sound.
-
-    Exit codes: 0 done, 1 the audit found something and nothing was imported, 2 bad input.
-    """
-    from xray_runtime.lineage.bundle import import_bundle
-    from xray_runtime.tracking.registry import own_store
-
-    uri = tracking_uri or own_store(output)
-    report(import_bundle(bundle, output, tracking_uri=uri, experiment=experiment, public=public_key), True, as_json)
-
-
-def fetch(
+def command(
     output: Annotated[Path, typer.Option(help="Output directory to import into.")],
     storage: Annotated[
         str | None, typer.Option(help="URL of the shared store. Default: the one of the directory's last run.")

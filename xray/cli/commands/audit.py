@@ -1,23 +1,19 @@
-"""`xray lineage`, `xray diff` and `xray audit`."""
+"""`xray audit`: whether a checkpoint and its history are what was published."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from xray.cli.job import FAILED
-from xray.cli.options import AsJson, Output, PublicKey, Ref, Tracking
+from xray.cli.auditing import audit_progress, report
+from xray.cli.options import AsJson, Output, PublicKey, Tracking
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import strip_credentials
-from xray_runtime.terminal import print_indented
 
 if TYPE_CHECKING:
     from xray_runtime.lineage.audit.checkpoints import Audit
@@ -25,52 +21,10 @@ if TYPE_CHECKING:
     from xray_runtime.lineage.log import Head
     from xray_runtime.lineage.reference import LineageStore
 
-
-def lineage(
-    ref: Ref,
-    output: Output = None,
-    tracking_uri: Tracking = None,
-    descendants: Annotated[bool, typer.Option("--descendants", help="Also show the checkpoints made from it.")] = False,
-    as_json: AsJson = False,
-    html: Annotated[Path | None, typer.Option(help="Also write an HTML page with a clickable graph.")] = None,
-) -> None:
-    """Show where a checkpoint came from.
-
-    Exit codes: 0 done, 2 bad input.
-    """
-    from xray_runtime.lineage.page import write_html
-    from xray_runtime.lineage.reference import resolve, resolve_history
-    from xray_runtime.lineage.render import lineage_json, lineage_text, selection
-
-    # Descendants and a page's comparisons need every manifest; a plain history does not.
-    read = resolve if descendants or html is not None else resolve_history
-    store, node = read(ref, output, tracking_uri)
-    if html is not None:
-        write_html(html, store, node, selection(store.graph, node, descendants))
-    if as_json:
-        print(json.dumps(lineage_json(store.graph, node, descendants), indent=2))
-    else:
-        sys.stdout.writelines(line + "\n" for line in lineage_text(store.graph, node, descendants))
+PANEL = "Evidence"
 
 
-def diff(
-    first: Ref, second: Ref, output: Output = None, tracking_uri: Tracking = None, as_json: AsJson = False
-) -> None:
-    """Compare the histories of two checkpoints: config, data, code, versions, results.
-
-    Exit codes: 0 done, 2 bad input.
-    """
-    from xray_runtime.lineage.diff import diff as compute_diff, diff_text
-    from xray_runtime.lineage.reference import resolve
-
-    content = compute_diff(*resolve(first, output, tracking_uri), *resolve(second, output, tracking_uri))
-    if as_json:
-        print(json.dumps(content, indent=2))
-    else:
-        sys.stdout.writelines(line + "\n" for line in diff_text(content))
-
-
-def audit(
+def command(
     ref: Annotated[
         str | None, typer.Argument(metavar="REF", help="Checkpoint as in `xray lineage`, or a bundle; or use --all.")
     ] = None,
@@ -129,13 +83,6 @@ def audit(
     report(result, hashing, as_json, mlflow_pages(store, starts))
 
 
-@contextlib.contextmanager
-def audit_progress(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """Show the progress of an audit at a terminal; yields the callback for the audit."""
-    with console.status("auditing") as status:
-        yield lambda done, total: status.update(f"auditing: {done} of {total} checkpoints read")
-
-
 def mlflow_pages(store: LineageStore, nodes: Sequence[Node] | None) -> list[str]:
     """MLflow pages of the registered versions of `nodes` (None: all), or the command that shows them."""
     from xray_runtime.lineage.model_page import model_addresses
@@ -172,35 +119,3 @@ def _unreadable(directory: Path) -> Audit | None:
     except ValueError as error:
         return Audit(findings=[Finding(directory.name, "manifest-malformed", str(error))])
     return None
-
-
-def report(result: Audit, hashing: bool, as_json: bool, pages: Sequence[str] = ()) -> NoReturn:
-    """Print an audit and exit: 0 if it is sound, else 1.
-
-    Args:
-        pages: MLflow pages of the audited models.
-    """
-    from xray_runtime.lineage.render import printable
-
-    if as_json:
-        print(json.dumps(result.to_json() | {"pages": list(pages)}, indent=2))
-        raise typer.Exit(0 if result.is_sound else FAILED)
-    console = Console()
-    for finding in result.findings:
-        content = finding.to_json()
-        word = "BROKEN" if finding.is_broken else "note  "
-        print_indented(console, f"{word} ", f"{finding.code}: {printable(finding.subject)}")
-        print_indented(console, "       ", printable(finding.detail))
-        print_indented(console, "       ", f"{content['meaning']} {content['mend']}".rstrip())
-    for note in result.notes:
-        print_indented(console, "", printable(note))
-    if result.log.entries:
-        print(f"log: {result.log.entries} entries; keep its head for --expect: {result.log}")
-    for page in pages:
-        print_indented(console, "in MLflow: ", page)
-    size = f"{result.checkpoints} checkpoints, {result.files} files, {result.bytes / 1e6:,.1f} MB"
-    read = "read" if hashing else "present, contents not read"
-    if result.unchanged:
-        read = f"in all, {result.checkpoints - result.unchanged} checkpoints read"
-    print(f"{'sound' if result.is_sound else 'NOT SOUND'}: {size} {read}")
-    raise typer.Exit(0 if result.is_sound else FAILED)

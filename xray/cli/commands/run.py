@@ -27,8 +27,10 @@ from xray_runtime.planning.description import slow_precision
 from xray_runtime.planning.workload import this_machine
 from xray_runtime.terminal import print_table
 
+PANEL = "Run"
 
-def run(
+
+def command(
     target: Target,
     overrides: Overrides = None,
     output: Annotated[

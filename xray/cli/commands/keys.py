@@ -14,10 +14,11 @@ from xray.cli.options import By, Root
 from xray.tasks.output_directory import file_lock, require_no_run
 from xray_runtime.config.validation import ConfigError
 
-app = typer.Typer(no_args_is_help=True, help="Show, trust or rotate the keys that sign records.")
+PANEL = "Checkpoints and keys"
+command = typer.Typer(no_args_is_help=True, help="Show, trust or rotate the keys that sign records.")
 
 
-@app.command()
+@command.command()
 def show(output: Root) -> None:
     """List every trusted key, and until when it signed.
 
@@ -30,7 +31,7 @@ def show(output: Root) -> None:
             print(f"{key.sha256}  {'signs' if key.until is None else f'retired {key.until.isoformat()}'}  {key.path}")
 
 
-@app.command()
+@command.command()
 def trust(
     key: Annotated[Path, typer.Argument(metavar="KEY", help="Public key in PEM, of which you know whose it is.")],
     output: Root,
@@ -44,7 +45,7 @@ def trust(
     print(f"{output} trusts {run_trust(output, key)}")
 
 
-@app.command()
+@command.command()
 def rotate(
     output: Root,
     note: Annotated[str, typer.Option(help="Your reason; it is recorded with the change.")],

@@ -11,13 +11,16 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from xray.cli.job import FAILED
+from xray.cli.conversation import shown
+from xray.cli.exit_codes import FAILED
 from xray.cli.options import AsJson, PublicKey
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.terminal import print_indented
 
+PANEL = "Evidence"
 
-def recorded(
+
+def command(
     output: Annotated[Path, typer.Option(help="Output directory that was served with --record.")],
     user: Annotated[str | None, typer.Option(help="Only records of this user, as the requests named them.")] = None,
     limit: Annotated[int, typer.Option(min=0, help="Maximum number of records shown, newest first; 0: all.")] = 20,
@@ -61,8 +64,6 @@ def recorded(
 
 
 def _show(console: Console, rows: list[dict[str, Any]]) -> None:
-    from xray.cli.chat import shown
-
     for row in rows:
         at = datetime.fromtimestamp(row["at_ms"] / 1000, UTC).isoformat(sep=" ", timespec="seconds")
         title = f"{at} {row['kind']} {row['id']}, user {row['user'][:12]}, model {row['model'][:12]}"

@@ -18,8 +18,10 @@ from xray_runtime.config.loading import resolved_yaml, to_yaml
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import write_atomic
 
+PANEL = "Run"
 
-def tune(
+
+def command(
     target: Target,
     search: Annotated[Path, typer.Option("--search", help="YAML file with the fields, their ranges and the metric.")],
     overrides: Overrides = None,

@@ -11,17 +11,18 @@ from typing import Annotated
 
 import typer
 
-from xray.cli.job import FAILED
+from xray.cli.exit_codes import FAILED
 from xray.cli.options import AsJson, Root, Tracking
 from xray.tasks.output_directory import file_lock, saved_config
 from xray_runtime.config.serving import ReviewsConfig
 from xray_runtime.config.validation import validate_as
 
+PANEL = "People"
 FEEDBACK_KEY = "XRAY_FEEDBACK_KEY"
 APPLICATION = "mlflow"
 
 
-def reviews(
+def command(
     output: Root,
     judge: Annotated[
         list[str] | None, typer.Option(help="A person whose assessments count, as MLflow names them; repeatable.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from xray.cli.errors import root_cause_only
-from xray.cli.job import FAILED
+from xray.cli.exit_codes import FAILED
 from xray.cli.options import By, Root, Tracking
 from xray.deployments.local_ray import private_ray
 from xray.deployments.local_services import prefect_server
@@ -22,10 +22,11 @@ from xray_runtime.processes import kill_tagged, start_reaper
 if TYPE_CHECKING:
     from xray.flows.promote import Approval
 
+PANEL = "Champion"
 GATES = "promotion."
 
 
-def promote(
+def command(
     output: Root,
     name: Annotated[str, typer.Option(help="Registered model.")],
     ref: Annotated[

@@ -18,10 +18,11 @@ from xray_runtime.planning.search import MAX_DEVICES, search
 from xray_runtime.planning.suggestions import Planner, planner_of, suggest
 from xray_runtime.planning.workload import Machine
 
+PANEL = "Run"
 DENSE = "--params plans dense models; a mixture of experts with as many parameters needs other memory and time"
 
 
-def plan(
+def command(
     target: Annotated[
         str | None,
         typer.Argument(metavar="CONFIG|MODULE:FLOW", help="YAML file of a lifecycle, or a flow of your own."),

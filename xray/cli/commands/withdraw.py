@@ -10,13 +10,15 @@ from typing import Annotated
 
 import typer
 
-from xray.cli.job import FAILED
+from xray.cli.exit_codes import FAILED
 from xray.cli.options import AsJson, By, Root
 from xray.tasks.output_directory import CONFIG, file_lock, require_no_run
 from xray_runtime.config.validation import ConfigError
 
+PANEL = "Checkpoints and keys"
 
-def withdraw(
+
+def command(
     output: Root,
     user: Annotated[
         str | None, typer.Option(help="Person whose recorded data goes, as the requests named them.")
