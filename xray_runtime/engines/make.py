@@ -82,7 +82,7 @@ def _shard(
     mesh = Mesh(topology)
     splits = split_layers(module, mesh, device) if topology.tensor > 1 else {}
     if topology.pipeline > 1:
-        module.keep_stage(topology.layers(mesh.stage, len(module.lm.model.layers)))
+        module.keep_stage(topology.layers(mesh.stage, len(module.layers)))
     return mesh, Weights(module, checkpoint, splits, mesh.tensor_rank)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from xray_runtime.engines.states import hugging_face_name
 from xray_runtime.models.causal_lm import load_model, saved_shapes, skeleton
+from xray_runtime.models.family import Parts
 from xray_runtime.models.heads import BorrowedHead, HeadedLM
 from xray_runtime.models.weight_files import MappedFiles, read_tensor, weight_files
 from xray_runtime.signs import part_done
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 SMALL = 100_000
 """Elements up to which rank 0 reads a parameter for all: below ZeRO-3's limit every rank may keep it whole."""
-EMBEDDING = "model.embed_tokens.weight"
 
 
 class Weights:
@@ -44,6 +44,7 @@ class Weights:
         self, module: nn.Module, checkpoint: Path, splits: Mapping[str, Split] | None = None, tensor_rank: int = 0
     ) -> None:
         self.splits, self._files, self._tensor_rank = splits or {}, weight_files(checkpoint), tensor_rank
+        self._parts: Parts = getattr(module, "parts", Parts())
         self.mapped = MappedFiles()
         """The files behind values that were read with `mapped`."""
         self._branches = [
@@ -88,12 +89,12 @@ class Weights:
         first, files = self._branches[int(number)]
         if part.startswith("layers."):
             _, layer, rest = part.split(".", 2)
-            part = f"layers.{first + int(layer)}.{rest}"
-        return files, f"model.{part}"
+            return files, f"{self._parts.layers}.{first + int(layer)}.{rest}"
+        return files, f"{self._parts.norm}.{part.removeprefix('norm.')}"
 
     def embedding(self) -> Tensor:
         """The whole embedding, for the last pipeline stage of a tied model."""
-        return read_tensor(self._files, EMBEDDING)
+        return read_tensor(self._files, f"{self._parts.embeddings}.weight")
 
     def buffer(self, name: str) -> Tensor | None:
         """The buffer `name`; None if it is not in the checkpoint."""
@@ -153,7 +154,7 @@ def load_shard(
         for owner, key in places[id(old)]:
             owner._parameters[key] = new
         part_done()
-    head = getattr(module.lm, "lm_head", None)
+    head = module.lm.get_output_embeddings()
     if isinstance(head, BorrowedHead):
         value = weights.embedding() if head.weight.is_meta else head.weight.detach()
         head.weight = value.to(device).requires_grad_()

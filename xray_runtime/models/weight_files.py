@@ -21,6 +21,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from torch import Tensor
 
+from xray_runtime.models.family import family_of
 from xray_runtime.models.tensor_file import NAMES, WEIGHTS_FILE, TensorFile, check_file, create
 from xray_runtime.signs import part_done
 from xray_runtime.store.identity import file_sha256
@@ -242,5 +243,4 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 def _above_trunk(config: dict[str, Any], top_layers: int) -> tuple[str, ...]:
     """Prefixes of the names of weights above a frozen trunk."""
-    layers = config["num_hidden_layers"]
-    return (*(f"model.layers.{n}." for n in range(layers - top_layers, layers)), "model.norm.")
+    return family_of(config.get("model_type")).parts.above(config["num_hidden_layers"], top_layers)
