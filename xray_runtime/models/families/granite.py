@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
-from xray_runtime.models.family import Family
+from xray_runtime.models.family import Family, Logits
 
-FAMILY = Family(model_types=("granite", "granitemoe"), tried=("vllm",))
+FAMILY = Family(
+    model_types=("granite", "granitemoe"),
+    logits=lambda config: Logits(divisor=config.logits_scaling),
+    tried=("vllm",),
+)
