@@ -56,6 +56,7 @@ def test_logits_are_scaled_then_divided_then_capped() -> None:
 
 
 SCALED: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 0.25, "use_qk_norm": True},
     "granite": {"logits_scaling": 8.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5},
 }
 
@@ -77,7 +78,8 @@ def test_scaled_and_capped_logits_are_those_of_transformers(kind: str, monkeypat
         torch.testing.assert_close(found_entropy, entropy, rtol=1e-10, atol=1e-10)
         gradients = torch.autograd.grad((found + 0.1 * found_entropy).sum(), list(lm.parameters()))
         for gradient, other in zip(gradients, wanted, strict=True):
-            torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-9)
+            # Some families' own norms sum their weights' gradients in float32.
+            torch.testing.assert_close(gradient, other, rtol=0, atol=1e-6 * float(other.abs().max()))
     # The rule matters: without it the numbers differ.
     module._logits = Logits()
     del lm.get_output_embeddings().forward
