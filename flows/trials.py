@@ -21,8 +21,8 @@ from xray.flows.subject import Subject
 from xray.tasks.workspace import STOP_SECONDS
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.cores import load
+from xray_runtime.evidence.log import read_run
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.log import read_run
 from xray_runtime.workers.progress import find_progress
 
 State = Literal["running", "finished", "pruned", "failed"]

@@ -11,7 +11,8 @@ from filelock import AcquireReturnProxy, FileLock, Timeout
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import load_config
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.lineage.log import LOCKS, read_run, run_lock
+from xray_runtime.evidence.log import read_run
+from xray_runtime.evidence.view import LOCKS, run_lock
 from xray_runtime.store.identity import digest
 
 CONFIG, SEARCH = "config.yaml", "search.yaml"

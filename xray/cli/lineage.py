@@ -20,9 +20,9 @@ from xray_runtime.credentials import strip_credentials
 from xray_runtime.terminal import print_indented
 
 if TYPE_CHECKING:
+    from xray_runtime.evidence.view import Head
     from xray_runtime.lineage.audit.checkpoints import Audit
     from xray_runtime.lineage.graph import Node
-    from xray_runtime.lineage.log import Head
     from xray_runtime.lineage.reference import LineageStore
 
 
@@ -150,7 +150,7 @@ def mlflow_pages(store: LineageStore, nodes: Sequence[Node] | None) -> list[str]
 
 
 def _head(text: str | None) -> Head | None:
-    from xray_runtime.lineage.log import Head
+    from xray_runtime.evidence.view import Head
 
     try:
         return Head.parse(text) if text is not None else None

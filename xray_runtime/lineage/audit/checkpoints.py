@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xray_runtime.evidence.statement import Statement
+from xray_runtime.evidence.view import EMPTY, Head, LogView
 from xray_runtime.graph.artifacts import Benchmark, Evaluation
 from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD, RECORD_FILES, foreign_in_record
 from xray_runtime.lineage.audit.contamination import Prompts, Spans, check_dataset, check_evaluation
@@ -27,10 +29,8 @@ from xray_runtime.lineage.audit.verified import RECORD, Baseline, last_head, rea
 from xray_runtime.lineage.card import CHECKPOINT_LINE
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.keys import read_rotations, trusted_keys
-from xray_runtime.lineage.log import EMPTY, Head, LogView
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import SignatureProblem, TrustedKey, Verifier, exposed_keys
-from xray_runtime.lineage.statement import Statement
 from xray_runtime.store.checkpoints import CHECKPOINTS, MAX_RECORD_BYTES, inspect, read_bounded
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import ATTESTATION, CARD, SIGNATURE, STATEMENT

@@ -17,9 +17,10 @@ from typing import Any
 from xray_runtime.data.derived import SUFFIX
 from xray_runtime.data.recorded import RECORDED
 from xray_runtime.data.withdrawn import FOLDER as WITHDRAWN
+from xray_runtime.evidence.log import END, LIFECYCLE, LOG, REPORT, read_run
+from xray_runtime.evidence.view import LogView, RunBegan
 from xray_runtime.graph.artifacts import Evaluation
 from xray_runtime.lineage.audit.findings import Finding
-from xray_runtime.lineage.log import END, LIFECYCLE, LOG, REPORT, LogView, RunBegan, read_run
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import TrustedKey
 from xray_runtime.rewards.journal import ANSWERS, purpose_of_answers, read_entry

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from xray_runtime.errors import first_line
+from xray_runtime.evidence.lines import ChainProblem, sound_lines
+from xray_runtime.evidence.log import END, LOG, read_lines
+from xray_runtime.evidence.view import Head, Line, LogView
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.log import END, END_TYPE, LOG, LogView, read_lines
-from xray_runtime.lineage.log_entries import Head, Line
+from xray_runtime.lineage.log import END_TYPE
 from xray_runtime.lineage.recorded import ChainView
-from xray_runtime.lineage.signed_lines import ChainProblem, sound_lines
 from xray_runtime.lineage.signing import Verifier
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_bounded
 

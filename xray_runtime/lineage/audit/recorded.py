@@ -10,10 +10,12 @@ from pathlib import Path
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import KEYS, RECORDED, read_segment, segment_name
+from xray_runtime.evidence.kinds.recorded import RecordedEnd
+from xray_runtime.evidence.kinds.signed_files import SignedDirectories
+from xray_runtime.evidence.view import LogView
 from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.audit.log import add_sound_lines
 from xray_runtime.lineage.comparisons import JUDGEMENTS, REPLIES, SESSION, SESSIONS, comparison_name
-from xray_runtime.lineage.log import LogView
 from xray_runtime.lineage.recorded import CHAIN, ChainView, read_chain
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signed_files import read_signed
@@ -36,7 +38,7 @@ def check_recorded(store: LineageStore, log: LogView, verifier: Verifier | None,
     if broken := add_sound_lines(chain, lines, verifier, f"{RECORDED}/{CHAIN}", "recorded-broken"):
         yield from broken
         return
-    last = log.recorded
+    last = log.state(RecordedEnd).head
     if chain.lacks(last):
         detail = f"it has {len(chain.heads)} lines; the log names line {last.entries}, {last.sha256[:12]}"
         yield Finding(f"{RECORDED}/{CHAIN}", "recorded-shorter", detail)
@@ -83,7 +85,7 @@ def _check_models(store: LineageStore, log: LogView, path: Path) -> Iterator[Fin
 def check_comparisons(output: Path, log: LogView, verifier: Verifier | None) -> Iterator[Finding]:
     """Every comparison that is there, and every one that the log knows of."""
     there = {path for path in (output / SESSIONS).glob("*") if path.is_dir()}
-    logged = {output / name for name in log.signed if name.startswith(f"{SESSIONS}/")}
+    logged = {output / name for name in log.state(SignedDirectories) if name.startswith(f"{SESSIONS}/")}
     for directory in sorted(there | logged):
         reason = _problem(output, directory, verifier)
         if reason is not None:
