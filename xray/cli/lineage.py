@@ -161,7 +161,7 @@ def _head(text: str | None) -> Head | None:
 def _unreadable(directory: Path) -> Audit | None:
     """The audit of a checkpoint with a malformed manifest, which is a finding and not bad input."""
     from xray_runtime.lineage.audit.checkpoints import Audit
-    from xray_runtime.lineage.audit.findings import Finding
+    from xray_runtime.lineage.audit_check import Finding
     from xray_runtime.store.checkpoints import read_manifest
     from xray_runtime.store.manifest import MANIFEST
 

@@ -47,11 +47,14 @@ class Record(InTotoRecord[Annotated[SerializeAsAny[SignedEntry], BeforeValidator
     predicate_type: Literal["urn:xray:log:v1"] = Field("urn:xray:log:v1", alias="predicateType")
 
 
-class LineVerifier(Protocol):
-    """Checks the signature of a line."""
+class SignatureVerifier(Protocol):
+    """Checks signatures."""
+
+    def check(self, path: Path, signature: Path, made: str | None = None) -> str:
+        """Digest of the key that signed a file, or a directory. Raises as `check_envelope`."""
 
     def check_envelope(self, text: bytes, made: str | None = None) -> str:
-        """Digest of the key that signed `text`. Raises ValueError without a trusted one that signed then."""
+        """Digest of the key that signed a line. Raises ValueError without a trusted one that signed then."""
 
 
 class ChainProblem(ValueError):
@@ -96,7 +99,7 @@ class ChainCheck:
         verifier: None does not check signatures.
     """
 
-    def __init__(self, verifier: LineVerifier | None) -> None:
+    def __init__(self, verifier: SignatureVerifier | None) -> None:
         self._verifier = verifier
         self._previous, self._signer, self._retired = START, "", frozenset[str]()
 
@@ -117,7 +120,7 @@ class ChainCheck:
         self._previous = line.sha256
 
 
-def sound_lines(lines: Iterable[Line], verifier: LineVerifier | None) -> Iterator[Line]:
+def sound_lines(lines: Iterable[Line], verifier: SignatureVerifier | None) -> Iterator[Line]:
     """The lines, each once `ChainCheck` has checked it. Raises ChainProblem where the next one is not sound."""
     check = ChainCheck(verifier)
     for line in lines:

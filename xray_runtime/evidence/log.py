@@ -23,7 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from xray_runtime.evidence.lines import MAX_BYTES, ChainCheck, LineVerifier, Record, parse_line, read_signed_lines
+from xray_runtime.evidence.lines import MAX_BYTES, ChainCheck, Record, SignatureVerifier, parse_line, read_signed_lines
 from xray_runtime.evidence.view import Line, LogView
 from xray_runtime.store.checkpoints import open_bounded, read_bounded
 from xray_runtime.store.identity import file_sha256
@@ -45,7 +45,7 @@ class LogTail:
             the first that cannot be read.
     """
 
-    def __init__(self, path: Path, verifier: LineVerifier | None = None) -> None:
+    def __init__(self, path: Path, verifier: SignatureVerifier | None = None) -> None:
         self._path, self._verifier = path, verifier
         self._lock = threading.Lock()
         self._restart()

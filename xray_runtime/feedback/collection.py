@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from xray_runtime.audit_checks.recorded import check_recorded
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Messages
 from xray_runtime.data.reasoning import with_reasoning
@@ -29,7 +30,6 @@ from xray_runtime.feedback.answers import parse_feedback
 from xray_runtime.feedback.dataset import publish_dataset, require_tracking
 from xray_runtime.graph.artifacts import ANSWERS, FEEDBACK, PEOPLE, Feedback
 from xray_runtime.lineage.audit.log import read_log
-from xray_runtime.lineage.audit.recorded import check_recorded
 from xray_runtime.lineage.keys import trusted_keys
 from xray_runtime.lineage.recorded import ChainView, read_chain
 from xray_runtime.lineage.reference import LineageStore

@@ -29,7 +29,7 @@ from xray_runtime.evidence.log import END, LOG, digests
 from xray_runtime.evidence.view import LOCKS, Left
 from xray_runtime.files import link_or_copy
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
-from xray_runtime.lineage.audit.findings import Finding
+from xray_runtime.lineage.audit_check import Finding
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.keys import RETIRED, TRUSTED, adopt, known_keys, retirement_files, root_keys, trusted_keys
 from xray_runtime.lineage.log import append, log_checkpoints

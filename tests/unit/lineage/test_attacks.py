@@ -23,6 +23,7 @@ from tests.unit.lineage.attacks import (
 )
 from tests.unit.lineage.nights import ran
 from xray.flows.nights import read_nights
+from xray_runtime.audit_checks.comparisons import check_comparisons
 from xray_runtime.config.curate import RecordedPromptsConfig
 from xray_runtime.data.pairs import Example, Pairs
 from xray_runtime.evidence.kinds.signed_files import SignedDirectories
@@ -30,7 +31,6 @@ from xray_runtime.feedback.session import read_sessions
 from xray_runtime.graph.artifacts import Feedback
 from xray_runtime.graph.inputs import RecordedPromptsInputs
 from xray_runtime.lineage import log
-from xray_runtime.lineage.audit.recorded import check_comparisons
 from xray_runtime.lineage.keys import trusted_keys
 from xray_runtime.lineage.signed_files import LOG_EVERY
 from xray_runtime.lineage.signing import Verifier
