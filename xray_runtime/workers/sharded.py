@@ -18,19 +18,21 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from xray_runtime.config.base import PretrainedBase
 from xray_runtime.config.engines import EngineConfig, TrainingConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.rows import Ragged, Rows, num_rows
+from xray_runtime.data.batch import Scores, TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.objectives import Scores, Tensors
+from xray_runtime.models.objectives import Tensors, Texts
 from xray_runtime.models.padding import pad
 from xray_runtime.planning.auto import choose, engine_of
 from xray_runtime.planning.pretrained_shapes import from_pretrained
@@ -50,19 +52,20 @@ class StepObjective:
 
     step: Step
 
-    def score(self, module: HeadedLM, rows: Tensors) -> Scores:
-        return {"losses": self.step(module.lm, _padded(rows))}
+    def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
+        return Scores(losses=self.step(module.lm, _padded(rows)))
 
-    def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
+    def loss(self, module: HeadedLM, rows: Texts, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
         total = self.step(module.lm, _padded(rows)).sum()
         return total / totals["rows"], {"loss": total.detach()}
 
 
-def _padded(rows: Tensors) -> Tensors:
+def _padded(rows: Texts) -> Tensors:
     """Padded rows for a step, trimmed to the longest row of the micro-batch."""
-    padded = rows | {"input_ids": pad(rows["input_ids"], rows["lengths"])}
-    width = padded["input_ids"].shape[1]
-    return {name: column[:, :width] if name.endswith("_ids") else column for name, column in padded.items()}
+    ids = pad(rows.input_ids.values, rows.input_ids.lengths)
+    others = {name: column for name, column in rows.columns().items() if not isinstance(column, Ragged)}
+    trimmed = {n: column[:, : ids.shape[1]] if n.endswith("_ids") else column for n, column in others.items()}
+    return trimmed | {"input_ids": ids, "lengths": rows.input_ids.lengths}
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,13 @@ class Trainer:
     _model: ModelHandle
     _lr: float
 
-    def __call__(self, rows: Rows, lr: float | None = None) -> float:
+    def __call__(self, rows: Mapping[str, np.ndarray], lr: float | None = None) -> float:
         """One optimizer step on the mean loss over `rows` (numpy columns as in `Step`); returns that mean."""
-        totals = {"rows": float(num_rows(rows))}
-        texts = (ids[:length] for ids, length in zip(rows["input_ids"], rows["lengths"], strict=True))
-        rows = {name: column for name, column in rows.items() if name != "lengths"} | {"input_ids": Ragged.of(texts)}
-        stats = get(self._model.train.remote(rows, totals, self._lr if lr is None else lr))
-        return float(stats["loss"] / totals["rows"])
+        texts = Ragged.of(ids[:length] for ids, length in zip(rows["input_ids"], rows["lengths"], strict=True))
+        others = {name: column for name, column in rows.items() if name not in ("input_ids", "lengths")}
+        batch, totals = TextBatch(input_ids=texts, others=others), {"rows": float(len(texts))}
+        answer = get(self._model.train.remote(batch, totals, self._lr if lr is None else lr))
+        return float(answer.sums["loss"] / totals["rows"])
 
     def save(self, directory: Path) -> None:
         """Write the model in Hugging Face form."""
