@@ -197,7 +197,6 @@ class Scores(Batch[A]):
     nll: A = column("[B]", "float32", _OBJECTIVES, "training.sft", "−log-probability of the counted tokens")
     loglikelihood: A = column("[B]", "float32", "models.likelihood_objective", "evaluation", "of the whole reply")
     greedy: A = column("[B]", "float32", "models.likelihood_objective", "evaluation", "1: all tokens are the likeliest")
-    losses: A = column("[B]", "float32", "workers.sharded", "users", "of a user's own step")
     trunk: Ragged[A] = _TRUNK
 
     def by_role(self: Scores, role: str) -> np.ndarray:

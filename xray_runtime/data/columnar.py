@@ -69,7 +69,7 @@ class Batch(Generic[A]):
     """Rows in columns that all have the same number of rows."""
 
     others: Mapping[str, A | Ragged[A]] = field(default_factory=dict)
-    """Columns whose names are given from outside: by a user's step, or by roles."""
+    """Columns whose names no kind declares, as the scores of branches under their roles."""
 
     @classmethod
     def declared(cls) -> dict[str, Column]:

@@ -82,9 +82,7 @@ STATISTICS = (
     listed("policy_loss", "number", "float", _POLICY, "rl.metrics", "sum over tokens"),
     listed("entropy_sum", "number", "float", _POLICY, "rl.metrics", "sum over tokens"),
     listed("clip_count", "number", "float", _POLICY, "rl.metrics", "tokens whose ratio was clipped"),
-    listed(
-        "dual_clip_count", "number", "float", _POLICY, "rl.metrics", "tokens that `dual_clip` clipped"
-    ),
+    listed("dual_clip_count", "number", "float", _POLICY, "rl.metrics", "tokens that `dual_clip` clipped"),
     listed(
         "approx_kl_sum",
         "number",

@@ -51,7 +51,7 @@ def test_a_column_that_a_batch_lacks_is_an_error_when_it_is_read() -> None:
         PairBatch(input_ids=rows.input_ids)
     assert "id" in rows.with_columns(id=np.arange(1))
     assert "id" not in rows.with_columns(id=np.arange(1)).with_columns(id=None)
-    # A name that no field has is a user's or a role's.
+    # A name that no field has may be a role's.
     assert list(rows.with_columns(**{"rewards.0": np.zeros(1)}).others) == ["rewards.0"]
 
 

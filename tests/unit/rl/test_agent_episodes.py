@@ -23,7 +23,7 @@ from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.ppo import KLConfig, PPOConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError, validate_as
-from xray_runtime.data.batch import PromptBatch, Replies, TextBatch
+from xray_runtime.data.batch import PolicyBatch, PromptBatch, Replies, Scores
 from xray_runtime.data.ledger import read_shard, readable, shard_path
 from xray_runtime.data.pairs import Example, Pairs, write_pairs
 from xray_runtime.data.ragged import Ragged
@@ -107,26 +107,28 @@ def test_branches_are_rows_for_the_models_and_one_row_in_the_ledger(inputs: PPOI
 
 
 def test_a_split_into_branches_is_undone() -> None:
-    rows: TextBatch = {
-        "input_ids": Ragged.of([[1, 2, 5, 6, 7, 8], [3, 9]]),
-        "prompt_lengths": np.array([2, 1]),
-        "id": np.array([10, 11]),
-        "response_mask": Ragged.of([[True, False, True, True], [True]], np.bool_),
-        "branches": Ragged.of([[2, 3, 1, 2, 3, 1, 1, 2, 4], [1, 1, 3]]),
-    }
-    split = BranchRows.of(rows)
+    branches = Ragged.of([[2, 3, 1, 2, 3, 1, 1, 2, 4], [1, 1, 3]])
+    rows = PolicyBatch(
+        input_ids=Ragged.of([[1, 2, 5, 6, 7, 8], [3, 9]]),
+        prompt_lengths=np.array([2, 1]),
+        id=np.array([10, 11]),
+        response_mask=Ragged.of([[True, False, True, True], [True]], np.bool_),
+        branches=branches,
+    )
+    split = BranchRows.of(rows, branches)
+    assert "branches" not in split.rows
     assert [row.tolist() for row in split.rows.input_ids] == [[1, 2, 5, 6, 7], [1, 2, 4, 8], [3, 9]]
     assert split.rows.prompt_lengths.tolist() == [2, 3, 1]
     assert [row.tolist() for row in split.rows.response_mask] == [[True, False, True], [True], [True]]
     assert len(set(split.rows.id.tolist())) == 3
     logprobs = Ragged.of([[0.1, 0.2, 0.3], [0.4], [0.5]], np.float32)
-    merged = split.merged({"logprobs": logprobs, "final_values": np.array([1.0, 2.0, 3.0])})
+    merged = split.merged(Scores(logprobs=logprobs, final_values=np.array([1.0, 2.0, 3.0])))
     assert [row.tolist() for row in merged.logprobs] == [
         pytest.approx([0.1, 0.2, 0.3, 0.4]),
         pytest.approx([0.5]),
     ]
     assert merged.final_values.tolist() == [2.0, 3.0]
-    assert [length for _, length in decoded_branches(rows.branches.values[:9])] == [3, 1]
+    assert [length for _, length in decoded_branches(branches.values[:9])] == [3, 1]
 
 
 def test_a_run_again_reads_the_journal_and_gives_the_same_bytes(inputs: PPOInputs, tmp_path: Path) -> None:

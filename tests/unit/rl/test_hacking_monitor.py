@@ -30,7 +30,7 @@ class Longer(PPOModel):
         starts = [20 + seed % 50 for seed in rows.seed.tolist()]
         ids = [[*range(start, start + 1 + version), sampling.stop_token_ids[0]] for start in starts]
         tokens = Ragged.of(ids)
-        return found | Replies(response_ids=tokens, rollout_logprobs=Ragged(logprob(tokens.values), tokens.offsets))
+        return found.with_columns(response_ids=tokens, rollout_logprobs=tokens.like(logprob(tokens.values)))
 
     def _save(self, directory: Path, head_file: str | None = None) -> None:
         super()._save(directory)

@@ -24,7 +24,7 @@ from xray_runtime.config.engines import FrozenConfig
 from xray_runtime.config.ppo import JudgingConfig
 from xray_runtime.config.rewards import JSONSchemaVerifier, JudgeConfig, RegexVerifier, RewardTerm, Route, ServiceConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.batch import PromptBatch, Replies, TextBatch
+from xray_runtime.data.batch import PromptBatch, Replies, Scores, TextBatch
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
@@ -43,7 +43,7 @@ PROMPT = [{"role": "user", "content": "p"}]
 Function = Callable[[list[str], list[str]], list[Any]]
 
 
-def score(found: RewardSources, replies: Sequence[str], answers: Sequence[TextBatch] = (), **more: Any) -> SourceScores:
+def score(found: RewardSources, replies: Sequence[str], answers: Sequence[Scores] = (), **more: Any) -> SourceScores:
     given = {"prompts": [PROMPT] * len(replies), "columns": {}} | more
     return found.scores([Ready(answer) for answer in answers], replies=replies, **given)
 
@@ -146,7 +146,7 @@ def test_models_are_opened_with_their_heads(models: list[Path]) -> None:
 def test_a_source_by_itself_has_its_weight_and_its_deviations(models: list[Path]) -> None:
     terms = RewardTerm(model="rewards.1", weight=-0.5), RewardTerm(function="f", weight=0.0)
     found = sources(*terms, models=models, f=as_is)
-    each = found.each(score(found, ["3", "lost"], [{"scores": np.array([5.0, 1.0], np.float32)}]))
+    each = found.each(score(found, ["3", "lost"], [Scores(scores=np.array([5.0, 1.0], np.float32))]))
     # Mean 1 and deviation 2: −½ · (5 − 1) / 2. What is only logged is as it scores.
     assert each["rewards.1"].tolist() == [-1.0, 0.0]
     assert each["f"][0] == 3.0
@@ -157,10 +157,10 @@ def test_functions_score_while_models_do(models: list[Path]) -> None:
     """A model that answers only after the function was called."""
     called = []
 
-    class Later(Future[TextBatch]):
-        def result(self, timeout: float | None = None) -> TextBatch:
+    class Later(Future[Scores]):
+        def result(self, timeout: float | None = None) -> Scores:
             assert called == [["3", "4"]]
-            return {"scores": np.array([5.0, 1.0], np.float32)}
+            return Scores(scores=np.array([5.0, 1.0], np.float32))
 
     def function(prompts: list[str], replies: list[str]) -> list[Any]:
         called.append(replies)
@@ -178,7 +178,7 @@ def test_an_ensemble_is_one_source(models: list[Path]) -> None:
     found = sources(ensemble, RewardTerm(model="rewards.1"), models=models)
     assert found.roles == roles
     # In their own deviations 1, 2, 3: mean 2 − ½ · 2/3; the second by itself is 2.
-    answers = [{"scores": np.array(raw, np.float32)} for raw in ([2.0, 1.0], [5.0, 1.0], [13.0, 4.0])]
+    answers = [Scores(scores=np.array(raw, np.float32)) for raw in ([2.0, 1.0], [5.0, 1.0], [13.0, 4.0])]
     scores = score(found, ["a", "b"], answers)
     assert list(scores.values) == ["rewards.0+rewards.1+rewards.2", "rewards.1"]
     assert float(scores.values["rewards.0+rewards.1+rewards.2"][0]) == pytest.approx(5 / 3)
@@ -187,7 +187,7 @@ def test_an_ensemble_is_one_source(models: list[Path]) -> None:
     apart = scores.disagreements["rewards.0+rewards.1+rewards.2"]
     assert float(apart[0]) == pytest.approx((2 / 3) ** 0.5)
     # A member that computes NaN is broken, which is no reply's fault.
-    answers[2] = {"scores": np.array([13.0, NAN], np.float32)}
+    answers[2] = Scores(scores=np.array([13.0, NAN], np.float32))
     with pytest.raises(NonFiniteError, match=r"the reward model rewards.2: scores of 1 of 2 rows"):
         score(found, ["a", "b"], answers)
 
@@ -197,7 +197,7 @@ def test_replies_alike_have_one_score_whatever_they_went_through_with(models: li
     found = sources(RewardTerm(model="rewards.0"), RewardTerm(models=["rewards.0", "rewards.1"]), models=models)
     raw = np.array([0.5, 0.5, 0.5, 1.5], np.float32)
     raw[1:3] = np.nextafter(raw[1:3], np.float32(1.0))
-    replies, answers = ["yes", "yes", "yes", "no"], [{"scores": raw}, {"scores": raw[::-1].copy()}]
+    replies, answers = ["yes", "yes", "yes", "no"], [Scores(scores=raw), Scores(scores=raw[::-1].copy())]
 
     def rewards(**more: Any) -> torch.Tensor:
         scaled = found.scaled(score(found, replies, answers, **more))
@@ -486,7 +486,7 @@ class Wordier(PPOModel):
         ids = [[good] * (6 - version) + [other] * 3 * version + [sampling.stop_token_ids[0]]] * len(rows)
         tokens = Ragged.of(ids)
         logprobs = Ragged((-0.25 * (tokens.values % 7) - 2.0).astype(np.float32), tokens.offsets)
-        return found | Replies(response_ids=tokens, rollout_logprobs=logprobs)
+        return found.with_columns(response_ids=tokens, rollout_logprobs=logprobs)
 
 
 def test_a_planted_length_bonus_is_seen_in_the_statistics_of_the_sources(inputs: PPOInputs, tmp_path: Path) -> None:
@@ -523,6 +523,6 @@ def test_a_planted_length_bonus_is_seen_in_the_statistics_of_the_sources(inputs:
 @pytest.mark.parametrize("value", [NAN, math.inf])
 def test_a_score_of_a_model_that_is_no_number_is_a_fault(models: list[Path], value: float) -> None:
     found = sources(RewardTerm(model="rewards.0"), models=models[:1])
-    answers: list[TextBatch] = [{"scores": np.array([2.0, value, 3.0], np.float32)}]
+    answers = [Scores(scores=np.array([2.0, value, 3.0], np.float32))]
     with pytest.raises(NonFiniteError, match=r"the reward model rewards.0: scores of 1 of 3 rows \(the first: row 1"):
         score(found, ["a", "b", "c"], answers)

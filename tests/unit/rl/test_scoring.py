@@ -78,7 +78,12 @@ def test_a_reward_model_reads_whole_replies_and_a_function_the_messages(inputs: 
     needs = PPOConfig(), rewards, tokenizer, (end,), prompts, lambda rows, iteration: np.arange(4)
     scorer = Scorer(models, *needs, one_trunk=True)  # type: ignore[arg-type]
     zeros = np.zeros(4, np.int64)
-    rollout = Rollout(Ragged.of(replies), Ragged.of(replies), np.array([True, True, True, False]), zeros, zeros, zeros)
+    rollout = Rollout(
+        response_ids=Ragged.of(replies),
+        rollout_logprobs=Ragged.of(replies),
+        ended=np.array([True, True, True, False]),
+        **dict.fromkeys(("seed", "version", "prompt"), zeros),
+    )
     scored = scorer.score(rollout, 3, first_id=8)
     [given] = policy.given
     # The end that was added to a reply is marked: what else the policy says is of what it sampled.
