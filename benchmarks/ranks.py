@@ -101,7 +101,7 @@ def _work(
         learner.build(spec, rank_info)
 
         def deal(rows: TextBatch) -> TextBatch:
-            return rows.shards(topology.data)[topology.data_rank(rank_info.rank)]
+            return rows.take(rows.shard_places(topology.data)[topology.data_rank(rank_info.rank)])
 
         connection.send((None, script(learner, deal, *args)))
     except Exception:

@@ -146,18 +146,11 @@ class Batch(Generic[A]):
         ends = np.cumsum([0, *map(len, parts)]).tolist()
         return cls.join(parts, [range(start, end) for start, end in pairwise(ends)])
 
-    def shards(self: K, count: int) -> list[K]:
-        """Shard r gets rows r, r + count, …, so that sorted lengths stay balanced.
+    def shard_places(self, count: int) -> list[np.ndarray]:
+        """The rows of each of `count` shards: r, r + count, … of shard r, so that sorted lengths stay balanced.
 
         Where rows have the same prompts, shards are neighbours instead, sorted by prompt: a prompt is in few shards.
         """
-        return [self] if count == 1 else [self.take(places) for places in self._shard_places(count)]
-
-    def merge(self, answers: Sequence[K]) -> K:
-        """Join what was made of the shards, in the order of these rows."""
-        return type(answers[0]).join(answers, [places.tolist() for places in self._shard_places(len(answers))])
-
-    def _shard_places(self, count: int) -> list[np.ndarray]:
         alike = self.first_with_prompt() if count > 1 else np.arange(len(self))
         if len(np.unique(alike)) < len(self):
             return np.array_split(np.argsort(alike, kind="stable"), count)
@@ -166,6 +159,12 @@ class Batch(Generic[A]):
     def first_with_prompt(self) -> np.ndarray:
         """For each row, the first one with the same prompt [B]."""
         return np.arange(len(self))
+
+    @property
+    def num_bytes(self: Batch) -> int:
+        """Size of all arrays."""
+        columns = self.columns().values()
+        return sum(c.values.nbytes + c.offsets.nbytes if isinstance(c, Ragged) else c.nbytes for c in columns)
 
     def non_finite(self: Batch) -> str | None:
         """`ragged.non_finite` of all columns."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from xray_runtime.weights.device_transfer import Device, Transport
     from xray_runtime.weights.object_store import WeightUpdate
     from xray_runtime.workers.generator_spec import GeneratorSpec
+    from xray_runtime.workers.handles import Scattered
     from xray_runtime.workers.heartbeat import Heartbeat
     from xray_runtime.workers.model_spec import ModelSpec
     from xray_runtime.workers.nodes import WorkerInfo
@@ -122,9 +123,32 @@ class ModelHandle(Protocol):
     wake_up: Method[[], None]
 
 
-class WholeModelHandle(ModelHandle, Protocol):
-    """All calls of a WholeModel, also those of `opening` and of other WholeModels."""
+class ScoreShards(Protocol):
+    def remote(self, rows: Scattered[TextBatch], at_once: int = 1) -> Ref[Scores]: ...
 
+
+class TrainShards(Protocol):
+    def remote(
+        self, rows: Scattered[TextBatch], totals: dict[str, float], lr: float, at_once: int = 1
+    ) -> Ref[StepAnswer]: ...
+
+
+class WholeModelHandle(Protocol):
+    """All calls of a WholeModel itself: of its `handles.ModelProxy`, of `opening` and of other WholeModels."""
+
+    score: ScoreShards
+    trunk: ScoreShards
+    train: TrainShards
+    generate: Method[[Scattered[PromptBatch], Sampling, int], Replies]
+    follow: Method[[WholeModelHandle, int], str | None]
+    load_weights: Method[[WeightUpdate], int]
+    load_checkpoint: Method[[Path, int], None]
+    save: Save
+    save_state: Method[[Path], None]
+    check_state: Method[[Path], str | None]
+    load_state: Method[[Path], None]
+    sleep: Sleep
+    wake_up: Method[[], None]
     ping: Method[[], None]
     build: Method[
         [str, RuntimeConfig, Path, ModelSpec | GeneratorSpec, list[WorkhorseHandle], int, str, str], list[WorkerInfo]

@@ -29,7 +29,7 @@ class Prompts(list[Any]):
     """As `UniquePrompts`, of a dataset without columns."""
 
     def columns(self, indices: Sequence[int]) -> dict[str, list[Any]]:
-        return {}
+        return Scores()
 
 
 class Policy(FakeModel):
@@ -43,7 +43,7 @@ class Policy(FakeModel):
         # In the last bits rows alike may differ; here by more.
         logprobs = Ragged.of([[-1.0]] * 4, np.float32)
         rewards = np.array([1.0, 2.0, 1.5, 1.25], np.float32)
-        return {"logprobs": logprobs, "ref_logprobs": logprobs, "rewards.0": rewards}
+        return Scores(logprobs=logprobs, ref_logprobs=logprobs, others={"rewards.0": rewards})
 
     def do_trunk(self, rows: TextBatch, at_once: int) -> Scores:
         """Of each token the token."""

@@ -35,6 +35,16 @@ def numbered(n: int, **columns: Any) -> Batch:
     return Batch(others={"id": np.arange(n)} | columns)
 
 
+def dealt(rows: Batch, count: int) -> list[Batch]:
+    """The shards of a batch."""
+    return [rows.take(places) for places in rows.shard_places(count)]
+
+
+def together(parts: list[Batch], rows: Batch) -> Batch:
+    """What was made of the shards of `rows`, in their order."""
+    return type(parts[0]).join(parts, [places.tolist() for places in rows.shard_places(len(parts))])
+
+
 def ids_of(parts: list[Batch]) -> list[list[int]]:
     return [part.others["id"].tolist() for part in parts]  # type: ignore[union-attr]
 
@@ -88,39 +98,39 @@ def test_ragged_rows_are_lists(sequences: list[list[int]], data: st.DataObject) 
 
 
 def test_rows_are_dealt_like_cards() -> None:
-    parts = numbered(7).shards(3)
+    parts = dealt(numbered(7), 3)
     assert ids_of(parts) == [[0, 3, 6], [1, 4], [2, 5]]
-    assert ids_of(numbered(2).shards(3)) == [[0], [1], []]
-    assert ids_of([numbered(7).merge(parts)]) == [list(range(7))]
+    assert ids_of(dealt(numbered(2), 3)) == [[0], [1], []]
+    assert ids_of([together(parts, numbered(7))]) == [list(range(7))]
 
 
 def test_rows_with_the_same_prompts_are_dealt_together() -> None:
     prompts, replies = [[1], [1, 2], [1], [3], [1, 2], [1], [3]], [[n] for n in range(7)]
     rows = TextBatch.of(prompts, replies).with_columns(id=np.arange(7))
-    parts = rows.shards(3)
+    parts = dealt(rows, 3)
     # By prompt: 0 2 5, 1 4, 3 6.
     assert [part.id.tolist() for part in parts] == [[0, 2, 5], [1, 4], [3, 6]]
-    assert_same(rows.merge(parts), rows)
-    assert [part.id.tolist() for part in rows.shards(2)] == [[0, 2, 5, 1], [4, 3, 6]]
+    assert_same(together(parts, rows), rows)
+    assert [part.id.tolist() for part in dealt(rows, 2)] == [[0, 2, 5, 1], [4, 3, 6]]
     pairs = rows.as_kind(PairBatch, rejected_ids=rows.input_ids)
-    assert [part.id.tolist() for part in pairs.shards(3)] == [[0, 2, 5], [1, 4], [3, 6]]
+    assert [part.id.tolist() for part in dealt(pairs, 3)] == [[0, 2, 5], [1, 4], [3, 6]]
     different = TextBatch.of([[n] for n in range(5)], replies[:5]).with_columns(id=np.arange(5))
-    assert [part.id.tolist() for part in different.shards(2)] == [[0, 2, 4], [1, 3]]
+    assert [part.id.tolist() for part in dealt(different, 2)] == [[0, 2, 4], [1, 3]]
 
 
 @given(n=NUM_ROWS, parts=PARTS)
 def test_what_is_dealt_comes_together_again(n: int, parts: int) -> None:
     rows = table(n)
-    dealt = rows.shards(parts)
-    assert sum(map(len, dealt)) == n
-    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
-    assert_same(rows.merge(dealt), rows)
+    shards = dealt(rows, parts)
+    assert sum(map(len, shards)) == n
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+    assert_same(together(shards, rows), rows)
 
 
 @given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=40).map(sorted), parts=PARTS)
 def test_sorted_rows_are_shared_out_fairly(lengths: list[int], parts: int) -> None:
     """No part has more work than another by more than one longest row, however uneven the rows are."""
-    work = [int(part.others["lengths"].sum()) for part in Batch(others={"lengths": np.array(lengths)}).shards(parts)]
+    work = [int(part.others["lengths"].sum()) for part in dealt(Batch(others={"lengths": np.array(lengths)}), parts)]
     assert max(work) - min(work) <= lengths[-1]
 
 
@@ -138,7 +148,7 @@ def test_what_is_computed_of_each_row_keeps_its_place(n: int, parts: int, data: 
         return Batch(others={"score": out})
 
     rows = numbered(n, lengths=lengths)
-    scores = rows.merge([answer(part) for part in rows.shards(parts)]).others["score"]
+    scores = together([answer(part) for part in dealt(rows, parts)], rows).others["score"]
     assert scores.tolist() == [i * 1000 + length for i, length in enumerate(lengths.tolist())]
 
 
