@@ -40,7 +40,7 @@ _OLD_LOGPROBS = column("[B, R]", "float32", "rl.experience, models", _POLICY, "w
 _TRUNK = column("[B, T, H]", "float32 or uint16", "workers.learner", _OBJECTIVES, "the frozen layers' output")
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class PromptBatch(Batch[A]):
     """Input of a generator."""
 
@@ -48,7 +48,7 @@ class PromptBatch(Batch[A]):
     seed: A = _SEED
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class TextBatch(Batch[A]):
     """Input of a model: prompts and replies together. bfloat16 is sent as its bits, in uint16."""
 
@@ -100,7 +100,7 @@ class TextBatch(Batch[A]):
         return int(len(self.input_ids.values) - self.prompt_lengths.sum())
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class PairBatch(TextBatch[A]):
     """Pairs: `input_ids` have the chosen reply."""
 
@@ -117,7 +117,7 @@ class PairBatch(TextBatch[A]):
         return [self.input_ids, self.rejected_ids]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class LabelledBatch(TextBatch[A]):
     """Single replies with a label (KTO)."""
 
@@ -125,7 +125,7 @@ class LabelledBatch(TextBatch[A]):
     desirable: A = column("[B]", "bool", "training.kto", _PAIRS, "the label")
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class PolicyBatch(TextBatch[A]):
     """Input of the update: the replies that have a reward."""
 
@@ -142,7 +142,7 @@ class PolicyBatch(TextBatch[A]):
     branches: Ragged[A] = _BRANCHES
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Replies(Batch[A]):
     """Answer of a generator."""
 
@@ -151,7 +151,7 @@ class Replies(Batch[A]):
     ended: A = column("[B]", "bool", "engines.generation", "rl.experience", "False: cut off")
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Rollout(Replies[A]):
     """Sampled replies; those to one prompt follow one another. Columns from `prompt_ids` on are those of episodes."""
 
@@ -181,7 +181,7 @@ class Rollout(Replies[A]):
         return Ragged.of(row[chosen] for row, chosen in zip(self.response_ids, self.response_mask, strict=True))
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Scores(Batch[A]):
     """Output of a model. A reward model that is a branch of the policy has a column under its role in `others`."""
 

@@ -64,7 +64,7 @@ def column(
     return Column(shape, dtype, writer, readers, meaning, required=required, wire=wire)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Batch(Generic[A]):
     """Rows in columns that all have the same number of rows."""
 
@@ -84,6 +84,9 @@ class Batch(Generic[A]):
 
     def __contains__(self, name: str) -> bool:
         return vars(self).get(name) is not None or name in self.others
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} rows: {', '.join(self.columns())})"
 
     def __len__(self) -> int:
         return next((len(values) for values in self.columns().values()), 0)

@@ -40,7 +40,7 @@ class Policy(PPOModel):
     """Says each word in the bytes of "an", which the tokenizer itself would write as one token."""
 
     def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
-        self._note(f"generate {len(rows['seed'])}")
+        self._note(f"generate {len(rows)}")
         self.world.seeds += rows.seed.tolist()
         tokenizer = self.world.tokenizer  # type: ignore[attr-defined]
         word = tokenizer.convert_tokens_to_ids(["a", "n"])

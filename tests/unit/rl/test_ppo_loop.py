@@ -137,7 +137,7 @@ def test_groups_are_compared_without_a_critic(inputs: PPOInputs, tmp_path: Path)
     advantages: dict[bytes, list[float]] = {}
     for _, rows, totals, _ in world.batches:
         assert totals == {"tokens": 2.0 * MINIBATCH, "rows": MINIBATCH, "kl_coef": 0.1}
-        assert not {"values", "returns"} & set(rows)
+        assert not {"values", "returns"} & rows.columns().keys()
         for ids, prompt, of_tokens in zip(rows.input_ids, rows.prompt_lengths, rows.advantages, strict=True):
             assert of_tokens[0] == of_tokens[1]
             advantages.setdefault(ids[:prompt].tobytes(), []).append(float(of_tokens[0]))

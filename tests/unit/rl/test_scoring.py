@@ -29,7 +29,7 @@ class Prompts(list[Any]):
     """As `UniquePrompts`, of a dataset without columns."""
 
     def columns(self, indices: Sequence[int]) -> dict[str, list[Any]]:
-        return Scores()
+        return {}
 
 
 class Policy(FakeModel):
