@@ -36,6 +36,19 @@ class Objective(Protocol):
     def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]: ...
 
 
+def training_loss(
+    module: HeadedLM, objective: Objective, rows: Tensors, totals: dict[str, float]
+) -> tuple[Tensor, Tensors]:
+    """`objective.loss`, and the model's auxiliary loss if its config asks for one.
+
+    That is not a sum over tokens: each micro-batch's counts by its share of the step's rows, `step_rows` in `totals`.
+    """
+    if module.auxiliary is None:
+        return objective.loss(module, rows, totals)
+    (loss, stats), auxiliary = module.with_auxiliary(lambda noting: objective.loss(noting, rows, totals))
+    return loss + auxiliary * len(rows["lengths"]) / totals["step_rows"], stats
+
+
 def sequences(rows: Tensors) -> tuple[Tensor, Tensor]:
     """(ids [N'], lengths [B']) of what goes through the model: of a pair's rows, all chosen, then all rejected ones."""
     if "rejected_ids" not in rows:

@@ -134,12 +134,14 @@ class WholeModel:
         If a loss or the gradient is not finite, no rank steps and `grad_norm` is not finite; then `refused_by` is the
         first rank with such a loss.
         """
+        totals = totals | {"step_rows": float(num_rows(rows))}
         return self._summed(self._scatter(rows, lambda w, shard: w.train.remote(shard, totals, lr, at_once)))
 
     def train_and_score(
         self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1
     ) -> tuple[dict[str, float], Rows]:
         """`train`, and `Learner.train_and_score`'s columns of all rows, in order. Raises NonFiniteError as `score`."""
+        totals = totals | {"step_rows": float(num_rows(rows))}
         answers = self._scatter(rows, lambda w, shard: w.train_and_score.remote(shard, totals, lr, at_once))
         columns = [columns for _, columns in answers]
         self._check_finite(columns, self._reporting())
