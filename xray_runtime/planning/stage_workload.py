@@ -22,7 +22,7 @@ from xray_runtime.planning.workload import GIB, OpenChoice, Role, Workload, trai
 
 if TYPE_CHECKING:
     from xray_runtime.graph.graph import StageCall
-    from xray_runtime.graph.handles import Handle
+    from xray_runtime.graph.handles import Call, Handle
 
 
 def stage_workload(call: StageCall, device: str) -> Workload | None:
@@ -133,7 +133,7 @@ def _source(call: StageCall, role: ModelRole, where: str) -> tuple[FreshBase | s
         return base_of(call, others[0], where)
 
 
-def base_of(call: StageCall, name: str | None, where: str) -> tuple[FreshBase | str, str]:
+def base_of(call: Call, name: str | None, where: str) -> tuple[FreshBase | str, str]:
     """(base model of an input, or of the stage itself if `name` is None, as sizes, name or directory; the field that
     names it).
 
@@ -157,10 +157,11 @@ def base_of(call: StageCall, name: str | None, where: str) -> tuple[FreshBase | 
     base = call.kind.base_model(call.config)
     if base is None:
         raise ConfigError(f"{where}: cannot be planned: {call.name!r} has no input model with a known shape")
+    assert isinstance(base, FreshBase | str)
     return base, f"{call.name}.model"
 
 
-def _shape_input(call: StageCall) -> str | None:
+def _shape_input(call: Call) -> str | None:
     """The input that has the shape of a stage's output; None if it is the kind's own base model."""
     if call.kind.base_model(call.config) is not None:
         return None
