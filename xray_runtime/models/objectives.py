@@ -28,6 +28,7 @@ from xray_runtime.models.packing import Prompts
 
 Texts: TypeAlias = TextBatch[Tensor]
 Tensors: TypeAlias = dict[str, Tensor]
+R = TypeVar("R", bound=TextBatch[Tensor])
 R_contra = TypeVar("R_contra", bound=TextBatch[Tensor], contravariant=True)
 
 
@@ -37,6 +38,19 @@ class Objective(Protocol[R_contra]):
     def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]: ...
 
     def loss(self, module: HeadedLM, rows: R_contra, totals: dict[str, float]) -> tuple[Tensor, Tensors]: ...
+
+
+def training_loss(
+    module: HeadedLM, objective: Objective[R], rows: R, totals: dict[str, float]
+) -> tuple[Tensor, Tensors]:
+    """`objective.loss`, and the model's auxiliary loss if its config asks for one.
+
+    That is not a sum over tokens: each micro-batch's counts by its share of the step's rows, `step_rows` in `totals`.
+    """
+    if module.auxiliary is None:
+        return objective.loss(module, rows, totals)
+    (loss, stats), auxiliary = module.with_auxiliary(lambda noting: objective.loss(noting, rows, totals))
+    return loss + auxiliary * len(rows) / totals["step_rows"], stats
 
 
 def sequences(rows: Texts) -> Texts:

@@ -159,7 +159,7 @@ class Learner(PublishedChecks, Workhorse):
         """
         import torch
 
-        from xray_runtime.models.objectives import num_computed_tokens, of_responses
+        from xray_runtime.models.objectives import num_computed_tokens, of_responses, training_loss
 
         assert self.engine is not None
         assert self.spec.training is not None
@@ -167,7 +167,7 @@ class Learner(PublishedChecks, Workhorse):
         found: dict[int, dict[str, torch.Tensor]] = {}
 
         def loss(batch: MicroBatch) -> torch.Tensor:
-            value, stats = self.scorer.forward(self.spec.objective.loss, batch.tensors, totals)
+            value, stats = self.scorer.forward(training_loss, self.spec.objective, batch.tensors, totals)
             # Other stages of a pipeline have no loss.
             part_done(common=layout.pipeline_parallel == 1)
             if not batch.rows:

@@ -138,6 +138,7 @@ class WholeModel:
         If a loss or the gradient is not finite, no rank steps and `grad_norm` is not finite; then `refused_by` is the
         first rank with such a loss.
         """
+        totals = totals | {"step_rows": float(sum(map(len, rows.places)))}
         answers = self._scatter(rows, lambda w, shard: w.train.remote(shard, totals, lr, at_once))
         scores = [answer.scores for answer in answers]
         self._check_finite(scores, self._reporting())

@@ -23,8 +23,9 @@ from xray_runtime.data.batch import TextBatch
 from xray_runtime.engines.engine import MicroBatch, Scorer
 from xray_runtime.engines.training.mesh import Mesh
 from xray_runtime.engines.training.zero import ZeroEngine
-from xray_runtime.models.heads import BorrowedHead, HeadedLM, check_parts
+from xray_runtime.models.heads import BorrowedHead, HeadedLM
 from xray_runtime.models.objectives import prompts_of, sequences
+from xray_runtime.models.parts import check_parts
 
 
 def check_stages(module: HeadedLM, stages: int, field: str) -> None:
