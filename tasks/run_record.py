@@ -20,8 +20,10 @@ from xray_runtime.config.loading import to_yaml
 from xray_runtime.config.sources import SourceTerms
 from xray_runtime.credentials import strip_credentials, tracking_address
 from xray_runtime.errors import is_cancelled
+from xray_runtime.evidence.log import LIFECYCLE, REPORT, digests, view
+from xray_runtime.evidence.view import LOCKS, RunBegan, run_lock
 from xray_runtime.lineage.keys import exchange_keys
-from xray_runtime.lineage.log import LIFECYCLE, LOCKS, REPORT, RunBegan, append, digests, run_lock, view
+from xray_runtime.lineage.log import append
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.report.evaluations import figure
 from xray_runtime.store.identity import digest, file_sha256, text_sha256

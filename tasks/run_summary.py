@@ -14,11 +14,13 @@ from typing import Any
 from xray.tasks.spec import StageResult
 from xray.tasks.summary import evaluation_rows
 from xray_runtime.config.loading import to_yaml
+from xray_runtime.evidence.log import LIFECYCLE, REPORT
+from xray_runtime.evidence.statement import read_statement
+from xray_runtime.evidence.view import RunEnded
 from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import Evaluation
-from xray_runtime.lineage.attestation import read_statement
 from xray_runtime.lineage.keys import seal_of
-from xray_runtime.lineage.log import LIFECYCLE, REPORT, RunEnded, append
+from xray_runtime.lineage.log import append
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.trusted_log import read_logged
 from xray_runtime.report.evaluations import Measured, SideBySide, as_json, measured, side_by_side

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from xray.cli.job import BAD_INPUT, FAILED, INTERRUPTED, SIGNALS, Job
-from xray.deployments.local_services import LOST, Health, quiet_environment, services
+from xray.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
+from xray.cli.job import SIGNALS, Job
+from xray.deployments.local_services import LOST, Health, services
 from xray.deployments.patience import NotUpError
+from xray.deployments.quiet import quiet_environment
 from xray.tasks.command import Command, commanded
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import root_cause

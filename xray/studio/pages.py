@@ -12,13 +12,15 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import HTMLResponse
 
+from xray_runtime.evidence.log import view
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
-from xray_runtime.lineage.log import view
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store
 from xray_runtime.report.rendering import template
 from xray_runtime.store.checkpoints import CHECKPOINTS
 
 log = logging.getLogger(__name__)
+
+TEMPLATES = Path(__file__).with_name("templates")
 
 DAMAGED = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
 """Errors from a file with another content than its writer gave it."""
@@ -90,6 +92,6 @@ def page(request: Request, name: str, status: int = 200, /, **values: Any) -> HT
     """A page from its template; all values are escaped."""
     studio = studio_of(request)
     shared = {"csrf": request.state.csrf, "serve": studio.serve, "path": request.url.path, "audit": studio.audit_text()}
-    text = template(name, "xray.studio").render(**shared | values)
+    text = template(name, TEMPLATES).render(**shared | values)
     # A file's name may have bytes that are no text.
     return HTMLResponse(text.encode("utf-8", "backslashreplace"), status)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.data.reasoning import split_reasoning
@@ -13,17 +14,20 @@ if TYPE_CHECKING:
     from jinja2 import Environment, Template
 
 
-def template(name: str, package: str = "xray_runtime.report") -> Template:
-    """A template of a package by its file name. In Markdown, the filters `code` and `plain` quote untrusted text."""
-    return _environment(package).get_template(name)
+TEMPLATES = Path(__file__).with_name("templates")
+
+
+def template(name: str, folder: Path = TEMPLATES) -> Template:
+    """A template in a folder by its file name. In Markdown, the filters `code` and `plain` quote untrusted text."""
+    return _environment(folder).get_template(name)
 
 
 @cache
-def _environment(package: str) -> Environment:
-    from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+def _environment(folder: Path) -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
     environment = Environment(
-        loader=PackageLoader(package),
+        loader=FileSystemLoader(folder),
         autoescape=select_autoescape(["html"]),
         undefined=StrictUndefined,
         trim_blocks=True,
