@@ -35,7 +35,6 @@ GOLD = "gold"
 SCORE, FAILURE = "score/", "failure/"
 """Prefixes of column names; a source of reward follows."""
 DIGITS = 6
-TYPES = {np.dtype("int64"): pa.int64(), np.dtype("int32"): pa.int32(), np.dtype("float32"): pa.float32()}
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.unit.data.encoding import encode_replies
 from xray_runtime.data.batch import PairBatch, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.replies import Replies, both_sides, encoded, from_verdicts, joined, mismatched
 from xray_runtime.data.text_set import TextSet
-from xray_runtime.data.tokenizing import encode_prompts, encode_replies
+from xray_runtime.data.tokenizing import encode_prompts
 
 CHOSEN, REJECTED, LENGTHS = [[1, 2, 10], [3, 11, 12], [4, 5, 13]], [[1, 2, 20, 21], [3, 22], [4, 5, 23]], [2, 1, 2]
 

@@ -114,7 +114,7 @@ def test_perplexity_is_of_all_tokens_together(root: Path) -> None:
 
 
 def _reply_lengths(root: Path) -> list[list[int]]:
-    from xray_runtime.data.tokenizing import encode_replies
+    from tests.unit.data.encoding import encode_replies
 
     return encode_replies(load_tokenizer(root / "model"), ["yes ", "yes yes "])
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from tests.unit.data.encoding import encode_replies
 from tests.unit.rl.loop import REPLIES, PPOModel, World, attempt, logprob
 from xray_runtime.config.ppo import RewardTerm
 from xray_runtime.data.batch import Replies
 from xray_runtime.data.ledger import read_shard, readable, shard_path
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.data.tokenizing import decode_prompts, encode_replies, train_tokenizer
+from xray_runtime.data.tokenizing import decode_prompts, train_tokenizer
 from xray_runtime.graph.inputs import PPOInputs
 
 WHOLE = ["<think>\nis it 7\n</think>\n\nan answer", "an answer", "<think>\nis it 8", "<think>\n7\n</think>\n\n7"]
