@@ -55,7 +55,7 @@ def command(
 
     from xray.studio.access import Access
     from xray.studio.app import make_app
-    from xray.studio.pages import Studio
+    from xray.studio.studio import Studio
 
     token = None if is_loopback(host) else secrets.token_urlsafe(32)
     shown = Studio(
