@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.lineage.log import LOCKS, read_run, run_lock
+from xray_runtime.evidence.log import read_run
+from xray_runtime.evidence.view import LOCKS, run_lock
 from xray_runtime.store.identity import digest
 
 if TYPE_CHECKING:

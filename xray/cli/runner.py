@@ -129,7 +129,7 @@ def _search(job: Job, console: Console, health: Health) -> dict[str, Any]:
     display.note("starting Prefect and Ray")
     with services(job.output, health):
         from xray.flows.search import load_search
-        from xray.flows.trials import search_directory
+        from xray.flows.study import search_directory
         from xray.flows.tune import tune_flow
         from xray.flows.tune_report import print_results
 

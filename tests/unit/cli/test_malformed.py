@@ -92,8 +92,6 @@ OVERRIDES = (
         "runtime.storage=5",
         "runtime.storage=/dev/null/x",
         "𝕤𝕗𝕥=1",
-        "sft.lr=1_000",
-        "sft.steps=0x10",
         "sft.steps=٣",
     ),
 )

@@ -16,9 +16,9 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import strip_credentials
 
 if TYPE_CHECKING:
+    from xray_runtime.evidence.view import Head
     from xray_runtime.lineage.audit.checkpoints import Audit
     from xray_runtime.lineage.graph import Node
-    from xray_runtime.lineage.log import Head
     from xray_runtime.lineage.reference import LineageStore
 
 PANEL = "Evidence"
@@ -97,7 +97,7 @@ def mlflow_pages(store: LineageStore, nodes: Sequence[Node] | None) -> list[str]
 
 
 def _head(text: str | None) -> Head | None:
-    from xray_runtime.lineage.log import Head
+    from xray_runtime.evidence.view import Head
 
     try:
         return Head.parse(text) if text is not None else None
@@ -108,7 +108,7 @@ def _head(text: str | None) -> Head | None:
 def _unreadable(directory: Path) -> Audit | None:
     """The audit of a checkpoint with a malformed manifest, which is a finding and not bad input."""
     from xray_runtime.lineage.audit.checkpoints import Audit
-    from xray_runtime.lineage.audit.findings import Finding
+    from xray_runtime.lineage.audit_check import Finding
     from xray_runtime.store.checkpoints import read_manifest
     from xray_runtime.store.manifest import MANIFEST
 

@@ -31,9 +31,10 @@ def command(
 
     Exit codes: 0 all are present and sound, 1 the store lacks some, 2 bad input.
     """
+    from xray_runtime.evidence.log import LIFECYCLE
     from xray_runtime.lineage.attestation import open_store
     from xray_runtime.lineage.keys import exchange_keys
-    from xray_runtime.lineage.log import LIFECYCLE, log_checkpoints
+    from xray_runtime.lineage.log import log_checkpoints
     from xray_runtime.lineage.signing import signing_key
     from xray_runtime.store.checkpoints import CHECKPOINTS, verify
     from xray_runtime.store.identity import file_sha256
@@ -75,7 +76,7 @@ def command(
 
 def _recorded(output: Path) -> list[str]:
     """Names of the checkpoint directories in lifecycle.json."""
-    from xray_runtime.lineage.log import LIFECYCLE
+    from xray_runtime.evidence.log import LIFECYCLE
 
     path = output / LIFECYCLE
     try:

@@ -20,8 +20,9 @@ from xray.tasks.preflight import check_before_start, check_ray_address
 from xray_runtime.config.loading import resolved_yaml
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.evidence.log import LIFECYCLE
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.log import LIFECYCLE, log_files
+from xray_runtime.lineage.log import log_files
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.planning.description import slow_precision
 from xray_runtime.planning.workload import this_machine

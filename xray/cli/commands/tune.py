@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
 from rich.console import Console
 
 from xray.cli.options import Overrides, Target
@@ -15,7 +14,7 @@ from xray.flows.search import load_search, search_space
 from xray.flows.subject import output_directory, read_subject
 from xray.tasks.output_directory import CONFIG, SEARCH, file_lock
 from xray.tasks.preflight import check_before_start, check_ray_address
-from xray_runtime.config.loading import resolved_yaml
+from xray_runtime.config.loading import resolved_yaml, to_yaml
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import write_atomic
 
@@ -52,7 +51,7 @@ def command(
     with file_lock(directory):
         if subject.config is not None:
             write_atomic(directory / CONFIG, resolved_yaml(subject.config))
-        write_atomic(directory / SEARCH, yaml.safe_dump(wanted.model_dump(mode="json"), sort_keys=False))
+        write_atomic(directory / SEARCH, to_yaml(wanted.model_dump(mode="json")))
         console = Console(stderr=as_json)
         code = supervise(root, subject, graph.runtime, console, search=wanted.name, as_json=as_json)
     raise typer.Exit(code)

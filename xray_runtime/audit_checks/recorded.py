@@ -1,31 +1,44 @@
-"""People's data in an audit: recorded answers with their chain and models, and verdicts that are not published."""
+"""Recorded answers in an audit: their chain and their models."""
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import KEYS, RECORDED, read_segment, segment_name
-from xray_runtime.lineage.audit.findings import Finding
+from xray_runtime.evidence.kinds.recorded import RecordedEnd
+from xray_runtime.evidence.lines import SignatureVerifier
+from xray_runtime.evidence.view import LogView
 from xray_runtime.lineage.audit.log import add_sound_lines
-from xray_runtime.lineage.comparisons import JUDGEMENTS, REPLIES, SESSION, SESSIONS, comparison_name
-from xray_runtime.lineage.log import LogView
+from xray_runtime.lineage.audit_check import ASK, AuditCheck, Audited, Finding, Meaning
 from xray_runtime.lineage.recorded import CHAIN, ChainView, read_chain
 from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.lineage.signed_files import read_signed
-from xray_runtime.lineage.signing import Verifier
-from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.identity import file_sha256
 
 MAX_SEGMENT_BYTES = 2**32
 """Larger than any segment; a sparse file claims any size."""
 
+CODES = {
+    "recorded-broken": Meaning(
+        "Recorded answers and their signed chain disagree: a segment was edited, removed, replayed or put there.",
+        f"{ASK} Do not learn from them: move `recorded` away, or restore it from a copy.",
+    ),
+    "recorded-shorter": Meaning(
+        "Lines were taken off the chain of recorded answers, or an older one put in its place.", ASK
+    ),
+    "recorded-readable": Meaning(
+        "Other users can, or could, read the keys of recorded texts.",
+        "Set the mode of `recorded/keys` to 0700, and of the files in it to 0600.",
+    ),
+    "recorded-foreign": Meaning("Recorded answers name a model that was never in this store.", ASK),
+}
 
-def check_recorded(store: LineageStore, log: LogView, verifier: Verifier | None, hashing: bool) -> Iterator[Finding]:
+
+def check_recorded(
+    store: LineageStore, log: LogView, verifier: SignatureVerifier | None, hashing: bool
+) -> Iterator[Finding]:
     """Every segment against the signed chain, and the chain against its end in the signed log.
 
     Args:
@@ -36,7 +49,7 @@ def check_recorded(store: LineageStore, log: LogView, verifier: Verifier | None,
     if broken := add_sound_lines(chain, lines, verifier, f"{RECORDED}/{CHAIN}", "recorded-broken"):
         yield from broken
         return
-    last = log.recorded
+    last = log.state(RecordedEnd).head
     if chain.lacks(last):
         detail = f"it has {len(chain.heads)} lines; the log names line {last.entries}, {last.sha256[:12]}"
         yield Finding(f"{RECORDED}/{CHAIN}", "recorded-shorter", detail)
@@ -80,24 +93,13 @@ def _check_models(store: LineageStore, log: LogView, path: Path) -> Iterator[Fin
         yield Finding(f"{RECORDED}/{path.name}", "recorded-foreign", f"model {model[:12]}")
 
 
-def check_comparisons(output: Path, log: LogView, verifier: Verifier | None) -> Iterator[Finding]:
-    """Every comparison that is there, and every one that the log knows of."""
-    there = {path for path in (output / SESSIONS).glob("*") if path.is_dir()}
-    logged = {output / name for name in log.signed if name.startswith(f"{SESSIONS}/")}
-    for directory in sorted(there | logged):
-        reason = _problem(output, directory, verifier)
-        if reason is not None:
-            yield Finding(directory.relative_to(output).as_posix(), "comparison-broken", reason)
+def _check(audited: Audited) -> Iterator[Finding]:
+    yield from check_recorded(audited.store, audited.log, audited.verifier, audited.hashing)
 
 
-def _problem(output: Path, directory: Path, verifier: Verifier | None) -> str | None:
-    try:
-        # The models and prompts are in its name.
-        if comparison_name(json.loads(read_bounded(directory / SESSION))) != directory.name:
-            return f"{SESSION} is not that of {directory.name}"
-        read_signed(output, directory, (REPLIES, JUDGEMENTS), verifier)
-    except ConfigError as error:
-        return str(error).removeprefix(f"{directory}/")
-    except (OSError, ValueError, RecursionError) as error:
-        return f"{SESSION} cannot be read ({type(error).__name__})"
-    return None
+CHECK = AuditCheck(
+    "recorded answers against their signed chain, and who can read their keys",
+    CODES,
+    _check,
+    needs=frozenset({"whole"}),
+)

@@ -14,42 +14,34 @@ from typing import Any
 
 import numpy as np
 
-from xray_runtime.data.heldout import held_out_prompts
 from xray_runtime.data.pairs import Example, pairs_of, prompt_text
-from xray_runtime.data.replies import LabelledReply, from_verdicts
 from xray_runtime.data.spans import SPAN_WORDS, Hashes, SpanSet
 from xray_runtime.data.text_set import TextSet
-from xray_runtime.graph.artifacts import VERDICTS, Dataset, Judgements, Model
-from xray_runtime.lineage.audit.findings import Finding
+from xray_runtime.graph.artifacts import Judgements, Model
+from xray_runtime.lineage.audit_check import ASK, AuditCheck, Audited, Finding, Meaning, is_erased
 from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.prompts import Prompts, parents_of, side_of, verdicts
 from xray_runtime.store.checkpoints import read_bounded
 
-
-class Prompts:
-    """Prompts of training and held-out data, each file read once; takes 16 bytes of memory for each prompt."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._read: dict[tuple[str, str], TextSet | None] = {}
-
-    def of(self, dataset: str, side: str) -> TextSet | None:
-        """Prompts of the `train` or `heldout` side; None where they cannot be read."""
-        key = (dataset, side)
-        if key not in self._read:
-            try:
-                self._read[key] = TextSet(self.texts(dataset, side))
-            except (OSError, ValueError):
-                self._read[key] = None
-        return self._read[key]
-
-    def texts(self, dataset: str, side: str) -> Iterator[str]:
-        """The same prompts one by one. Raises OSError or ValueError where they cannot be read."""
-        node = self._graph.nodes.get(dataset)
-        if node is None:
-            raise ValueError(f"{dataset[:12]} is not in the store")
-        if not node.is_data:
-            return (prompt_text(one.prompt) for one in _verdicts(self._graph, node))
-        return pairs_of(_side(node, side)).prompt_texts()
+CODES = {
+    "heldout-overlap": Meaning("Some held-out prompts of a dataset are also among its training prompts.", ASK),
+    "evaluation-overlap": Meaning(
+        "The policy was judged on prompts that it, or a model it came from, was trained on.",
+        "Do not use the numbers; evaluate again on unseen prompts.",
+    ),
+    "evaluation-foreign": Meaning("The policy was judged on prompts that are not in the dataset's held-out part.", ASK),
+    "evaluation-inconsistent": Meaning("The evaluation's files contradict each other.", ASK),
+    "evaluation-near-overlap": Meaning(
+        "The policy was judged on prompts that share long passages with its training data, or an ancestor's.",
+        "Inspect them; if they give the answer away, evaluate on other prompts.",
+        is_note=True,
+    ),
+    "evaluation-unchecked": Meaning(
+        "It is not known whether the policy was judged on prompts that it was trained on.",
+        "Give a dataset of a kind of your own its train.arrow; restore a file that is damaged.",
+        is_note=True,
+    ),
+}
 
 
 class Spans:
@@ -74,40 +66,15 @@ class Spans:
     def _trained(self, dataset: str) -> tuple[Iterable[str], Iterable[str]]:
         node = self._graph.nodes[dataset]
         if not node.is_data:
-            judged = [(prompt_text(one.prompt), one.reply) for one in _verdicts(self._graph, node)]
+            judged = [(prompt_text(one.prompt), one.reply) for one in verdicts(self._graph, node)]
             return map("\n".join, judged), (prompt for prompt, _ in judged)
-        path = _side(node, "train")
+        path = side_of(node, "train")
         return _conversations(path), pairs_of(path).prompt_texts()
-
-
-def _side(node: Node, side: str) -> Path:
-    path = node.directory / f"{side}.arrow"
-    if path.is_symlink() or not path.is_file():
-        raise ValueError(f"{node.name} has no file for {side}")
-    return path
 
 
 def _trains(graph: Graph, node: Node) -> bool:
     """Whether a checkpoint has training data, or learned from human verdicts that are in no dataset."""
-    return node.is_data or (node.is_a(Model) and any(parent.is_a(Judgements) for parent in _parents(graph, node)))
-
-
-def _parents(graph: Graph, node: Node) -> list[Node]:
-    return [graph.nodes[sha] for _, sha in graph.parents(node.sha256) if sha in graph.nodes]
-
-
-def _verdicts(graph: Graph, policy: Node) -> Iterator[LabelledReply]:
-    """The human verdicts a policy learned from. Raises OSError or ValueError where they cannot be read."""
-    parents = _parents(graph, policy)
-    try:
-        held_out = [held_out_prompts(parent.directory) for parent in parents if parent.is_a(Dataset)]
-        for parent in parents:
-            if parent.is_a(Judgements):
-                records = map(json.loads, read_bounded(parent.directory / VERDICTS).splitlines())
-                learned, _ = from_verdicts(records, TextSet())
-                yield from (one for one in learned if not any(prompt_text(one.prompt) in texts for texts in held_out))
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"the verdicts that {policy.name} learned from cannot be read") from error
+    return node.is_data or (node.is_a(Model) and any(parent.is_a(Judgements) for parent in parents_of(graph, node)))
 
 
 def _conversations(path: Path) -> Iterator[str]:
@@ -186,3 +153,21 @@ def check_evaluation(node: Node, graph: Graph, prompts: Prompts, spans: Spans) -
 
 def _json(node: Node, name: str) -> Any:
     return json.loads(read_bounded(node.directory / name))
+
+
+def check_contamination(audited: Audited) -> Iterator[Finding]:
+    """Every dataset and evaluation whose prompts are there."""
+    nodes = [node for node in audited.changed if not is_erased(node, audited.log, "prompts.json")]
+    graph = audited.store.graph
+    prompts, spans = Prompts(graph), Spans(graph, [node for node in nodes if node.sides])
+    for node in nodes:
+        yield from check_dataset(node, prompts)
+        yield from check_evaluation(node, graph, prompts, spans)
+
+
+CHECK = AuditCheck(
+    "prompts of evaluations against every training part behind the policy, and both sides of each dataset",
+    CODES,
+    check_contamination,
+    needs=frozenset({"hashing"}),
+)

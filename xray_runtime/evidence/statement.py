@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from xray_runtime.config.sources import SourceTerms
 from xray_runtime.errors import first_line
 from xray_runtime.store.checkpoints import read_bounded
-from xray_runtime.store.manifest import CARD, MANIFEST, Manifest, Sha256
+from xray_runtime.store.manifest import ATTESTATION, CARD, MANIFEST, STATEMENT, Manifest, Sha256
 
 P = TypeVar("P", bound=BaseModel)
 
@@ -192,3 +192,10 @@ class Statement(InTotoRecord[Predicate]):
             for d in self.predicate.build.dependencies
             if d.digest and (d.uri or "").startswith("xray:")
         }
+
+
+def read_statement(directory: Path) -> Statement:
+    """The statement beside a checkpoint. Raises ValueError: it is malformed; OSError: there is none."""
+    if (directory / ATTESTATION).is_symlink():
+        raise ValueError(f"{directory / ATTESTATION} is a link")
+    return Statement.read(directory / ATTESTATION / STATEMENT)

@@ -17,11 +17,11 @@ from typing import Any
 from xray_runtime.data.derived import SUFFIX
 from xray_runtime.data.recorded import RECORDED
 from xray_runtime.data.withdrawn import FOLDER as WITHDRAWN
+from xray_runtime.evidence.log import END, LIFECYCLE, LOG, REPORT, read_run
+from xray_runtime.evidence.view import LogView, RunBegan
 from xray_runtime.graph.artifacts import Evaluation
-from xray_runtime.lineage.audit.findings import Finding
-from xray_runtime.lineage.log import END, LIFECYCLE, LOG, REPORT, LogView, RunBegan, read_run
+from xray_runtime.lineage.audit_check import AuditCheck, Audited, Finding, Meaning
 from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.lineage.signing import TrustedKey
 from xray_runtime.rewards.journal import ANSWERS, purpose_of_answers, read_entry
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_bounded
 from xray_runtime.store.identity import file_sha256
@@ -44,6 +44,42 @@ ROOT = {
 FOLDERS = {CHECKPOINTS, RECORDS, RESULTS, PAGES, ARTIFACTS, SNAPSHOTS}
 BESIDE = "-(journal|wal|shm)$"
 """Ends the names of SQLite's files beside a database."""
+
+CODES = {
+    "record-malformed": Meaning(
+        "A record of the run cannot be read.", "Run the lifecycle again: it writes the record anew."
+    ),
+    "record-differs": Meaning(
+        "lifecycle.json does not agree with the checkpoints.",
+        "Run the lifecycle again: it writes the record anew. Missing checkpoints may be restored with `xray fetch`.",
+    ),
+    "run-unsigned": Meaning(
+        "The record or the report of a run is not signed.", "Run the lifecycle again: it writes and signs them anew."
+    ),
+    "run-changed": Meaning(
+        "A file that a run left (its record, report, metrics, a table, figure or page) differs from the one it signed.",
+        "Run the lifecycle again: it writes the record and the report anew. The rest comes from a copy.",
+    ),
+    "file-unsigned": Meaning(
+        "A file lies among the records that no run left there.", "Remove it, and ask who put it there."
+    ),
+    "run-open": Meaning(
+        "A run is in progress or was killed: its record is not signed yet.",
+        "Run the lifecycle to its end: it signs it.",
+        is_note=True,
+    ),
+    "file-unknown": Meaning("The file is not one of the records: nothing that is signed covers it.", "", is_note=True),
+    "snapshot-left": Meaning(
+        "Snapshots that a stage would go on from.",
+        "Run the lifecycle to its end, or remove them: the stage then starts over.",
+        is_note=True,
+    ),
+    "kept-unsealed": Meaning(
+        "Tokens, states, a snapshot or answers that a stage kept were planted or edited, or are of an older version of "
+        "X-ray. Training does not read them.",
+        "Ask who changed it; remove it: what is needed is computed again.",
+    ),
+}
 
 
 def check_files(store: LineageStore, view: LogView) -> Iterator[Finding]:
@@ -169,13 +205,13 @@ def _below(output: Path, folder: str) -> list[str]:
     return sorted(found)
 
 
-def check_kept(output: Path, trusted: Sequence[TrustedKey], hashing: bool) -> Iterator[Finding]:
+def check_kept(output: Path, public_keys: Sequence[Path], hashing: bool) -> Iterator[Finding]:
     """Every kept file that no trusted key sealed.
 
     Args:
         hashing: without it the large ones are not read.
     """
-    seal = Seal(None, [read_bounded(key.path) for key in trusted])
+    seal = Seal(None, [read_bounded(path) for path in public_keys])
     if hashing:
         for folder in sorted((output / CHECKPOINTS).glob(f"*{SUFFIX}")):
             for path in sorted(folder.iterdir()) if folder.is_dir() else []:
@@ -208,3 +244,18 @@ def _check_answers(output: Path, path: Path, seal: Seal) -> Iterator[Finding]:
 
 def _finding(output: Path, path: Path, reason: str) -> Finding:
     return Finding(path.relative_to(output).as_posix(), "kept-unsealed", reason)
+
+
+def _check(audited: Audited) -> Iterator[Finding]:
+    yield from check_record(audited.store, audited.log)
+    yield from check_files(audited.store, audited.log)
+    hashing = audited.hashing and not audited.since_verified
+    yield from check_kept(audited.store.output, audited.public_keys, hashing)
+
+
+CHECK = AuditCheck(
+    "records, reports, metrics, tables, figures and pages that runs left, and what stages keep",
+    CODES,
+    _check,
+    needs=frozenset({"whole"}),
+)
