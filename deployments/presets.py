@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from xray import configs
+from xray_runtime.config.extras import missing_packages
 from xray_runtime.config.loading import read_mapping
 
 CONFIGS = Path(configs.__file__).parent
@@ -52,6 +53,8 @@ class Deployment:
     schedule: tuple[str, str] | None = None
     """(slug, cron)."""
     one_at_a_time: bool = False
+    extra: str | None = None
+    """The extra whose packages the flow needs; without them it is not deployed."""
 
     def entry(self, values: Mapping[str, str]) -> dict[str, Any]:
         """The entry of prefect.yaml; `values`: those of VARIABLES."""
@@ -112,6 +115,7 @@ def shipped() -> list[Deployment]:
             flow="xray.flows.tune.tune",
             parameters=quickstart | {"search": search},
             queue=QUEUE,
+            extra="ops",
         ),
         Deployment(
             name="audit",
@@ -160,7 +164,7 @@ def deployments(values: Mapping[str, str]) -> list[dict[str, Any]]:
         if each.name in found:
             raise ValueError(f"deployment {each.name!r} is there twice: {found[each.name].flow}, {each.flow}")
         found[each.name] = each
-    return [each.entry(values) for each in found.values()]
+    return [each.entry(values) for each in found.values() if each.extra is None or not missing_packages(each.extra)]
 
 
 class _Dumper(yaml.SafeDumper):
