@@ -30,7 +30,6 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.handles import Handle, RewardSource, reward
 from xray_runtime.graph.stage_identity import identify
 from xray_runtime.lineage import promotion
-from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.gates import NotPromoted, gates_for
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.promotion import Review
@@ -38,6 +37,7 @@ from xray_runtime.lineage.reference import LineageStore, open_lineage_store, res
 from xray_runtime.stages.kinds import COMPARE
 from xray_runtime.store.digest_memory import DIGESTS, DigestMemory
 from xray_runtime.store.identity import digest
+from xray_runtime.tracking.registry_view import RegistryView
 
 STAGE = "compare"
 MAX_SAMPLES = 6

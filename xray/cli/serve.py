@@ -153,7 +153,7 @@ def _logs(choice: Choice) -> Path:
 
 def _serve(server: Server, options: _Options, name: str | None, choice: Choice) -> None:
     from xray_runtime.evidence.log import view
-    from xray_runtime.lineage.promotion import CHAMPION
+    from xray_runtime.lineage.reference import CHAMPION
     from xray_runtime.serving.canary import CanaryFollower
     from xray_runtime.serving.choice import Follower
     from xray_runtime.serving.middleware import key_digest

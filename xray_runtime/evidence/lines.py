@@ -19,6 +19,7 @@ from xray_runtime.evidence.view import START, Line, SignedEntry
 from xray_runtime.store.checkpoints import read_bounded
 
 MAX_BYTES = 2**30
+HOW_TO_TRUST = "ask its owner for a copy of the key, then: xray keys trust KEY.pub --output DIR"
 KINDS = Registry[tuple[type[SignedEntry], ...]](
     "kind of log entry", "xray_runtime.evidence.kinds", "KINDS", "xray.log_entries"
 )
@@ -45,6 +46,14 @@ class Record(InTotoRecord[Annotated[SerializeAsAny[SignedEntry], BeforeValidator
     """A line of the log."""
 
     predicate_type: Literal["urn:xray:log:v1"] = Field("urn:xray:log:v1", alias="predicateType")
+
+
+class SignatureProblem(ValueError):
+    """A signature that is not valid; `code` is `missing`, `malformed`, `foreign`, `invalid` or `retired`."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 class SignatureVerifier(Protocol):

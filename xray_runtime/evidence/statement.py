@@ -6,6 +6,7 @@ which run, code and machine. Two machines that computed the same checkpoint may 
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypeVar
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from xray_runtime.config.sources import SourceTerms
 from xray_runtime.errors import first_line
 from xray_runtime.store.checkpoints import read_bounded
+from xray_runtime.store.content_digest import Outside
 from xray_runtime.store.manifest import ATTESTATION, CARD, MANIFEST, STATEMENT, Manifest, Sha256
 
 P = TypeVar("P", bound=BaseModel)
@@ -199,3 +201,18 @@ def read_statement(directory: Path) -> Statement:
     if (directory / ATTESTATION).is_symlink():
         raise ValueError(f"{directory / ATTESTATION} is a link")
     return Statement.read(directory / ATTESTATION / STATEMENT)
+
+
+def terms_of(outside: Outside, declared: SourceTerms | None) -> SourceTerms:
+    """The declared terms, completed with the licence and name of a package."""
+    terms = declared or SourceTerms()
+    if outside.kind != "package":
+        return terms
+    metadata = importlib.metadata.metadata(outside.digest.partition("==")[0])
+    own = next((metadata[field] for field in ("License-Expression", "License") if field in metadata), None)
+    return terms.model_copy(
+        update={
+            "license": terms.license or (own if own and "\n" not in own else None),
+            "origin": terms.origin or f"the package {outside.digest}",
+        }
+    )

@@ -22,13 +22,14 @@ from typing import Any
 
 from xray_runtime.data.pairs import HELDOUT, TRAIN, pairs_of
 from xray_runtime.errors import first_line
+from xray_runtime.evidence.lines import HOW_TO_TRUST, SignatureProblem
 from xray_runtime.evidence.statement import External, OutsideSource, RunFacts, Statement, Subject, read_statement
 from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import Dataset, Evaluation, Model, Preferences, RewardModel, is_a
 from xray_runtime.lineage import provenance
 from xray_runtime.lineage.card import model_card
-from xray_runtime.lineage.keys import HOW_TO_TRUST, trusted_keys
-from xray_runtime.lineage.signing import SignatureProblem, Verifier, sign
+from xray_runtime.lineage.keys import trusted_keys
+from xray_runtime.lineage.signing import Verifier, sign
 from xray_runtime.lineage.trusted_log import trusted_view
 from xray_runtime.stages.kinds import find_kind
 from xray_runtime.store.checkpoints import CHECKPOINTS, MAX_RECORD_BYTES, Store, read_bounded, read_manifest

@@ -323,8 +323,8 @@ def import_checkpoints(
 
 def _record(store: LineageStore, order: Sequence[str], tracking_uri: str, experiment: str) -> None:
     """Log the checkpoints that MLflow does not know, parents first, with their original inputs and params."""
-    from xray_runtime.lineage.audit.registry import RegistryView
     from xray_runtime.tracking.mlflow_tracker import Tracker
+    from xray_runtime.tracking.registry_view import RegistryView
 
     tracker = Tracker(tracking_uri, experiment, store.artifacts)
     mlflow = RegistryView(tracking_uri)

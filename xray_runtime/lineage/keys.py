@@ -25,13 +25,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import first_line
+from xray_runtime.evidence.lines import SignatureProblem
 from xray_runtime.evidence.statement import InTotoRecord, Subject
 from xray_runtime.files import write_atomic
 from xray_runtime.lineage.log import decide
 from xray_runtime.lineage.signing import (
     KEY_VARIABLE,
     PRIVATE,
-    SignatureProblem,
     TrustedKey,
     Verifier,
     fingerprint,
@@ -50,7 +50,6 @@ from xray_runtime.store.shared import SharedStore
 RETIRED, TRUSTED = "retired", "trusted"
 NEXT = "signing.next.pem"
 DIGITS = 16
-HOW_TO_TRUST = "ask its owner for a copy of the key, then: xray keys trust KEY.pub --output DIR"
 
 
 class Rotation(BaseModel):

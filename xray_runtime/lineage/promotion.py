@@ -14,23 +14,14 @@ from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.evidence.log import view
 from xray_runtime.evidence.view import Action, Decision
-from xray_runtime.lineage import canary
 from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.gates import (
-    NOT_EVALUATED,
-    Gate,
-    NotPromoted,
-    check_gates,
-    check_licenses,
-    evaluation_of,
-    gates_for,
-)
+from xray_runtime.lineage.gates import NOT_EVALUATED, NotPromoted, check_gates, check_licenses, evaluation_of, gates_for
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.log import decide
-from xray_runtime.lineage.model_page import CHAMPION, write_pages
-from xray_runtime.lineage.reference import LineageStore
+from xray_runtime.lineage.model_page import write_pages
+from xray_runtime.lineage.promotion_check import Gate, canary_gates, refusals
+from xray_runtime.lineage.reference import CHAMPION, LineageStore, champion_of
 from xray_runtime.lineage.signing import signing_key
-from xray_runtime.lineage.withdrawal import refusal
 from xray_runtime.network import require_mlflow
 from xray_runtime.stages.kinds import COMPARE
 from xray_runtime.tracking.registry import ADDRESS, Registry, open_client
@@ -68,11 +59,6 @@ class ComparisonSpec(NamedTuple):
     seed: int
     runtime: dict[str, Any]
     """Device and threads that the evaluation ran with."""
-
-
-def champion_of(store: LineageStore, name: str) -> Decision | None:
-    """The decision that made the present champion of the registered model `name`."""
-    return view(store.output).decided.get((name, CHAMPION))
 
 
 def comparison_spec(graph: Graph, candidate: Node, champion: str, verdicts: str | None = None) -> ComparisonSpec:
@@ -142,8 +128,7 @@ def review(
     before = champion.checkpoint if champion is not None else None
     checked = check_gates(store.graph, candidate, bounds.evaluation, before, comparison, bounds.config)
     if bounds.config.canary and champion is not None:
-        live = canary.gate(store.output, candidate.sha256, champion.checkpoint, public)
-        checked += [live] if live is not None else []
+        checked += canary_gates(store.output, candidate.sha256, champion.checkpoint, public)
     if bounds.config.allowed_licenses is not None:
         checked.append(check_licenses(store.graph, candidate.sha256, bounds.config.allowed_licenses))
     failed = [gate.reason for gate in checked if not gate.passed]
@@ -201,8 +186,8 @@ def roll_back(store: LineageStore, *, name: str, by: str, note: str, public: Pat
 
 
 def _require_not_withdrawn(store: LineageStore, node: Node) -> None:
-    if (refused := refusal(store, node)) is not None:
-        raise NotPromoted([refused])
+    if refused := list(refusals(store, node)):
+        raise NotPromoted(refused)
 
 
 def _require_sound(store: LineageStore, nodes: list[Node], public: Path | None) -> None:

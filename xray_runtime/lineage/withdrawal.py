@@ -27,12 +27,10 @@ from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import PEOPLE
 from xray_runtime.lineage.comparisons import JUDGEMENTS, REPLIES, SESSION, SESSIONS
 from xray_runtime.lineage.erasure import TextPattern, erase_file, erase_from_database, files_with, loses_rows, rewrite
+from xray_runtime.lineage.evidence import evidence
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.log import append
 from xray_runtime.lineage.recorded import RecordedReader
 from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.lineage.signing import signing_key
-from xray_runtime.lineage.terms import own_sources
 from xray_runtime.store.checkpoints import CHECKPOINTS
 from xray_runtime.store.manifest import MANIFEST
 from xray_runtime.store.snapshots import SNAPSHOTS
@@ -104,12 +102,7 @@ def plan_user(store: LineageStore, user: str) -> Withdrawal:
 
 def plan_source(store: LineageStore, source: str) -> Withdrawal:
     """The plan for a source of data, by its name in a config or its digest. Raises ConfigError if nothing read it."""
-    read = [
-        (node, found)
-        for node in store.graph.nodes.values()
-        if node.statement is not None
-        for found in own_sources(store.graph, node.sha256, node.statement)
-    ]
+    read = [(node, found) for node in store.graph.nodes.values() for found in store.graph.own_sources(node.sha256)]
     chosen = {f.digest: f for _, f in read if source in (f.name, f.digest, Path(f.name).name)}
     if not chosen:
         names = ", ".join(sorted({repr(found.name) for _, found in read})) or "none"
@@ -209,7 +202,7 @@ def withdraw(store: LineageStore, plan: Withdrawal, by: str) -> list[str]:
     )
     same = [e for e in log.state(Withdrawals) if e.subject == plan.subject and set(erased) <= set(e.erased)]
     if not any(set(entry.holders + entry.descendants) <= set(e.holders + e.descendants) for e in same):
-        append(output, signing_key(output), entry, digests(output, [output / FOLDER]))
+        evidence().append(output, entry, digests(output, [output / FOLDER]))
     rewrite(output, stays, plan.pattern)
     for name in sorted(view(output).erased):
         erase_file(output / name)

@@ -11,10 +11,16 @@ from pathlib import Path
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.evidence.kinds.withdrawn import Withdrawals
 from xray_runtime.evidence.log import view
-from xray_runtime.lineage.audit.checkpoints import audit
+from xray_runtime.lineage.evidence import evidence
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.promotion import CHAMPION, champion_of
-from xray_runtime.lineage.reference import LineageStore, open_lineage_store, require_language_model, resolve
+from xray_runtime.lineage.reference import (
+    CHAMPION,
+    LineageStore,
+    champion_of,
+    open_lineage_store,
+    require_language_model,
+    resolve,
+)
 from xray_runtime.lineage.withdrawal import refusal
 from xray_runtime.serving import NotServedError
 
@@ -92,7 +98,7 @@ def require_sound(choice: Choice, public: Path | None) -> None:
     """
     if (refused := refusal(choice.store, choice.node)) is not None:
         raise NotServedError(refused)
-    broken = audit(choice.store, [choice.node], public=public).broken
+    broken = evidence().audit(choice.store, [choice.node], public)
     if broken:
         raise NotServedError(f"{choice.node.name}: the audit found {'; '.join(broken)}")
 

@@ -19,8 +19,7 @@ from xray_runtime.data.recorded import RECORDED, Row, read_segment, segment_byte
 from xray_runtime.data.signals import Label, Signal
 from xray_runtime.feedback.judgements import Judgement, Question
 from xray_runtime.feedback.session import Session, Setup, read_sessions, session_directory
-from xray_runtime.lineage.audit.log import read_log
-from xray_runtime.lineage.audit_check import Finding
+from xray_runtime.lineage.audit_check import Finding, read_log
 from xray_runtime.lineage.keys import trusted_keys
 from xray_runtime.lineage.recorded import CHAIN, SegmentWriter
 from xray_runtime.lineage.reference import open_lineage_store

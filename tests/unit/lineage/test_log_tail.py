@@ -15,10 +15,11 @@ from xray_runtime.evidence.lines import Record, parse_line
 from xray_runtime.evidence.log import LOG, LogTail, view
 from xray_runtime.evidence.view import START, Left, LogView
 from xray_runtime.lineage import signed_lines
+from xray_runtime.lineage.evidence import read_logged
 from xray_runtime.lineage.keys import trusted_keys
 from xray_runtime.lineage.log import append, log_checkpoints
 from xray_runtime.lineage.signing import Verifier, signing_key
-from xray_runtime.lineage.trusted_log import read_logged, trusted_view
+from xray_runtime.lineage.trusted_log import trusted_view
 from xray_runtime.store.checkpoints import CHECKPOINTS, Store
 
 ENTRIES = 3000

@@ -18,17 +18,8 @@ from xray.flows.promote import review_markdown
 from xray_runtime.config.evaluate import EvaluationConfig, PromotionConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.gates import check_gates, gates_for
-from xray_runtime.lineage.promotion import (
-    NotPromoted,
-    Review,
-    champion_of,
-    comparison_spec,
-    decline,
-    promote,
-    review,
-    roll_back,
-)
-from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve
+from xray_runtime.lineage.promotion import NotPromoted, Review, comparison_spec, decline, promote, review, roll_back
+from xray_runtime.lineage.reference import LineageStore, champion_of, open_lineage_store, resolve
 from xray_runtime.lineage.signing import signing_key
 
 

@@ -27,7 +27,6 @@ from xray_runtime.evidence.kinds.withdrawn import Withdrawals
 from xray_runtime.evidence.log import view
 from xray_runtime.feedback import session as sessions
 from xray_runtime.feedback.judgements import Judgement, Question
-from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.gates import NotPromoted
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.promotion import review, roll_back
@@ -36,6 +35,7 @@ from xray_runtime.lineage.reference import find, open_lineage_store, resolve
 from xray_runtime.serving import NotServedError
 from xray_runtime.serving.choice import Follower, champion, fixed, require_sound
 from xray_runtime.serving.middleware import key_digest
+from xray_runtime.tracking.registry_view import RegistryView
 
 SECRET = 'my "secret" is <b>Zürich & co</b>, keep it'
 OTHER = "a text of somebody else, which must stay"
