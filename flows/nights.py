@@ -18,6 +18,7 @@ from xray_runtime.files import write_atomic
 from xray_runtime.lineage.log import append
 from xray_runtime.lineage.promotion_check import Gate
 from xray_runtime.lineage.signing import signing_key
+from xray_runtime.report.rendering import markdown_table
 
 CANARY = "canary"
 """State of a night whose candidate answers a share of the requests."""
@@ -100,7 +101,7 @@ def _text(night: Night) -> str:
 def night_markdown(night: Night) -> str:
     """A night for people."""
     lines = [f"**Night {night.number}: {night.state}**", "", *(f"- {reason}" for reason in night.reasons)]
-    lines += ["", "| | |", "|---|---:|", *(f"| {name} | {value} |" for name, value in night.numbers.items())]
+    lines += ["", *markdown_table(("", ""), [(name, str(value)) for name, value in night.numbers.items()])]
     for name, gates in night.gates.items():
         lines += ["", f"Gates, {name} prompts:", ""]
         lines += [f"- {'passes' if gate.passed else 'FAILS'} {gate.name}: {gate.reason}" for gate in gates]

@@ -10,13 +10,13 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Self
 
-import yaml
 from filelock import FileLock
 
 from xray.tasks.output_directory import unfinished_run
 from xray.tasks.prefect_run import PAGE, crash_lost_flow_run, flow_parameters, prefect_tags, show, trigger_of_run
 from xray.tasks.run_summary import RunSummary, end_record
 from xray.tasks.spec import RunContext, forwarded_variables
+from xray_runtime.config.loading import to_yaml
 from xray_runtime.config.sources import SourceTerms
 from xray_runtime.credentials import strip_credentials, tracking_address
 from xray_runtime.errors import is_cancelled
@@ -165,7 +165,7 @@ class RunRecord:
     def _start(self, record: dict[str, Any], before: dict[str, Any] | None) -> str:
         page = prefect_tags().get(PAGE)
         note = {"mlflow.note.content": f"[Prefect flow run]({page})"} if page else {}
-        text = yaml.safe_dump(record, sort_keys=False, allow_unicode=True)
+        text = to_yaml(record)
         self._sent["config.yaml"] = text_sha256(text)
         return self.tracker.start_lifecycle(
             before["run_id"] if before is not None else None,

@@ -2,7 +2,8 @@
 
 Of `algorithms` every change that mutmut knows is tried. Of the guards in other folders (`GUARDS`) one in `ONE_IN` is,
 of those that decide something: an operator, a number, a constant, an argument by name. The digest of
-the mutant's name draws them: an edit of another function changes nothing. Each is run against the tests of its module.
+the name of its function draws it: an edit of another function changes nothing, and neither does a move of the module.
+Each is run against the tests of its module.
 
 No guard here: modules whose tests read the code of X-ray itself (`function_digest`, `module_graph`) or share what was
 made once for all of them (`attestation`, `provenance`).
@@ -106,7 +107,9 @@ def decides(mutant: str) -> bool:
 
 
 def drawn(mutant: str) -> bool:
-    return int(hashlib.sha256(mutant.encode()).hexdigest(), 16) % ONE_IN == 0 and decides(mutant)
+    """Whether a mutant is in the sample: by its function and number, so that a module may move or be renamed."""
+    name = mutant.rpartition(".")[2]
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % ONE_IN == 0 and decides(mutant)
 
 
 def codes_in(files: Iterable[Path]) -> dict[str, int | None]:

@@ -18,7 +18,8 @@ import pytest
 from rich.console import Console
 
 from xray.cli import supervisor
-from xray.cli.job import FAILED, INTERRUPTED, Job
+from xray.cli.exit_codes import FAILED, INTERRUPTED
+from xray.cli.job import Job
 from xray.cli.supervisor import supervise
 from xray.deployments.local_services import LOST
 from xray.flows.subject import Subject
