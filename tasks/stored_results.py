@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from xray.tasks.spec import RunContext, StageResult
 from xray_runtime.errors import first_line
-from xray_runtime.evidence.lines import HOW_TO_TRUST, Record, SignatureProblem, parse_line
+from xray_runtime.evidence.lines import HOW_TO_TRUST, LogRecord, SignatureProblem, parse_line
 from xray_runtime.evidence.log import digests
 from xray_runtime.evidence.view import Line, Published
 from xray_runtime.files import write_atomic
@@ -154,7 +154,7 @@ def _share_result(path: Path, text: str, result: StageResult, output: Path, shar
     files[path.relative_to(output).as_posix()] = hashlib.sha256(text.encode()).hexdigest()
     files[f"{CHECKPOINTS}/{path.stem}/{MANIFEST}"] = result.checkpoint.sha256
     entry = Published(action="publish", directory=path.stem, checkpoint=result.checkpoint.sha256)
-    line = evidence().sign_line(output, Record, entry, files)
+    line = evidence().sign_line(output, LogRecord, entry, files)
     shared.write(f"{RESULTS}/{path.name}", text.encode())
     shared.write(f"{PUBLISHED}/{path.name}", line)
 
@@ -167,7 +167,7 @@ def _shared_entry(name: str, output: Path, shared: SharedStore) -> Line | None:
             log.warning("%s/%s/%s.json: it is not signed; it is not used", shared.url, RESULTS, name)
         return None
     try:
-        line = parse_line(1, content, Record)
+        line = parse_line(1, content, LogRecord)
         evidence().verifier(output).check_envelope(content, line.entry.at)
         if not isinstance(line.entry, Published) or line.entry.directory != name:
             raise ValueError("it is an entry about something else")

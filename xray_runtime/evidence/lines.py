@@ -42,7 +42,7 @@ def _entry(value: object) -> SignedEntry:
     return kind.model_validate(value)
 
 
-class Record(InTotoRecord[Annotated[SerializeAsAny[SignedEntry], BeforeValidator(_entry)]]):
+class LogRecord(InTotoRecord[Annotated[SerializeAsAny[SignedEntry], BeforeValidator(_entry)]]):
     """A line of the log."""
 
     predicate_type: Literal["urn:xray:log:v1"] = Field("urn:xray:log:v1", alias="predicateType")

@@ -31,7 +31,7 @@ class Digests(_Model):
     sha256: Sha256
 
 
-class Subject(_Model):
+class StatementSubject(_Model):
     """One file the statement is about."""
 
     name: str
@@ -55,7 +55,7 @@ class InTotoRecord(_Model, Generic[P]):
     """An in-toto Statement v1; each kind of record names its type of predicate."""
 
     type: Literal["https://in-toto.io/Statement/v1"] = Field("https://in-toto.io/Statement/v1", alias="_type")
-    subject: list[Subject]
+    subject: list[StatementSubject]
     predicate: P
 
     def to_bytes(self) -> bytes:
@@ -94,7 +94,7 @@ class OutsideSource(_Model):
         return self.field.rpartition(".")[2] == "model"
 
 
-class Code(_Model):
+class CodeFacts(_Model):
     git_commit: str | None
     diff_sha256: Sha256 | None
     """Digest of attestation/code.diff, the changes that were not committed."""
@@ -110,7 +110,7 @@ class Internal(_Model):
     step: int
     config_digest: Sha256
     code_digest: Sha256
-    code: Code
+    code: CodeFacts
     environment: dict[str, Any]
     origins: dict[str, list[str]]
     """`base_models` and `datasets` this goes back to, by their own names."""

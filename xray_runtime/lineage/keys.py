@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import first_line
 from xray_runtime.evidence.lines import SignatureProblem
-from xray_runtime.evidence.statement import InTotoRecord, Subject
+from xray_runtime.evidence.statement import InTotoRecord, StatementSubject
 from xray_runtime.files import write_atomic
 from xray_runtime.lineage.log import decide
 from xray_runtime.lineage.signing import (
@@ -270,7 +270,7 @@ def _record(output: Path, old: Path, new: Path, by: str, note: str) -> None:
     now = datetime.now(UTC).replace(microsecond=0)
     rotation = Rotation(retired=retired, successor=successor, at=now, by=by, note=note)
     path = folder / f"{name}.json"
-    record = {"subject": [Subject.of("signing.pub", successor)], "predicate": rotation}
+    record = {"subject": [StatementSubject.of("signing.pub", successor)], "predicate": rotation}
     write_atomic(path, _Record.model_validate(record).to_bytes())
     for which, key in (("old", old), ("new", new)):
         sign(path, folder / f"{name}.{which}.sig", key)

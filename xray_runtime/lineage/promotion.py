@@ -34,7 +34,7 @@ OWN = ("policy", "champion", SEEN, VERDICTS)
 
 
 @dataclass(frozen=True)
-class Review:
+class PromotionReview:
     """A candidate that passed all checks, as a person sees it before deciding."""
 
     name: str
@@ -108,7 +108,7 @@ def review(
     gates: PromotionConfig | None = None,
     comparison: Node | None = None,
     public: Path | None = None,
-) -> Review:
+) -> PromotionReview:
     """Audit the candidate and what it is compared with, and check the gates.
 
     Args:
@@ -135,7 +135,7 @@ def review(
     if failed:
         raise NotPromoted(failed)
     evidence = {"evaluation": bounds.evaluation, "comparison": comparison}
-    return Review(
+    return PromotionReview(
         name=name,
         version=version,
         candidate=candidate,
@@ -146,7 +146,7 @@ def review(
     )
 
 
-def promote(store: LineageStore, seen: Review, *, by: str, note: str) -> None:
+def promote(store: LineageStore, seen: PromotionReview, *, by: str, note: str) -> None:
     """Write the decision and move the aliases. If the candidate already is champion, the aliases are set again.
 
     Raises NotPromoted where another champion was chosen since the review.
@@ -160,7 +160,7 @@ def promote(store: LineageStore, seen: Review, *, by: str, note: str) -> None:
     _move_aliases(store, seen.name)
 
 
-def decline(store: LineageStore, seen: Review, *, by: str, note: str) -> None:
+def decline(store: LineageStore, seen: PromotionReview, *, by: str, note: str) -> None:
     """Record that a person refused; no alias moves."""
     fields = {"name": seen.name, "alias": CHAMPION, "version": seen.version, "checkpoint": seen.candidate.sha256}
     decide(store.output, signing_key(store.output), by=by, note=note, action="decline", **fields, **_reviewed(seen))
@@ -196,7 +196,7 @@ def _require_sound(store: LineageStore, nodes: list[Node], public: Path | None) 
         raise NotPromoted([f"the audit found {reason}" for reason in broken])
 
 
-def _reviewed(seen: Review) -> dict[str, Any]:
+def _reviewed(seen: PromotionReview) -> dict[str, Any]:
     """Fields of a decision that record the review before it."""
     gates = [gate.model_dump() for gate in seen.gates]
     return {"gates": gates, "gates_from": seen.gates_from, "evidence": seen.evidence}

@@ -1,4 +1,4 @@
-"""Withdrawal: a person's data, or a source, goes; what was made from it is named, marked and never promoted again.
+"""Withdrawal: erase a person's data or a source, and block every descendant from promotion.
 
 The signed entry comes first: from then on promotion refuses the descendants, and an audit knows which files may be
 missing. Then the files are erased. The key of the person's recorded texts, which finds their copies, goes last. So the
@@ -52,7 +52,7 @@ class Withdrawal:
     """The plan of a withdrawal."""
 
     subject: str
-    """See `log_entries.Withdrawn`."""
+    """See `evidence.kinds.withdrawn.Withdrawn`."""
     holders: list[Node] = field(default_factory=list)
     descendants: list[Node] = field(default_factory=list)
     """Parents first."""

@@ -25,7 +25,7 @@ from xray_runtime.lineage.recorded import CHAIN, SegmentWriter
 from xray_runtime.lineage.reference import open_lineage_store
 from xray_runtime.lineage.signing import Verifier, signing_key
 from xray_runtime.serving.middleware import key_digest
-from xray_runtime.serving.recorder import Recorder
+from xray_runtime.serving.recorder import AnswerRecorder
 
 PEOPLE, ROWS = 40, 6
 """Honest people, and what each corrects in a night."""
@@ -286,7 +286,7 @@ def _edit(path: Path, old: str, new: str) -> None:
 def sent(output: Path) -> Iterator[Outcome]:
     """Requests to the recorder's API, against a new store in `output`."""
 
-    async def work(recorder: Recorder) -> list[Outcome]:
+    async def work(recorder: AnswerRecorder) -> list[Outcome]:
         private = exchange(2, "bob", application="desk")
         await recorder.keep([exchange(1, "ann"), private, *(exchange(n, "ann") for n in range(10, 20))], {}, True)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.evidence.lines import KINDS, Record, entry_kinds, parse_line
+from xray_runtime.evidence.lines import KINDS, LogRecord, entry_kinds, parse_line
 from xray_runtime.evidence.view import LogView, SignedEntry
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.audit_check import CHECKS, meanings
@@ -94,21 +94,21 @@ KINDS = (Greeted,)
     installed("xray.log_entries", "greeting", source)
     import strangers_greeting
 
-    text = signed_line(Record, strangers_greeting.Greeted(name="Ada"), {}, signing_key(tmp_path))
+    text = signed_line(LogRecord, strangers_greeting.Greeted(name="Ada"), {}, signing_key(tmp_path))
     view = LogView()
-    view.add(parse_line(1, text, Record))
+    view.add(parse_line(1, text, LogRecord))
     assert view.state(strangers_greeting.Names) == ["Ada"]
     forget()
-    assert isinstance(parse_line(1, text, Record).entry, SignedEntry)
+    assert isinstance(parse_line(1, text, LogRecord).entry, SignedEntry)
 
 
 def test_an_entry_of_no_kind_is_refused(tmp_path: Path) -> None:
     class Unknown(SignedEntry):
         action: str = "unknown"
 
-    text = signed_line(Record, Unknown(), {}, signing_key(tmp_path))
+    text = signed_line(LogRecord, Unknown(), {}, signing_key(tmp_path))
     with pytest.raises(ValueError, match="line 1 is no entry"):
-        parse_line(1, text, Record)
+        parse_line(1, text, LogRecord)
 
 
 def test_the_docs_list_every_check() -> None:

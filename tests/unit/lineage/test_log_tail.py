@@ -11,7 +11,7 @@ from tests.unit.store.published import IDENTITY
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import find_result, keep_result
 from xray_runtime.evidence import lines, log
-from xray_runtime.evidence.lines import Record, parse_line
+from xray_runtime.evidence.lines import LogRecord, parse_line
 from xray_runtime.evidence.log import LOG, LogTail, view
 from xray_runtime.evidence.view import START, Left, LogView
 from xray_runtime.lineage import signed_lines
@@ -31,9 +31,11 @@ def aged(output: Path, entries: int = ENTRIES) -> None:
     private, previous, number = signing_key(output), START, 0
     with (output / LOG).open("wb") as file:
         while number < entries:
-            text = signed_lines.signed_line(Record, Left(note=str(number)), {f"{number}": previous}, private, previous)
+            text = signed_lines.signed_line(
+                LogRecord, Left(note=str(number)), {f"{number}": previous}, private, previous
+            )
             file.write(text)
-            previous, number = parse_line(1, text, Record).sha256, number + 1
+            previous, number = parse_line(1, text, LogRecord).sha256, number + 1
 
 
 @pytest.fixture

@@ -233,13 +233,13 @@ CliRunner().invoke(app, ["withdraw", "--output", sys.argv[1], "--user", "ann", "
 """
 
 
-@pytest.mark.parametrize(("function", "after"), [("append", 0), ("rewrite", 0), ("erase_file", 2), ("files_with", 1)])
+@pytest.mark.parametrize(("function", "after"), [("evidence", 0), ("rewrite", 0), ("erase_file", 2), ("files_with", 1)])
 def test_killed_in_the_middle_it_is_ended_by_the_same_command(output: Path, function: str, after: int) -> None:
     code = CRASH.format(module="withdrawal", function=function, after=after)
     done = subprocess.run([sys.executable, "-c", code, str(output)], env=os.environ, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     # Once it is signed, nothing is promoted, whatever is erased; before, nothing is.
-    if function != "append":
+    if function != "evidence":
         with pytest.raises(NotPromoted, match="descends from withdrawn data"):
             review(open_lineage_store(output, None), node(output, "dpo-ann"), name=NAME)
     else:
