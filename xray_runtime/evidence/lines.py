@@ -59,7 +59,7 @@ class SignatureProblem(ValueError):
 class SignatureVerifier(Protocol):
     """Checks signatures."""
 
-    def check(self, path: Path, signature: Path, made: str | None = None) -> str:
+    def check(self, what: Path, signature: Path, made: str | None = None) -> str:
         """Digest of the key that signed a file, or a directory. Raises as `check_envelope`."""
 
     def check_envelope(self, text: bytes, made: str | None = None) -> str:
