@@ -72,7 +72,7 @@ def check_checkpoint(audited: Audited, node: Node) -> Iterator[Finding]:
 
 def _commits(audited: Audited) -> Iterator[Finding]:
     statements = [node.statement for node in audited.changed if node.statement is not None]
-    yield from check_commits({found.predicate.build.internal.code.git_commit for found in statements})
+    yield from check_commits({statement.predicate.build.internal.code.git_commit for statement in statements})
 
 
 def _identity(node: Node) -> Iterator[Finding]:

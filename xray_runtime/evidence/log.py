@@ -122,9 +122,9 @@ def read_object(path: Path) -> dict[str, Any]:
     return {}
 
 
-def read_run(place: Path) -> dict[str, Any]:
+def read_run(directory: Path) -> dict[str, Any]:
     """The content of the lifecycle.json in `place`, as `read_object`."""
-    return read_object(place / LIFECYCLE)
+    return read_object(directory / LIFECYCLE)
 
 
 def digests(output: Path, paths: list[Path]) -> dict[str, str]:

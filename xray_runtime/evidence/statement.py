@@ -178,8 +178,8 @@ class Statement(InTotoRecord[Predicate]):
     def contradicts(self, manifest: Manifest, sha256: str) -> list[str]:
         """Names of the facts in which this statement and a checkpoint's manifest differ."""
         external, internal = self.predicate.build.external, self.predicate.build.internal
-        own = ("key", "step", "config_digest", "code_digest")
-        mine = dict(external) | {name: getattr(internal, name) for name in own} | {"parents": self.parents}
+        names = ("key", "step", "config_digest", "code_digest")
+        mine = dict(external) | {name: getattr(internal, name) for name in names} | {"parents": self.parents}
         theirs = {name: getattr(manifest, name) for name in mine}
         mine["checkpoint"], theirs["checkpoint"] = internal.checkpoint, sha256
         mine["files"] = {s.name: s.digest.sha256 for s in self.subject if s.name not in (MANIFEST, CARD)}
@@ -209,10 +209,10 @@ def terms_of(outside: Outside, declared: SourceTerms | None) -> SourceTerms:
     if outside.kind != "package":
         return terms
     metadata = importlib.metadata.metadata(outside.digest.partition("==")[0])
-    own = next((metadata[field] for field in ("License-Expression", "License") if field in metadata), None)
+    stated = next((metadata[field] for field in ("License-Expression", "License") if field in metadata), None)
     return terms.model_copy(
         update={
-            "license": terms.license or (own if own and "\n" not in own else None),
+            "license": terms.license or (stated if stated and "\n" not in stated else None),
             "origin": terms.origin or f"the package {outside.digest}",
         }
     )

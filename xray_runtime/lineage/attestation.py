@@ -176,7 +176,7 @@ def _statement(
     build = {
         "external": manifest.model_dump(include=set(External.model_fields)),
         "internal": internal,
-        "dependencies": dependencies + [provenance.outside_source(found) for found in run.outside],
+        "dependencies": dependencies + [provenance.outside_source(source) for source in run.outside],
     }
     subject = [StatementSubject.of(MANIFEST, sha256), *(StatementSubject.of(f.path, f.sha256) for f in manifest.files)]
     return Statement.model_validate({"subject": subject, "predicate": {"build": build, "details": details}})

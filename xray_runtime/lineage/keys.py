@@ -145,8 +145,8 @@ def root_keys(output: Path) -> list[Path]:
     """The public key of an output directory, and those that a person trusts in it."""
     others = output / "keys" / TRUSTED
     imported = [] if others.is_symlink() else sorted(others.glob("*.pub"))
-    own = public_key(output)
-    return imported if imported and not own.exists() else [own, *imported]
+    own_key = public_key(output)
+    return imported if imported and not own_key.exists() else [own_key, *imported]
 
 
 def known_keys(output: Path) -> list[Path]:
@@ -197,9 +197,9 @@ def adopt(output: Path, public: Iterable[Path], source: Path) -> None:
     """
     # mkdir(parents=True) would ignore the mode.
     (output / "keys").mkdir(mode=0o700, parents=True, exist_ok=True)
-    own = fingerprint(public_key(output)) if public_key(output).exists() else ""
+    own_digest = fingerprint(public_key(output)) if public_key(output).exists() else ""
     for path in public:
-        if (sha256 := fingerprint(path)) != own:
+        if (sha256 := fingerprint(path)) != own_digest:
             _keep(output / "keys" / TRUSTED / f"{sha256[:DIGITS]}.pub", path)
     roots = dict(_readable(root_keys(output)))
     replaced = {sha256[:DIGITS] for sha256 in _replaced_by(roots, read_rotations(source, roots)[0])}
@@ -219,10 +219,10 @@ def trust(output: Path, public: Path) -> str:
     return sha256
 
 
-def _keep(place: Path, path: Path) -> None:
-    place.parent.mkdir(mode=0o700, exist_ok=True)
-    if not place.exists():
-        place.write_bytes(read_bounded(path))
+def _keep(target: Path, path: Path) -> None:
+    target.parent.mkdir(mode=0o700, exist_ok=True)
+    if not target.exists():
+        target.write_bytes(read_bounded(path))
 
 
 def exchange_keys(output: Path, shared: SharedStore | None) -> None:

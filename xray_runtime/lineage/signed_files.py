@@ -124,13 +124,13 @@ def _signed(output: Path, directory: Path, log: LogView, verifier: SignatureVeri
 
 def _content(output: Path, path: Path, expected: str | None, log: LogView) -> bytes:
     change = path.with_name(f"{path.name}{NEXT}")
-    for place in (path, change):
+    for candidate in (path, change):
         try:
-            found = read_bounded(place, MAX_BYTES)
+            content = read_bounded(candidate, MAX_BYTES)
         except (OSError, ValueError):
-            found = None
-        if found is not None and expected == sha256(found).hexdigest():
-            return found
+            content = None
+        if content is not None and expected == sha256(content).hexdigest():
+            return content
     is_erased = path.relative_to(output).as_posix() in log.erased
     if not os.path.lexists(path) and (expected is None or is_erased):
         return b""

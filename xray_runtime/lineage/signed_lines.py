@@ -62,5 +62,5 @@ def _whole_end(file: Any) -> tuple[int, bytes]:
         step = min(position, 1 << 16)
         position = file.seek(position - step)
         tail = file.read(step) + tail
-    whole = tail[: tail.rfind(b"\n") + 1]
-    return position + len(whole), whole[whole.rfind(b"\n", 0, -1) + 1 :]
+    complete = tail[: tail.rfind(b"\n") + 1]
+    return position + len(complete), complete[complete.rfind(b"\n", 0, -1) + 1 :]

@@ -23,7 +23,7 @@ def conflicts(graph: Graph, model: str, allowed: list[str]) -> Iterator[str]:
             sources = [(f"{node.name}, which has no statement,", None)]
         else:
             read = graph.own_sources(sha)
-            sources = [(f"{found.name} ({found.field})", found.terms.license) for found in read]
+            sources = [(f"{outside.name} ({outside.field})", outside.terms.license) for outside in read]
         for source, licence in sources:
             if not licence or licence.casefold() not in names:
                 has = f"has the licence {licence}" if licence else "has no licence on record"

@@ -84,9 +84,9 @@ def plan_user(store: LineageStore, user: str) -> Withdrawal:
         rows = list(RecordedReader(output).rows(None, (), None))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--user: nothing that was recorded can be read ({error}); see `xray recorded`") from None
-    own = {row["id"] for row in rows if row["user"] == pseudonym}
+    own_ids = {row["id"] for row in rows if row["user"] == pseudonym}
     # Feedback by others about their answers quotes them.
-    rows = [row for row in rows if row["id"] in own or row["answer"] in own]
+    rows = [row for row in rows if row["id"] in own_ids or row["answer"] in own_ids]
     subject = f"user {pseudonym}"
     if not rows and subject not in {entry.subject for entry in view(output).state(Withdrawals)}:
         raise ConfigError(f"--user: {user!r} is not allowed: nothing of them is recorded in {str(output)!r}")
