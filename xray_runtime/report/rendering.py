@@ -18,7 +18,10 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 def template(name: str, folders: tuple[Path, ...] = (TEMPLATES,)) -> Template:
-    """The template with this file name in the first folder that has one. In Markdown, the filters `code` and `plain` quote untrusted text."""
+    """The template with this file name in the first folder that has one.
+
+    In Markdown, the filters `code` and `plain` quote untrusted text.
+    """
     return _environment(folders).get_template(name)
 
 
