@@ -16,7 +16,7 @@ import psutil
 
 import xray_runtime
 from xray_runtime.credentials import strip_credentials
-from xray_runtime.lineage.statement import OutsideSource
+from xray_runtime.evidence.statement import OutsideSource
 from xray_runtime.sandboxes.confine import confinement
 from xray_runtime.store.identity import digest, file_sha256
 

@@ -12,11 +12,12 @@ from xray_runtime.config.engines import EngineConfig, GeneratorConfig, with_prec
 from xray_runtime.config.prepare import PROMPT_TOKENS
 from xray_runtime.config.sft import REPLY_TOKENS
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.models.family import family_of
 from xray_runtime.planning.memory import PLAIN
 from xray_runtime.planning.model_states import FLOAT32_BYTES, HALF_BYTES
 from xray_runtime.planning.pretrained_shapes import from_pretrained
 from xray_runtime.planning.roles import ModelRole
-from xray_runtime.planning.shapes import EXACT_FAMILIES, ModelShape, from_fresh
+from xray_runtime.planning.shapes import ModelShape, from_fresh
 from xray_runtime.planning.workload import GIB, OpenChoice, Role, Workload, training_options
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def _planned(call: StageCall, name: str, role: ModelRole, branches: int, device:
         branches=role.branches + branches,
         options=options,
         in_one_piece=isinstance(layout, GeneratorConfig) and layout.engine == "transformers",
-        model=None if isinstance(source, FreshBase) or shape.family in EXACT_FAMILIES else source,
+        model=None if isinstance(source, FreshBase) or family_of(shape.family).beyond is not None else source,
         epochs=role.epochs,
         sequences_per_row=role.sequences_per_row,
         kept_rollouts=role.kept_rollouts,

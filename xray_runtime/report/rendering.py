@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,12 @@ def _environment() -> Environment:
     environment = Environment(loader=loader, autoescape=select_autoescape(["html"]), trim_blocks=True)
     environment.filters |= {"code": _code, "plain": _plain}
     return environment
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table in Markdown."""
+    texts = [[" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in rows]
+    return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *texts)]
 
 
 def _code(text: str) -> str:
