@@ -1,0 +1,71 @@
+"""What plugs in by name: trainers, generators, model families.
+
+A plug is one module or one folder of the package that holds its sort, or an entry point of somebody else's package. It
+exposes one object under the name its sort agrees on. Names are known without importing any plug; a plug is imported
+when it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, TypeVar, cast
+
+T = TypeVar("T")
+
+USES: tuple[str, ...] = ()
+"""The key of a stage digests the modules of the plugs that its config chooses, through `Registry.module`."""
+
+
+@dataclass(frozen=True)
+class Registry(Generic[T]):
+    """The plugs of one sort."""
+
+    sort: str
+    """What one of them is called in messages, such as `trainer`."""
+    package: str
+    """Each of its modules and folders is a plug of the same name, unless that begins with `_`."""
+    attribute: str
+    """The object that the module of every plug exposes."""
+    group: str
+    """Entry points: `name = "package.module"`, or `"package.module:OBJECT"`."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def get(self, name: str) -> T:
+        """The plug `name`; its module is imported the first time. Raises ValueError: there is none."""
+        place, attribute = self._place(name)
+        module = importlib.import_module(place)
+        if not hasattr(module, attribute):
+            raise ValueError(f"{self.sort} {name!r}: {place} exposes no {attribute}")
+        return cast("T", getattr(module, attribute))
+
+    def module(self, name: str) -> str:
+        """The module of the plug `name`, without importing it. Raises ValueError: there is none."""
+        return self._place(name)[0]
+
+    def _place(self, name: str) -> tuple[str, str]:
+        if name not in self._places:
+            known = ", ".join(self._places) or "none"
+            raise ValueError(f"{self.sort} = {name!r} is not allowed: known are {known}")
+        return self._places[name]
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[str, str]]:
+        """Name → module and object, in the order of the names."""
+        folders = importlib.import_module(self.package).__path__
+        found = {
+            module.name: (f"{self.package}.{module.name}", self.attribute)
+            for module in pkgutil.iter_modules(folders)
+            if not module.name.startswith("_")
+        }
+        for point in importlib.metadata.entry_points(group=self.group):
+            place = (point.module, point.attr or self.attribute)
+            if found.setdefault(point.name, place) != place:
+                raise ValueError(f"{self.sort} {point.name!r} is there twice: {found[point.name][0]}, {point.module}")
+        return dict(sorted(found.items()))
