@@ -217,14 +217,6 @@ class _Route(TypedDict, total=False):
     column: Required[str]
     equals: Required[str | bool | int | float]
 
-class _ServiceConfig(TypedDict, total=False):
-    url: Required[str]
-    timeout_s: float
-    retries: int
-    backoff_s: float
-    concurrency: int
-    batch_size: int
-
 class _JudgeConfig(TypedDict, total=False):
     url: Required[str]
     timeout_s: float
@@ -239,18 +231,48 @@ class _JudgeConfig(TypedDict, total=False):
     max_tokens: int
     temperature: float
 
-class _RewardTerm(TypedDict, total=False):
-    weight: float
-    when: _Route | None
-    function: str | None
+class _ServiceConfig(TypedDict, total=False):
+    url: Required[str]
     timeout_s: float
     retries: int
-    verifier: _MathVerifier | _RegexVerifier | _JSONSchemaVerifier | _CodeVerifier | None
-    service: _ServiceConfig | None
-    judge: _JudgeConfig | None
-    model: str | None
-    models: list[str] | None
+    backoff_s: float
+    concurrency: int
+    batch_size: int
+
+class _FunctionTerm(TypedDict, total=False):
+    weight: float
+    when: _Route | None
+    function: Required[str]
+    timeout_s: float
+    retries: int
+
+class _JudgeTerm(TypedDict, total=False):
+    weight: float
+    when: _Route | None
+    judge: Required[_JudgeConfig]
+
+class _RewardModelTerm(TypedDict, total=False):
+    weight: float
+    when: _Route | None
+    model: Required[str]
+
+class _EnsembleTerm(TypedDict, total=False):
+    weight: float
+    when: _Route | None
+    models: Required[list[str]]
     uncertainty: float
+
+class _ServiceTerm(TypedDict, total=False):
+    weight: float
+    when: _Route | None
+    service: Required[_ServiceConfig]
+
+class _VerifierTerm(TypedDict, total=False):
+    weight: float
+    when: _Route | None
+    verifier: Required[_MathVerifier | _RegexVerifier | _JSONSchemaVerifier | _CodeVerifier]
+
+_RewardTerm: TypeAlias = _FunctionTerm | _JudgeTerm | _RewardModelTerm | _EnsembleTerm | _ServiceTerm | _VerifierTerm
 
 def base(
     *,
@@ -539,7 +561,8 @@ def best_of_n(
       rewards: any number of RewardModel
 
     Fields, by name:
-      rewards: list of RewardTerm; default empty
+      rewards: list of FunctionTerm or JudgeTerm or RewardModelTerm or EnsembleTerm or ServiceTerm or
+          VerifierTerm; default empty
           Sources of the reward, which is their weighted sum.
       max_failed: number, ≥ 0.0, ≤ 1.0; default `0.1`
           Maximum share of the replies in a batch that may have no score; beyond it the stage fails.
@@ -625,7 +648,8 @@ def compare(
           Human verdicts on replies of these two: one more judge.
 
     Fields, by name:
-      rewards: list of RewardTerm; default empty
+      rewards: list of FunctionTerm or JudgeTerm or RewardModelTerm or EnsembleTerm or ServiceTerm or
+          VerifierTerm; default empty
           Sources of the reward, which is their weighted sum.
       max_failed: number, ≥ 0.0, ≤ 1.0; default `0.1`
           Maximum share of the replies in a batch that may have no score; beyond it the stage fails.
@@ -657,7 +681,8 @@ def compare(
       environment: EnvironmentConfig or AgentConfig or null; default `null`
           The environment that answers the policies turn by turn; its rewards are reported but decide no
           wins.
-      judges: list of RewardTerm; default empty
+      judges: list of FunctionTerm or JudgeTerm or RewardModelTerm or EnsembleTerm or ServiceTerm or
+          VerifierTerm; default empty
           Judges besides `gold`, each independent. A source that the policy was trained against cannot
           be a judge. The sign of the weight says which direction is better; with weight 0 the source is
           reported but decides no wins.
@@ -889,7 +914,8 @@ def evaluate(
           Human verdicts on replies of these two: one more judge.
 
     Fields, by name:
-      rewards: list of RewardTerm; default empty
+      rewards: list of FunctionTerm or JudgeTerm or RewardModelTerm or EnsembleTerm or ServiceTerm or
+          VerifierTerm; default empty
           Sources of the reward, which is their weighted sum.
       max_failed: number, ≥ 0.0, ≤ 1.0; default `0.1`
           Maximum share of the replies in a batch that may have no score; beyond it the stage fails.
@@ -921,7 +947,8 @@ def evaluate(
       environment: EnvironmentConfig or AgentConfig or null; default `null`
           The environment that answers the policies turn by turn; its rewards are reported but decide no
           wins.
-      judges: list of RewardTerm; default empty
+      judges: list of FunctionTerm or JudgeTerm or RewardModelTerm or EnsembleTerm or ServiceTerm or
+          VerifierTerm; default empty
           Judges besides `gold`, each independent. A source that the policy was trained against cannot
           be a judge. The sign of the weight says which direction is better; with weight 0 the source is
           reported but decides no wins.
@@ -1172,7 +1199,8 @@ def ppo(
           Judges for `validation` only; the policy is not trained on their scores.
 
     Fields, by name:
-      rewards: list of RewardTerm; default empty
+      rewards: list of FunctionTerm or JudgeTerm or RewardModelTerm or EnsembleTerm or ServiceTerm or
+          VerifierTerm; default empty
           Sources of the reward, which is their weighted sum.
       max_failed: number, ≥ 0.0, ≤ 1.0; default `0.1`
           Maximum share of the replies in a batch that may have no score; beyond it the stage fails.
@@ -1314,7 +1342,8 @@ def ppo(
       ledger: LedgerConfig; default its own defaults
       validation: ValidationConfig or null; default `null`
           None: publish the last version.
-      judges: list of RewardTerm; default empty
+      judges: list of FunctionTerm or JudgeTerm or RewardModelTerm or EnsembleTerm or ServiceTerm or
+          VerifierTerm; default empty
           Sources that replace the rewards in `validation`, so that a version that only exploits the
           rewards is not chosen.
 
@@ -1586,7 +1615,8 @@ def preferences(
     Fields with source='rewards', by name:
       source: `rewards`; default `"rewards"`
       heldout_fraction: number, > 0.0, < 1.0; default `0.1`
-      rewards: list of RewardTerm; default empty
+      rewards: list of FunctionTerm or JudgeTerm or RewardModelTerm or EnsembleTerm or ServiceTerm or
+          VerifierTerm; default empty
           Sources of the reward, which is their weighted sum.
       max_failed: number, ≥ 0.0, ≤ 1.0; default `0.1`
           Maximum share of the replies in a batch that may have no score; beyond it the stage fails.
@@ -1941,17 +1971,17 @@ def reward(
     when: _Route | None = None,
     timeout_s: float = 300.0,
     retries: int = 2,
-    verifier: _MathVerifier | _RegexVerifier | _JSONSchemaVerifier | _CodeVerifier | None = None,
-    service: _ServiceConfig | None = None,
-    judge: _JudgeConfig | None = None,
+    judge: _JudgeConfig = ...,
     uncertainty: float = 0.5,
+    service: _ServiceConfig = ...,
+    verifier: _MathVerifier | _RegexVerifier | _JSONSchemaVerifier | _CodeVerifier = ...,
 ) -> RewardSource:
     """A reward source.
 
     Args:
         source: a function `(prompts, replies) -> scores`, one score per reply, or its import path; a reward model; a
             list of them as an ensemble. None if `fields` define the source: `verifier`, `service`, `judge`.
-        fields: fields of `RewardTerm`: `when`, `uncertainty`, …
+        fields: fields of the source's kind: `when`, `uncertainty`, …
 
     Raises:
         ConfigError: `source` is none of these.
