@@ -25,7 +25,7 @@ constraints: install  ## pin the newest of every dependency in constraints.txt
 		--all-extras --no-header --no-annotate --output-file constraints.txt pyproject.toml > /dev/null
 	@sed -E -i -f .ci/constraints.sed constraints.txt
 
-stubs: install  ## write xray/__init__.pyi: what type checkers know of the stage kinds
+stubs: install  ## write xray/__init__.pyi again: what type checkers know of the stage kinds
 	$(BIN)/python .ci/stubs.py
 
 demo: install  ## run the quickstart lifecycle into runs/quickstart
@@ -48,7 +48,7 @@ lint: install  ## style and types; the docs build without a warning
 	$(BIN)/ruff format --check .
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync types docs
 
-types: install
+types: stubs
 	$(BIN)/python .ci/tree.py mypy
 
 docs: install  ## build the documentation into site/, offline

@@ -1,19 +1,20 @@
 """Write xray/__init__.pyi, for what is only known at run time: stage kinds, their inputs and fields.
 
-Run `make stubs` after a change of the schema; a test fails while the file is out of date.
+setup.py runs this at installation and for a wheel, `make types` before mypy. A build has few libraries: what would
+import Prefect and Ray is read as syntax.
 """
 
 from __future__ import annotations
 
+import ast
 import collections.abc
 import dataclasses
 import inspect
 import re
-import subprocess
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -21,7 +22,6 @@ from pydantic import AfterValidator, BaseModel
 from pydantic.fields import FieldInfo
 
 import xray
-from xray.session import workspace
 from xray_runtime.config.rewards import KINDS, RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sources import BuiltInOrFunction, SourceTerms
@@ -30,8 +30,9 @@ from xray_runtime.graph.kind import StageKind
 from xray_runtime.graph.kind_help import description, tag
 from xray_runtime.stages import kinds
 
-STUB = Path(__file__).resolve().parents[1] / "xray" / "__init__.pyi"
-HEAD = '''"""Types of `xray` for type checkers and editors. `make stubs` writes this file from the code."""
+ROOT = Path(__file__).resolve().parents[1]
+STUB = ROOT / "xray" / "__init__.pyi"
+HEAD = '''"""Types of `xray` for type checkers and editors. Made from the code: `make stubs`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -140,7 +141,9 @@ def keywords(section: type[BaseModel], known: Types, without: collections.abc.Co
 def function(name: str, parameters: list[str], returns: str, docstring: str, *, is_overload: bool = False) -> str:
     lines = ["@overload"] if is_overload else []
     lines += [f"def {name}(", *(f"    {parameter}," for parameter in parameters), f") -> {returns}:"]
-    text = inspect.cleandoc(docstring).replace("\\", "\\\\").splitlines() or [name]
+    if not docstring:
+        return "\n".join([*lines, "    ..."])
+    text = inspect.cleandoc(docstring).replace("\\", "\\\\").splitlines()
     lines += [f'    """{text[0]}', *(f"    {line}".rstrip() for line in text[1:]), '    """']
     return "\n".join(lines)
 
@@ -169,20 +172,15 @@ def kind_functions(kind: StageKind, known: Types) -> Iterator[str]:
 
 
 def workspace_function(known: Types) -> str:
-    parameters = []
+    written = syntax("xray/session.py", "workspace")
     typed = {"runtime": f"RuntimeConfig | {known.section(RuntimeConfig)} | None"}
     typed["terms"] = f"Mapping[str, {known.section(SourceTerms)}] | None"
-    for name, parameter in inspect.signature(workspace).parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            fields = [field for kind in shipped() for s in kind.sections for field in s.model_fields.items()]
-            for shared in SHARED:
-                widest = max((known.text_of_field(info) for field, info in fields if field == shared), key=len)
-                parameters.append(f"{shared}: {widest} = ...")
-            continue
-        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parameters:
-            parameters.append("*")
-        parameters.append(f"{name}: {typed.get(name, parameter.annotation)} = {default(parameter.default)}")
-    return function("workspace", parameters, "AbstractContextManager[Graph]", str(workspace.__doc__))
+    parameters = [*parameters_of(written, typed.get)]
+    fields = [field for kind in shipped() for s in kind.sections for field in s.model_fields.items()]
+    for shared in SHARED:
+        widest = max((known.text_of_field(info) for field, info in fields if field == shared), key=len)
+        parameters.append(f"{shared}: {widest} = ...")
+    return function("workspace", parameters, "AbstractContextManager[Graph]", ast.get_docstring(written) or "")
 
 
 def reward_function(known: Types) -> str:
@@ -204,31 +202,43 @@ def stage_kind_function() -> str:
     return function("stage_kind", parameters, "Callable[[_Body[_C, _I]], StageKind]", str(xray.stage_kind.__doc__))
 
 
-def declaration(described: Any) -> str:
+def syntax(file: str, name: str) -> typing.Any:
+    """The definition of a function or class at the top of a file, which is not imported."""
+    body = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+    return next(part for part in body if isinstance(part, ast.FunctionDef | ast.ClassDef) and part.name == name)
+
+
+def parameters_of(written: ast.FunctionDef, typed: Callable[[str, str], str]) -> Iterator[str]:
+    """Its parameters; `typed` gives a type for a name and an annotation."""
+    arguments = written.args
+    required = len(arguments.args) - len(arguments.defaults)
+    values = [*[None] * required, *arguments.defaults, *arguments.kw_defaults]
+    for number, argument in enumerate([*arguments.args, *arguments.kwonlyargs]):
+        if number == len(arguments.args):
+            yield "*"
+        value = values[number]
+        text = f": {typed(argument.arg, ast.unparse(argument.annotation))}" if argument.annotation else ""
+        shown = default(value.value) if isinstance(value, ast.Constant) else "..."
+        yield argument.arg + text + (f" = {shown}" if value else "")
+
+
+def declaration(written: ast.FunctionDef) -> str:
     """The declaration of a function."""
-    parameters = []
-    for name, parameter in inspect.signature(described).parameters.items():
-        if name == "self":
-            parameters.append(name)
-            continue
-        text = f"{name}: {known_type(parameter.annotation)}"
-        is_required = parameter.default is parameter.empty
-        parameters.append(text if is_required else f"{text} = {default(parameter.default)}")
-    returns = known_type(inspect.signature(described).return_annotation)
-    return function(described.__name__, parameters, returns, inspect.getdoc(described) or "")
+    parameters = [*parameters_of(written, lambda _, annotation: known_type(annotation))]
+    returns = known_type(ast.unparse(written.returns)) if written.returns else "Any"
+    return function(written.name, parameters, returns, ast.get_docstring(written) or "")
 
 
-def class_declaration(described: type[Any], bases: str = "") -> str:
-    """The public members of a class that it defines itself."""
-    lines = [f"class {described.__name__}{bases}:"]
-    if dataclasses.is_dataclass(described):
-        lines += [f"    {field.name}: {known_type(str(field.type))}" for field in dataclasses.fields(described)]
-    for name, member in vars(described).items():
-        if name.startswith("_") or not isinstance(member, property | types.FunctionType):
-            continue
-        if isinstance(member, property):
-            lines.append("    @property")
-        lines += [f"    {line}" for line in declaration(getattr(member, "fget", member)).splitlines()]
+def class_declaration(written: ast.ClassDef, bases: str = "") -> str:
+    """The fields, public methods and properties of a class that it defines itself."""
+    lines = [f"class {written.name}{bases}:"]
+    for part in written.body:
+        if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name) and not part.target.id.startswith("_"):
+            lines.append(f"    {part.target.id}: {known_type(ast.unparse(part.annotation))}")
+        elif isinstance(part, ast.FunctionDef) and not part.name.startswith("_"):
+            is_property = any(ast.unparse(decorator).endswith("property") for decorator in part.decorator_list)
+            lines += ["    @property"] if is_property else []
+            lines += [f"    {line}" for line in declaration(part).splitlines()]
     return "\n".join(lines)
 
 
@@ -245,10 +255,12 @@ def stub() -> str:
     known = Types()
     functions = [text for kind in shipped() for text in kind_functions(kind, known)]
     functions += [workspace_function(known), reward_function(known), stage_kind_function()]
-    functions += [declaration(xray.checkpoint), declaration(xray.register)]
-    functions += [class_declaration(xray.Result), class_declaration(xray.Workspace, "(Graph)")]
+    functions += [declaration(syntax("xray/session.py", name)) for name in ("checkpoint", "register")]
+    functions.append(class_declaration(syntax("tasks/result.py", "Result")))
+    functions.append(class_declaration(syntax("tasks/workspace.py", "Workspace"), "(Graph)"))
     # `flow` takes no runner of another future, though a RayTaskRunner is one.
-    functions.append(function("task_runner", [], "TaskRunner[PrefectFuture[Any]]", str(xray.task_runner.__doc__)))
+    runner = ast.get_docstring(syntax("xray/flow_runner.py", "task_runner"))
+    functions.append(function("task_runner", [], "TaskRunner[PrefectFuture[Any]]", runner or ""))
     imports = [
         f"from {module} import {', '.join(f'{name} as {name}' for name in sorted(names) if name not in WRITTEN)}"
         for module, names in sorted({**xray._WHERE, **MORE}.items())
@@ -257,16 +269,7 @@ def stub() -> str:
     imports.append("from xray_runtime.graph.handles import RewardSource, Weighable")
     terms = f"_RewardTerm: TypeAlias = {known.text_of(RewardTerm)}"
     parts = [HEAD + "\n".join(imports), REWARD.strip(), *known.sections.values(), terms, *functions]
-    return formatted("\n\n".join(parts) + "\n")
-
-
-def formatted(text: str) -> str:
-    """The text in the style of `make lint`."""
-    ruff = str(Path(sys.executable).with_name("ruff"))
-    for arguments in (["check", "--select", "I", "--fix-only", "--quiet"], ["format"]):
-        command = [ruff, *arguments, "--stdin-filename", str(STUB), "-"]
-        text = subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
-    return text
+    return "\n\n".join(parts) + "\n"
 
 
 def main() -> int:

@@ -27,8 +27,7 @@ from filelock import FileLock, Timeout
 from xray.deployments.local_ray import is_dead, ray_servers, running_ray, temporary_environment
 from xray.deployments.service import LOOPBACK, Service, free_port
 from xray.tasks.command import is_commanded
-from xray_runtime.credentials import hide_logins
-from xray_runtime.network import check_addresses, exempt_loopback
+from xray_runtime.network import check_addresses
 from xray_runtime.processes import QUIET, without_collection
 from xray_runtime.template_database import copy_template, sqlite_address
 
@@ -44,17 +43,6 @@ PREFECT_SERVER = [
     sys.executable,
     *("-m", "uvicorn", "--factory", "prefect.server.api.server:create_app", "--log-level=warning"),
 ]
-
-
-def quiet_environment() -> None:
-    """Switch off telemetry and third-party chatter, remove passwords from addresses, use no proxy for loopback.
-
-    To be called before Prefect, Ray or MLflow are imported.
-    """
-    hide_logins()
-    exempt_loopback()
-    for name, value in QUIET.items():
-        os.environ.setdefault(name, value)
 
 
 class Health:

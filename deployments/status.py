@@ -13,8 +13,9 @@ from rich.table import Table
 from xray.deployments.server_home import ServerHome, State
 from xray.deployments.servers import ask, servers, worker
 from xray.deployments.suspension import ACTIVE, is_suspended
+from xray_runtime.evidence.kinds.canary import Canaries
+from xray_runtime.evidence.log import view
 from xray_runtime.lineage.canary import summary
-from xray_runtime.lineage.log import view
 from xray_runtime.lineage.promotion import CHAMPION
 
 MAX_RUNS = 50
@@ -47,7 +48,7 @@ def service_status(home: ServerHome, state: State | None) -> dict[str, Any]:
     ]
     content["canaries"] = [
         {"name": found.began.name, "candidate": found.began.candidate, "summary": summary(found)}
-        for found in list(view(home.output).canaries.values())[-1:]
+        for found in list(view(home.output).state(Canaries).values())[-1:]
     ]
     return content
 

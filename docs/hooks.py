@@ -170,12 +170,11 @@ def _fields(section: type[BaseModel]) -> Iterator[str]:
 
 def cli_page() -> str:
     """Every command with its options, as `--help` has them."""
-    from typer.main import get_command
-
-    from xray.cli.main import app
+    from xray.cli.group import COMMANDS, load
 
     lines = ["# Commands", "", "As `xray COMMAND --help` says. This page is made from the code."]
-    for name, command in _commands("xray", get_command(app)):
+    names = sorted(plug.removesuffix("_") for plug in COMMANDS)
+    for name, command in (found for top in names for found in _commands(f"xray {top}", load(top))):
         lines += ["", f"## {name}", "", *_command(name, command)]
     return "\n".join(lines) + "\n"
 

@@ -14,6 +14,7 @@ from xray_runtime.credentials import strip_credentials
 from xray_runtime.lineage.audit.checkpoints import Audit, audit as run_audit
 from xray_runtime.lineage.model_page import model_addresses
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store
+from xray_runtime.report.rendering import markdown_table
 
 
 class NotSound(RuntimeError):
@@ -67,10 +68,10 @@ def markdown(result: Audit, pages: Sequence[str] = ()) -> str:
     lines += [f"\n{note}" for note in result.notes]
     if pages:
         lines.append(f"\nIn MLflow: {', '.join(pages)}")
-    if result.findings:
-        lines += ["", "| | what | where | detail | how to mend |", "|---|---|---|---|---|"]
+    rows = []
     for finding in result.findings:
-        cells = [finding.code, finding.subject, finding.detail, str(finding.to_json()["mend"])]
-        escaped = [cell.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;") for cell in cells]
-        lines.append(f"| {'broken' if finding.is_broken else 'note'} | {' | '.join(escaped)} |")
+        cells = (finding.code, finding.subject, finding.detail, str(finding.to_json()["mend"]))
+        rows.append(("broken" if finding.is_broken else "note", *(cell.replace("<", "&lt;") for cell in cells)))
+    if rows:
+        lines += ["", *markdown_table(("", "what", "where", "detail", "how to mend"), rows)]
     return "\n".join(lines)

@@ -13,10 +13,10 @@ from xray.flows.lifecycle_graph import Lifecycle, lifecycle_graph, record_option
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import find_result, show_cached
 from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.evidence.log import read_run
 from xray_runtime.graph.graph import Graph, recording
 from xray_runtime.graph.stage_identity import identify
 from xray_runtime.lineage.attestation import open_store
-from xray_runtime.lineage.log import read_run
 from xray_runtime.store.checkpoints import Store
 from xray_runtime.store.digest_memory import DIGESTS, DigestMemory
 from xray_runtime.store.ref import CheckpointRef

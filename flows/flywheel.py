@@ -35,6 +35,8 @@ from xray.tasks.workspace import Workspace
 from xray_runtime.config.flywheel import FlywheelConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.evidence.kinds.canary import Canaries
+from xray_runtime.evidence.log import view
 from xray_runtime.feedback.canary import decide
 from xray_runtime.feedback.collection import collect, sound_chain
 from xray_runtime.feedback.publication import publish
@@ -44,7 +46,6 @@ from xray_runtime.graph.handles import Handle
 from xray_runtime.lineage import canary, promotion
 from xray_runtime.lineage.gates import check_gates
 from xray_runtime.lineage.graph import Graph
-from xray_runtime.lineage.log import view
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, require_language_model, resolve
 from xray_runtime.stages.kinds import (
     CURATE,
@@ -126,7 +127,7 @@ def _of(night: Night | None) -> list[str]:
 
 def _canary_ended(output: Path, store: LineageStore, night: Night) -> bool:
     """Whether the canary of a night is decided; the night then says how."""
-    found = view(output).canaries.get(night.canary or "")
+    found = view(output).state(Canaries).get(night.canary or "")
     if found is None:
         raise ConfigError(f"{place_of(output, night) / FILE}: its canary is not in the signed log; see `xray audit`")
     ended = decide(store, found)

@@ -11,17 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow
+from prefect.artifacts import create_markdown_artifact
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import deployment
 
 from xray.flows.lifecycle_graph import lifecycle_graph, record_options, recorded_graph
-from xray.flows.lineage import publish_lineage
 from xray.tasks.prefect_run import show
 from xray.tasks.preflight import check_run
 from xray.tasks.task_runner import task_runner
 from xray.tasks.workspace import Workspace
 from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.lineage.reference import open_lineage_store
+from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.log import log_files
+from xray_runtime.lineage.page import write_html
+from xray_runtime.lineage.reference import LineageStore, open_lineage_store
+from xray_runtime.lineage.render import lineage_mermaid, lineage_text, selection
+from xray_runtime.lineage.signing import signing_key
 from xray_runtime.processes import redirect_output
 from xray_runtime.workers.nodes import nodes
 from xray_runtime.workers.placement import with_device
@@ -62,7 +67,25 @@ def publish(workspace: Workspace) -> None:
     show("lifecycle", f"{workspace.project}: {workspace.output}", text)
     store = open_lineage_store(workspace.output, workspace.run_record.tracking_uri)
     for result in workspace.final_results():
-        publish_lineage(store, store.graph.nodes[result.sha256])
+        _publish_lineage(store, store.graph.nodes[result.sha256])
+
+
+def _publish_lineage(store: LineageStore, node: Node) -> None:
+    """Write `output/lineage/CHECKPOINT.html`, and an artifact `lineage` of the current flow run that links to it."""
+    output = store.output.absolute()
+    page = output / "lineage" / f"{node.directory.name}.html"
+    page.parent.mkdir(exist_ok=True)
+    write_html(page, store, node, selection(store.graph, node, False))
+    log_files(output, signing_key(output), [page], "lineage")
+    fence = "```"
+    lines = [
+        f"Lineage of `{node.sha256[:12]}`, with config, results and files: [{page}]({page.as_uri()})",
+        "",
+        *(f"{fence}mermaid", *lineage_mermaid(store.graph, node), fence),
+        "",
+        *(f"{fence}text", *(line.replace("`", "'") for line in lineage_text(store.graph, node, False)), fence),
+    ]
+    create_markdown_artifact("\n".join(lines), key="lineage", description=f"lineage of {node.name}")
 
 
 def prepare_deployment(root: Path) -> None:

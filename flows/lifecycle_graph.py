@@ -16,7 +16,7 @@ from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.current import current_graph
 from xray_runtime.graph.graph import Graph, recording
-from xray_runtime.graph.handles import Handle
+from xray_runtime.graph.handles import Handle, OpenGraph
 from xray_runtime.stages.kinds import (
     BASE,
     BENCHMARK,
@@ -110,7 +110,7 @@ def _benchmarks(config: LifecycleConfig, policies: dict[str, Handle], data: Hand
             BENCHMARK(policy, data, name=f"{name}-{stage}", **fields_of(suite) | shared)
 
 
-def _checkpoint(graph: Graph, field: str, ref: str) -> Handle:
+def _checkpoint(graph: OpenGraph, field: str, ref: str) -> Handle:
     try:
         return graph.checkpoint(ref)
     except ConfigError as error:

@@ -12,11 +12,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.evidence.kinds.night import Nights, NightWritten
+from xray_runtime.evidence.log import view
 from xray_runtime.files import write_atomic
 from xray_runtime.lineage.gates import Gate
-from xray_runtime.lineage.log import append, view
-from xray_runtime.lineage.log_entries import NightWritten
+from xray_runtime.lineage.log import append
 from xray_runtime.lineage.signing import signing_key
+from xray_runtime.report.rendering import markdown_table
 
 CANARY = "canary"
 """State of a night whose candidate answers a share of the requests."""
@@ -56,7 +58,7 @@ class Night(BaseModel):
 
 def read_nights(output: Path) -> list[Night]:
     """All nights in order, from the signed log. Raises ConfigError if a file differs from it."""
-    nights = [Night.model_validate(entry.night) for _, entry in sorted(view(output).nights.items())]
+    nights = [Night.model_validate(entry.night) for _, entry in sorted(view(output).state(Nights).items())]
     known = {place_of(output, night) / FILE: night for night in nights}
     for path in sorted((output / FOLDER).glob(f"*/{FILE}")):
         if path not in known or path.read_text(encoding="utf-8", errors="replace") != _text(known[path]):
@@ -99,7 +101,7 @@ def _text(night: Night) -> str:
 def night_markdown(night: Night) -> str:
     """A night for people."""
     lines = [f"**Night {night.number}: {night.state}**", "", *(f"- {reason}" for reason in night.reasons)]
-    lines += ["", "| | |", "|---|---:|", *(f"| {name} | {value} |" for name, value in night.numbers.items())]
+    lines += ["", *markdown_table(("", ""), [(name, str(value)) for name, value in night.numbers.items()])]
     for name, gates in night.gates.items():
         lines += ["", f"Gates, {name} prompts:", ""]
         lines += [f"- {'passes' if gate.passed else 'FAILS'} {gate.name}: {gate.reason}" for gate in gates]

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 
 from xray.flows.nights import Night
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.evidence.kinds.withdrawn import Withdrawals
+from xray_runtime.evidence.log import view
 from xray_runtime.feedback.collection import collect
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.log import view
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.withdrawal import LIVE, refusal
 
@@ -25,7 +26,7 @@ def is_due(store: LineageStore, name: str, last: Iterable[str]) -> bool:
         last: what the last night worked with and made; nothing where there was none.
     """
     log, last = view(store.output), list(last)
-    if not log.withdrawals or (last and not any(is_touched(store, sha) for sha in last)):
+    if not log.state(Withdrawals) or (last and not any(is_touched(store, sha) for sha in last)):
         return False
     live = [decision.checkpoint for (model, alias), decision in log.decided.items() if model == name and alias in LIVE]
     return any(is_touched(store, sha) for sha in live)

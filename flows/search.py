@@ -5,13 +5,14 @@ A search is checked completely before anything is computed.
 
 from __future__ import annotations
 
+import json
 import math
-import random
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from pydantic import Field, model_validator
 
 from xray.flows.subject import Subject
@@ -52,10 +53,16 @@ class FieldRange(Section):
             raise ValueError(f"low = {self.low:g} must be greater than 0 with log")
         return self
 
+    @property
+    def ends(self) -> list[Any]:
+        """The choices, or both ends of the range."""
+        ends = [int(end) if end.is_integer() else end for end in (self.low, self.high) if end is not None]
+        return self.choices or ends
+
 
 class PruneConfig(Section):
-    """A trial ends early if its best value so far is worse than the median of earlier trials' means up to the same step
-    (Golovin et al. 2017, Google Vizier)."""
+    """A trial ends early if its best value so far is worse than the median of the finished trials' values at the same
+    step (Optuna's median pruner; Golovin et al. 2017, Google Vizier)."""
 
     stage: Annotated[str, Field(min_length=1)] | None = None
     """Stage whose metric is compared. Default: the search's `until`."""
@@ -66,7 +73,7 @@ class PruneConfig(Section):
     after_steps: Count = 1
     """No trial ends before this many steps (PPO: iterations) of the stage."""
     min_trials: Count = 3
-    """Number of trials that must have reached the same step."""
+    """Number of finished trials that must have a value at the same step."""
 
 
 class SearchConfig(Section):
@@ -98,28 +105,8 @@ class SearchConfig(Section):
         return self.prune.stage or self.until, self.prune.metric or self.metric
 
 
-@dataclass(frozen=True)
-class Span:
-    """A range of numbers, both ends included."""
-
-    low: float
-    high: float
-    log: bool
-    whole: bool
-
-    @property
-    def ends(self) -> list[float]:
-        return [int(end) if self.whole else end for end in (self.low, self.high)]
-
-    def __contains__(self, value: object) -> bool:
-        return isinstance(value, int | float) and self.low <= value <= self.high
-
-    def draw(self, rng: random.Random) -> float:
-        return rng.randint(int(self.low), int(self.high)) if self.whole else rng.uniform(self.low, self.high)
-
-
-Space = dict[str, Span | list[Any]]
-"""Path of a field → range or choices."""
+Space = dict[str, BaseDistribution]
+"""Path of a field → its values; a choice is drawn as JSON, since Optuna does not compare sections."""
 
 
 def load_search(path: Path, trials: int | None = None) -> SearchConfig:
@@ -169,26 +156,28 @@ def search_space(subject: Subject, search: SearchConfig) -> Space:
     names = [call.name for call in calls_until(subject, search.until)]
     if search.pruned_by is not None and search.pruned_by[0] not in names:
         raise ConfigError(f"prune.stage: {search.pruned_by[0]!r} is not allowed: must be one of {', '.join(names)}")
-    space = {path: _span(subject, path, field) for path, field in search.fields.items()}
+    space = {path: _distribution(subject, path, field) for path, field in search.fields.items()}
     _check_draws(subject, search, space)
     return space
 
 
-def _span(subject: Subject, path: str, field: FieldRange) -> Span | list[Any]:
+def drawn_values(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Path → value of a draw from the space."""
+    return {path: json.loads(drawn) if isinstance(drawn, str) else drawn for path, drawn in params.items()}
+
+
+def _distribution(subject: Subject, path: str, field: FieldRange) -> BaseDistribution:
+    for value in field.ends:
+        _try(subject, path, value)
     if field.choices is not None:
-        for value in field.choices:
-            _try(subject, path, value)
-        return field.choices
+        return CategoricalDistribution([json.dumps(choice, sort_keys=True) for choice in field.choices])
     assert field.low is not None
     assert field.high is not None
-    for value in (field.low, field.high):
-        _try(subject, path, int(value) if value.is_integer() else value)
     try:
         _try(subject, path, field.low + (field.high - field.low) / GOLDEN)
-        whole = False
     except ConfigError:
-        whole = True
-    return Span(field.low, field.high, field.log, whole)
+        return IntDistribution(int(field.low), int(field.high), log=field.log)
+    return FloatDistribution(field.low, field.high, log=field.log)
 
 
 def _try(subject: Subject, path: str, value: Any) -> None:
@@ -202,21 +191,20 @@ def _try(subject: Subject, path: str, value: Any) -> None:
 
 def _check_draws(subject: Subject, search: SearchConfig, space: Space) -> None:
     """Check that at least one draw is valid, and that a stage up to `until` reads every field."""
-    rng = random.Random(search.seed)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(search.seed))
     refused: ConfigError | None = None
     for _ in range(MAX_DRAWS):
-        values = {path: s.draw(rng) if isinstance(s, Span) else rng.choice(s) for path, s in space.items()}
         try:
-            drawn = subject.with_values(values)
+            drawn = subject.with_values(drawn_values(study.ask(space).params))
             calls_until(drawn, search.until)
             break
         except ConfigError as error:
             refused = refused or error
     else:
         raise ConfigError(f"fields: none of {MAX_DRAWS} random configs is valid: {refused}")
-    for path, values_of in space.items():
-        ends = values_of.ends if isinstance(values_of, Span) else values_of
-        read = {_read(drawn, search.until, path, end) for end in ends}
+    for path, field in search.fields.items():
+        read = {_read(drawn, search.until, path, end) for end in field.ends}
         if len(read) == 1 and None not in read:
             raise ConfigError(f"fields.{path}: is not allowed: no stage up to {search.until!r} reads it")
 

@@ -4,85 +4,69 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import optuna
-import yaml
+from optuna.trial import FrozenTrial, TrialState
 from rich.console import Console
 
-from xray.flows.search import SearchConfig, Space, Span
-from xray.flows.trials import Search, State, Trial, TrialRecord
-from xray_runtime.config.loading import resolved_yaml
+from xray.flows.search import SearchConfig
+from xray.flows.study import ERROR, PLACE, VALUES, Search
+from xray_runtime.config.loading import resolved_yaml, to_yaml
 from xray_runtime.files import write_atomic
+from xray_runtime.lineage.log import read_run
 from xray_runtime.report.figures import COLORS, style
+from xray_runtime.report.rendering import markdown_table
 from xray_runtime.terminal import print_table
 
 RESULTS, BEST, FIGURE = "results.json", "best.yaml", "search.png"
 MIN_FOR_IMPORTANCE = 5
 """Number of finished trials needed to estimate importances."""
-STATES: dict[State, optuna.trial.TrialState] = {
-    "finished": optuna.trial.TrialState.COMPLETE,
-    "pruned": optuna.trial.TrialState.PRUNED,
-    "failed": optuna.trial.TrialState.FAIL,
-}
+STATES = {TrialState.COMPLETE: "finished", TrialState.PRUNED: "pruned"}
+"""Any other state is "failed"."""
 
 
-def report(search: Search, trials: Sequence[tuple[Trial, TrialRecord]]) -> dict[str, Any]:
+def report(search: Search) -> dict[str, Any]:
     """Write the results into the search's directory; returns the content of results.json."""
     wanted, directory = search.wanted, search.directory
-    finished = [record for _, record in trials if record.state == "finished"]
-    sign = 1 if wanted.mode == "max" else -1
-    best = max(finished, key=lambda record: sign * (record.value or 0.0), default=None)
-    results: dict[str, Any] = {
+    trials = [_entry(directory, number, trial) for number, trial in enumerate(search.trials())]
+    finished = [trial for trial in trials if trial["state"] == "finished"]
+    choose = max if wanted.mode == "max" else min
+    best = choose(finished, key=lambda trial: trial["value"], default=None)
+    results = {
         "search": wanted.model_dump(mode="json"),
-        "trials": [
-            {"directory": str(trial.place), **record.model_dump(mode="json", exclude={"points", "search"})}
-            for trial, record in trials
-        ],
-        "best": None,
-        "importance": importance(search, [record for _, record in trials]),
+        "trials": trials,
+        "best": {name: best[name] for name in ("number", "value", "values")} if best is not None else None,
+        "importance": _importance(search.study, len({trial["value"] for trial in finished})),
     }
     if best is not None:
-        results["best"] = {"number": best.number, "value": best.value, "values": best.values}
-        subject = search.subject.with_values(best.values)
-        text = resolved_yaml(subject.config) if subject.config is not None else yaml.safe_dump(subject.content())
+        subject = search.subject.with_values(best["values"])
+        text = resolved_yaml(subject.config) if subject.config is not None else to_yaml(subject.content())
         write_atomic(directory / BEST, text)
     write_atomic(directory / FIGURE, figure(results, wanted))
     write_atomic(directory / RESULTS, json.dumps(results, indent=2))
     return results
 
 
-def importance(search: Search, records: Sequence[TrialRecord]) -> dict[str, float]:
-    """Field → importance (PED-ANOVA, Watanabe et al. 2023); empty with too few trials."""
-    if len({record.value for record in records if record.state == "finished"}) < MIN_FOR_IMPORTANCE:
+def _entry(directory: Path, number: int, trial: FrozenTrial) -> dict[str, Any]:
+    place = directory / "trials" / trial.user_attrs[PLACE]
+    return {
+        "directory": str(place),
+        "number": number,
+        "values": trial.user_attrs[VALUES],
+        "state": STATES.get(trial.state, "failed"),
+        "value": trial.value if trial.state == TrialState.COMPLETE else None,
+        "error": trial.user_attrs.get(ERROR),
+        "run_id": read_run(place).get("run_id"),
+    }
+
+
+def _importance(study: optuna.Study, different: int) -> dict[str, float]:
+    """Field → importance (PED-ANOVA, Watanabe et al. 2023); empty with too few different values."""
+    if different < MIN_FOR_IMPORTANCE:
         return {}
-    study = study_of(search, records)
     return {path: float(share) for path, share in optuna.importance.get_param_importances(study).items()}
-
-
-def study_of(search: Search, records: Sequence[TrialRecord]) -> optuna.Study:
-    """A study in memory with these trials and their outcomes."""
-    study = optuna.create_study(direction="maximize" if search.wanted.mode == "max" else "minimize")
-    space = distributions(search.space)
-    for record in records:
-        params, state = search.drawn(record.values), STATES[record.state]
-        study.add_trial(optuna.trial.create_trial(state=state, value=record.value, params=params, distributions=space))
-    return study
-
-
-def distributions(space: Space) -> dict[str, optuna.distributions.BaseDistribution]:
-    """A space as Optuna distributions; choices become indices, since Optuna cannot compare arbitrary values."""
-    return {path: _distribution(values) for path, values in space.items()}
-
-
-def _distribution(values: Span | list[Any]) -> optuna.distributions.BaseDistribution:
-    if isinstance(values, list):
-        return optuna.distributions.CategoricalDistribution(range(len(values)))
-    if values.whole:
-        return optuna.distributions.IntDistribution(int(values.low), int(values.high), log=values.log)
-    return optuna.distributions.FloatDistribution(values.low, values.high, log=values.log)
 
 
 def figure(results: dict[str, Any], search: SearchConfig) -> bytes:
@@ -123,23 +107,18 @@ def _shown(value: Any) -> Any:
 
 def results_markdown(results: dict[str, Any], search: SearchConfig) -> str:
     """The trials as a Markdown table for Prefect's page."""
-    lines = ["| trial | " + " | ".join(search.fields) + f" | {search.metric} | |"]
-    lines.append("|---" * (len(search.fields) + 3) + "|")
-    for trial in results["trials"]:
-        cells = [str(trial["number"]), *(_cell(trial["values"][path]) for path in search.fields), _cell(trial["value"])]
-        lines.append(f"| {' | '.join([*cells, trial['state']])} |")
-    return "\n".join(lines)
+    rows = [[*_cells(trial, search), trial["state"]] for trial in results["trials"]]
+    return "\n".join(markdown_table(("trial", *search.fields, search.metric, ""), rows))
 
 
 def print_results(console: Console, results: dict[str, Any], search: SearchConfig, directory: Path) -> None:
     """Print all trials, importances and the paths of the results."""
     columns, best, rows = ("trial", *search.fields, search.metric), results["best"], []
     for trial in results["trials"]:
-        values = [_cell(trial["values"][path]) for path in search.fields]
         note = trial["error"] or ("" if trial["state"] == "finished" else trial["state"])
         if best is not None and trial["number"] == best["number"]:
             note = "best"
-        rows.append((str(trial["number"]), *values, _cell(trial["value"]), note))
+        rows.append([*_cells(trial, search), note])
     print_table(console, (*columns, ""), rows, right=columns)
     lines = [f"importance  {', '.join(f'{path} {100 * share:.0f}%' for path, share in results['importance'].items())}"]
     lines = lines if results["importance"] else []
@@ -147,6 +126,11 @@ def print_results(console: Console, results: dict[str, Any], search: SearchConfi
         lines.append(f"best        trial {best['number']}, {search.metric} {best['value']:.4g}: {directory / BEST}")
     lines += [f"record      {directory / RESULTS}", f"picture     {directory / FIGURE}"]
     console.print("\n".join(["", *lines]), highlight=False, soft_wrap=True, markup=False)
+
+
+def _cells(trial: dict[str, Any], search: SearchConfig) -> list[str]:
+    """Number, values and outcome of a trial."""
+    return [str(trial["number"]), *(_cell(trial["values"][path]) for path in search.fields), _cell(trial["value"])]
 
 
 def _cell(value: Any) -> str:

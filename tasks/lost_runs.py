@@ -17,7 +17,8 @@ from typing import Any
 
 from filelock import Timeout
 
-from xray_runtime.lineage.log import LIFECYCLE, read_run, run_lock, view
+from xray_runtime.evidence.log import LIFECYCLE, read_run, view
+from xray_runtime.evidence.view import run_lock
 
 log = logging.getLogger(__name__)
 

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
-from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.loading import load_config
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.lineage.log import LOCKS, read_run, run_lock
+from xray_runtime.evidence.log import read_run
+from xray_runtime.evidence.view import LOCKS, run_lock
 from xray_runtime.store.identity import digest
+
+if TYPE_CHECKING:
+    from xray_runtime.config.lifecycle import LifecycleConfig
 
 CONFIG, SEARCH = "config.yaml", "search.yaml"
 
 
 def saved_config(output: Path) -> LifecycleConfig:
     """The config of the last run in `output`, or the defaults if there is none."""
+    from xray_runtime.config.loading import load_config
+
     path = output / CONFIG
     return load_config(path if path.is_file() else None)
 

@@ -10,18 +10,20 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Self
 
-import yaml
 from filelock import FileLock
 
 from xray.tasks.output_directory import unfinished_run
 from xray.tasks.prefect_run import PAGE, crash_lost_flow_run, flow_parameters, prefect_tags, show, trigger_of_run
 from xray.tasks.run_summary import RunSummary, end_record
 from xray.tasks.spec import RunContext, forwarded_variables
+from xray_runtime.config.loading import to_yaml
 from xray_runtime.config.sources import SourceTerms
 from xray_runtime.credentials import strip_credentials, tracking_address
 from xray_runtime.errors import is_cancelled
+from xray_runtime.evidence.log import LIFECYCLE, REPORT, digests, view
+from xray_runtime.evidence.view import LOCKS, RunBegan, run_lock
 from xray_runtime.lineage.keys import exchange_keys
-from xray_runtime.lineage.log import LIFECYCLE, LOCKS, REPORT, RunBegan, append, digests, run_lock, view
+from xray_runtime.lineage.log import append
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.report.evaluations import figure
 from xray_runtime.store.identity import digest, file_sha256, text_sha256
@@ -166,7 +168,7 @@ class RunRecord:
     def _start(self, record: dict[str, Any], before: dict[str, Any] | None) -> str:
         page = prefect_tags().get(PAGE)
         note = {"mlflow.note.content": f"[Prefect flow run]({page})"} if page else {}
-        text = yaml.safe_dump(record, sort_keys=False, allow_unicode=True)
+        text = to_yaml(record)
         self._sent["config.yaml"] = text_sha256(text)
         return self.tracker.start_lifecycle(
             before["run_id"] if before is not None else None,

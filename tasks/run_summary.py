@@ -11,20 +11,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from xray.tasks.spec import StageResult
 from xray.tasks.summary import evaluation_rows
+from xray_runtime.config.loading import to_yaml
+from xray_runtime.evidence.log import LIFECYCLE, REPORT
+from xray_runtime.evidence.statement import read_statement
+from xray_runtime.evidence.view import RunEnded
 from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import Evaluation
-from xray_runtime.lineage.attestation import read_statement
 from xray_runtime.lineage.keys import seal_of
-from xray_runtime.lineage.log import LIFECYCLE, REPORT, RunEnded, append
+from xray_runtime.lineage.log import append
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.lineage.trusted_log import read_logged
 from xray_runtime.report.evaluations import Measured, SideBySide, as_json, measured, side_by_side
 from xray_runtime.report.figures import StageRecord, parse_metrics
-from xray_runtime.report.rendering import computed_text
+from xray_runtime.report.rendering import computed_text, markdown_table
 from xray_runtime.stages.kinds import find_kind
 from xray_runtime.store.identity import digest
 from xray_runtime.store.published import read_published
@@ -137,7 +138,7 @@ class RunSummary:
         shown = []
         if self._evaluation is not None:
             shown = json.loads(_published(self._evaluation[1], "samples.json"))
-        config = yaml.safe_dump(self._record, sort_keys=False, allow_unicode=True)
+        config = to_yaml(self._record)
         read = functools.partial(read_logged, self._output)
         self.files |= write_report(self.report, self.content, records, shown, config, self.evaluations(), read)
 
@@ -149,18 +150,16 @@ class RunSummary:
             rows.append(("registered", f"{registered['name']} version {registered['version']} @{registered['alias']}"))
         rows += [(s["name"], finding) for s in self.content["stages"] for finding in s["findings"]]
         rows.append(("report", f"`{self.report}`"))
-        lines = ["| result | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+        lines = markdown_table(("result", "value"), rows)
         table = self.evaluations()
         if len(self._measured) > 1:
-            lines += ["", f"| policy | {' | '.join(table.columns)} |", f"|---|{'---|' * len(table.columns)}"]
-            lines += [f"| {' | '.join(cells)} |" for cells in table.cells()]
-        lines += ["", "| stage | computed | checkpoint | MLflow |", "|---|---|---|---|"]
+            lines += ["", *markdown_table(("policy", *table.columns), table.cells())]
+        stages = []
         for s in self.content["stages"]:
             address = page(s["mlflow_run_id"])
             link = f"[run]({address})" if address else f"`{s['mlflow_run_id']}`"
-            cells = [s["name"], computed_text(s), f"`{s['checkpoint']['sha256'][:12]}`", link]
-            lines.append(f"| {' | '.join(cells)} |")
-        return "\n".join(lines)
+            stages.append((s["name"], computed_text(s), f"`{s['checkpoint']['sha256'][:12]}`", link))
+        return "\n".join([*lines, "", *markdown_table(("stage", "computed", "checkpoint", "MLflow"), stages)])
 
     def _write(self) -> None:
         with self._lock:

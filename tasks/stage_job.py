@@ -37,6 +37,7 @@ from xray_runtime.errors import (
     is_cancelled,
     is_out_of_memory,
 )
+from xray_runtime.evidence.statement import OutsideSource, RunFacts
 from xray_runtime.graph.artifacts import dataset_of
 from xray_runtime.graph.kind import Stage, StageKind, config_of
 from xray_runtime.graph.stage_identity import identify
@@ -44,7 +45,6 @@ from xray_runtime.lineage.attestation import attest, open_store
 from xray_runtime.lineage.keys import seal_of
 from xray_runtime.lineage.log import log_checkpoints
 from xray_runtime.lineage.signing import signing_key
-from xray_runtime.lineage.statement import OutsideSource, RunFacts
 from xray_runtime.lineage.terms import terms_of
 from xray_runtime.models.transformers_import import import_transformers
 from xray_runtime.report.figures import read_metrics, training_figure

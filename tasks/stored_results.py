@@ -21,13 +21,15 @@ from pydantic import ValidationError
 
 from xray.tasks.spec import RunContext, StageResult
 from xray_runtime.errors import first_line
+from xray_runtime.evidence.lines import Record, parse_line
+from xray_runtime.evidence.log import digests
+from xray_runtime.evidence.view import Line, Published
 from xray_runtime.files import write_atomic
 from xray_runtime.lineage.keys import HOW_TO_TRUST, trusted_keys
-from xray_runtime.lineage.log import digests, log_checkpoints
-from xray_runtime.lineage.log_entries import Line, Published, Record
-from xray_runtime.lineage.signed_lines import parse_line, signed_line
+from xray_runtime.lineage.log import log_checkpoints
+from xray_runtime.lineage.signed_lines import signed_line
 from xray_runtime.lineage.signing import SignatureProblem, Verifier, signing_key
-from xray_runtime.lineage.trusted_log import read_logged, trusted_view
+from xray_runtime.lineage.trusted_log import read_as_signed, read_logged, trusted_view
 from xray_runtime.store.checkpoints import CHECKPOINTS, Store, load_manifest
 from xray_runtime.store.manifest import MANIFEST
 from xray_runtime.store.ref import CheckpointRef
@@ -114,26 +116,27 @@ def keep_result(result: StageResult, output: Path, store: Store, *, written: Map
     else:
         new = {file.relative_to(output).as_posix(): sha256 for file, sha256 in written.items()}
     new[path.relative_to(output).as_posix()] = hashlib.sha256(text.encode()).hexdigest()
-    published = {directory: result.checkpoint.sha256}
-    log_checkpoints(output, key, published, new, here=True, renew=True)
-    # Other files may lie beside those that MLflow was sent.
-    log_checkpoints(output, key, published, _artifacts(output, result), here=True, renew=True)
+    new |= _artifacts(output, result, new)
+    log_checkpoints(output, key, {directory: result.checkpoint.sha256}, new, here=True, renew=True)
     write_atomic(path, text)
     if store.shared is not None:
         store.share(result.checkpoint)
         _share_result(path, text, result, output, store.shared)
 
 
-def _artifacts(output: Path, result: StageResult) -> dict[str, str]:
-    """Artifact of the result's MLflow run → sha256, of those that repeat the checkpoint's manifest or a record that the
-    log has."""
-    files, found = trusted_view(output).files, {}
+def _artifacts(output: Path, result: StageResult, written: Mapping[str, str]) -> dict[str, str]:
+    """Artifact of the result's MLflow run → sha256, of those that repeat the checkpoint's manifest or a record that was
+    `written` or that the log has. Other files may lie beside those that MLflow was sent."""
+    signed, found = trusted_view(output).files, {}
     records = records_directory(output, result.name, result.key).relative_to(output).as_posix()
     for name, sha256 in digests(output, [output / ARTIFACTS / result.mlflow_run_id]).items():
         path = Path(name)
-        expected = result.checkpoint.sha256 if path.name == MANIFEST else files.get(f"{records}/{path.name}")
-        if path.suffix == ".json" and path.name != MANIFEST and expected is not None:
-            content = read_logged(output, output / records / path.name)
+        record = f"{records}/{path.name}"
+        expected = written.get(record, signed.get(record))
+        if path.name == MANIFEST:
+            expected = result.checkpoint.sha256
+        elif path.suffix == ".json" and expected is not None:
+            content = read_as_signed(output / record, expected)
             table = json.loads(content) if content is not None else {"columns": [], "rows": []}
             expected = hashlib.sha256(table_text(table["columns"], table["rows"]).encode()).hexdigest()
         if sha256 == expected:

@@ -10,6 +10,7 @@ from typing import Any
 
 from xray.tasks.spec import StageResult
 from xray_runtime.graph.kind import StageKind
+from xray_runtime.report.rendering import markdown_table
 
 BARS = "▁▂▃▄▅▆▇█"
 MAX_BARS = 24
@@ -31,16 +32,15 @@ def stage_markdown(kind: StageKind, result: StageResult, series: Series, page: s
     lines += [f"- {role}: `{sha256[:12]}`" for role, sha256 in sorted(result.parents.items())]
     lines += [f"- files: `{result.checkpoint.path}`", ""]
     names = [name for _, panel in kind.panels for name in panel if series.get(name)]
+    curves = {name: [value for _, value in series[name]] for name in names}
     if names:
-        lines += ["| metric | first | last | curve |", "|---|---|---|---|"]
-    for name in names:
-        values = [value for _, value in series[name]]
-        lines.append(f"| {name} | {values[0]:.4g} | {values[-1]:.4g} | {sparkline(values)} |")
+        rows = [(name, f"{v[0]:.4g}", f"{v[-1]:.4g}", sparkline(v)) for name, v in curves.items()]
+        lines += markdown_table(("metric", "first", "last", "curve"), rows)
     if image is not None:
         lines += ["", f"![training curves]({image})"]
     if kind.results is not None:
-        lines += ["| result | value |", "|---|---|"]
-        lines += [f"| {name} | {value:.4g} |" for name, value in _results(kind, result).items()]
+        results = _results(kind, result).items()
+        lines += markdown_table(("result", "value"), [(name, f"{value:.4g}") for name, value in results])
     return "\n".join(lines)
 
 

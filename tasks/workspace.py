@@ -38,7 +38,8 @@ from xray_runtime.graph.graph import Graph, StageCall
 from xray_runtime.graph.handles import Handle
 from xray_runtime.graph.stage_identity import code_of
 from xray_runtime.lineage.adopt import checkpoint_from
-from xray_runtime.planning.auto import check_left_open, choose_layouts
+from xray_runtime.planning.auto import choose_layouts
+from xray_runtime.planning.roles import check_left_open
 from xray_runtime.planning.workload import Machine
 from xray_runtime.processes import tighten_umask
 from xray_runtime.store.function_digest import function_sources
@@ -174,7 +175,7 @@ class Workspace(Graph):
     def laid_out(self, call: StageCall) -> StageCall:
         if self.runtime.parallel != "auto":
             return call
-        check_left_open(call)
+        check_left_open(call.name, call.kind.models(call.config).values())
         call, text = choose_layouts(call, self._machine, nodes())
         if text is not None:
             log.info(text)

@@ -12,7 +12,7 @@
 
 Every stage kind is a callable under its name (`xray.sft`), including users' own kinds. Names are imported on first use,
 so that `import xray` is fast. `xray.algorithms`, `xray.data`, `xray.environments` and `xray.rewards` contain types and
-functions for your own code. Type checkers read `__init__.pyi`, which `make stubs` writes.
+functions for your own code. Type checkers read `__init__.pyi`, which is made at installation.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from prefect.context import refresh_global_settings_context
 from prefect_ray import RayTaskRunner
 
 from xray.deployments.local_ray import running_ray
-from xray.deployments.local_services import quiet_environment
+from xray.deployments.quiet import quiet_environment
 from xray.tasks import task_runner as shipped
 from xray_runtime.processes import QUIET
 

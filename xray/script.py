@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from xray.cli.job import INTERRUPTED
+from xray.cli.exit_codes import INTERRUPTED
 from xray.deployments.patience import NotUpError
 from xray.tasks.lost_runs import command_to_close
 from xray.tasks.output_directory import resume_point

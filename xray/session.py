@@ -84,7 +84,8 @@ def workspace(
 @contextlib.contextmanager
 def _opened(output: Path, options: dict[str, Any], script: Script | None) -> Iterator[Workspace]:
     from xray.deployments.local_ray import temporary_environment
-    from xray.deployments.local_services import local_services, quiet_environment
+    from xray.deployments.local_services import local_services
+    from xray.deployments.quiet import quiet_environment
 
     quiet_environment()
     with contextlib.ExitStack() as stack:

@@ -30,7 +30,7 @@ from xray_runtime.engines.generation.vllm_server import (
     naming_reasoning_content,
     reasoning_parser,
 )
-from xray_runtime.lineage.log_entries import ArmResult
+from xray_runtime.evidence.kinds.canary import ArmResult
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.serving import NotServedError
 from xray_runtime.serving.canary_metrics import CanaryState

@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import save_file
 
 from tests.component.models import gone, pid_of
-from xray_runtime.models.causal_lm import load_model
 from xray_runtime.models.tensor_file import WEIGHTS_FILE
 from xray_runtime.weights import object_store
 from xray_runtime.weights.object_store import (
@@ -32,7 +31,6 @@ from xray_runtime.weights.object_store import (
 )
 from xray_runtime.weights.shared_memory import SharedReader, SharedWriter
 from xray_runtime.weights.versioned import StaleWeightsError, Tensors, VersionedWeights
-from xray_runtime.weights.zero_copy import open_shared, share
 
 MIB = 2**20
 NAMES = ("a", "b", "c", "d")
@@ -351,39 +349,3 @@ def peak_of(work: Callable[[], None]) -> int:
         done.set()
         watcher.join()
     return max([*seen, anonymous()]) - before
-
-
-def test_readers_map_one_copy(cluster: None, tiny_model: Path) -> None:
-    """Actors score with the very bytes of the object store, tied weights stay tied, and what is trained is a copy."""
-    lm = load_model(tiny_model)
-    shared = share(lm)
-    ids = torch.tensor([[5, 9, 7, 42, 1]])
-
-    @ray.remote(num_cpus=0)
-    class Reader:
-        def score(self) -> tuple[np.ndarray, bool, bool, bool]:
-            mapped = open_shared(shared)
-            trained = open_shared(shared, trained=lambda name: "layers.1." in name)
-            frozen = [p for n, p in trained.named_parameters() if "layers.1." not in n]
-            assert addresses(mapped) == addresses(open_shared(shared))
-            with torch.no_grad():
-                mapped_logits = mapped(ids).logits.numpy()
-            trained(ids).logits.sum().backward()
-            torch.optim.SGD([p for p in trained.parameters() if p.requires_grad], lr=1.0).step()
-            return (
-                mapped_logits,
-                mapped.lm_head.weight is mapped.model.embed_tokens.weight,
-                all(p.grad is None for p in frozen),
-                torch.equal(mapped.model.layers[1].mlp.up_proj.weight, trained.model.layers[1].mlp.up_proj.weight),
-            )
-
-    def addresses(module: torch.nn.Module) -> list[int]:
-        return [p.data_ptr() for p in module.parameters()]
-
-    for reader in [Reader.remote(), Reader.remote()]:
-        logits, tied, untouched, same = ray.get(reader.score.remote())
-        with torch.no_grad():
-            np.testing.assert_allclose(logits, lm(ids).logits.numpy(), atol=1e-6)
-        assert tied
-        assert untouched
-        assert not same

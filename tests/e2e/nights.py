@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.unit.serving.recording import KEYS, exchange, with_recorder
-from xray.deployments.local_services import local_services, quiet_environment
+from xray.deployments.local_services import local_services
+from xray.deployments.quiet import quiet_environment
 from xray_runtime.config.flywheel import FlywheelConfig
 from xray_runtime.config.loading import resolved_yaml, validate
 from xray_runtime.files import write_atomic

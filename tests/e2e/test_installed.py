@@ -20,7 +20,7 @@ from tests.e2e.conftest import ROOT, environment
 BIN = Path(sys.executable).parent
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 FOLDERS = ("xray", "xray_runtime", *SETTINGS["tool"]["setuptools"]["package-dir"].values())
-FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+FILES = (".ci/stubs.py", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 OWN = '''
 import json
 from pathlib import Path
@@ -77,7 +77,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`bin/` of an environment with the wheel, and with the libraries that are installed here."""
     folder = tmp_path_factory.mktemp("installed")
     for name in FOLDERS:
-        shutil.copytree(ROOT / name, folder / "sources" / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, folder / "sources" / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyi"))
+    (folder / "sources" / ".ci").mkdir()
     for name in FILES:
         shutil.copy(ROOT / name, folder / "sources" / name)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
@@ -98,6 +99,12 @@ def run(command: list[str], folder: Path, timeout: float = 600) -> subprocess.Co
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def test_the_wheel_has_the_stub_that_the_code_gives(installed: Path) -> None:
+    [packed] = (installed.parent / "lib").glob("python*/site-packages/xray/__init__.pyi")
+    run([sys.executable, str(ROOT / ".ci" / "stubs.py")], installed)
+    assert packed.read_text(encoding="utf-8") == (ROOT / "xray" / "__init__.pyi").read_text(encoding="utf-8")
 
 
 def shipped(installed: Path, name: str) -> str:

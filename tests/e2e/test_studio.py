@@ -28,16 +28,13 @@ from tests.unit.studio.world import compared, recorded, with_rollouts
 from xray.deployments.service import free_port
 from xray.studio.chat import EXAMPLE
 from xray.tasks.output_directory import saved_config
+from xray_runtime.evidence.log import view
 from xray_runtime.feedback.collection import collect, sound_chain
 from xray_runtime.feedback.session import read_sessions
 from xray_runtime.graph.artifacts import FEEDBACK
-from xray_runtime.lineage.log import view
 from xray_runtime.lineage.reference import find, open_lineage_store
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(find_chromium() is None, reason=f"no browser: none of {', '.join(CHROMIUM)}"),
-]
+pytestmark = pytest.mark.skipif(find_chromium() is None, reason=f"no browser: none of {', '.join(CHROMIUM)}")
 
 AXE = "axe-core@4.14.1"
 ITERATIONS, ROWS = 100, 500
@@ -57,7 +54,7 @@ RULES = "async () => (await axe.run()).violations.filter(v => ['serious', 'criti
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("studio") / "run"
     Lifecycle(output).whole()
-    with_rollouts(output, tmp_path_factory.mktemp("tokenizer"), ITERATIONS, ROWS)
+    with_rollouts(output, tmp_path_factory.mktemp("tokenizer"), 2, 100)
     compared(output)
     recorded(output)
     return output
@@ -282,8 +279,23 @@ def test_a_chat_calls_tools_and_a_reply_is_made_again(address: str, window: Page
     window.get_by_text("Message; Enter sends it").wait_for()
 
 
-def test_50_000_rollouts_scroll_without_a_pause(address: str, output: Path, window: Page) -> None:
-    window.goto(f"{address}{paths(output)['rollouts']}?order=highest")
+@pytest.fixture
+def large(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """A studio over 50,000 rollouts, and its directory."""
+    output = tmp_path / "run"
+    Lifecycle(output).whole()
+    with_rollouts(output, tmp_path / "tokenizer", ITERATIONS, ROWS)
+    process, address = started(output)
+    yield address, output
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.long
+def test_50_000_rollouts_scroll_without_a_pause(large: tuple[str, Path], window: Page) -> None:
+    address, output = large
+    policy = find("ppo-read", open_lineage_store(output, None)).sha256
+    window.goto(f"{address}/rollouts/{policy[:12]}?order=highest")
     window.get_by_text("50,000 rollouts").wait_for()
     assert window.locator(".chunk").count() == ITERATIONS * ROWS / 50
     window.evaluate(LONG_TASKS)

@@ -7,8 +7,12 @@ import subprocess
 import time
 from pathlib import Path
 
+import optuna
 import pytest
 import yaml
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
 
 from tests.e2e.conftest import ROOT, XRAY, environment, xray
 from xray.flows.lifecycle_graph import recorded_graph
@@ -31,8 +35,13 @@ SEARCH = {
 
 
 def finished(output: Path) -> list[str]:
-    paths = output.glob("searches/*/trials/*/trial.json")
-    return [path.parent.name for path in paths if json.loads(path.read_text())["state"] == "finished"]
+    """Names of the directories of the trials that finished."""
+    storages = [JournalStorage(JournalFileBackend(str(path))) for path in output.glob("searches/*/journal.jsonl")]
+    studies = [
+        optuna.load_study(study_name=s.study_name, storage=one) for one in storages for s in one.get_all_studies()
+    ]
+    trials = [trial for study in studies for trial in study.get_trials(states=(TrialState.COMPLETE,))]
+    return [trial.user_attrs["place"] for trial in trials]
 
 
 def key_of(best: Path, stage: str, checkpoints: dict[str, str]) -> str:

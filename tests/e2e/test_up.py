@@ -99,6 +99,8 @@ def test_a_scheduled_run_ends_and_leads_to_mlflow_and_back(operator: Operator, s
     shown = operator.artifacts(scheduled)
     assert set(shown) == {*STAGES, "lifecycle", "mlflow", "lineage"}
     assert "| reward/mean |" in shown["ppo-2"]
+    assert "```mermaid" in shown["lineage"]
+    assert "rewards.0: reward" in shown["lineage"]
     lines = operator.logs(scheduled)
     for stage in STAGES:
         assert [line for line in lines if line.startswith(f"{stage}: done in ")], (stage, lines)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.lineage.audit.findings import CODES
+from xray_runtime.lineage.audit_check import meanings
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("xray/cli", "xray_runtime", "flows", "tasks", "deployments")
@@ -85,7 +85,7 @@ def test_messages_are_plain_english() -> None:
 
 
 def test_findings_are_plain_english() -> None:
-    said = [text for meaning, mend in CODES.values() for text in (meaning, mend)]
+    said = [text for found in meanings().values() for text in (found.meaning, found.remedy)]
     assert [text for text in said if BANNED.search(text)] == []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,8 +30,7 @@ from xray_runtime.terminal import print_indented, print_table
 from xray_runtime.tracking.registry import own_store
 
 if TYPE_CHECKING:
-    from xray.flows.trials import Trial
-    from xray.flows.tune import Event
+    from xray.flows.trial import TrialRun
 
 POLL_SECONDS = 0.5
 TITLE = 12
@@ -133,28 +131,24 @@ class LiveTrials(LiveStages):
 
     def __init__(self, console: Console, heartbeat: Path) -> None:
         super().__init__(console, heartbeat)
-        self._running: dict[int, Trial] = {}
+        self._running: dict[int, TrialRun] = {}
 
     def watching_trials(self) -> contextlib.AbstractContextManager[None]:
         """Follow running trials while the context lasts."""
         return self._following(self._stages)
 
-    def show_event(self, event: Event) -> None:
+    def show_event(self, trial: TrialRun) -> None:
         """Show that a trial began or ended."""
-        trial, record = event
         if self._heartbeat is not None:
             self._heartbeat.touch()
-        if record.state == "running":
-            self._running[record.number] = trial
-            text = ", ".join(f"{path} = {json.dumps(value)}" for path, value in record.values.items())
+        if trial.has_ended:
+            self._running.pop(trial.number, None)
         else:
-            self._running.pop(record.number, None)
-            outcome = f"{trial.search.metric} {record.value:.4g}" if record.value is not None else record.state
-            text = f"{outcome} {record.error or ''}".rstrip()
-        self._console.print(f"trial {record.number}: {text}", highlight=False, soft_wrap=True, markup=False)
+            self._running[trial.number] = trial
+        self._console.print(f"trial {trial.number}: {trial.text}", highlight=False, soft_wrap=True, markup=False)
 
     def _stages(self) -> dict[str, Any]:
-        running = {number: trial.progress() for number, trial in list(self._running.items())}
+        running = {number: trial.progress for number, trial in list(self._running.items())}
         return {
             f"{number} {stage}": done
             for number, progress in running.items()

@@ -7,47 +7,38 @@ import os
 import tempfile
 import traceback
 from collections.abc import Iterator
-from typing import Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from typer.core import TyperGroup
-from typer.exceptions import TyperException
 
-from xray.cli.job import BAD_INPUT, FAILED
-from xray.deployments.local_services import quiet_environment
-from xray.deployments.patience import NotUpError
-from xray_runtime.config.validation import ConfigError
+from xray.cli.exit_codes import BAD_INPUT, FAILED
 from xray_runtime.errors import root_cause
 
 
-class Commands(TyperGroup):
-    """Commands whose errors are one line each, with Prefect's, Ray's and MLflow's chatter switched off."""
+def report_error(error: Exception) -> int:
+    """Print why a command failed, in one line; returns its exit code."""
+    from xray.deployments.patience import NotUpError
+    from xray_runtime.config.validation import ConfigError
 
-    def invoke(self, ctx: Any) -> Any:
-        quiet_environment()
-        try:
-            return super().invoke(ctx)
-        except (typer.Exit, typer.Abort, TyperException, BrokenPipeError):
-            raise
-        except (ConfigError, OSError) as error:
-            print_error("error", str(error))
-            raise typer.Exit(BAD_INPUT) from None
-        except NotUpError as error:
-            print_error("failed", str(error))
-            raise typer.Exit(FAILED) from None
-        except Exception as error:
-            descriptor, path = tempfile.mkstemp(prefix="xray-error-", suffix=".log")
-            with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-                traceback.print_exception(error, file=file)
-            print_error("failed", f"{type(error).__name__}: {error} (please report it, with {path})")
-            raise typer.Exit(FAILED) from None
+    if isinstance(error, ConfigError | OSError):
+        print_error("error", str(error))
+        return BAD_INPUT
+    if isinstance(error, NotUpError):
+        print_error("failed", str(error))
+        return FAILED
+    descriptor, path = tempfile.mkstemp(prefix="xray-error-", suffix=".log")
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+        traceback.print_exception(error, file=file)
+    print_error("failed", f"{type(error).__name__}: {error} (please report it, with {path})")
+    return FAILED
 
 
 @contextlib.contextmanager
 def root_cause_only(hint: str = "") -> Iterator[None]:
     """Turn an exception of a flow or an actor into one line with its root cause. Bad input passes through."""
+    from xray_runtime.config.validation import ConfigError
+
     try:
         yield
     except (ConfigError, OSError, typer.Abort, typer.Exit):

@@ -1,4 +1,4 @@
-"""The job that the supervisor passes to the process that runs it, and the exit codes of commands."""
+"""The job that the supervisor passes to the process that runs it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from xray.flows.subject import Subject
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals that stop a run."""
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-"""Exit codes of commands. FAILED also means that an audit or a gate found something."""
 
 
 class Job(BaseModel):

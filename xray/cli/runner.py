@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from xray.cli.job import BAD_INPUT, FAILED, INTERRUPTED, SIGNALS, Job
-from xray.deployments.local_services import LOST, Health, quiet_environment, services
+from xray.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
+from xray.cli.job import SIGNALS, Job
+from xray.deployments.local_services import LOST, Health, services
 from xray.deployments.patience import NotUpError
+from xray.deployments.quiet import quiet_environment
 from xray.tasks.command import Command, commanded
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import root_cause
@@ -127,7 +129,7 @@ def _search(job: Job, console: Console, health: Health) -> dict[str, Any]:
     display.note("starting Prefect and Ray")
     with services(job.output, health):
         from xray.flows.search import load_search
-        from xray.flows.trials import search_directory
+        from xray.flows.study import search_directory
         from xray.flows.tune import tune_flow
         from xray.flows.tune_report import print_results
 

@@ -19,8 +19,10 @@ from xray.flows.nights import DONE, FILE, place_of, read_nights
 from xray.studio.pages import Studio, studio_of
 from xray.studio.runs import RUNNING, runs, working
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.evidence.kinds.canary import Canaries
+from xray_runtime.evidence.kinds.withdrawn import Withdrawals
+from xray_runtime.evidence.log import view
 from xray_runtime.feedback.canary import Monitor
-from xray_runtime.lineage.log import view
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.report.figures import read_metrics
 from xray_runtime.serving.canary_metrics import CanaryState, canary_gauges
@@ -48,7 +50,7 @@ class OutputCollector:
         yield from _of_runs(output)
         yield from _of_nights(output)
         yield from _of_canary(self.studio.store())
-        withdrawals = view(output).withdrawals
+        withdrawals = view(output).state(Withdrawals)
         yield GaugeMetricFamily("xray_withdrawals", "Withdrawals in the signed log", len(withdrawals))
         if (audited := self.studio.audited) is not None:
             text = "Whether the last audit found everything sound"
@@ -106,7 +108,7 @@ def _of_nights(output: Path) -> Iterator[GaugeMetricFamily]:
 
 def _of_canary(store: LineageStore) -> Iterator[GaugeMetricFamily]:
     """The last canary, as it is now or ended, by arm."""
-    canary = next(reversed(view(store.output).canaries.values()), None)
+    canary = next(reversed(view(store.output).state(Canaries).values()), None)
     if canary is None:
         return
     ended = canary.ended

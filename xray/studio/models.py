@@ -11,11 +11,12 @@ from fastapi.responses import RedirectResponse, Response
 from xray.studio.access import Fields
 from xray.studio.pages import DAMAGED, Studio, page, studio_of
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.evidence.kinds.canary import Canaries
+from xray_runtime.evidence.log import view
 from xray_runtime.lineage import promotion
 from xray_runtime.lineage.canary import summary
 from xray_runtime.lineage.gates import NotPromoted
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.log import view
 from xray_runtime.lineage.page import drawing
 from xray_runtime.lineage.reference import LineageStore, find, open_lineage_store, resolve
 from xray_runtime.lineage.render import entry, stage_name
@@ -104,7 +105,7 @@ def models(request: Request) -> Response:
     names = sorted({name for name, _ in log.decided if name})
     aliases = {name: {alias: d for (n, alias), d in log.decided.items() if n == name} for name in names}
     decisions = [d for d in reversed(log.decisions) if d.name][:50]
-    canaries = [(c.began.name, c.began.candidate, summary(c)) for c in reversed(log.canaries.values())][:10]
+    canaries = [(c.began.name, c.began.candidate, summary(c)) for c in reversed(log.state(Canaries).values())][:10]
     return page(request, "models.html", aliases=aliases, decisions=decisions, canaries=canaries)
 
 

@@ -15,8 +15,8 @@ from fastapi.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from xray_runtime.data.reasoning import split_reasoning
+from xray_runtime.evidence.log import view
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
-from xray_runtime.lineage.log import view
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store
 from xray_runtime.store.checkpoints import CHECKPOINTS
 

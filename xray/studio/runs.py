@@ -15,7 +15,8 @@ from fastapi.responses import RedirectResponse, Response
 from xray.studio.access import Fields
 from xray.studio.pages import DAMAGED, page, studio_of
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.lineage.log import is_at_work, read_run, view
+from xray_runtime.evidence.log import read_run, view
+from xray_runtime.evidence.view import is_at_work
 from xray_runtime.report.figures import read_metrics
 from xray_runtime.report.rendering import computed_text
 from xray_runtime.stages.kinds import find_kind

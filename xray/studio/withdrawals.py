@@ -11,8 +11,9 @@ from xray.studio.access import Fields
 from xray.studio.pages import page, studio_of
 from xray.tasks.output_directory import file_lock, require_no_run
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.evidence.kinds.withdrawn import Withdrawals
+from xray_runtime.evidence.log import view
 from xray_runtime.lineage import withdrawal
-from xray_runtime.lineage.log import view
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store
 from xray_runtime.store.identity import digest
 
@@ -26,7 +27,7 @@ LOCK = "withdraw.lock"
 def withdrawals(request: Request) -> Response:
     """All withdrawals, newest first, and the form for another."""
     studio = studio_of(request)
-    entries = list(reversed(view(studio.output).withdrawals))
+    entries = list(reversed(view(studio.output).state(Withdrawals)))
     return page(request, "withdrawals.html", entries=entries, nodes=studio.store().graph.nodes, left=[])
 
 
@@ -62,7 +63,7 @@ def withdraw(request: Request, fields: Fields) -> Response:
         left = withdrawal.withdraw(store, plan, by)
     if not left:
         return RedirectResponse("/withdrawals", 303)
-    entries = list(reversed(view(studio.output).withdrawals))
+    entries = list(reversed(view(studio.output).state(Withdrawals)))
     return page(request, "withdrawals.html", 500, entries=entries, nodes=store.graph.nodes, left=left)
 
 

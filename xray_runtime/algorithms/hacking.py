@@ -10,10 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from xray_runtime.config.watch import WatchConfig
+from typing import Protocol
 
 Points = Mapping[str, float]
 """Metric → what it was in one iteration, or on average over several."""
@@ -28,6 +25,20 @@ WATCHED = ("reward/gold", SOURCE, "rollout/length", "kl/reference_k1", REPEATED,
 PHRASE_TOKENS = 3
 PHRASE_RISE = 0.25
 """Share of replies by which a phrase must have spread."""
+
+
+class Bounds(Protocol):
+    """What a change must exceed for an alert; `WatchConfig` explains the fields."""
+
+    reward_rise: float
+    judge_share: float
+    max_length_ratio: float
+    min_distinct_ratio: float
+    common_phrase: float
+    max_kl_per_token: float
+    max_disagreement_ratio: float
+
+
 Z = 1.645
 """Quantile of a one-sided 95% bound."""
 
@@ -44,7 +55,7 @@ class Sign:
 
 
 def signs(
-    first: Sequence[Points], last: Sequence[Points], weights: Mapping[str, float], bounds: WatchConfig, num_prompts: int
+    first: Sequence[Points], last: Sequence[Points], weights: Mapping[str, float], bounds: Bounds, num_prompts: int
 ) -> list[Sign]:
     """Signs of a hacked reward, by the bounds of the config.
 
@@ -129,7 +140,7 @@ def describe(name: str, early: Points, late: Points) -> str:
 
 
 def _pleased(
-    early: Points, late: Points, source: str, judge: str, sign: float, bounds: WatchConfig, num_prompts: int
+    early: Points, late: Points, source: str, judge: str, sign: float, bounds: Bounds, num_prompts: int
 ) -> bool:
     """Whether a source rose, and a judge by less than the share of that which it should, each in its deviations."""
     risen, stayed = _rise(early, late, source), _rise(early, late, judge)

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from xray_runtime.errors import NonFiniteError
-
-if TYPE_CHECKING:
-    from xray_runtime.config.ppo import KLConfig
 
 KLEstimator = Literal["k1", "k2", "k3"]
 LOG_RATIO_BOUND = 20.0
@@ -61,7 +58,16 @@ class KLController:
         self.coef *= 1.0 + error * num_replies / self.horizon
 
 
-def make_kl_controller(config: KLConfig) -> KLController:
+class KLSettings(Protocol):
+    """How the weight of the KL is controlled; `KLConfig` explains the fields."""
+
+    controller: Literal["fixed", "adaptive"]
+    coef: float
+    target: float
+    horizon: float
+
+
+def make_kl_controller(config: KLSettings) -> KLController:
     return KLController(config.coef, config.target if config.controller == "adaptive" else None, config.horizon)
 
 

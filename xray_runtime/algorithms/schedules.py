@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from xray_runtime.config.engines import TrainingConfig
+from typing import Literal, Protocol
 
 
-def learning_rate(config: TrainingConfig, step: int, total_steps: int, peak: float | None = None) -> float:
+class Schedule(Protocol):
+    """The schedule of a `TrainingConfig`."""
+
+    lr: float
+    schedule: Literal["constant", "linear", "cosine"]
+    warmup_fraction: float
+    final_lr_ratio: float
+
+
+def learning_rate(config: Schedule, step: int, total_steps: int, peak: float | None = None) -> float:
     """Learning rate of step `step` (from 0) of `total_steps` on the config's schedule; `peak` replaces `config.lr`.
 
     Rises linearly over the first `warmup_fraction` of the steps (step 0 already has a share of the peak), then stays,

@@ -97,7 +97,10 @@ class PPOSection(Section):
 
 
 class LifecycleConfig(Section):
-    """Data → SFT → reward model → PPO stages, or DPO → evaluation → registration."""
+    """Data → SFT → reward model → PPO stages, or DPO → evaluation → registration.
+
+    Checked here is what no stage sees; each stage checks its inputs and fields as the graph is recorded.
+    """
 
     project: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")] = "xray"
     """Name of the MLflow experiment; the policy is registered as `<project>-policy`."""
@@ -226,15 +229,11 @@ class LifecycleConfig(Section):
             raise ValueError("ppo must be null where dpo is set" if self.dpo is not None else "ppo or dpo must be set")
         judged = self.evaluate.heldout_reward_model is not None
         trained = self.reward is not None or judged
-        if self.preferences is None and (trained or self.dpo is not None):
-            raise ValueError(f"preferences must be set where {'a reward model' if trained else 'dpo'} is trained")
         if self.preferences is not None and not (trained or self.dpo is not None):
             raise ValueError("preferences must be null where no reward model is trained")
         named = [name for name in ("reward", "reward_ref", "reward_base") if getattr(self, name) is not None]
         if len(named) > 1:
             raise ValueError(f"{named[0]} must be null where {named[1]} names a reward model")
-        if self.dpo is None and not (named or self.rewards):
-            raise ValueError("rewards must name a source where reward, reward_ref and reward_base are null")
         return self
 
     @model_validator(mode="after")
@@ -244,8 +243,6 @@ class LifecycleConfig(Section):
                 for field, column in term.columns.items():
                     if column not in self.data.columns:
                         raise ValueError(f"{sources}.{number}.{field} = {column!r} must be one of data.columns")
-        if isinstance(self.preferences, GoldPreferences) and self.gold is None:
-            raise ValueError("gold must be set when preferences.source is 'gold'")
         if isinstance(self.preferences, RatingPreferences) and (self.data.source != "chitchat" or self.data.sources):
             raise ValueError(
                 f"preferences.source 'ratings' needs data.source 'chitchat' (got {self.data.source!r}): "

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import re
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.composer import Composer, ComposerError
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import AliasEvent
+from ruamel.yaml.nodes import MappingNode, ScalarNode
 
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.paths import kind_of, put
@@ -18,48 +23,31 @@ PIPES = (Path("/dev"), Path("/dev/fd"))
 """Where shells put pipes for `<(COMMAND)`. Reading a pipe elsewhere could wait forever for a writer."""
 
 
-class _Loader(yaml.SafeLoader):
-    """A strict YAML loader: 1e-4 is a number, only true and false are booleans; repeated keys and aliases are
-    errors."""
+class _Composer(Composer):
+    """Refuses aliases, with which a small file becomes a large config, and keys that are no texts."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.events.AliasEvent):
-            event = self.peek_event()  # type: ignore[no-untyped-call]
-            raise yaml.constructor.ConstructorError(None, None, "aliases are not supported", event.start_mark)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(None, None, "a key is a list or a mapping", key.start_mark)
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is given twice", key.start_mark)
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
+        if self.parser.check_event(AliasEvent):
+            raise ComposerError(None, None, "aliases are not supported", self.parser.peek_event().start_mark)
+        node = super().compose_node(parent, index)
+        if isinstance(parent, MappingNode) and index is None and not isinstance(node, ScalarNode):
+            raise ComposerError(None, None, "a key is a list or a mapping", node.start_mark)
+        return node
 
 
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag.rsplit(":", 1)[1] in ("null", "merge")]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|false|False)$"), list("tTfF"))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
-    ),
-    list("-+0123456789."),
-)
+class _Constructor(SafeConstructor):
+    """Leaves a date a text."""
 
 
-def _construct_int(loader: _Loader, node: Any) -> int:
-    # Plain decimal: YAML 1.1 would read 010 as eight.
-    return int(loader.construct_scalar(node))
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+def _yaml() -> YAML:
+    """YAML 1.2: 1e-4 is a number, only true and false are booleans, 010 is ten, and no key is given twice."""
+    strict = YAML(typ="safe", pure=True)
+    strict.Composer, strict.Constructor = _Composer, _Constructor
+    strict.default_flow_style = strict.sort_base_mapping_type_on_output = False
+    return strict
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> LifecycleConfig:
@@ -81,7 +69,14 @@ def validate(data: Any) -> LifecycleConfig:
 
 def resolved_yaml(config: LifecycleConfig) -> str:
     """Every field of `config`, defaults included; loading it gives the same config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return to_yaml(config.model_dump(mode="json"))
+
+
+def to_yaml(data: Any) -> str:
+    """`data`, of what JSON has, as YAML that reads back as it is."""
+    text = io.StringIO()
+    _yaml().dump(data, text)
+    return text.getvalue()
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -109,9 +104,9 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
+        return _yaml().load(text)
+    except YAMLError as error:
+        mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
         place = f"{where}:{mark.line + 1}" if mark is not None else where
         reason = " ".join(str(getattr(error, "problem", None) or error).split())
         raise ConfigError(f"{place}: not valid YAML: {reason}") from None

@@ -91,6 +91,10 @@ class Term(Section):
         """Whether it compares the replies to one prompt, and so needs several."""
         return False
 
+    def plugs(self) -> tuple[str, ...]:
+        """Modules whose code computes its scores: keys of stages digest it."""
+        return (type(self).__module__,)
+
     @classmethod
     def in_files(cls) -> type[Term] | None:
         """The class that checks it in the file of a lifecycle; None: only a graph can use the kind."""

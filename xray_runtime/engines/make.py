@@ -54,7 +54,7 @@ def build_scorer(module: HeadedLM, layout: FrozenConfig, checkpoint: Path, devic
     dtype = getattr(torch, with_precision(layout, device.type).precision)
     if layout.zero_stage and topology.data > 1:
         return ZeroScorer(module, weights, device, dtype)
-    load_shard(module, weights, device, dtype)
+    load_shard(module, weights, device, dtype, frozen=True)
     if mesh is None:
         return Scorer(module, threaded=device.type == "cpu")
     return Scorer(module) if topology.pipeline == 1 else StageScorer(module, mesh)
@@ -82,7 +82,7 @@ def _shard(
     mesh = Mesh(topology)
     splits = split_layers(module, mesh, device) if topology.tensor > 1 else {}
     if topology.pipeline > 1:
-        module.keep_stage(topology.layers(mesh.stage, len(module.lm.model.layers)))
+        module.keep_stage(topology.layers(mesh.stage, len(module.layers)))
     return mesh, Weights(module, checkpoint, splits, mesh.tensor_rank)
 
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from xray_runtime.engines.states import hugging_face_name
 from xray_runtime.models.causal_lm import load_model, saved_shapes, skeleton
+from xray_runtime.models.family import Parts
 from xray_runtime.models.heads import BorrowedHead, HeadedLM
-from xray_runtime.models.weight_files import read_tensor, weight_files
+from xray_runtime.models.weight_files import MappedFiles, read_tensor, weight_files
 from xray_runtime.signs import part_done
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 SMALL = 100_000
 """Elements up to which rank 0 reads a parameter for all: below ZeRO-3's limit every rank may keep it whole."""
-EMBEDDING = "model.embed_tokens.weight"
 
 
 class Weights:
@@ -44,6 +44,9 @@ class Weights:
         self, module: nn.Module, checkpoint: Path, splits: Mapping[str, Split] | None = None, tensor_rank: int = 0
     ) -> None:
         self.splits, self._files, self._tensor_rank = splits or {}, weight_files(checkpoint), tensor_rank
+        self._parts: Parts = getattr(module, "parts", Parts())
+        self.mapped = MappedFiles()
+        """The files behind values that were read with `mapped`."""
         self._branches = [
             (branch.first, {} if branch.checkpoint is None else weight_files(branch.checkpoint))
             for branch in getattr(module, "branches", ())
@@ -55,15 +58,17 @@ class Weights:
         if missing := [plain for files, plain in sources if plain not in files]:
             raise ValueError(f"{checkpoint}: has no weights for {min(missing)}")
 
-    def value(self, name: str) -> Tensor:
-        """The parameter `name`, or this rank's slice of it."""
+    def value(self, name: str, *, mapped: bool = False) -> Tensor:
+        """The parameter `name`, or this rank's slice of it; with `mapped`, which is for what is never trained, on the
+        pages of its file."""
         if name in self._given:
             return self._given[name]
         (files, plain), split = self._source(name), self.splits.get(name)
+        read = self.mapped.read if mapped else read_tensor
         if split is None:
-            return read_tensor(files, plain)
+            return read(files, plain)
         low = sum(split.sizes[: self._tensor_rank])
-        return read_tensor(files, plain, split.dim, low, low + split.sizes[self._tensor_rank])
+        return read(files, plain, split.dim, low, low + split.sizes[self._tensor_rank])
 
     def share(self, name: str, start: int, size: int) -> Tensor:
         """`size` elements of the flat parameter from `start` on, padded with zeros; only these are read."""
@@ -84,12 +89,12 @@ class Weights:
         first, files = self._branches[int(number)]
         if part.startswith("layers."):
             _, layer, rest = part.split(".", 2)
-            part = f"layers.{first + int(layer)}.{rest}"
-        return files, f"model.{part}"
+            return files, f"{self._parts.layers}.{first + int(layer)}.{rest}"
+        return files, f"{self._parts.norm}.{part.removeprefix('norm.')}"
 
     def embedding(self) -> Tensor:
         """The whole embedding, for the last pipeline stage of a tied model."""
-        return read_tensor(self._files, EMBEDDING)
+        return read_tensor(self._files, f"{self._parts.embeddings}.weight")
 
     def buffer(self, name: str) -> Tensor | None:
         """The buffer `name`; None if it is not in the checkpoint."""
@@ -118,9 +123,16 @@ def load_shard(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     partition: Partition | None = None,
+    *,
+    frozen: bool = False,
 ) -> None:
     """Load the parameters of `module` in `dtype` and its buffers onto `device`. `partition` leaves every rank its share
-    of a parameter, which the rank reads by itself where it can."""
+    of a parameter, which the rank reads by itself where it can.
+
+    A `frozen` model in float32 on a CPU stays on the mapped pages of its checkpoint, so that all processes of a machine
+    that score with it hold one copy; each pass checks that nobody wrote to the files (`MappedFiles`).
+    """
+    mapped = frozen and device.type == "cpu" and dtype == torch.float32 and partition is None
     first = partition is None or dist.get_rank() == 0
     places: dict[int, list[tuple[Any, str]]] = {}
     for owner in module.modules():
@@ -131,10 +143,10 @@ def load_shard(
         old = module.get_parameter(name)
         shared = partition is not None and partition.by_share and old.is_meta and old.numel() > SMALL
         if first and not shared:
-            value = (weights.value(name) if old.is_meta else old.detach()).to(dtype)
+            value = (weights.value(name, mapped=mapped) if old.is_meta else old.detach()).to(dtype)
         else:
             value = torch.empty(old.shape, dtype=dtype)
-        new = nn.Parameter(value.to(device), requires_grad=old.requires_grad)
+        new = nn.Parameter(value.to(device), requires_grad=old.requires_grad and not mapped)
         # AutoTP stores attributes on parameters.
         new.__dict__ |= old.__dict__
         if partition is not None:
@@ -142,13 +154,15 @@ def load_shard(
         for owner, key in places[id(old)]:
             owner._parameters[key] = new
         part_done()
-    head = getattr(module.lm, "lm_head", None)
+    head = module.lm.get_output_embeddings()
     if isinstance(head, BorrowedHead):
         value = weights.embedding() if head.weight.is_meta else head.weight.detach()
         head.weight = value.to(device).requires_grad_()
     for name, buffer in module.named_buffers():
         read_one = weights.buffer(name)
         buffer.data = (buffer if read_one is None else read_one.to(buffer.dtype)).to(device)
+    if mapped:
+        module.register_forward_hook(lambda *_: weights.mapped.check_unchanged())
 
 
 def _to_read(module: nn.Module) -> tuple[set[str], set[str]]:

@@ -19,10 +19,9 @@ from xray_runtime.algorithms.confidence_sequence import ConfidenceSequence
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import KEYS, RECORDED, UserKeys, about, read_segment, segment_name
 from xray_runtime.errors import first_line
+from xray_runtime.evidence.kinds.canary import ArmResult, Canaries, Canary, CanaryEnded, Outcome
 from xray_runtime.feedback.collection import signals_of, sound_chain
 from xray_runtime.lineage.canary import end, sound_log
-from xray_runtime.lineage.log import Canary
-from xray_runtime.lineage.log_entries import ArmResult, CanaryEnded, Outcome
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store
 from xray_runtime.lineage.withdrawal import refusal
 from xray_runtime.store.identity import file_sha256
@@ -153,7 +152,7 @@ class Monitor:
 
     def _look(self, now: datetime) -> CanaryEnded | None:
         began = self.canary.began
-        known = sound_log(self._output, self._public).canaries.get(self.canary.id)
+        known = sound_log(self._output, self._public).state(Canaries).get(self.canary.id)
         if known is None:
             return self.decision("rolled back", "its beginning is not in the signed log")
         if known.ended is not None:

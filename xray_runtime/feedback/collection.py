@@ -18,18 +18,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from xray_runtime.audit_checks.recorded import check_recorded
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Messages
 from xray_runtime.data.reasoning import with_reasoning
 from xray_runtime.data.recorded import KEYS, RECORDED, UserKeys, about, read_segment, segment_name
 from xray_runtime.data.records import prompt_of
+from xray_runtime.evidence.kinds.withdrawn import Withdrawals
+from xray_runtime.evidence.log import view
 from xray_runtime.feedback.answers import parse_feedback
 from xray_runtime.feedback.dataset import publish_dataset, require_tracking
 from xray_runtime.graph.artifacts import ANSWERS, FEEDBACK, PEOPLE, Feedback
 from xray_runtime.lineage.audit.log import read_log
-from xray_runtime.lineage.audit.recorded import check_recorded
 from xray_runtime.lineage.keys import trusted_keys
-from xray_runtime.lineage.log import view
 from xray_runtime.lineage.recorded import ChainView, read_chain
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import Verifier
@@ -86,7 +87,7 @@ def collect(lineage: LineageStore, project: str, by: str, first: int, last: int)
     require_tracking(lineage)
     chain = sound_chain(lineage)
     # Replies of a model that must not be learned from must not be learned from either.
-    nodes = lineage.graph.nodes if view(lineage.output).withdrawals else {}
+    nodes = lineage.graph.nodes if view(lineage.output).state(Withdrawals) else {}
     is_refused = cache(lambda sha: sha in nodes and refusal(lineage, nodes[sha]) is not None)
     read = _read(lineage.output, chain, first, last, is_refused)
     answers = [read.answers[id] for id in read.new]

@@ -18,8 +18,8 @@ from xray_runtime.data.text_set import TextSet
 from xray_runtime.feedback.chat_model import BatchSampler, PromptLimits, fitting
 from xray_runtime.feedback.judgements import Question, tally
 from xray_runtime.feedback.session import PromptSource, Session, Setup
-from xray_runtime.lineage.audit.contamination import Prompts
 from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.prompts import Prompts
 from xray_runtime.lineage.reference import LineageStore, require_language_model
 from xray_runtime.planning.workload import this_machine
 from xray_runtime.seeding import derive_seed

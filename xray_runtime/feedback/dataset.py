@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.evidence.log import digests
+from xray_runtime.evidence.statement import RunFacts, read_statement
 from xray_runtime.graph.artifacts import Artifact, dataset_of
-from xray_runtime.lineage.attestation import attest, open_store, read_statement
+from xray_runtime.lineage.attestation import attest, open_store
 from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.log import digests, log_checkpoints
+from xray_runtime.lineage.log import log_checkpoints
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
-from xray_runtime.lineage.statement import RunFacts
 from xray_runtime.store.checkpoints import load_manifest
 from xray_runtime.store.identity import Identity
 from xray_runtime.store.ref import CheckpointRef

@@ -17,12 +17,13 @@ from typing import Any
 from xray_runtime.config.serving import ReviewsConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import KEYS, RECORDED, UserKeys
+from xray_runtime.evidence.kinds.withdrawn import Withdrawals
+from xray_runtime.evidence.log import view
 from xray_runtime.feedback.answers import SIGNALS, parse_feedback
 from xray_runtime.feedback.collection import sound_chain
 from xray_runtime.feedback.dataset import require_tracking
 from xray_runtime.feedback.recorded_review import RecordedAnswer, answer_of, prompt_of
 from xray_runtime.lineage.audit.registry import RegistryView
-from xray_runtime.lineage.log import view
 from xray_runtime.lineage.recorded import ChainView, RecordedReader
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.tracking.traces import TRACE, AnswerTraces, Assessment, ShownAnswer, ShownTrace
@@ -88,7 +89,7 @@ class _Store:
                 self.unreadable.add(row["id"])
             else:
                 self.feedback[row["answer"]].insert(0, row)
-        for entry in view(store.output).withdrawals:
+        for entry in view(store.output).state(Withdrawals):
             kind, _, pseudonym = entry.subject.partition(" ")
             if kind == "user":
                 self.withdrawn[pseudonym] = 1000 * datetime.fromisoformat(entry.at).timestamp()

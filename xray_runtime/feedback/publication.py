@@ -22,9 +22,9 @@ from xray_runtime.feedback.dataset import publish_dataset, require_tracking
 from xray_runtime.feedback.judgements import Question, latest_verdicts, pairs
 from xray_runtime.feedback.session import Session, read_sessions
 from xray_runtime.graph.artifacts import JUDGED_PAIRS, VERDICTS, Judgements
-from xray_runtime.lineage.audit.contamination import Prompts
 from xray_runtime.lineage.comparisons import SESSIONS
 from xray_runtime.lineage.graph import Node
+from xray_runtime.lineage.prompts import Prompts
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.store.checkpoints import CHECKPOINTS
 from xray_runtime.store.identity import digest

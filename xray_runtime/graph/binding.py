@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -11,17 +11,14 @@ from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.validation import ConfigError, hint
 from xray_runtime.data.arguments import FIELDS, Arguments
 from xray_runtime.graph.artifacts import Artifact, RewardModel
-from xray_runtime.graph.handles import Handle, RewardSource, Weighted, reward
+from xray_runtime.graph.handles import Handle, OpenGraph, RewardSource, Weighted, reward
 from xray_runtime.graph.kind import Role, StageKind
-
-if TYPE_CHECKING:
-    from xray_runtime.graph.graph import Graph
 
 
 class Binding:
     """The inputs of one call."""
 
-    def __init__(self, graph: Graph, stage: str, kind: StageKind) -> None:
+    def __init__(self, graph: OpenGraph, stage: str, kind: StageKind) -> None:
         self._graph, self._stage, self._kind = graph, stage, kind
         self.parents: dict[str, Handle] = {}
         self.terms: dict[str, list[dict[str, Any]]] = {}

@@ -7,17 +7,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.graph.handles import OpenGraph
 
-if TYPE_CHECKING:
-    from xray_runtime.graph.graph import Graph
-
-CURRENT: contextvars.ContextVar[Graph] = contextvars.ContextVar("xray-graph")
+CURRENT: contextvars.ContextVar[OpenGraph] = contextvars.ContextVar("xray-graph")
 
 
-def current_graph() -> Graph:
+def current_graph() -> OpenGraph:
     """The graph of the innermost `with`. Raises ConfigError outside of any."""
     graph = CURRENT.get(None)
     if graph is None:
@@ -31,7 +29,7 @@ class Planning:
 
     fields: Mapping[str, Any]
     """`STAGE.FIELD` or `runtime.FIELD` → value; overrides for these graphs."""
-    graphs: list[tuple[Path, Graph]] = field(default_factory=list)
+    graphs: list[tuple[Path, OpenGraph]] = field(default_factory=list)
     """The graphs with their output directories."""
 
 
@@ -44,7 +42,7 @@ def is_planning() -> Planning | None:
 
 
 @contextmanager
-def planning(fields: Mapping[str, Any] | None = None) -> Iterator[list[tuple[Path, Graph]]]:
+def planning(fields: Mapping[str, Any] | None = None) -> Iterator[list[tuple[Path, OpenGraph]]]:
     """In the block, workspaces only record their graphs, with `fields` (`STAGE.FIELD` → value) overridden."""
     planned = Planning(fields or {})
     token = _PLANNING.set(planned)

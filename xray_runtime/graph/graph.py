@@ -28,7 +28,7 @@ from xray_runtime.graph.binding import Binding, article, check_functions
 from xray_runtime.graph.current import CURRENT
 from xray_runtime.graph.handles import Handle, RewardSource, reward
 from xray_runtime.graph.kind import KINDS, StageKind
-from xray_runtime.planning.auto import check_left_open
+from xray_runtime.planning.roles import check_left_open
 
 STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 """Stage names are parts of file names."""
@@ -197,7 +197,7 @@ class Graph:
             ConfigError: the call sets a layout that `auto` chooses, or no layout fits.
         """
         if self.runtime.parallel == "auto":
-            check_left_open(call)
+            check_left_open(call.name, call.kind.models(call.config).values())
         return call
 
     def directory_of(self, handle: Handle) -> Path:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import BaseModel
 
 from xray_runtime.config.validation import ConfigError
-
-if TYPE_CHECKING:
-    from xray_runtime.graph.artifacts import Artifact
-    from xray_runtime.graph.graph import Graph, StageCall
+from xray_runtime.graph.artifacts import Artifact
+from xray_runtime.planning.roles import ModelRole
 
 FUNCTION_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -26,10 +27,54 @@ class Weighable:
         return self * weight
 
 
+class OpenGraph(Protocol):
+    """A graph (`graph.Graph`) as stage kinds and handles see it."""
+
+    def add(self, kind: Any, inputs: Sequence[Any], keywords: Mapping[str, Any], name: str | None) -> Handle: ...
+
+    def require(self, where: str, type: type[Artifact], value: Any) -> Handle: ...
+
+    def checkpoint(self, ref: str) -> Handle: ...
+
+    def register(self, policy: Handle, evaluation: Handle | None = None, name: str | None = None) -> None: ...
+
+    def directory_of(self, handle: Handle) -> Path: ...
+
+    def result_of(self, handle: Handle) -> Any: ...
+
+
+class Kind(Protocol):
+    """A stage kind (`kind.StageKind`) as the planner sees it."""
+
+    @property
+    def models(self) -> Callable[[Any], Mapping[str, ModelRole]]: ...
+
+    @property
+    def base_model(self) -> Callable[[Any], BaseModel | str | None]: ...
+
+
+class Call(Protocol):
+    """The stage that makes a checkpoint (`graph.StageCall`), as its inputs and the planner see it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kind(self) -> Kind: ...
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def parents(self) -> Mapping[str, Handle]: ...
+
+    def config_json(self) -> dict[str, Any]: ...
+
+
 class Handle(Weighable):
     """A checkpoint that exists or that a stage will make."""
 
-    def __init__(self, graph: Graph, name: str, output: type[Artifact], call: StageCall | None) -> None:
+    def __init__(self, graph: OpenGraph, name: str, output: type[Artifact], call: Call | None) -> None:
         self.graph, self.name, self.output, self.call = graph, name, output, call
 
     def result(self) -> Any:

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, get_args, get
 
 from pydantic import BaseModel, TypeAdapter
 
-from xray_runtime.config.base import FreshBase
 from xray_runtime.config.engines import Section
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError, validate_as
 from xray_runtime.graph.artifacts import TYPES, Artifact, RewardModel
 from xray_runtime.graph.current import current_graph
+from xray_runtime.graph.handles import Handle
 from xray_runtime.graph.kind_help import KindAttribute, help_text, signature
 from xray_runtime.planning.roles import ModelRole
 from xray_runtime.store.seal import Seal, process_seal
@@ -37,8 +37,6 @@ from xray_runtime.store.seal import Seal, process_seal
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from xray_runtime.graph.handles import Handle
-    from xray_runtime.stages.findings import Series
     from xray_runtime.store.shared import SharedFolder
     from xray_runtime.store.snapshots import Snapshot
     from xray_runtime.workers.generator_spec import GeneratorSpec
@@ -50,6 +48,9 @@ USES: tuple[str, ...] = ()
 
 C = TypeVar("C")
 I = TypeVar("I")  # noqa: E741
+
+Series = Mapping[str, Sequence[tuple[int, float]]]
+"""Metric → its (step, value) points."""
 
 Panels = Sequence[tuple[str, Sequence[str]]]
 """(title, metrics) of each training curve."""
@@ -124,8 +125,8 @@ class Stage(Generic[C, I]):
     """Kept files are read only if they carry this seal."""
 
 
-Body = Callable[[Stage[Any, Any], Path, Recorder], int]
-"""(stage, directory to write the checkpoint into, recorder) → steps done."""
+Body = Callable[..., int]
+"""(`Stage`, directory to write the checkpoint into, `Recorder`) → steps done."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ class StageKind:
     """A function, or `module:function` if its module has imports that a graph does not need."""
     models: Callable[[Any], Mapping[str, ModelRole]] = lambda config: {}
     """Name → model role; all are open at the same time. The planner knows nothing else about the stage."""
-    base_model: Callable[[Any], FreshBase | str | None] = lambda config: None
+    base_model: Callable[[Any], Section | str | None] = lambda config: None
     """The external model that the stage outputs, as sizes or a name. None: the output has the shape of the trained
     model, or of the first input that is a model."""
     computes: bool = True

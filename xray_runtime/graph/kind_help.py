@@ -13,12 +13,9 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, Protocol, get_args
 
 from pydantic import BaseModel
-
-if TYPE_CHECKING:
-    from xray_runtime.graph.kind import Role, StageKind
 
 USES: tuple[str, ...] = ()
 WIDTH = 100
@@ -26,6 +23,47 @@ BOUNDS = {"minimum": "≥ ", "exclusiveMinimum": "> ", "maximum": "≤ ", "exclu
 BOUNDS |= {"minItems": "at least ", "maxItems": "at most "}
 NAMES = {"integer": "whole number", "string": "text", "boolean": "true or false", "null": "null"}
 REQUIRED = "required"
+
+
+class Role(Protocol):
+    """One input (`kind.Role`)."""
+
+    @property
+    def type(self) -> type[Any]: ...
+
+    @property
+    def optional(self) -> bool: ...
+
+    @property
+    def many(self) -> bool: ...
+
+
+class Kind(Protocol):
+    """A stage kind (`kind.StageKind`)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def inputs(self) -> type[Any]: ...
+
+    @property
+    def output(self) -> type[Any]: ...
+
+    @property
+    def body(self) -> str | Callable[..., int]: ...
+
+    @property
+    def module(self) -> str: ...
+
+    @property
+    def sections(self) -> list[type[BaseModel]]: ...
+
+    @property
+    def roles(self) -> Mapping[str, Role]: ...
 
 
 @dataclass(frozen=True)
@@ -43,21 +81,21 @@ class FieldHelp:
 class KindAttribute:
     """A lazy attribute of a kind; on the class `StageKind` it is `class_value`."""
 
-    def __init__(self, compute: Callable[[StageKind], Any], class_value: Any) -> None:
+    def __init__(self, compute: Callable[[Kind], Any], class_value: Any) -> None:
         self._compute, self._class_value = compute, class_value
 
-    def __get__(self, kind: StageKind | None, owner: type[StageKind]) -> Any:
+    def __get__(self, kind: Kind | None, owner: type[Any]) -> Any:
         return self._class_value if kind is None else self._compute(kind)
 
 
-def help_text(kind: StageKind) -> str:
+def help_text(kind: Kind) -> str:
     """Signature, summary, inputs and fields of a kind, for `help()`."""
     inputs = [f"{name}=None" if role.optional else name for name, role in kind.roles.items()]
     call = f"xray.{kind.name}({', '.join([*inputs, '*', 'name=None', '**fields'])})"
     return f"{call}\n\n{description(kind, kind.sections)}"
 
 
-def description(kind: StageKind, sections: Sequence[type[BaseModel]]) -> str:
+def description(kind: Kind, sections: Sequence[type[BaseModel]]) -> str:
     """Summary and inputs of a kind, and the fields of these sections of its config."""
     lines = textwrap.wrap(summary(kind), WIDTH)
     about = meanings(kind.inputs)
@@ -80,7 +118,7 @@ def _entry(name: str, allowed: str, meaning: str) -> list[str]:
     return head + textwrap.wrap(meaning, WIDTH, initial_indent="      ", subsequent_indent="      ")
 
 
-def signature(kind: StageKind) -> inspect.Signature:
+def signature(kind: Kind) -> inspect.Signature:
     """Inputs, then the fields of every section as keywords."""
     parameters = [
         inspect.Parameter(
@@ -101,7 +139,7 @@ def signature(kind: StageKind) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def summary(kind: StageKind) -> str:
+def summary(kind: Kind) -> str:
     """A kind's purpose and output, from the docstrings of its body and of the body's module."""
     if not isinstance(kind.body, str):
         return " ".join((inspect.getdoc(kind.body) or "").split())

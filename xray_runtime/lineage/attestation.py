@@ -22,13 +22,13 @@ from typing import Any
 
 from xray_runtime.data.pairs import HELDOUT, TRAIN, pairs_of
 from xray_runtime.errors import first_line
+from xray_runtime.evidence.statement import External, OutsideSource, RunFacts, Statement, Subject, read_statement
 from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import Dataset, Evaluation, Model, Preferences, RewardModel, is_a
 from xray_runtime.lineage import provenance
 from xray_runtime.lineage.card import model_card
 from xray_runtime.lineage.keys import HOW_TO_TRUST, trusted_keys
 from xray_runtime.lineage.signing import SignatureProblem, Verifier, sign
-from xray_runtime.lineage.statement import External, OutsideSource, RunFacts, Statement, Subject
 from xray_runtime.lineage.trusted_log import trusted_view
 from xray_runtime.stages.kinds import find_kind
 from xray_runtime.store.checkpoints import CHECKPOINTS, MAX_RECORD_BYTES, Store, read_bounded, read_manifest
@@ -84,13 +84,6 @@ def publish_card(evaluation: Path, policy: Path) -> None:
     card = evaluation / ATTESTATION / EVALUATED_CARD
     if card.is_file():
         write_atomic(policy / CARD, read_bounded(card))
-
-
-def read_statement(directory: Path) -> Statement:
-    """The statement beside a checkpoint. Raises ValueError: it is malformed; OSError: there is none."""
-    if (directory / ATTESTATION).is_symlink():
-        raise ValueError(f"{directory / ATTESTATION} is a link")
-    return Statement.read(directory / ATTESTATION / STATEMENT)
 
 
 def foreign_in_record(record: Path) -> tuple[str, str] | None:

@@ -25,12 +25,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.evidence.log import END, LOG, digests
+from xray_runtime.evidence.view import LOCKS, Left
 from xray_runtime.files import link_or_copy
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
-from xray_runtime.lineage.audit.findings import Finding
+from xray_runtime.lineage.audit_check import Finding
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.keys import RETIRED, TRUSTED, adopt, known_keys, retirement_files, root_keys, trusted_keys
-from xray_runtime.lineage.log import END, LOCKS, LOG, Left, append, digests, log_checkpoints
+from xray_runtime.lineage.log import append, log_checkpoints
 from xray_runtime.lineage.page import write_html
 from xray_runtime.lineage.reference import LineageStore, check_tracking_uri, open_lineage_store
 from xray_runtime.lineage.retention import with_history

@@ -7,22 +7,24 @@ from pathlib import Path
 
 from xray_runtime.config.serving import CanaryConfig
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.evidence.kinds.canary import Canaries, Canary, CanaryBegan, CanaryEnded
+from xray_runtime.evidence.log import view
+from xray_runtime.evidence.view import LogView, lock
 from xray_runtime.lineage.audit.log import read_log
 from xray_runtime.lineage.gates import Gate
 from xray_runtime.lineage.keys import trusted_keys
-from xray_runtime.lineage.log import Canary, LogView, append_locked, lock, view
-from xray_runtime.lineage.log_entries import CanaryBegan, CanaryEnded
+from xray_runtime.lineage.log import append_locked
 from xray_runtime.lineage.signing import Verifier, signing_key
 
 
 def running(log: LogView, name: str) -> Canary | None:
     """The canary of the registered model `name` that has not ended."""
-    return next((c for c in log.canaries.values() if c.ended is None and c.began.name == name), None)
+    return next((c for c in log.state(Canaries).values() if c.ended is None and c.began.name == name), None)
 
 
 def canary_of(log: LogView, candidate: str) -> Canary | None:
     """The last canary of a candidate."""
-    return next((c for c in reversed(log.canaries.values()) if c.began.candidate == candidate), None)
+    return next((c for c in reversed(log.state(Canaries).values()) if c.began.candidate == candidate), None)
 
 
 def sound_log(output: Path, public: Path | None = None) -> LogView:
@@ -58,7 +60,7 @@ def begin(output: Path, name: str, candidate: str, champion: str, first: int, ru
 def end(output: Path, decision: CanaryEnded) -> CanaryEnded:
     """Write the end of a canary, unless it has one; returns the one that counts."""
     with lock(output, "log"):
-        known = view(output).canaries.get(decision.canary)
+        known = view(output).state(Canaries).get(decision.canary)
         if known is not None and known.ended is not None:
             return known.ended
         append_locked(output, signing_key(output), decision)

@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
+from xray_runtime.evidence.statement import Statement
 from xray_runtime.graph.artifacts import Model, is_a
-from xray_runtime.lineage.statement import Statement
 from xray_runtime.report.rendering import template
 from xray_runtime.stages.kinds import find_kind
 from xray_runtime.store.manifest import Manifest

@@ -19,9 +19,10 @@ from pathlib import Path
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import RECORDED
 from xray_runtime.data.withdrawn import FOLDER as WITHDRAWN, MIN_CHARS
+from xray_runtime.evidence.log import LOG
+from xray_runtime.evidence.view import LOCKS
 from xray_runtime.files import sync, write_atomic
 from xray_runtime.lineage.comparisons import JUDGEMENTS, REPLIES, SESSIONS
-from xray_runtime.lineage.log import LOCKS, LOG
 from xray_runtime.lineage.signed_files import NEXT, log_signed, read_signed, write_signed
 from xray_runtime.tracking.registry import is_sqlite
 

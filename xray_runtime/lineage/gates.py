@@ -17,8 +17,8 @@ from pydantic import BaseModel
 
 from xray_runtime.config.evaluate import PEOPLE, PromotionConfig
 from xray_runtime.errors import first_line
+from xray_runtime.evidence.statement import read_statement
 from xray_runtime.graph.artifacts import Evaluation
-from xray_runtime.lineage.attestation import read_statement
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.keys import trusted_keys
 from xray_runtime.lineage.leaky_judges import leaky_judges

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.data.derived import SUFFIX as TOKENS
+from xray_runtime.evidence.log import read_object
+from xray_runtime.evidence.statement import RunFacts, Statement, read_statement
 from xray_runtime.graph.artifacts import Artifact, Benchmark, Comparison, Dataset, Evaluation, Preferences, is_a
 from xray_runtime.graph.kind import KINDS, StageKind
-from xray_runtime.lineage.attestation import read_statement
-from xray_runtime.lineage.log import read_object
-from xray_runtime.lineage.statement import RunFacts, Statement
 from xray_runtime.stages.kinds import find_kind
 from xray_runtime.store.checkpoints import read_manifest
 from xray_runtime.store.manifest import Manifest

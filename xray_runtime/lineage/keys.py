@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import first_line
+from xray_runtime.evidence.statement import InTotoRecord, Subject
 from xray_runtime.files import write_atomic
 from xray_runtime.lineage.log import decide
 from xray_runtime.lineage.signing import (
@@ -41,7 +42,6 @@ from xray_runtime.lineage.signing import (
     sign,
     signing_key,
 )
-from xray_runtime.lineage.statement import InTotoRecord, Subject
 from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.manifest import Sha256
 from xray_runtime.store.seal import Seal

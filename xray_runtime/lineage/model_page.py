@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
+from xray_runtime.evidence.log import read_object, view
+from xray_runtime.evidence.view import Decision
 from xray_runtime.lineage.card import result_rows
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.log import Decision, decide, read_object, view
+from xray_runtime.lineage.log import decide
 from xray_runtime.lineage.signing import signer_of, signing_key
 from xray_runtime.report.rendering import template
 from xray_runtime.store.checkpoints import read_manifest, statement_sha256

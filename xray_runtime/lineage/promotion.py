@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.evidence.log import view
+from xray_runtime.evidence.view import Action, Decision
 from xray_runtime.lineage import canary
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.gates import (
@@ -24,8 +26,7 @@ from xray_runtime.lineage.gates import (
     gates_for,
 )
 from xray_runtime.lineage.graph import Graph, Node
-from xray_runtime.lineage.log import decide, view
-from xray_runtime.lineage.log_entries import Action, Decision
+from xray_runtime.lineage.log import decide
 from xray_runtime.lineage.model_page import CHAMPION, write_pages
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key

@@ -14,12 +14,13 @@ from typing import Any
 
 import psutil
 
+import xray_runtime
 from xray_runtime.credentials import strip_credentials
-from xray_runtime.lineage.statement import OutsideSource
+from xray_runtime.evidence.statement import OutsideSource
 from xray_runtime.sandboxes.confine import confinement
 from xray_runtime.store.identity import digest, file_sha256
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(xray_runtime.__file__).parents[1]
 FOLDERS = {"xray/flows": "flows", "xray/tasks": "tasks", "xray_runtime": "xray_runtime"}
 """Folder of an installed package → its folder in a checkout."""
 GIT_SECONDS = 60

@@ -20,11 +20,13 @@ from pydantic import Field
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import KEYS, RECORDED, Row, UserKeys, about, read_segment, segment_bytes, segment_name
+from xray_runtime.evidence.kinds.recorded import Recorded
+from xray_runtime.evidence.lines import parse_line, read_signed_lines
+from xray_runtime.evidence.statement import InTotoRecord
+from xray_runtime.evidence.view import EMPTY, ChainState, Line, SignedEntry, lock
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.log import ChainState, append, lock
-from xray_runtime.lineage.log_entries import EMPTY, Line, Recorded, SignedEntry
-from xray_runtime.lineage.signed_lines import append_signed_line, parse_line, read_signed_lines
-from xray_runtime.lineage.statement import InTotoRecord
+from xray_runtime.lineage.log import append
+from xray_runtime.lineage.signed_lines import append_signed_line
 from xray_runtime.store.identity import file_sha256
 
 CHAIN = "chain.jsonl"

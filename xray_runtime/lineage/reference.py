@@ -9,9 +9,9 @@ from pathlib import Path
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import has_login, strip_credentials, tracking_address
+from xray_runtime.evidence.log import view
 from xray_runtime.graph.artifacts import TYPES, Model
 from xray_runtime.lineage.graph import Graph, Node, checkpoint_paths, read_graph
-from xray_runtime.lineage.log import view
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_manifest
 from xray_runtime.store.manifest import MANIFEST
 from xray_runtime.store.shards import WEIGHTS_INDEX

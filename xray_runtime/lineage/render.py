@@ -60,9 +60,9 @@ def _summary(node: Node | None) -> str:
     return f"  ({', '.join(shown)})" if shown else ""
 
 
-def lineage_mermaid(graph: Graph, node: Node, descendants: bool) -> Iterator[str]:
+def lineage_mermaid(graph: Graph, node: Node) -> Iterator[str]:
     """The graph as a Mermaid flowchart for Prefect's pages; only the nearest MAX_MERMAID checkpoints."""
-    chosen = selection(graph, node, descendants)[-MAX_MERMAID:]
+    chosen = selection(graph, node, False)[-MAX_MERMAID:]
     names = {sha: f"n{number}" for number, sha in enumerate(chosen)}
     yield "flowchart LR"
     for sha, name in names.items():

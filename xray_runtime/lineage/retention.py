@@ -13,9 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from xray_runtime.data.derived import SUFFIX as TOKENS
+from xray_runtime.evidence.log import view
 from xray_runtime.graph.artifacts import Benchmark, Comparison, Evaluation, Judgements
 from xray_runtime.lineage.graph import Graph, Node
-from xray_runtime.lineage.log import decide, view
+from xray_runtime.lineage.log import decide
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
 

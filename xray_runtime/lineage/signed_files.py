@@ -9,7 +9,6 @@ directory lacks changes that the log knows of.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,13 +20,16 @@ from pydantic import Field
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import first_line
+from xray_runtime.evidence.kinds.signed_files import FilesSigned, SignedDirectories
+from xray_runtime.evidence.lines import read_signed_lines, sound_lines
+from xray_runtime.evidence.log import view
+from xray_runtime.evidence.statement import InTotoRecord
+from xray_runtime.evidence.view import START, LogView, SignedEntry
 from xray_runtime.files import sync, write_atomic
 from xray_runtime.lineage.keys import trusted_keys
-from xray_runtime.lineage.log import LOG, LogView, append, view
-from xray_runtime.lineage.log_entries import START, FilesSigned, SignedEntry
-from xray_runtime.lineage.signed_lines import append_signed_line, read_signed_lines, sound_lines
+from xray_runtime.lineage.log import append
+from xray_runtime.lineage.signed_lines import append_signed_line
 from xray_runtime.lineage.signing import Verifier, signing_key
-from xray_runtime.lineage.statement import InTotoRecord
 from xray_runtime.store.checkpoints import read_bounded
 
 SIGNED = "signed.json"
@@ -67,14 +69,14 @@ def read_signed(
     By default the keys count that the output directory trusts. Raises ConfigError where somebody else changed a file,
     or the statement, or put an older copy in their place.
     """
-    log = _read_log(output)
+    log = view(output)
     signed = _signed(output, directory, log, verifier)
     return {name: _content(output, directory / name, signed.files.get(name), log) for name in names}
 
 
 def write_signed(output: Path, directory: Path, contents: Mapping[str, bytes]) -> None:
     """Change files, all at once; only one process may at a time. Raises ConfigError as `read_signed`."""
-    log = _read_log(output)
+    log = view(output)
     signed = _signed(output, directory, log)
     for name in contents:
         _content(output, directory / name, signed.files.get(name), log)
@@ -92,29 +94,17 @@ def write_signed(output: Path, directory: Path, contents: Mapping[str, bytes]) -
 
 def log_signed(output: Path, directory: Path) -> None:
     """Have the signed log name the files of a directory as they are, unless it does. Raises as `read_signed`."""
-    log = _read_log(output)
+    log = view(output)
     _log(output, directory, log, _signed(output, directory, log), 1)
 
 
 def _log(output: Path, directory: Path, log: LogView, signed: _Signed, at_least: int) -> None:
     """Have the log name a statement, if it lacks at least so many changes."""
     name = directory.relative_to(output).as_posix()
-    known = log.signed.get(name)
+    known = log.state(SignedDirectories).get(name)
     if signed.changes - (known.changes if known is not None else 0) >= at_least:
         entry = FilesSigned(directory=name, changes=signed.changes, statement=signed.statement)
         append(output, signing_key(output), entry)
-
-
-def _read_log(output: Path) -> LogView:
-    """The log, read again once it has changed: each verdict would wait for 10,000 entries after a year of nights."""
-    status = (output / LOG).stat() if (output / LOG).exists() else None
-    # The time of the last change cannot be set by whoever writes the file.
-    return _log_at(output, (status.st_ino, status.st_size, status.st_ctime_ns) if status is not None else ())
-
-
-@functools.lru_cache(maxsize=1)
-def _log_at(output: Path, state: tuple[int, ...]) -> LogView:
-    return view(output)
 
 
 def _signed(output: Path, directory: Path, log: LogView, verifier: Verifier | None = None) -> _Signed:
@@ -127,7 +117,7 @@ def _signed(output: Path, directory: Path, log: LogView, verifier: Verifier | No
             reason = first_line(error)
             raise ConfigError(f"{path}: it is not sound ({reason}); restore it from a copy") from None
         found = _Signed(line.entry.changes, line.sha256, line.files)
-    known = log.signed.get(directory.relative_to(output).as_posix())
+    known = log.state(SignedDirectories).get(directory.relative_to(output).as_posix())
     if known is not None and known.changes >= found.changes and known.statement != found.statement:
         raise ConfigError(
             f"{path}: it counts {found.changes} changes, the signed log {known.changes}: restore the newest copy"

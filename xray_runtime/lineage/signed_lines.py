@@ -1,83 +1,20 @@
-"""Files of signed lines: each is an in-toto statement in a DSSE envelope, and names the digest of the one before."""
+"""Writing files of signed lines; see `evidence.lines`."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
+from xray_runtime.evidence.statement import InTotoRecord, Subject
+from xray_runtime.evidence.view import START
 from xray_runtime.files import sync
-from xray_runtime.lineage.log_entries import START, Line
-from xray_runtime.lineage.signing import PAYLOAD_TYPE, SignatureProblem, Verifier, envelope
-from xray_runtime.lineage.statement import InTotoRecord, Subject
-from xray_runtime.store.checkpoints import read_bounded
+from xray_runtime.lineage.signing import PAYLOAD_TYPE, envelope
 
 MAX_BYTES = 2**30
-
-
-class ChainProblem(ValueError):
-    """A line that does not follow the one before, or is not signed as it must be."""
-
-    def __init__(self, number: int, text: str) -> None:
-        super().__init__(text)
-        self.number = number
-
-
-def read_signed_lines(path: Path, record: type[InTotoRecord[Any]]) -> Iterator[Line]:
-    """The lines of a file, in order; there are none without the file. `sound_lines` checks them.
-
-    Raises ValueError where the file, or the next line, cannot be read.
-    """
-    if not os.path.lexists(path):
-        return
-    try:
-        content = read_bounded(path, MAX_BYTES)
-    except OSError as error:
-        raise ValueError(f"{path.name} cannot be read ({error.strerror})") from None
-    for number, text in enumerate(content.splitlines(keepends=True), start=1):
-        yield parse_line(number, text, record)
-
-
-def parse_line(number: int, text: bytes, record: type[InTotoRecord[Any]]) -> Line:
-    """A line, unchecked. Raises ValueError if it is no entry."""
-    if not text.endswith(b"\n"):
-        raise ValueError(f"line {number} is cut short")
-    try:
-        found = record.model_validate_json(base64.b64decode(json.loads(text)["payload"], validate=True))
-    except (ValidationError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"line {number} is no entry ({type(error).__name__})") from None
-    files = {subject.name: subject.digest.sha256 for subject in found.subject}
-    return Line(number, hashlib.sha256(text).hexdigest(), text, found.predicate, files)
-
-
-def sound_lines(lines: Iterable[Line], verifier: Verifier | None) -> Iterator[Line]:
-    """The lines, each once it is known to follow the one before and to be signed with a key that signed then.
-
-    Raises ChainProblem where the next line is not sound. Without a verifier, signatures are not checked.
-    """
-    previous, signer, retired = START, "", set[str]()
-    for line in lines:
-        if line.entry.previous != previous:
-            raise ChainProblem(line.number, "it does not follow the one before")
-        if verifier is not None:
-            try:
-                key = verifier.check_envelope(line.text, line.entry.at)
-            except SignatureProblem as problem:
-                raise ChainProblem(line.number, str(problem)) from None
-            # A retired key signs no later entry, whatever time the entry claims.
-            if key in retired:
-                raise ChainProblem(line.number, "it was signed with a key that was retired before it")
-            retired |= {signer} - {key}
-            signer = key
-        previous = line.sha256
-        yield line
 
 
 def signed_line(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from xray_runtime.config.sources import SourceTerms
 
 if TYPE_CHECKING:
+    from xray_runtime.evidence.statement import OutsideSource, Statement
     from xray_runtime.lineage.graph import Graph
-    from xray_runtime.lineage.statement import OutsideSource, Statement
     from xray_runtime.store.content_digest import Outside
 
 

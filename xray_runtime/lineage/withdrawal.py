@@ -21,12 +21,14 @@ from xray_runtime.data.pairs import pairs_of
 from xray_runtime.data.recorded import KEYS, RECORDED, UserKeys
 from xray_runtime.data.withdrawn import FOLDER, TEXTS, WithdrawnTexts
 from xray_runtime.errors import error_summary, first_line
+from xray_runtime.evidence.kinds.withdrawn import Withdrawals, Withdrawn
+from xray_runtime.evidence.log import LIFECYCLE, REPORT, digests, view
 from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import PEOPLE
 from xray_runtime.lineage.comparisons import JUDGEMENTS, REPLIES, SESSION, SESSIONS
 from xray_runtime.lineage.erasure import TextPattern, erase_file, erase_from_database, files_with, loses_rows, rewrite
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.log import LIFECYCLE, REPORT, Withdrawn, append, digests, view
+from xray_runtime.lineage.log import append
 from xray_runtime.lineage.recorded import RecordedReader
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
@@ -88,7 +90,7 @@ def plan_user(store: LineageStore, user: str) -> Withdrawal:
     # Feedback by others about their answers quotes them.
     rows = [row for row in rows if row["id"] in own or row["answer"] in own]
     subject = f"user {pseudonym}"
-    if not rows and subject not in {entry.subject for entry in view(output).withdrawals}:
+    if not rows and subject not in {entry.subject for entry in view(output).state(Withdrawals)}:
         raise ConfigError(f"--user: {user!r} is not allowed: nothing of them is recorded in {str(output)!r}")
     pattern = TextPattern(text for row in rows for text in _texts(row["texts"]))
     found = files_with(output, pattern)
@@ -123,7 +125,7 @@ def _plan(store: LineageStore, subject: str, holders: list[Node], found: list[Pa
     graph, output = store.graph, store.output
     shas = {node.sha256 for node in holders}
     # After a crash its text may be gone already; the signed entry still names what held it.
-    shas |= {sha for entry in view(output).withdrawals if entry.subject == subject for sha in entry.holders}
+    shas |= {sha for entry in view(output).state(Withdrawals) if entry.subject == subject for sha in entry.holders}
     holders = [graph.nodes[sha] for sha in graph.ancestors(sorted(shas)) if sha in shas and sha in graph.nodes]
     below = [graph.nodes[sha] for sha in graph.descendants(sorted(shas)) if sha in graph.nodes and sha not in shas]
     files = set(found)
@@ -205,7 +207,7 @@ def withdraw(store: LineageStore, plan: Withdrawal, by: str) -> list[str]:
         descendants=sorted(node.sha256 for node in plan.descendants),
         erased=erased,
     )
-    same = [e for e in log.withdrawals if e.subject == plan.subject and set(erased) <= set(e.erased)]
+    same = [e for e in log.state(Withdrawals) if e.subject == plan.subject and set(erased) <= set(e.erased)]
     if not any(set(entry.holders + entry.descendants) <= set(e.holders + e.descendants) for e in same):
         append(output, signing_key(output), entry, digests(output, [output / FOLDER]))
     rewrite(output, stays, plan.pattern)
@@ -239,10 +241,10 @@ def _stages(nodes: list[Node]) -> dict[str, str]:
 def reasons_against(store: LineageStore, node: Node) -> list[str]:
     """Why a checkpoint must not be promoted: what was withdrawn from its ancestors. Read anew each time."""
     log = view(store.output)
-    if not log.withdrawals:
+    if not log.state(Withdrawals):
         return []
-    marked = {sha: e.subject for e in log.withdrawals for sha in (*e.holders, *e.descendants)}
-    sources = {e.subject.partition(" ")[2] for e in log.withdrawals if e.subject.startswith("source ")}
+    marked = {sha: e.subject for e in log.state(Withdrawals) for sha in (*e.holders, *e.descendants)}
+    sources = {e.subject.partition(" ")[2] for e in log.state(Withdrawals) if e.subject.startswith("source ")}
     texts, found = WithdrawnTexts.read(store.output / FOLDER / TEXTS), []
     for sha in store.graph.ancestors([node.sha256]):
         ancestor = store.graph.nodes.get(sha)
@@ -286,7 +288,7 @@ def _holds(node: Node, texts: WithdrawnTexts) -> bool:
 def verify(store: LineageStore) -> list[str]:
     """Contradictions to the withdrawals of an output directory: live models, files that are there, keys that read."""
     log, output = view(store.output), store.output
-    if not log.withdrawals:
+    if not log.state(Withdrawals):
         raise ConfigError(f"--verify: nothing was withdrawn in {str(output)!r}")
     found = []
     for (name, alias), decision in sorted(log.decided.items()):
@@ -295,7 +297,7 @@ def verify(store: LineageStore) -> list[str]:
             whys = reasons_against(store, node) if node is not None else ["it is not in the store"]
             found += [f"{name}@{alias} is {decision.checkpoint[:12]}: {why}" for why in whys]
     found += [f"{name}: it was erased, and is there" for name in sorted(log.erased) if (output / name).exists()]
-    for entry in log.withdrawals:
+    for entry in log.state(Withdrawals):
         kind, _, pseudonym = entry.subject.partition(" ")
         if kind == "user" and _reads(output, pseudonym, entry.at):
             found.append(f"{RECORDED}/{KEYS}/{pseudonym}: it reads texts from before the withdrawal")

@@ -23,6 +23,7 @@ from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.tokenizing import named_template
 from xray_runtime.errors import first_line
 from xray_runtime.models.context import max_positions as max_positions
+from xray_runtime.models.family import family_of
 from xray_runtime.models.source_checks import (
     ForeignModelError,
     check_class,
@@ -43,9 +44,6 @@ if TYPE_CHECKING:
 ATTENTION = "sdpa"
 WEIGHTS = (WEIGHTS_FILE, WEIGHTS_INDEX)
 SMALL_FILES = ("config.json", "generation_config.json", "chat_template.jinja", "merges.txt", "vocab.json")
-PLAIN_FAMILIES = (None, "llama")
-"""For these, transformers takes a tokenizer of its plain class for what it says. Choosing a class imports 3,000 modules
-(pandas, scipy, torch's compiler): 5 CPU seconds of every stage."""
 
 
 def fresh_llama(config: FreshBase, tokenizer: Any, seed: int) -> nn.Module:
@@ -345,6 +343,7 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
     paths = [Path(directory) / name for name in ("tokenizer_config.json", "config.json")]
     tokenizer, model = (json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {} for path in paths)
     is_plain = tokenizer.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in tokenizer
-    if is_plain and model.get("model_type") in PLAIN_FAMILIES:
+    # Choosing a class imports 3,000 modules (pandas, scipy, torch's compiler): 5 CPU seconds of every stage.
+    if is_plain and ("model_type" not in model or family_of(model["model_type"]).plain_tokenizer):
         return transformers.PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True, **NO_CODE)
     return transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True, **NO_CODE)

@@ -15,7 +15,11 @@ CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max
 def max_positions(directory: str | os.PathLike[str]) -> int | None:
     """The context of a checkpoint directory's model, in tokens; None where its config does not say."""
     path = Path(directory) / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return positions(json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {})
+
+
+def positions(config: Mapping[str, Any]) -> int | None:
+    """The context in a `config.json`, in tokens; None where it does not say."""
     # A model that also reads images keeps what its language model is in a section of its own.
     for section in (config, config.get("text_config") or {}):
         for name in CONTEXT:

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from xray_runtime.algorithms.logprobs import chunked_logprobs_and_entropy
 from xray_runtime.errors import first_line
 from xray_runtime.models.adapters import Adapters
+from xray_runtime.models.family import Logits, family_of
 from xray_runtime.models.packing import Prompts, can_pack, packed_states, use_packed_attention
 from xray_runtime.models.padding import pad, unpad
 
@@ -65,6 +66,8 @@ class HeadedLM(nn.Module):
             # A zero head: the first values are 0 for every state, rather than noise the policy would learn from.
             nn.init.zeros_(self.scalar.weight)
             nn.init.zeros_(self.scalar.bias)
+        family = family_of(lm.config.model_type)
+        self.parts, self._logits = family.parts, family.logits(lm.config)
         self.packs = can_pack(lm)
         """Whether sequences go through in one row, rather than padded."""
         if self.packs:
@@ -72,20 +75,20 @@ class HeadedLM(nn.Module):
         self.has_trunk = trainable_layers is not None
         self.frozen_layers = 0
         if trainable_layers is not None:
-            if not built_like_llama(lm):
+            if not self.parts.fit(lm):
                 raise ValueError(
                     f"base.trainable_layers: {trainable_layers} is not allowed: only models built like Llama can be "
                     f"taken apart, not a {type(lm).__name__}"
                 )
             check_parts(lm, f"base.trainable_layers: {trainable_layers}")
-            layers = lm.model.layers
+            layers = self.layers
             if trainable_layers > len(layers):
                 raise ValueError(
                     f"base.trainable_layers: {trainable_layers} is more than the model's {len(layers)} layers"
                 )
             self.frozen_layers = len(layers) - trainable_layers
             lm.requires_grad_(False)
-            for module in (*layers[self.frozen_layers :], lm.model.norm):
+            for module in (*layers[self.frozen_layers :], lm.get_submodule(self.parts.norm)):
                 module.requires_grad_(True)
         held = list(branches)
         for branch in held:
@@ -96,9 +99,15 @@ class HeadedLM(nn.Module):
                 use_packed_attention(branch)
         self.branches: Any = nn.ModuleList(held)
 
+    @property
+    def layers(self) -> Any:
+        """The causal LM's layers, a `ModuleList`."""
+        return self.lm.get_submodule(self.parts.layers)
+
     def _same_trunk(self, other: Any) -> bool:
-        pairs = [(self.lm.model.embed_tokens, other.model.embed_tokens), (self.lm.lm_head, other.lm_head)]
-        pairs += zip(self.lm.model.layers[: self.frozen_layers], other.model.layers[: self.frozen_layers], strict=True)
+        names = [self.parts.embeddings, self.parts.head]
+        names += [f"{self.parts.layers}.{number}" for number in range(self.frozen_layers)]
+        pairs = [(self.lm.get_submodule(name), other.get_submodule(name)) for name in names]
         parameters = (pq for a, b in pairs for pq in zip(a.parameters(), b.parameters(), strict=True))
         # Those of skeletons are compared in their files, by `weight_files.same_trunk`.
         return all(p.shape == q.shape if p.is_meta and q.is_meta else torch.equal(p, q) for p, q in parameters)
@@ -129,7 +138,7 @@ class HeadedLM(nn.Module):
     def trunk(self, input_ids: Tensor, lengths: Tensor, prompts: Prompts | None = None) -> Tensor:
         """Hidden states [N, H] entering the first trainable layer, without gradient."""
         with torch.no_grad():
-            trunk = self._part(0, self.lm.model.layers[: self.frozen_layers], nn.Identity())
+            trunk = self._part(0, self.layers[: self.frozen_layers], nn.Identity())
             return self._run(trunk, lengths, prompts, input_ids=input_ids)
 
     def hidden(
@@ -142,7 +151,8 @@ class HeadedLM(nn.Module):
         if trunk is None and not self.has_trunk:
             return self._run(self.lm.base_model, lengths, prompts, input_ids=input_ids)
         states = self.trunk(input_ids, lengths, prompts) if trunk is None else trunk
-        top = self._part(self.frozen_layers, self.lm.model.layers[self.frozen_layers :], self.lm.model.norm)
+        norm = self.lm.get_submodule(self.parts.norm)
+        top = self._part(self.frozen_layers, self.layers[self.frozen_layers :], norm)
         return self._run(top, lengths, prompts, inputs_embeds=states)
 
     def _run(self, backbone: Any, lengths: Tensor, prompts: Prompts | None, **entering: Tensor) -> Tensor:
@@ -157,21 +167,22 @@ class HeadedLM(nn.Module):
 
         The last stage's `hidden` wants the states of the stage before as its `trunk`.
         """
-        model, num_layers = self.lm.model, len(self.lm.model.layers)
+        lm, parts, num_layers = self.lm, self.parts, len(self.layers)
         for i in set(range(num_layers)) - set(layers):
-            model.layers[i] = nn.Identity()
+            self.layers[i] = nn.Identity()
         if layers.stop < num_layers:
-            model.norm = self.lm.lm_head = nn.Identity()
+            lm.set_submodule(parts.norm, nn.Identity())
+            lm.set_submodule(parts.head, nn.Identity())
             self.scalar = None
-        elif self.lm.config.tie_word_embeddings:
-            self.lm.lm_head = BorrowedHead(self.lm.lm_head.weight)
+        elif lm.config.tie_word_embeddings:
+            lm.set_submodule(parts.head, BorrowedHead(lm.get_submodule(parts.head).weight))
         if layers.start > 0:
-            model.embed_tokens = nn.Identity()
+            lm.set_submodule(parts.embeddings, nn.Identity())
         self.stage, self.frozen_layers = layers, layers.start
 
     def stage_states(self, lengths: Tensor, prompts: Prompts | None = None, **entering: Tensor) -> Tensor:
         """Hidden states [N, H] that leave this pipeline stage, of `input_ids` or `inputs_embeds` that enter it."""
-        layers = self.lm.model.layers[self.stage.start : self.stage.stop]
+        layers = self.layers[self.stage.start : self.stage.stop]
         return self._run(self._part(self.stage.start, layers, nn.Identity()), lengths, prompts, **entering)
 
     def branch_hidden(self, branch: Branch, trunk: Tensor, lengths: Tensor, prompts: Prompts | None = None) -> Tensor:
@@ -183,9 +194,11 @@ class HeadedLM(nn.Module):
     def _part(self, first: int, layers: nn.ModuleList, norm: nn.Module) -> Any:
         # A shallow copy of the backbone that shares every module but runs only `layers` (the model's from `first` on)
         # and then `norm`: masks and rotary embeddings stay the library's own code, whatever the family.
-        part = copy.copy(self.lm.model)
-        part.__dict__ = self.lm.model.__dict__ | {"_modules": dict(self.lm.model._modules)}
-        part._modules["layers"], part._modules["norm"] = layers, norm
+        backbone = self.lm.get_submodule(self.parts.backbone)
+        part = copy.copy(backbone)
+        part.__dict__ = backbone.__dict__ | {"_modules": dict(backbone._modules)}
+        for name, module in ((self.parts.layers, layers), (self.parts.norm, norm)):
+            part._modules[name.rpartition(".")[2]] = module
         part.config = copy.copy(self.lm.config)
         part.config.num_hidden_layers = len(layers)
         if getattr(self.lm.config, "layer_types", None):
@@ -201,14 +214,15 @@ class HeadedLM(nn.Module):
         )
 
     def in_chunks(self, compute: Callable[[Callable[[Tensor], Tensor], Tensor], T], hidden: Tensor) -> T:
-        """`compute(output layer, hidden)`, which calls the layer on parts of `hidden` [N, H].
+        """`compute(logits of states, hidden)`, which calls the output layer on parts of `hidden` [N, H]; its logits are
+        the model's, scaled and capped as its family says.
 
         It is one call of the layer, whatever the number of parts: ZeRO-3 gathers its weight once for all of them, and
         ranks whose rows need other numbers of parts still meet in the same collectives.
         """
         layer = self.lm.get_output_embeddings()
         if not isinstance(layer.forward, _ForwardInChunks):
-            layer.forward = _ForwardInChunks(layer.forward)
+            layer.forward = _ForwardInChunks(layer.forward, self._logits)
         return layer(hidden, compute)
 
     def scalars(self, hidden: Tensor) -> Tensor:
@@ -238,7 +252,9 @@ class Branch(nn.Module):
 
     def keep_top(self, first: int) -> None:
         """Keep the layers from `first` on, and let go of the others."""
-        self.first, self.layers, self.norm = first, self.whole.model.layers[first:], self.whole.model.norm
+        parts = family_of(self.whole.config.model_type).parts
+        self.first, self.norm = first, self.whole.get_submodule(parts.norm)
+        self.layers = self.whole.get_submodule(parts.layers)[first:]
         del self.whole
 
 
@@ -246,10 +262,14 @@ class Branch(nn.Module):
 class _ForwardInChunks:
     """An output layer's forward; with `compute` see `HeadedLM.in_chunks`."""
 
-    logits: Callable[[Tensor], Tensor]
+    layer: Callable[[Tensor], Tensor]
+    logits: Logits
 
     def __call__(self, hidden: Tensor, compute: Callable[..., Any] | None = None) -> Any:
-        return self.logits(hidden) if compute is None else compute(self.logits, hidden)
+        # transformers calls the layer too, and does the rest by itself.
+        return (
+            self.layer(hidden) if compute is None else compute(lambda states: self.logits(self.layer(states)), hidden)
+        )
 
 
 class ScalarHead(nn.Linear):
@@ -276,17 +296,11 @@ class BorrowedHead(nn.Module):
         return nn.functional.linear(hidden, self.weight.to(hidden.dtype))
 
 
-def built_like_llama(lm: Any) -> bool:
-    """Whether `lm` has Llama's parts under Llama's names."""
-    parts = ("embed_tokens", "layers", "norm")
-    return hasattr(lm, "lm_head") and all(hasattr(getattr(lm, "model", None), part) for part in parts)
-
-
 @torch.no_grad()
 def check_parts(lm: Any, field: str) -> None:
-    """Check, without weights, that a backbone built like Llama hands on states as they are: without its layers and its
-    norm it changes nothing. Some families scale what enters their layers, and would do so again in a part of theirs
-    (`HeadedLM.trunk`).
+    """Check, without weights, that a backbone with its family's parts hands on states as they are: without its layers
+    and its norm it changes nothing. Some families scale what enters their layers, and would do so again in a part of
+    theirs (`HeadedLM.trunk`).
 
     Raises:
         ValueError: it changes something; the message begins with `field`, a field and its value.
@@ -295,9 +309,10 @@ def check_parts(lm: Any, field: str) -> None:
     from xray_runtime.models.causal_lm import without_weights
 
     # transformers writes the attention into the config that it is given.
-    backbone = without_weights(copy.deepcopy(lm.config)).model
+    parts, plain = family_of(lm.config.model_type).parts, without_weights(copy.deepcopy(lm.config))
+    backbone = plain.get_submodule(parts.backbone)
     backbone.config.use_cache = False
-    for part in (*backbone.layers, backbone.norm):
+    for part in (*plain.get_submodule(parts.layers), plain.get_submodule(parts.norm)):
         part.forward = _unchanged
     states = torch.linspace(-1.0, 1.0, 4 * lm.config.hidden_size).view(1, 4, -1)
     try:

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
+from xray_runtime.models.family import family_of
+
 ATTENTION = "xray_packed"
-FAMILIES = ("llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3")
-"""Model types of which tests show that tokens meet in attention alone, and there by causality alone."""
 COMPUTED_OPTIONS = (
     "scaling",
     "dropout",
@@ -202,10 +202,10 @@ def _ranges(begins: Tensor, counts: Tensor) -> Tensor:
 
 
 def can_pack(lm: Any) -> bool:
-    """Whether the model's attention can be ours: a known family without sliding windows."""
+    """Whether the model's attention can be ours: its family says so, and its config asks for no sliding windows."""
     config = lm.config
     windows = any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or [])
-    return config.model_type in FAMILIES and not windows and getattr(config, "sliding_window", None) is None
+    return family_of(config.model_type).packs and not windows and getattr(config, "sliding_window", None) is None
 
 
 def use_packed_attention(lm: Any) -> None:

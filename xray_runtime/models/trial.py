@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xray_runtime.models.family import family_of
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.packing import COMPUTED_OPTIONS, Prompts
 
@@ -43,9 +44,10 @@ def own_logprobs(lm: Any, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]
     """(log-probability of each token but a row's first, last hidden states [N, H]) under the model's own attention.
 
     Raises:
-        OtherModelError: its logits are not what its output layer makes of its last hidden states.
+        OtherModelError: its logits are not what its output layer, and its family, make of its last hidden states.
     """
     lm.set_attn_implementation("eager")
+    rule = family_of(lm.config.model_type).logits(lm.config)
     found, states = [], []
     for row in ids.split(lengths.tolist()):
         hidden = getattr(lm.base_model(input_ids=row[None], use_cache=False), "last_hidden_state", None)
@@ -54,7 +56,8 @@ def own_logprobs(lm: Any, ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]
         with _watched(lm.get_output_embeddings()) as layer:
             logits = lm(input_ids=row[None], use_cache=False).logits
         _check_same(hidden, layer.get("entering"), "last hidden states")
-        _check_same(layer.get("leaving"), logits, "logits")
+        leaving = layer.get("leaving")
+        _check_same(None if leaving is None else rule(leaving), logits, "logits")
         states.append(hidden[0])
         found.append(torch.log_softmax(logits[0, :-1].float(), -1).gather(1, row[1:, None])[:, 0])
     return torch.cat(found), torch.cat(states)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
+import weakref
 from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from torch import Tensor
 
+from xray_runtime.models.family import family_of
 from xray_runtime.models.tensor_file import NAMES, WEIGHTS_FILE, TensorFile, check_file, create
 from xray_runtime.signs import part_done
 from xray_runtime.store.identity import file_sha256
@@ -62,6 +65,45 @@ def read_tensor(files: Mapping[str, Path], name: str, dim: int = 0, low: int = 0
         whole = high is None
         part = file.get_tensor(name) if whole else file.get_slice(name)[(*[slice(None)] * dim, slice(low, high))]
         return part.to(torch.float32, copy=True)
+
+
+class MappedFiles:
+    """Float32 tensors of checkpoints as views of their mapped files: processes of one machine share a file's pages.
+
+    The mapping is private. A write to a tensor changes neither the file nor what others read, but takes memory of its
+    own, so only weights that nothing trains are mapped. Whoever maps a checkpoint has checked its digest; it is written
+    once and put in place by a rename, so a checkpoint that replaces it is another file, and the mapped one stays as it
+    is. Only a write to the file itself would show, and `check_unchanged` finds that.
+    """
+
+    def __init__(self) -> None:
+        self._opened: dict[Path, Any] = {}
+        self._states: dict[Path, tuple[int, tuple[int, int]]] = {}
+        """A descriptor of each mapped file, and what `_changed` says of it."""
+
+    def read(self, files: Mapping[str, Path], name: str, dim: int = 0, low: int = 0, high: int | None = None) -> Tensor:
+        """As `read_tensor`, with a copy only of what is not float32 or, as a slice, not contiguous."""
+        file = files[name]
+        if file not in self._opened:
+            descriptor = os.open(file, os.O_RDONLY)
+            weakref.finalize(self, os.close, descriptor)
+            self._states[file] = descriptor, _changed(descriptor)
+            self._opened[file] = safe_open(file, framework="pt")
+        whole: Tensor = self._opened[file].get_tensor(name)
+        part = whole if high is None else whole.narrow(dim, low, high - low)
+        return part.to(torch.float32).contiguous()
+
+    def check_unchanged(self) -> None:
+        """Raises RuntimeError: a mapped file was written to."""
+        for file, (descriptor, before) in self._states.items():
+            if _changed(descriptor) != before:
+                raise RuntimeError(f"{file} was written to while a model used it; run again")
+
+
+def _changed(descriptor: int) -> tuple[int, int]:
+    """Size and time of the last write of an open file."""
+    state = os.fstat(descriptor)
+    return state.st_size, state.st_mtime_ns
 
 
 def has_plain(files: Mapping[str, Path], shapes: Mapping[str, torch.Size]) -> bool:
@@ -201,5 +243,4 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 def _above_trunk(config: dict[str, Any], top_layers: int) -> tuple[str, ...]:
     """Prefixes of the names of weights above a frozen trunk."""
-    layers = config["num_hidden_layers"]
-    return (*(f"model.layers.{n}." for n in range(layers - top_layers, layers)), "model.norm.")
+    return family_of(config.get("model_type")).parts.above(config["num_hidden_layers"], top_layers)

@@ -179,18 +179,6 @@ def with_layouts(call: StageCall, plan: Plan) -> StageCall:
     return replace(call, config=config, runtime=call.runtime.model_copy(update=runtime))
 
 
-def check_left_open(call: StageCall) -> None:
-    """Raise ConfigError if the config sets a layout that `auto` would choose."""
-    for role in call.kind.models(call.config).values():
-        for field, info in type(role.layout).model_fields.items():
-            value = getattr(role.layout, field)
-            if field in CHOSEN and value != info.default:
-                raise ConfigError(
-                    f"{call.name}.{role.field}.{field}: {value} is not allowed with runtime.parallel 'auto', which "
-                    "chooses it: leave it out"
-                )
-
-
 def _layout_fields(layout: Layout) -> dict[str, Any]:
     """The fields of `LayoutConfig`."""
     return {"num_workhorses": layout.num_devices, "tensor_parallel": layout.tp, "pipeline_parallel": layout.pp}

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from xray_runtime.errors import first_line
-from xray_runtime.planning.shapes import MIXTURE, ModelShape, max_positions
+from xray_runtime.models.context import positions
+from xray_runtime.planning.shapes import MIXTURE, ModelShape
 from xray_runtime.store.location import NO_CODE, locate
 
 LONGEST = 240
@@ -74,7 +75,7 @@ def shape_of(lm: Any) -> ModelShape:
         extra_layer_parameters=vectors // num_layers - 2 * hidden,
         layer_matrices=matrices // num_layers,
         extra_norm_width=max(normalized - 2 * hidden, 0),
-        max_positions=max_positions(lm.config.to_dict()),
+        max_positions=positions(lm.config.to_dict()),
         family=family,
     )
     # Parameters outside the layers, and the remainder where layers differ in size.

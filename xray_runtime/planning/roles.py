@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from xray_runtime.config.engines import FrozenConfig, GeneratorConfig, LayoutConfig, LoRAConfig, TrainingConfig
+from xray_runtime.config.validation import ConfigError
 
 Use = Literal["trained", "frozen", "sampled"]
 ALL_USES: tuple[Use, ...] = get_args(Use)
@@ -47,6 +49,18 @@ class ModelRole:
     """Number of frozen models that are branches of its trunk."""
     trunk: str | None = None
     """The trained role whose branch it becomes if both have the same base and trained layers."""
+
+
+def check_left_open(stage: str, roles: Iterable[ModelRole]) -> None:
+    """Raise ConfigError if the config of `stage` sets a layout that `auto` would choose."""
+    for role in roles:
+        for field, info in type(role.layout).model_fields.items():
+            value = getattr(role.layout, field)
+            if field in CHOSEN and value != info.default:
+                raise ConfigError(
+                    f"{stage}.{role.field}.{field}: {value} is not allowed with runtime.parallel 'auto', which chooses "
+                    "it: leave it out"
+                )
 
 
 def trained(config: TrainingConfig, shape: str, *, batch_size: int, field: str = "engine", **facts: Any) -> ModelRole:

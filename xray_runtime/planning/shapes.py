@@ -12,12 +12,8 @@ from typing import Any
 
 from xray_runtime.config.base import FreshBase
 from xray_runtime.config.engines import LINEAR_LAYERS
-
-EXACT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""`model_type`s whose parameters are counted from their configs alone, and whose layers can be split. Others are built
-first (`built_shapes`)."""
-CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
-"""Config fields by which families name their context (as in `models.causal_lm`, which needs torch)."""
+from xray_runtime.models.context import positions
+from xray_runtime.models.family import LayerSizes, family_of
 
 MIXTURE = "a {!r} model has experts: mixtures of experts cannot be planned, so write its layouts out"
 _FIELDS = (
@@ -115,11 +111,11 @@ def from_fresh(config: FreshBase) -> ModelShape:
 
 
 def is_complete(config: Mapping[str, Any]) -> bool:
-    """Whether `from_hf_config` can count a `config.json`: of a known family, with every field written out, since
-    families differ in what they take for a missing one (only Qwen3 has heads of a fixed size)."""
-    family = config.get("model_type")
-    names = [name for name in _FIELDS[1:] if name != "head_dim" or family == "qwen3"]
-    return family in EXACT_FAMILIES and all(isinstance(config.get(name), int) for name in names)
+    """Whether `from_hf_config` can count a `config.json`: its family says how, and every field is written out, since
+    families differ in what they take for a missing one."""
+    family = family_of(config.get("model_type"))
+    names = [name for name in _FIELDS[1:] if name != "head_dim" or name in family.config_fields]
+    return family.beyond is not None and all(isinstance(config.get(name), int) for name in names)
 
 
 def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
@@ -127,17 +123,9 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
     family, hidden, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
     kv_heads, mlp = config["num_key_value_heads"], config["intermediate_size"]
     head_size = config.get("head_dim") or hidden // heads
-    q, kv = heads * head_size, kv_heads * head_size
-    extra = 0
-    if config.get("attention_bias") and family in ("llama", "qwen3"):
-        extra += q + 2 * kv + hidden
-    elif family == "qwen2":
-        # Its config does not mention its biases on q, k and v.
-        extra += q + 2 * kv
-    if config.get("mlp_bias") and family == "llama":
-        extra += 2 * mlp + hidden
-    if family == "qwen3":
-        extra += 2 * head_size
+    beyond = family_of(family).beyond
+    assert beyond is not None
+    extra = beyond(config, LayerSizes(hidden, heads * head_size, kv_heads * head_size, head_size, mlp))
     return ModelShape(
         num_layers=config["num_hidden_layers"],
         hidden_size=hidden,
@@ -147,21 +135,11 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelShape:
         intermediate_size=mlp,
         vocab_size=config["vocab_size"],
         tied=bool(config["tie_word_embeddings"]),
-        extra_layer_parameters=extra,
-        extra_norm_width=q + kv if family == "qwen3" else 0,
-        max_positions=config["max_position_embeddings"],
+        extra_layer_parameters=extra.parameters,
+        extra_norm_width=extra.normalized,
+        max_positions=positions(config),
         family=family,
     )
-
-
-def max_positions(config: Mapping[str, Any]) -> int | None:
-    """The context in a Hugging Face `config.json`, in tokens; None where it does not say."""
-    # A model that also reads images keeps what its language model is in a section of its own.
-    for section in (config, config.get("text_config") or {}):
-        for name in CONTEXT:
-            if isinstance(section.get(name), int) and section[name] > 0:
-                return int(section[name])
-    return None
 
 
 def from_parameter_count(count: float) -> ModelShape:

@@ -12,16 +12,17 @@ from xray_runtime.config.engines import EngineConfig, GeneratorConfig, with_prec
 from xray_runtime.config.prepare import PROMPT_TOKENS
 from xray_runtime.config.sft import REPLY_TOKENS
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.models.family import family_of
 from xray_runtime.planning.memory import PLAIN
 from xray_runtime.planning.model_states import FLOAT32_BYTES, HALF_BYTES
 from xray_runtime.planning.pretrained_shapes import from_pretrained
 from xray_runtime.planning.roles import ModelRole
-from xray_runtime.planning.shapes import EXACT_FAMILIES, ModelShape, from_fresh
+from xray_runtime.planning.shapes import ModelShape, from_fresh
 from xray_runtime.planning.workload import GIB, OpenChoice, Role, Workload, training_options
 
 if TYPE_CHECKING:
     from xray_runtime.graph.graph import StageCall
-    from xray_runtime.graph.handles import Handle
+    from xray_runtime.graph.handles import Call, Handle
 
 
 def stage_workload(call: StageCall, device: str) -> Workload | None:
@@ -110,7 +111,7 @@ def _planned(call: StageCall, name: str, role: ModelRole, branches: int, device:
         branches=role.branches + branches,
         options=options,
         in_one_piece=isinstance(layout, GeneratorConfig) and layout.engine == "transformers",
-        model=None if isinstance(source, FreshBase) or shape.family in EXACT_FAMILIES else source,
+        model=None if isinstance(source, FreshBase) or family_of(shape.family).beyond is not None else source,
         epochs=role.epochs,
         sequences_per_row=role.sequences_per_row,
         kept_rollouts=role.kept_rollouts,
@@ -132,7 +133,7 @@ def _source(call: StageCall, role: ModelRole, where: str) -> tuple[FreshBase | s
         return base_of(call, others[0], where)
 
 
-def base_of(call: StageCall, name: str | None, where: str) -> tuple[FreshBase | str, str]:
+def base_of(call: Call, name: str | None, where: str) -> tuple[FreshBase | str, str]:
     """(base model of an input, or of the stage itself if `name` is None, as sizes, name or directory; the field that
     names it).
 
@@ -156,10 +157,11 @@ def base_of(call: StageCall, name: str | None, where: str) -> tuple[FreshBase | 
     base = call.kind.base_model(call.config)
     if base is None:
         raise ConfigError(f"{where}: cannot be planned: {call.name!r} has no input model with a known shape")
+    assert isinstance(base, FreshBase | str)
     return base, f"{call.name}.model"
 
 
-def _shape_input(call: StageCall) -> str | None:
+def _shape_input(call: Call) -> str | None:
     """The input that has the shape of a stage's output; None if it is the kind's own base model."""
     if call.kind.base_model(call.config) is not None:
         return None

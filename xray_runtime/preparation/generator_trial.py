@@ -11,9 +11,9 @@ import torch
 from xray_runtime.config.ppo import BFLOAT16_MISMATCH, FLOAT32_MISMATCH
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.engines.generation.sampling import Sampling
-from xray_runtime.engines.generation.vllm import SAMPLED_FAMILIES
 from xray_runtime.errors import StageInterruptedError, cause_line, is_out_of_memory, root_cause
 from xray_runtime.models.causal_lm import load_model, max_positions
+from xray_runtime.models.family import family_of
 from xray_runtime.models.trial import LENGTHS, own_logprobs, tried_rows
 from xray_runtime.rl.sampled_replies import prompt_rows
 from xray_runtime.workers.acquisition import BusyClusterError
@@ -32,14 +32,14 @@ PASSING = (ConfigError, StageInterruptedError, BusyClusterError, WorkhorseError)
 
 
 def check_sampled(stage: Stage[HubBase, NoInputs], out: Path, stops: tuple[int, ...], padding: int) -> None:
-    """Sample from the model in `out` with vLLM and compare log-probabilities with transformers', unless the family is
-    one of `SAMPLED_FAMILIES`.
+    """Sample from the model in `out` with vLLM and compare log-probabilities with transformers', unless its family was
+    tried so.
 
     Raises:
         ValueError: vLLM refuses the model, or computes another one; one line.
     """
     generator, content = stage.config.generator, json.loads((out / "config.json").read_text(encoding="utf-8"))
-    if generator is None or generator.engine != "vllm" or content["model_type"] in SAMPLED_FAMILIES:
+    if generator is None or generator.engine != "vllm" or "vllm" in family_of(content["model_type"]).tried:
         return
     refused = f"{stage.name}.generator: vllm is not allowed for {stage.config.model!r}"
     remedy = "set generator.engine to 'transformers'"

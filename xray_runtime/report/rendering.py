@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,12 +19,18 @@ def template(name: str) -> Template:
 
 @cache
 def _environment() -> Environment:
-    from jinja2 import Environment, PackageLoader, select_autoescape
+    from jinja2 import Environment, FileSystemLoader, select_autoescape
 
-    loader = PackageLoader("xray_runtime.report", "templates")
+    loader = FileSystemLoader(Path(__file__).with_name("templates"))
     environment = Environment(loader=loader, autoescape=select_autoescape(["html"]), trim_blocks=True)
     environment.filters |= {"code": _code, "plain": _plain}
     return environment
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table in Markdown."""
+    texts = [[" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in rows]
+    return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *texts)]
 
 
 def _code(text: str) -> str:

@@ -164,11 +164,12 @@ def _root() -> Path:
 
 def _python() -> list[Path]:
     """Our Python, and the code that runs inside."""
-    own = _root() / "xray_runtime"
     is_venv = sys.prefix != sys.base_prefix
     prefix = [Path(sys.prefix)] if is_venv else _of_prefix(Path(sys.prefix))
     found = [*prefix, *_of_prefix(Path(sys.base_prefix)), Path(sysconfig.get_path("stdlib"))]
-    return [*found, Path(sys.executable).resolve().parent, own / "__init__.py", own / "sandboxes"]
+    own = Path(__file__).parent
+    above = [folder / "__init__.py" for folder in own.parents if folder.is_relative_to(_root() / "xray_runtime")]
+    return [*found, Path(sys.executable).resolve().parent, *above, own]
 
 
 def _bubblewrap(readable: Sequence[str], files: Sequence[str], view: View) -> list[str]:

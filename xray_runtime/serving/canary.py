@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.evidence.kinds.canary import Canary, CanaryEnded
+from xray_runtime.evidence.log import view
 from xray_runtime.feedback.canary import Monitor
 from xray_runtime.lineage.canary import end, running, sound_log
-from xray_runtime.lineage.log import Canary, view
-from xray_runtime.lineage.log_entries import CanaryEnded
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, require_language_model
 from xray_runtime.serving import NotServedError
 from xray_runtime.serving.canary_metrics import CanaryState

@@ -9,7 +9,7 @@ from typing import Literal
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from xray_runtime.lineage.log_entries import ArmResult
+from xray_runtime.evidence.kinds.canary import ArmResult
 
 CANARY_METRICS = {
     "answers": "Answers",

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.evidence.kinds.withdrawn import Withdrawals
+from xray_runtime.evidence.log import view
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.log import view
 from xray_runtime.lineage.promotion import CHAMPION, champion_of
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, require_language_model, resolve
 from xray_runtime.lineage.withdrawal import refusal
@@ -158,7 +159,7 @@ class Follower:
         return choice
 
     def _require_no_new_withdrawal(self) -> None:
-        if (count := len(view(self._output).withdrawals)) != self._num_withdrawals:
+        if (count := len(view(self._output).state(Withdrawals))) != self._num_withdrawals:
             self._num_withdrawals = count
             choice = champion(self._name, self._output, self._tracking_uri)
             if (refused := refusal(choice.store, choice.node)) is not None:

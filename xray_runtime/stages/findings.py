@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from xray_runtime.algorithms.hacking import REPEATED, WATCHED, averages, describe
-
-Series = Mapping[str, Sequence[tuple[int, float]]]
-"""Metric → its (step, value) points."""
+from xray_runtime.graph.kind import Series
 
 SAME = 1e-9
 """Rewards with a smaller deviation count as equal."""

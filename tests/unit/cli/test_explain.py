@@ -20,11 +20,11 @@ from xray.flows.subject import Subject
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.evidence.statement import RunFacts
 from xray_runtime.graph.graph import Graph, recording
 from xray_runtime.graph.stage_identity import identify
 from xray_runtime.lineage.attestation import attest
 from xray_runtime.lineage.signing import signing_key
-from xray_runtime.lineage.statement import RunFacts
 from xray_runtime.store.checkpoints import CHECKPOINTS, Store
 from xray_runtime.store.digest_memory import DigestMemory
 from xray_runtime.store.identity import Identity

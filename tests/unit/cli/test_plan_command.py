@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from xray.cli.commands.plan import DENSE
 from xray.cli.main import app
-from xray.cli.plan import DENSE
 from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.config.loading import load_config
 from xray_runtime.planning.auto import UNCHANGED, choose_layouts

@@ -10,9 +10,9 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from xray.cli import run as module
+from xray.cli.commands import run as module
+from xray.cli.commands.run import verify_determinism
 from xray.cli.main import app
-from xray.cli.run import verify_determinism
 from xray.flows.subject import Subject, read_subject
 
 

@@ -18,14 +18,16 @@ import pytest
 from rich.console import Console
 
 from xray.cli import supervisor
-from xray.cli.job import FAILED, INTERRUPTED, Job
+from xray.cli.exit_codes import FAILED, INTERRUPTED
+from xray.cli.job import Job
 from xray.cli.supervisor import supervise
 from xray.deployments.local_services import LOST
 from xray.flows.subject import Subject
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.evidence.view import RunBegan
 from xray_runtime.lineage.audit.log import read_log
 from xray_runtime.lineage.keys import trusted_keys
-from xray_runtime.lineage.log import RunBegan, append
+from xray_runtime.lineage.log import append
 from xray_runtime.lineage.signing import Verifier, signing_key
 
 Attempt = Callable[[Job], int]

@@ -88,7 +88,7 @@ def test_a_task_that_begins_while_the_server_is_away_runs() -> None:
     """As a stage does in a new process, while the Prefect server is started again."""
     code = """
 from uuid import uuid4
-from xray.deployments.local_services import quiet_environment
+from xray.deployments.quiet import quiet_environment
 quiet_environment()
 from prefect import task
 from prefect.task_engine import run_task_sync

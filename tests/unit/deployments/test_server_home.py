@@ -14,8 +14,8 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from xray.cli.commands.up import local_timezone
 from xray.cli.main import app
-from xray.cli.up import local_timezone
 from xray.deployments.patience import NotUpError
 from xray.deployments.server_home import (
     PORTS,

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import yaml
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from xray.flows.search import (
     SearchConfig,
-    Span,
     calls_until,
     load_search,
     search_digest,
@@ -48,10 +48,10 @@ def test_a_range_is_whole_where_the_field_is() -> None:
         ),
     )
     assert space == {
-        "sft.lr": Span(1.0, 2.0, log=False, whole=False),
-        "sft.batch_size": Span(8.0, 32.0, log=True, whole=True),
-        "ppo.stages.1.kl.controller": ["fixed", "adaptive"],
-        "sft.lora": [None, {"rank": 4}],
+        "sft.lr": FloatDistribution(1.0, 2.0),
+        "sft.batch_size": IntDistribution(8, 32, log=True),
+        "ppo.stages.1.kl.controller": CategoricalDistribution(['"fixed"', '"adaptive"']),
+        "sft.lora": CategoricalDistribution(["null", '{"rank": 4}']),
     }
 
 
@@ -109,7 +109,7 @@ def test_fields_that_hang_together_may_vary_together() -> None:
     """Each head count alone would not fit the hidden size of 64 that tiny.yaml has."""
     heads = {"base.num_heads": {"choices": [3, 2]}, "base.num_kv_heads": {"choices": [3, 2]}}
     search = searching({"base.hidden_size": {"choices": [96, 64]}, **heads})
-    assert search_space(TINY, search)["base.num_heads"] == [3, 2]
+    assert search_space(TINY, search)["base.num_heads"] == CategoricalDistribution(["3", "2"])
 
 
 def test_the_name_is_the_files_and_trials_may_be_more(tmp_path: Path) -> None:

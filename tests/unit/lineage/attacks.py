@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from tests.unit.serving.recording import KEYS, exchange, keep, with_recorder
 from xray.flows.nights import Night, place_of, read_nights, write_night
+from xray_runtime.audit_checks.recorded import check_recorded
 from xray_runtime.config.curate import CurateConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.curation import Curated, curate
@@ -18,9 +19,8 @@ from xray_runtime.data.recorded import RECORDED, Row, read_segment, segment_byte
 from xray_runtime.data.signals import Label, Signal
 from xray_runtime.feedback.judgements import Judgement, Question
 from xray_runtime.feedback.session import Session, Setup, read_sessions, session_directory
-from xray_runtime.lineage.audit.findings import Finding
 from xray_runtime.lineage.audit.log import read_log
-from xray_runtime.lineage.audit.recorded import check_recorded
+from xray_runtime.lineage.audit_check import Finding
 from xray_runtime.lineage.keys import trusted_keys
 from xray_runtime.lineage.recorded import CHAIN, SegmentWriter
 from xray_runtime.lineage.reference import open_lineage_store

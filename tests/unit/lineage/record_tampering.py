@@ -14,7 +14,9 @@ from pathlib import Path
 
 from tests.unit.lineage.synthetic import ALIAS, NAME, Lifecycle
 from tests.unit.lineage.tampering import flip, rows, sql
-from xray_runtime.lineage.log import LOG, RunBegan, append, read_lines
+from xray_runtime.evidence.log import LOG, read_lines
+from xray_runtime.evidence.view import RunBegan
+from xray_runtime.lineage.log import append
 from xray_runtime.lineage.signing import PAYLOAD_TYPE, envelope, signing_key
 
 Tampering = Callable[[random.Random, Path], set[str]]

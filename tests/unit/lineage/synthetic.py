@@ -22,13 +22,15 @@ from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.rewards import reward_term
 from xray_runtime.data.ledger import Shard
 from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
+from xray_runtime.evidence.log import LOG, digests, view
+from xray_runtime.evidence.statement import OutsideSource, RunFacts
+from xray_runtime.evidence.view import RunBegan, RunEnded
 from xray_runtime.feedback.session import Setup
 from xray_runtime.graph.artifacts import dataset_of
 from xray_runtime.lineage.attestation import attest, publish_card
-from xray_runtime.lineage.log import LOG, RunBegan, RunEnded, append, digests, log_checkpoints, view
+from xray_runtime.lineage.log import append, log_checkpoints
 from xray_runtime.lineage.model_page import register_policy
 from xray_runtime.lineage.signing import signing_key
-from xray_runtime.lineage.statement import OutsideSource, RunFacts
 from xray_runtime.report.figures import FIGURE
 from xray_runtime.stages.kinds import find_kind
 from xray_runtime.store.checkpoints import Store, load_manifest

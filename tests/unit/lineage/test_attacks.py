@@ -23,13 +23,14 @@ from tests.unit.lineage.attacks import (
 )
 from tests.unit.lineage.nights import ran
 from xray.flows.nights import read_nights
+from xray_runtime.audit_checks.comparisons import check_comparisons
 from xray_runtime.config.curate import RecordedPromptsConfig
 from xray_runtime.data.pairs import Example, Pairs
+from xray_runtime.evidence.kinds.signed_files import SignedDirectories
 from xray_runtime.feedback.session import read_sessions
 from xray_runtime.graph.artifacts import Feedback
 from xray_runtime.graph.inputs import RecordedPromptsInputs
 from xray_runtime.lineage import log
-from xray_runtime.lineage.audit.recorded import check_comparisons
 from xray_runtime.lineage.keys import trusted_keys
 from xray_runtime.lineage.signed_files import LOG_EVERY
 from xray_runtime.lineage.signing import Verifier
@@ -79,14 +80,14 @@ def test_the_log_names_every_25th_change(tmp_path: Path) -> None:
     for number in range(LOG_EVERY):
         session.judge(0, f"judge {number}", "1")
         changes += 1
-        [logged] = log.view(output).signed.values() if changes >= LOG_EVERY else [None]
+        [logged] = log.view(output).state(SignedDirectories).values() if changes >= LOG_EVERY else [None]
         assert (logged and logged.changes) == (LOG_EVERY if changes >= LOG_EVERY else None)
     # Nothing is written where the log names it already.
     session.log()
     before = (output / "log.jsonl").read_bytes()
     session.log()
     assert (output / "log.jsonl").read_bytes() == before
-    assert log.view(output).signed[f"feedback/{session.name}"].changes == changes
+    assert log.view(output).state(SignedDirectories)[f"feedback/{session.name}"].changes == changes
 
 
 def test_what_applications_send_is_refused_or_bounded(tmp_path: Path) -> None:

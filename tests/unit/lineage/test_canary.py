@@ -22,10 +22,11 @@ from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.config.serving import CanaryConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import RECORDED, segment_name
+from xray_runtime.evidence.kinds.canary import Canaries, Canary
+from xray_runtime.evidence.log import LOG, view
 from xray_runtime.feedback.canary import ALPHA, Arm, Monitor, decide
 from xray_runtime.lineage.canary import begin, canary_of, end, running
 from xray_runtime.lineage.gates import NotPromoted
-from xray_runtime.lineage.log import LOG, Canary, view
 from xray_runtime.lineage.promotion import review
 from xray_runtime.lineage.reference import open_lineage_store, resolve
 from xray_runtime.serving import NotServedError
@@ -277,7 +278,7 @@ def test_a_server_follows_a_canary_from_its_beginning_to_its_end(live: tuple[Pat
     assert server.said == ["begin ppo-3 0.1", "end"]
     assert server.shown()["xray_canary_running", ""] == 0
     assert following.step(champion) is None
-    assert view(output).canaries[canary.id].ended is not None
+    assert view(output).state(Canaries)[canary.id].ended is not None
     # A decision is not made twice.
     assert follower(output, Replicas()).step(champion) is None
 
@@ -295,7 +296,7 @@ def test_a_candidate_that_cannot_answer_is_taken_away(live: tuple[Path, Canary],
     if case in ("dies", "promoted"):
         server.candidate_failure = "it was killed" if case == "dies" else None
         line = following.step(champion if case == "dies" else "f" * 64)
-    ended = view(output).canaries[canary.id].ended
+    ended = view(output).state(Canaries)[canary.id].ended
     assert ended is not None
     assert ended.outcome == ("undecided" if case == "promoted" else "rolled back")
     assert str(line).count("\n") == 0

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from xray_runtime.audit_checks.files import check_kept
 from xray_runtime.data.derived import Derived
-from xray_runtime.lineage.audit.files import check_kept
 from xray_runtime.lineage.keys import rotate, seal_of, trusted_keys
 from xray_runtime.rewards.journal import ANSWERS, Journal
 from xray_runtime.rewards.source import Score

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.lineage.synthetic import Lifecycle, evaluation_files, judged_by, pair_file
 from xray_runtime.data.pairs import Example, PreferenceExample
 from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.audit.findings import Finding
+from xray_runtime.lineage.audit_check import Finding
 from xray_runtime.lineage.reference import open_lineage_store, resolve
 
 SPAN = "what would you say if somebody asked you to choose between tea and coffee"

@@ -16,11 +16,12 @@ import pytest
 from tests.unit.lineage.commands import xray
 from tests.unit.lineage.synthetic import Lifecycle
 from tests.unit.lineage.tampering import CASES
+from xray_runtime.evidence.log import END, LOG
 from xray_runtime.lineage.audit import checkpoints, verified
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
 from xray_runtime.lineage.audit.verified import RECORD
 from xray_runtime.lineage.keys import rotate
-from xray_runtime.lineage.log import END, END_TYPE, LOG, decide
+from xray_runtime.lineage.log import END_TYPE, decide
 from xray_runtime.lineage.reference import open_lineage_store
 from xray_runtime.lineage.retention import plan_prune, prune
 from xray_runtime.lineage.signing import Verifier, envelope, make_key, signing_key

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.lineage.attestation import read_statement
-from xray_runtime.lineage.statement import Statement
+from xray_runtime.evidence.statement import Statement, read_statement
 from xray_runtime.store.checkpoints import read_manifest
 from xray_runtime.store.manifest import FileEntry
 

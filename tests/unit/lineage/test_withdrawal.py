@@ -23,12 +23,13 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example, PreferenceExample
 from xray_runtime.data.recorded import RECORDED
 from xray_runtime.data.withdrawn import WithdrawnTexts
+from xray_runtime.evidence.kinds.withdrawn import Withdrawals
+from xray_runtime.evidence.log import view
 from xray_runtime.feedback import session as sessions
 from xray_runtime.feedback.judgements import Judgement, Question
 from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.gates import NotPromoted
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.log import view
 from xray_runtime.lineage.promotion import review, roll_back
 from xray_runtime.lineage.recorded import RecordedReader
 from xray_runtime.lineage.reference import find, open_lineage_store, resolve
@@ -143,12 +144,12 @@ def test_a_persons_text_is_gone_and_what_was_made_from_it_is_refused(output: Pat
     assert xray("recorded", "--output", output).exit_code == 0
     assert not (pairs.directory / "train.arrow").exists()
     assert (model.directory / "model.safetensors").exists()
-    [entry] = view(output).withdrawals
+    [entry] = view(output).state(Withdrawals)
     assert "ann" not in entry.subject
 
     # Again, it has nothing left to do.
     assert withdrawn(output, "--user", "ann", "--yes")[0] == 0
-    assert len(view(output).withdrawals) == 1
+    assert len(view(output).state(Withdrawals)) == 1
     gates = PromotionConfig(min_win_rate=None)
     with pytest.raises(NotPromoted) as refused:
         review(open_lineage_store(output, None), node(output, "dpo-ann"), name=NAME, gates=gates)

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 import transformers
 
+from xray_runtime.models.family import FAMILIES
+
+PACKED = [kind for name in FAMILIES for kind in FAMILIES.get(name).model_types if FAMILIES.get(name).packs]
 SIZES = {"vocab_size": 120, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
 
 

@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from tests.unit.models.families import model
 from xray_runtime.models.heads import Branch, HeadedLM
 from xray_runtime.models.padding import unpad
 
@@ -34,6 +35,25 @@ def with_other_top(lm: Any, num_layers: int) -> Any:
             for parameter in module.parameters():
                 parameter *= 1.3
     return other
+
+
+def test_a_family_with_names_of_its_own_is_cut_too() -> None:
+    """GPT-NeoX: in a trunk and a branch, and in two stages of a pipeline."""
+    lm = model("gpt_neox")
+    expected = HeadedLM(copy.deepcopy(lm)).hidden(IDS, LENGTHS)
+    module = HeadedLM(copy.deepcopy(lm), trainable_layers=1)
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    assert {name.removeprefix("lm.gpt_neox.").rpartition("layers.1.")[1] or "norm" for name in trained} == {
+        "layers.1.",
+        "norm",
+    }
+    torch.testing.assert_close(module.hidden(IDS, LENGTHS), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(module.hidden(IDS, LENGTHS, module.trunk(IDS, LENGTHS)), expected, rtol=0, atol=1e-12)
+    first, last = HeadedLM(copy.deepcopy(lm)), HeadedLM(copy.deepcopy(lm))
+    first.keep_stage(range(1))
+    last.keep_stage(range(1, 2))
+    states = first.stage_states(LENGTHS, input_ids=IDS)
+    torch.testing.assert_close(last.hidden(IDS, LENGTHS, states), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("trainable", [1, 2, 3])

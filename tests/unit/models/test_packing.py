@@ -9,10 +9,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.unit.models.families import model
+from tests.unit.models.families import PACKED, model
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.packing import FAMILIES, Trees, can_pack
+from xray_runtime.models.packing import Trees, can_pack
 from xray_runtime.models.ppo_objectives import PPOObjective
 
 TEXTS = [[5, 9, 7, 42, 11, 6, 80], [8], [100, 3], [7, 7, 7, 9, 12]]
@@ -35,7 +35,7 @@ def test_without_shared_prompts_every_text_is_a_stem() -> None:
     assert trees.positions.tolist() == [0, 0, 0, 1, 0, 1, 2]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PACKED)
 def test_texts_in_one_row_are_each_by_itself(family: str) -> None:
     lm = model(family)
     expected = alone(lm)
@@ -53,7 +53,7 @@ def test_texts_in_one_row_are_each_by_itself(family: str) -> None:
     torch.testing.assert_close(torch.cat([swapped[7:], swapped[:7]]), expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PACKED)
 def test_in_float32_one_row_and_padded_rows_differ_by_rounding(family: str) -> None:
     """Log-probabilities, values and the gradients of a PPO loss."""
     rows = {"input_ids": IDS, "lengths": LENGTHS, "prompt_lengths": torch.tensor([3, 1, 1, 2])}

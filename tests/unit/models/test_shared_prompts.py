@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from tests.unit.models.families import model
+from tests.unit.models.families import PACKED, model
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.data.rows import Ragged, Rows, take, text_rows
 from xray_runtime.models import packing
 from xray_runtime.models.heads import Branch, HeadedLM
 from xray_runtime.models.objectives import Objective, ReferenceObjective, num_computed_tokens
-from xray_runtime.models.packing import FAMILIES, Prompts, Trees
+from xray_runtime.models.packing import Prompts, Trees
 from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
 from xray_runtime.models.preference_objectives import DPOObjective
 from xray_runtime.models.reward_objective import RewardObjective
@@ -132,7 +132,7 @@ OBJECTIVES: dict[str, Callable[[], Objective]] = {
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", PACKED)
 def test_losses_and_gradients_are_those_of_separate_rows(family: str, name: str) -> None:
     module, objective = headed(family), OBJECTIVES[name]()
     rows = rows_of(objective)

@@ -12,9 +12,8 @@ import xray
 from tests.graphs import GRAPHS, SIZES
 from xray.cli.explain import explained
 from xray.flows.search import SearchConfig, search_space
+from xray.flows.study import VALUES, Search
 from xray.flows.subject import Subject
-from xray.flows.trials import Search
-from xray.flows.tune import _next_trials
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.artifacts import Model
@@ -120,11 +119,13 @@ def test_every_graph_is_searched(name: str, tmp_path: Path) -> None:
     wanted = SearchConfig.model_validate(wanted)
     searched = subject(name, tmp_path)
     space = search_space(searched, wanted)
-    trial = next(_next_trials(Search(tmp_path, searched, wanted, space)))
-    applied = searched.with_values(trial.values)
+    search = Search(tmp_path, searched, wanted, space)
+    search.directory.mkdir(parents=True)
+    values = next(search.waiting()).user_attrs[VALUES]
+    applied = searched.with_values(values)
     calls = applied.recorded().calls
     before = searched.recorded().calls
-    for path, value in trial.values.items():
+    for path, value in values.items():
         if "." not in path:
             assert applied.parameters[path] == value
             continue

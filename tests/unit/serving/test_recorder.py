@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from tests.unit.serving.recording import KEYS, MODEL, exchange, keep, with_recorder
+from xray_runtime.audit_checks.recorded import check_recorded
 from xray_runtime.data.recorded import RECORDED
 from xray_runtime.lineage import recorded
 from xray_runtime.lineage.audit.log import read_log
-from xray_runtime.lineage.audit.recorded import check_recorded
 from xray_runtime.lineage.graph import Graph
 from xray_runtime.lineage.keys import rotate, trusted_keys
 from xray_runtime.lineage.recorded import CHAIN, RecordedReader, SegmentWriter

@@ -19,13 +19,15 @@ import pytest
 from tests.unit.store import published
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import PUBLISHED, RESULTS, find_result, keep_result
+from xray_runtime.evidence.lines import Record
+from xray_runtime.evidence.log import view
+from xray_runtime.evidence.statement import RunFacts
+from xray_runtime.evidence.view import Published
 from xray_runtime.lineage.attestation import attest, open_store
 from xray_runtime.lineage.keys import exchange_keys
-from xray_runtime.lineage.log import log_checkpoints, view
-from xray_runtime.lineage.log_entries import Published, Record
+from xray_runtime.lineage.log import log_checkpoints
 from xray_runtime.lineage.signed_lines import signed_line
 from xray_runtime.lineage.signing import KEY_VARIABLE, make_key, public_key, sign, signing_key
-from xray_runtime.lineage.statement import RunFacts
 from xray_runtime.store.checkpoints import Store
 from xray_runtime.store.identity import Identity, file_sha256
 from xray_runtime.store.manifest import ATTESTATION, MANIFEST, SIGNATURE

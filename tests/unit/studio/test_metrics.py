@@ -14,7 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.unit.lineage.synthetic import Lifecycle
 from tests.unit.studio.world import post, studio
 from xray.flows.nights import FILE, Night, place_of, write_night
-from xray_runtime.lineage.log import RunBegan, append, run_lock
+from xray_runtime.evidence.view import RunBegan, run_lock
+from xray_runtime.lineage.log import append
 from xray_runtime.lineage.reference import find, open_lineage_store
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.serving.recording import COUNTERS

@@ -19,10 +19,11 @@ from tests.unit.studio.world import HOSTILE, post, studio
 from xray.cli.main import app as command
 from xray.studio import chat, models, review, rollouts, runs, withdrawals
 from xray_runtime.data.pairs import Pairs, PreferenceExample
+from xray_runtime.evidence.view import RunBegan, run_lock
 from xray_runtime.feedback.session import read_sessions
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.audit.registry import RegistryView
-from xray_runtime.lineage.log import RunBegan, append, run_lock
+from xray_runtime.lineage.log import append
 from xray_runtime.lineage.recorded import RecordedReader, recorded_lock
 from xray_runtime.lineage.reference import find, open_lineage_store
 from xray_runtime.lineage.signing import signing_key

@@ -10,7 +10,9 @@ import pytest
 from tests.unit.lineage.synthetic import Lifecycle
 from tests.unit.serving.recording import exchange, keep
 from tests.unit.studio.world import HOSTILE, post, studio
-from xray_runtime.lineage.log import run_lock, view
+from xray_runtime.evidence.kinds.withdrawn import Withdrawals
+from xray_runtime.evidence.log import view
+from xray_runtime.evidence.view import run_lock
 from xray_runtime.lineage.recorded import RecordedReader
 from xray_runtime.lineage.reference import find, open_lineage_store
 from xray_runtime.lineage.withdrawal import verify
@@ -41,7 +43,7 @@ def test_a_person_is_withdrawn_after_the_list_was_seen(output: Path) -> None:
     assert client.get("/withdrawals/verify").status_code == 400
     listed = post(client, "/withdrawals", kind="user", name="ann", answer="list").text
     assert "Withdraw ann?" in listed
-    assert (view(output).withdrawals, readable(output)) == ([], 2)
+    assert (view(output).state(Withdrawals), readable(output)) == ([], 2)
     fields = {"kind": "user", "name": "ann", "by": "ada", "answer": "withdraw"}
     for wrong, text in (
         ({"seen": "0" * 64}, "has changed since the list was shown"),
@@ -55,9 +57,9 @@ def test_a_person_is_withdrawn_after_the_list_was_seen(output: Path) -> None:
     with run_lock(output, "another"):
         reply = post(client, "/withdrawals", **fields, seen=seen(listed))
     assert (reply.status_code, "another run is using" in reply.text) == (400, True)
-    assert (view(output).withdrawals, readable(output)) == ([], 2)
+    assert (view(output).state(Withdrawals), readable(output)) == ([], 2)
     assert post(client, "/withdrawals", **fields, seen=seen(listed)).headers["location"] == "/withdrawals"
-    [entry] = view(output).withdrawals
+    [entry] = view(output).state(Withdrawals)
     assert (entry.by, entry.subject.split()[0], readable(output)) == ("ada", "user", 1)
     assert entry.subject in client.get("/withdrawals").text
     assert 'class="state sound"' in client.get("/withdrawals/verify").text

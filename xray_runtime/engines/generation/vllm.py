@@ -9,19 +9,10 @@ from typing import Any
 
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.generation.sampling import EngineRank, Reply, Sampling
+from xray_runtime.models.family import family_of
 from xray_runtime.signs import part_done
 from xray_runtime.weights.versioned import Tensors
 
-SAMPLED_FAMILIES = frozenset(
-    (
-        *("ernie4_5", "exaone4", "falcon", "gemma", "gemma3_text", "gemma4_text", "glm4", "glm4_moe", "gpt_neox"),
-        *("granite", "granitemoe", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "mistral", "mixtral", "nemotron"),
-        *("olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
-        *("stablelm", "starcoder2"),
-    )
-)
-"""Model types, all with attention alone, whose small random models vLLM was seen to compute as transformers does (4e-7
-nats). Others are tried (`preparation.generator_trial`)."""
 PREFILL_TOKENS = 8192
 """Prompt tokens that vLLM processes at a time."""
 SEQUENCES = 256
@@ -107,7 +98,8 @@ def keeps_states(directory: Path) -> bool:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.transformers_utils.config import get_config
 
-    if get_config(directory, trust_remote_code=False).model_type in SAMPLED_FAMILIES:
+    # Families that were tried have attention alone.
+    if "vllm" in family_of(get_config(directory, trust_remote_code=False).model_type).tried:
         return False
     args = EngineArgs(str(directory), skip_tokenizer_init=True, trust_remote_code=False, load_format="safetensors")
     config = args.create_model_config()

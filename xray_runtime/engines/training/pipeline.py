@@ -22,22 +22,22 @@ from torch import Tensor
 from xray_runtime.engines.engine import MicroBatch, Scorer
 from xray_runtime.engines.training.mesh import Mesh
 from xray_runtime.engines.training.zero import ZeroEngine
-from xray_runtime.models.heads import BorrowedHead, HeadedLM, built_like_llama, check_parts
+from xray_runtime.models.heads import BorrowedHead, HeadedLM, check_parts
 from xray_runtime.models.objectives import prompts_of, sequences
 
 
 def check_stages(module: HeadedLM, stages: int, field: str) -> None:
     """Raises ValueError if the model cannot be split into so many stages, as `field` requires."""
     refused = f"{field}.pipeline_parallel: {stages} is not allowed"
-    if not built_like_llama(module.lm):
+    if not module.parts.fit(module.lm):
         raise ValueError(
             f"{refused}: only Llama-like models can be split into stages, not a {type(module.lm).__name__}"
         )
     check_parts(module.lm, f"{field}.pipeline_parallel: {stages}")
     if module.has_trunk:
         raise ValueError(f"{refused} with base.trainable_layers: a frozen trunk is computed once, not in a pipeline")
-    if len(module.lm.model.layers) < stages:
-        raise ValueError(f"{refused}: the model has {len(module.lm.model.layers)} layers")
+    if len(module.layers) < stages:
+        raise ValueError(f"{refused}: the model has {len(module.layers)} layers")
 
 
 class StageScorer(Scorer):
@@ -171,12 +171,13 @@ class PipelineEngine(StageScorer):
         elif self._tied() and self._mesh.is_first:
             gradient = torch.empty_like(self._embedding(), dtype=torch.float32)
             dist.recv(gradient, self._mesh.at_stage(self._mesh.topology.pipeline - 1), group=self._mesh.down_group)
-            self._inner.backward(self.forward(lambda module: (module.lm.model.embed_tokens.weight * gradient).sum()))
+            name = f"lm.{self.module.parts.embeddings}.weight"
+            self._inner.backward(self.forward(lambda module: (module.get_parameter(name) * gradient).sum()))
 
     def _embedding(self) -> Tensor:
-        weight: Tensor = self.module.lm.model.embed_tokens.weight
+        weight: Tensor = self.module.lm.get_submodule(self.module.parts.embeddings).weight
         return weight
 
     def _head_copy(self) -> BorrowedHead:
-        head: BorrowedHead = self.module.lm.lm_head
+        head: BorrowedHead = self.module.lm.get_submodule(self.module.parts.head)
         return head

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from xray_runtime.lineage.audit.findings import Finding
+from xray_runtime.lineage.audit_check import Finding
 
 Row = dict[str, Any]
 CLOCK = "MLflow's clock"

@@ -9,9 +9,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xray_runtime.evidence.log import LOG, view as view_log
+from xray_runtime.evidence.view import LogView
 from xray_runtime.graph.artifacts import Evaluation
-from xray_runtime.lineage.audit.findings import Finding
-from xray_runtime.lineage.log import LOG, LogView, view as view_log
+from xray_runtime.lineage.audit_check import Finding
 from xray_runtime.lineage.model_page import FORM, PREFIX, Page, model_page, registration_of, version_page
 from xray_runtime.tracking.mlflow_tracker import KEY_TAG
 from xray_runtime.tracking.registry import LOG_TAG, SHA256_TAG, URI_TAG, check_store, open_client

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from xray_runtime.lineage.audit.findings import Finding
+from xray_runtime.lineage.audit_check import Finding
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.provenance import ROOT
 from xray_runtime.store.identity import file_sha256

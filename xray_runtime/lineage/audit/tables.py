@@ -15,10 +15,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.lineage.audit.findings import Finding
+from xray_runtime.evidence.view import LogView
 from xray_runtime.lineage.audit.mlflow_schema import Database, Row, check_schema
+from xray_runtime.lineage.audit_check import Finding
 from xray_runtime.lineage.graph import Graph, Node
-from xray_runtime.lineage.log import LogView
 from xray_runtime.tracking.mlflow_tracker import (
     ARTIFACTS,
     ATTEMPTS_TAG,

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.credentials import strip_credentials
-from xray_runtime.lineage.audit.findings import Finding
+from xray_runtime.evidence.log import LOG
+from xray_runtime.evidence.view import LogView
 from xray_runtime.lineage.audit.registry import RegistryView, check_orphans, check_pages, check_registry, point
 from xray_runtime.lineage.audit.tables import STAGE_TAGS, check_tables
+from xray_runtime.lineage.audit_check import Finding
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.log import LOG, LogView
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.identity import digest

@@ -30,9 +30,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import first_line
+from xray_runtime.evidence.view import Head
 from xray_runtime.files import write_atomic
 from xray_runtime.lineage.graph import Graph
-from xray_runtime.lineage.log import Head
 from xray_runtime.lineage.provenance import package_digest
 from xray_runtime.lineage.signing import TrustedKey, Verifier, envelope, has_signing_key, signing_key
 from xray_runtime.store.checkpoints import read_bounded

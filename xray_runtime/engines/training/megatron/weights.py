@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from xray_runtime.config.engines import EngineConfig
+from xray_runtime.models.family import family_of
 from xray_runtime.models.heads import HeadedLM
 
 PLAIN_ROPE = ("default", "linear", "llama3")
@@ -33,8 +34,7 @@ def check_llama(module: HeadedLM, engine: EngineConfig, device: torch.device) ->
     config, refused = module.lm.config, "engine.library: 'megatron' is not allowed"
     if module.has_trunk:
         raise ValueError(f"{refused} with base.trainable_layers: it trains whole models")
-    plain = config.model_type == "llama" and not config.attention_bias and not config.mlp_bias
-    if not plain or config.hidden_act != "silu":
+    if not family_of(config.model_type).megatron(config) or config.hidden_act != "silu":
         raise ValueError(
             f"{refused} for this {type(module.lm).__name__}: it supports only Llamas without biases, with SiLU"
         )

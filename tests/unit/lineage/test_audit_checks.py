@@ -1,0 +1,117 @@
+"""Checks of the audit plug in: CONTRIBUTING's example is found, run, and explained like those of X-ray."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from xray_runtime.evidence.lines import KINDS, Record, entry_kinds, parse_line
+from xray_runtime.evidence.view import LogView, SignedEntry
+from xray_runtime.lineage.audit.checkpoints import audit
+from xray_runtime.lineage.audit_check import CHECKS, meanings
+from xray_runtime.lineage.reference import open_lineage_store
+from xray_runtime.lineage.signed_lines import signed_line
+from xray_runtime.lineage.signing import signing_key
+
+ROOT = Path(__file__).parents[3]
+
+
+def forget() -> None:
+    for registry in (CHECKS, KINDS):
+        registry.__dict__.pop("_places", None)
+    meanings.cache_clear()
+    entry_kinds.cache_clear()
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str, str], None]]:
+    """Installs a package with one plug: (group of entry points, name, source)."""
+    site = tmp_path / "site"
+
+    def install(group: str, name: str, source: str) -> None:
+        (site / "strangers-1.0.dist-info").mkdir(parents=True)
+        (site / f"strangers_{name}.py").write_text(source)
+        (site / "strangers-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: strangers\n")
+        (site / "strangers-1.0.dist-info" / "entry_points.txt").write_text(f"[{group}]\n{name} = strangers_{name}\n")
+        monkeypatch.syspath_prepend(site)
+        forget()
+
+    yield install
+    monkeypatch.undo()
+    for name in [name for name in sys.modules if name.startswith("strangers_")]:
+        del sys.modules[name]
+    forget()
+
+
+def example() -> str:
+    """The check in CONTRIBUTING.md."""
+    section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## An audit check\n")[2]
+    found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_a_strangers_check_is_run_and_explained(
+    fresh: Callable[[], Path], installed: Callable[[str, str, str], None]
+) -> None:
+    output = fresh()
+    before = audit(open_lineage_store(output, None))
+    assert "licence-missing" not in {finding.code for finding in before.findings}
+    installed("xray.audit_checks", "licences", example())
+    after = audit(open_lineage_store(output, None))
+    new = [finding for finding in after.findings if finding not in before.findings]
+    assert {finding.code for finding in new} == {"licence-missing"}
+    assert after.is_sound
+    assert new[0].to_json()["meaning"] == "A source has no licence on record."
+
+
+def test_two_checks_cannot_introduce_one_finding(installed: Callable[[str, str, str], None]) -> None:
+    installed("xray.audit_checks", "licences", example().replace("licence-missing", "file-missing"))
+    with pytest.raises(ValueError, match="'file-missing' is not allowed: another check introduces it"):
+        meanings()
+
+
+def test_a_strangers_entry_is_read(tmp_path: Path, installed: Callable[[str, str, str], None]) -> None:
+    source = """
+from typing import Literal
+from xray_runtime.evidence.view import SignedEntry
+
+class Names(list): pass
+
+class Greeted(SignedEntry):
+    action: Literal["greet"] = "greet"
+    name: str
+
+    def fold(self, view, line):
+        view.state(Names).append(self.name)
+
+KINDS = (Greeted,)
+"""
+    installed("xray.log_entries", "greeting", source)
+    import strangers_greeting
+
+    text = signed_line(Record, strangers_greeting.Greeted(name="Ada"), {}, signing_key(tmp_path))
+    view = LogView()
+    view.add(parse_line(1, text, Record))
+    assert view.state(strangers_greeting.Names) == ["Ada"]
+    forget()
+    assert isinstance(parse_line(1, text, Record).entry, SignedEntry)
+
+
+def test_an_entry_of_no_kind_is_refused(tmp_path: Path) -> None:
+    class Unknown(SignedEntry):
+        action: str = "unknown"
+
+    text = signed_line(Record, Unknown(), {}, signing_key(tmp_path))
+    with pytest.raises(ValueError, match="line 1 is no entry"):
+        parse_line(1, text, Record)
+
+
+def test_the_docs_list_every_check() -> None:
+    text = (ROOT / "docs" / "lineage.md").read_text(encoding="utf-8")
+    rows = [f"| `{name}` | {CHECKS.get(name).about} |" for name in CHECKS]
+    assert "\n".join(rows) in text

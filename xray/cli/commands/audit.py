@@ -1,0 +1,121 @@
+"""`xray audit`: whether a checkpoint and its history are what was published."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from xray.cli.auditing import audit_progress, report
+from xray.cli.options import AsJson, Output, PublicKey, Tracking
+from xray_runtime.config.validation import ConfigError
+from xray_runtime.credentials import strip_credentials
+
+if TYPE_CHECKING:
+    from xray_runtime.evidence.view import Head
+    from xray_runtime.lineage.audit.checkpoints import Audit
+    from xray_runtime.lineage.graph import Node
+    from xray_runtime.lineage.reference import LineageStore
+
+PANEL = "Evidence"
+
+
+def command(
+    ref: Annotated[
+        str | None, typer.Argument(metavar="REF", help="Checkpoint as in `xray lineage`, or a bundle; or use --all.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Audit everything in --output DIR.")] = False,
+    output: Output = None,
+    tracking_uri: Tracking = None,
+    public_key: PublicKey = None,
+    hashing: Annotated[bool, typer.Option("--hash/--no-hash", help="Read weights, or only check their sizes.")] = True,
+    since_verified: Annotated[
+        bool, typer.Option("--since-verified", help="With --all: read only what changed since the last sound audit.")
+    ] = False,
+    expect: Annotated[
+        str | None,
+        typer.Option(metavar="HEAD", help="Head of the log that an earlier audit printed; it must still be there."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check every byte, signature, record and pointer of a checkpoint and its ancestors.
+
+    Exit codes: 0 sound, 1 not sound, 2 bad input.
+    """
+    from xray_runtime.lineage.audit.checkpoints import audit as run_audit
+    from xray_runtime.lineage.bundle import audit_bundle
+    from xray_runtime.lineage.reference import open_lineage_store, resolve
+
+    if since_verified and (not everything or not hashing):
+        raise ConfigError("--since-verified: needs --all, and not --no-hash")
+    head = _head(expect)
+    if ref is not None and not everything:
+        path = Path(ref)
+        found = audit_bundle(path, public_key, hashing=hashing) if path.is_file() else _unreadable(path)
+        if found is not None:
+            report(found, hashing, as_json)
+    if everything == (ref is not None):
+        raise ConfigError("REF, --all: exactly one is required")
+    if public_key is not None and not public_key.is_file():
+        raise ConfigError(f"--public-key: {str(public_key)!r} is not a file")
+    starts = None
+    if ref is not None:
+        store, node = resolve(ref, output, tracking_uri)
+        starts = [node]
+    elif output is not None:
+        store = open_lineage_store(output, tracking_uri)
+    else:
+        raise ConfigError("--all: needs --output DIR")
+    with audit_progress(Console(stderr=True)) as on_progress:
+        result = run_audit(
+            store,
+            starts,
+            public=public_key,
+            hashing=hashing,
+            since_verified=since_verified,
+            expect=head,
+            on_progress=on_progress,
+        )
+    report(result, hashing, as_json, mlflow_pages(store, starts))
+
+
+def mlflow_pages(store: LineageStore, nodes: Sequence[Node] | None) -> list[str]:
+    """MLflow pages of the registered versions of `nodes` (None: all), or the command that shows them."""
+    from xray_runtime.lineage.model_page import model_addresses
+
+    uri = store.tracking_uri
+    if uri is None:
+        return []
+    addresses = model_addresses(store.output, None if nodes is None else {node.sha256 for node in nodes})
+    if uri.startswith("http"):
+        return [f"{strip_credentials(uri).rstrip('/')}/{address}" for address in addresses]
+    return [f"mlflow ui --backend-store-uri {uri}, then http://127.0.0.1:5000/{address}" for address in addresses]
+
+
+def _head(text: str | None) -> Head | None:
+    from xray_runtime.evidence.view import Head
+
+    try:
+        return Head.parse(text) if text is not None else None
+    except ValueError as error:
+        raise ConfigError(f"--expect: {error}") from None
+
+
+def _unreadable(directory: Path) -> Audit | None:
+    """The audit of a checkpoint with a malformed manifest, which is a finding and not bad input."""
+    from xray_runtime.lineage.audit.checkpoints import Audit
+    from xray_runtime.lineage.audit_check import Finding
+    from xray_runtime.store.checkpoints import read_manifest
+    from xray_runtime.store.manifest import MANIFEST
+
+    if not directory.is_dir() or not os.path.lexists(directory / MANIFEST):
+        return None
+    try:
+        read_manifest(directory)
+    except ValueError as error:
+        return Audit(findings=[Finding(directory.name, "manifest-malformed", str(error))])
+    return None

@@ -1,0 +1,1 @@
+"""Model families, one file each; `models.family` says what they say."""

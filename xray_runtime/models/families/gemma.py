@@ -1,0 +1,7 @@
+"""Gemma, and the text models of Gemma 3 and 4. Gemma 2 caps attention scores, which none of our attentions does."""
+
+from __future__ import annotations
+
+from xray_runtime.models.family import Family
+
+FAMILY = Family(model_types=("gemma", "gemma3_text", "gemma4_text"), tried=("vllm",))

@@ -1,0 +1,11 @@
+"""Granite: embeddings, residuals, attention and logits have multipliers."""
+
+from __future__ import annotations
+
+from xray_runtime.models.family import Family, Logits
+
+FAMILY = Family(
+    model_types=("granite", "granitemoe"),
+    logits=lambda config: Logits(divisor=config.logits_scaling),
+    tried=("vllm",),
+)

@@ -1,0 +1,7 @@
+"""Mixtral: Mistral with a mixture of experts in each layer."""
+
+from __future__ import annotations
+
+from xray_runtime.models.family import Family
+
+FAMILY = Family(model_types=("mixtral",), routers=("gate",), tried=("vllm",))

@@ -1,0 +1,7 @@
+"""Nemotron."""
+
+from __future__ import annotations
+
+from xray_runtime.models.family import Family
+
+FAMILY = Family(model_types=("nemotron",), tried=("vllm",))

@@ -1,0 +1,7 @@
+"""OLMoE: a mixture of experts."""
+
+from __future__ import annotations
+
+from xray_runtime.models.family import Family
+
+FAMILY = Family(model_types=("olmoe",), routers=("gate",), tried=("vllm",))

@@ -1,0 +1,7 @@
+"""Qwen2-MoE: Qwen2 with a mixture of experts."""
+
+from __future__ import annotations
+
+from xray_runtime.models.family import Family
+
+FAMILY = Family(model_types=("qwen2_moe",), routers=("gate",), tried=("vllm",))

@@ -1,0 +1,7 @@
+"""Qwen3-MoE: Qwen3 with a mixture of experts."""
+
+from __future__ import annotations
+
+from xray_runtime.models.family import Family
+
+FAMILY = Family(model_types=("qwen3_moe",), routers=("gate",), tried=("vllm",))

@@ -1,0 +1,7 @@
+"""StableLM."""
+
+from __future__ import annotations
+
+from xray_runtime.models.family import Family
+
+FAMILY = Family(model_types=("stablelm",), tried=("vllm",))

@@ -1,0 +1,7 @@
+"""StarCoder 2."""
+
+from __future__ import annotations
+
+from xray_runtime.models.family import Family
+
+FAMILY = Family(model_types=("starcoder2",), tried=("vllm",))

@@ -1,0 +1,143 @@
+"""What X-ray knows of a model family: each file in `families/` is one, and holds one `FAMILY`.
+
+A model of a type that none lists is trained as `UNLISTED`: padded, planned from the modules that transformers builds,
+and tried by each generator. Whatever a family says is checked on a few tokens as a model enters (`trial`), or by tests
+on small random models. Neither this module nor a family imports torch as it is imported: planners ask them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xray_runtime.config.plugs import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+HFConfig = Any
+"""A Hugging Face config object: each family has a class of its own."""
+
+
+@dataclass(frozen=True)
+class Logits:
+    """What a model does to the logits z of its output layer: z · scale, then z / divisor, then cap · tanh(z / cap)."""
+
+    scale: float = 1.0
+    divisor: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Logits [..., V], in the operations of the models themselves and so with their bits."""
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.divisor != 1.0:
+            logits = logits / self.divisor
+        return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where a causal LM has the parts by which it is cut; `layers` and `norm` are children of `backbone`."""
+
+    backbone: str = "model"
+    embeddings: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+
+    def fit(self, lm: nn.Module) -> bool:
+        """Whether `lm` has all of them."""
+        names = {name for name, _ in lm.named_modules()}
+        return names.issuperset((self.backbone, self.embeddings, self.layers, self.norm, self.head))
+
+    def above(self, num_layers: int, top_layers: int) -> tuple[str, ...]:
+        """Prefixes of the names of weights in the `top_layers` upper layers and the final norm."""
+        return (*(f"{self.layers}.{n}." for n in range(num_layers - top_layers, num_layers)), f"{self.norm}.")
+
+
+class LayerSizes(NamedTuple):
+    """Widths in one layer of a config."""
+
+    hidden: int
+    queries: int
+    """Of all heads together."""
+    keys: int
+    """Of all key-value heads together."""
+    head: int
+    intermediate: int
+
+
+class Beyond(NamedTuple):
+    """What one layer has that a Llama's without biases has not."""
+
+    parameters: int = 0
+    normalized: int = 0
+    """Features that further norms normalize."""
+
+
+@dataclass(frozen=True)
+class Auxiliary:
+    """A loss of the model's own, which training adds to the method's."""
+
+    option: str
+    """What the backbone is called with, as True, to give what the loss is of."""
+    output: str
+    """The field of its output."""
+    loss: Callable[[tuple[Tensor, ...], HFConfig], Tensor]
+    """(output, config) → the loss of these tokens, of any number of sequences."""
+    coefficient: Callable[[HFConfig], float]
+    """Its weight in the whole loss, by the config; 0: it is off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    model_types: tuple[str, ...]
+    """transformers' names, in `config.json`."""
+    packs: bool = False
+    """Tokens meet in attention alone, and there by causality alone, unless the config asks for windows."""
+    parts: Parts = Parts()
+    """Checked before use: a model that lacks them, or changes states in between, is not cut (`heads.check_parts`)."""
+    beyond: Callable[[Mapping[str, Any], LayerSizes], Beyond] | None = None
+    """(`config.json`, sizes) → what a layer has beyond a Llama's, so that a plan needs no torch. It also promises that
+    layers can be split, by tensor and in stages. None: the model is built to be planned."""
+    config_fields: tuple[str, ...] = ()
+    """Fields that `beyond` needs to be written out, besides a Llama's."""
+    logits: Callable[[HFConfig], Logits] = lambda config: Logits()
+    """What it does to its output layer's logits."""
+    auxiliary: Auxiliary | None = None
+    routers: tuple[str, ...] = ()
+    """Last parts of the names of modules in a layer that choose experts."""
+    megatron: Callable[[HFConfig], bool] = lambda config: False
+    """Whether Megatron-core's GPT of Llama's parts computes a model of this config (`megatron.weights`)."""
+    plain_tokenizer: bool = False
+    """transformers takes a tokenizer of its plain class for what it says, so none is chosen by the model's type."""
+    tried: tuple[str, ...] = ()
+    """Generators that were seen to compute small random models of it as transformers does (4e-7 nats)."""
+
+    def is_hidden_matrix(self, name: str, num_dims: int) -> bool:
+        """Whether a causal LM's parameter is a matrix between hidden states (what Muon steps): no embedding, output
+        layer, router, bias or norm."""
+        module = name.rpartition(".")[0]
+        inside = module.startswith(f"{self.parts.layers}.")
+        return inside and num_dims == 2 and module.rpartition(".")[2] not in self.routers
+
+
+FAMILIES: Registry[Family] = Registry("model family", "xray_runtime.models.families", "FAMILY", "xray.families")
+UNLISTED = Family(model_types=())
+
+
+@cache
+def family_name(model_type: str | None) -> str | None:
+    """The registered name of the family of a `model_type`; None where no family lists it."""
+    names = [model_type] if model_type in FAMILIES else []
+    # A file that is called as its model_type is asked first, so that the others need not be imported.
+    return next((n for n in (*names, *FAMILIES) if n and model_type in FAMILIES.get(n).model_types), None)
+
+
+def family_of(model_type: str | None) -> Family:
+    """The family of transformers' `model_type`."""
+    name = family_name(model_type)
+    return UNLISTED if name is None else FAMILIES.get(name)
