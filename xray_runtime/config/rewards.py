@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Union
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union
 
 from pydantic import BeforeValidator, Discriminator, Tag, TypeAdapter
 
@@ -60,7 +60,8 @@ def _any_of(kinds: Mapping[str, type[Term]]) -> Any:
 KINDS = reward_kinds()
 
 if TYPE_CHECKING:
-    RewardTerm = ExternalReward = Term
+    RewardTerm: TypeAlias = Term
+    ExternalReward: TypeAlias = Term
 else:
     RewardTerm = _any_of(KINDS)
     """One of the sources whose weighted sum is the reward."""

@@ -128,6 +128,7 @@ class Source(Protocol):
         Raises:
             ValueError: a column, or a value of one, cannot be used.
         """
+        return
 
     def score(self, batch: Batch) -> list[Score]:
         """One score for each reply; failures, after the configured retries, are failed scores.
