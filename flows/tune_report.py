@@ -14,8 +14,8 @@ from rich.console import Console
 from xray.flows.search import SearchConfig
 from xray.flows.study import ERROR, PLACE, VALUES, Search
 from xray_runtime.config.loading import resolved_yaml, to_yaml
+from xray_runtime.evidence.log import read_run
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.log import read_run
 from xray_runtime.report.figures import COLORS, style
 from xray_runtime.report.rendering import markdown_table
 from xray_runtime.terminal import print_table

@@ -6,21 +6,21 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import HTMLResponse
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.evidence.log import view
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store
+from xray_runtime.report.rendering import template
 from xray_runtime.store.checkpoints import CHECKPOINTS
 
 log = logging.getLogger(__name__)
+
+TEMPLATES = Path(__file__).with_name("templates")
 
 DAMAGED = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
 """Errors from a file with another content than its writer gave it."""
@@ -81,19 +81,6 @@ class Studio:
         found = self.audited.findings if self.audited is not None else []
         return [f"{f.code}: {f.detail}" for f in found if f.is_broken and f.subject == name]
 
-    @cached_property
-    def pages(self) -> Environment:
-        environment = Environment(
-            loader=PackageLoader("xray.studio"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-        )
-        environment.filters["number"] = _number
-        environment.filters["parts"] = split_reasoning
-        return environment
-
-
-def _number(value: float | str | None) -> str:
-    return "–" if value is None or value != value else value if isinstance(value, str) else f"{value:+.3f}"
-
 
 def studio_of(request: Request) -> Studio:
     """The studio of a request, for handlers."""
@@ -101,10 +88,10 @@ def studio_of(request: Request) -> Studio:
     return studio
 
 
-def page(request: Request, template: str, status: int = 200, /, **values: Any) -> HTMLResponse:
+def page(request: Request, name: str, status: int = 200, /, **values: Any) -> HTMLResponse:
     """A page from its template; all values are escaped."""
     studio = studio_of(request)
     shared = {"csrf": request.state.csrf, "serve": studio.serve, "path": request.url.path, "audit": studio.audit_text()}
-    text = studio.pages.get_template(template).render(**shared | values)
+    text = template(name, TEMPLATES).render(**shared | values)
     # A file's name may have bytes that are no text.
     return HTMLResponse(text.encode("utf-8", "backslashreplace"), status)

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from xray_runtime.algorithms.rewards import ModelScores
-from xray_runtime.data.rows import non_finite
+from xray_runtime.data.batch import Scores
+from xray_runtime.data.ragged import non_finite
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.graph.artifacts import REWARD_HEAD
 from xray_runtime.models.reward_objective import RewardObjective
@@ -23,8 +24,8 @@ from xray_runtime.workers.protocols import get_all
 if TYPE_CHECKING:
     from xray_runtime.config.engines import FrozenConfig
     from xray_runtime.config.reward_term import Term
+    from xray_runtime.data.batch import TextBatch
     from xray_runtime.data.pairs import Messages
-    from xray_runtime.data.rows import Rows
     from xray_runtime.graph.artifacts import RewardModel
     from xray_runtime.workers.protocols import ModelHandle, Ref
 
@@ -83,9 +84,9 @@ class RewardModels:
         models: Mapping[str, ModelHandle],
         prompts: Sequence[Messages],
         replies: Sequence[str],
-        tokens: Rows | None = None,
+        tokens: TextBatch | None = None,
         at_once: int | None = None,
-    ) -> list[Ref[Rows]]:
+    ) -> list[Ref[Scores]]:
         """Start scoring with every model of `roles`; pass the requests to `RewardSources.scores`.
 
         Args:
@@ -98,8 +99,8 @@ class RewardModels:
 
     def scores(
         self,
-        requests: Sequence[Ref[Rows]],
-        of_branches: Callable[[], Rows] | None,
+        requests: Sequence[Ref[Scores]],
+        of_branches: Callable[[], Scores] | None,
         alike: np.ndarray,
         texts: Sequence[tuple[str, str]],
     ) -> dict[str, ModelScores]:
@@ -110,9 +111,9 @@ class RewardModels:
             alike: the first row that equals each row [B].
             texts: prompt and reply of each row.
         """
-        answers = {role: answer["scores"] for role, answer in zip(self.roles, get_all(requests), strict=True)}
-        branches = of_branches() if of_branches else {}
-        answers |= {role: branches[role] for role in self.branches}
+        answers = {role: answer.scores for role, answer in zip(self.roles, get_all(requests), strict=True)}
+        branches = of_branches() if of_branches else Scores()
+        answers |= {role: branches.by_role(role) for role in self.branches}
         self._check({role: answers[role] for role in self._paths}, len(set(texts)))
         by_role = {
             role: ModelScores(torch.from_numpy(scores[alike]), *self._members[role]) for role, scores in answers.items()

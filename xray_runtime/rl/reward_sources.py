@@ -17,7 +17,7 @@ import torch
 from xray_runtime.algorithms.rewards import SourceScores, weighted_sum
 from xray_runtime.config.reward_term import source_names
 from xray_runtime.data.pairs import Messages, prompt_text
-from xray_runtime.data.rows import first_alike, row_keys
+from xray_runtime.data.ragged import first_alike
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.rewards.code.reply import IS_REFUSED
 from xray_runtime.rewards.source import Batch, Score
@@ -27,7 +27,7 @@ from xray_runtime.rl.reward_models import RewardModels
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import JudgingConfig
     from xray_runtime.config.reward_term import Term
-    from xray_runtime.data.rows import Rows
+    from xray_runtime.data.batch import Scores, TextBatch
     from xray_runtime.graph.kind import Stage
     from xray_runtime.workers.protocols import Ref
 
@@ -72,15 +72,15 @@ class RewardSources:
 
     def scores(
         self,
-        requests: Sequence[Ref[Rows]],
+        requests: Sequence[Ref[Scores]],
         prompts: Sequence[Messages],
         replies: Sequence[str],
         columns: Mapping[str, Sequence[Any]],
-        of_branches: Callable[[], Rows] | None = None,
+        of_branches: Callable[[], Scores] | None = None,
         *,
         step: int = 0,
         episodes: Sequence[Score] | None = None,
-        tokens: Rows | None = None,
+        tokens: TextBatch | None = None,
     ) -> SourceScores:
         """Each source's score of each reply. Functions, verifiers and judges score while the models do.
 
@@ -100,7 +100,7 @@ class RewardSources:
         texts = [prompt_text(messages) for messages in prompts]
         batch = Batch(texts, replies, prompts, columns, {"stage": self._stage, "step": step})
         applies = {source: self._external.applies(source, batch) for source in self._sources}
-        alike = first_alike(zip(map(repr, prompts), replies, strict=True) if tokens is None else row_keys(tokens))
+        alike = first_alike(zip(map(repr, prompts), replies, strict=True) if tokens is None else tokens.row_keys())
         external = self._external.scores(batch, applies)
         models = self._models.scores(requests, of_branches, alike, list(zip(texts, replies, strict=True)))
         given = dict(external)
