@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from xray_runtime.config.evaluate import EvaluationConfig
-from xray_runtime.config.rewards import source_names
+from xray_runtime.config.reward_term import source_names
 from xray_runtime.data.pairs import TRAIN, Pairs, PreferenceExample, prompt_text
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.evaluation.judge_leakage import JUDGES, TrainedItem, dependent_judges, learnt_from, trained_against
