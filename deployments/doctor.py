@@ -37,7 +37,7 @@ from xray_runtime.credentials import strip_credentials
 from xray_runtime.errors import first_line
 from xray_runtime.evidence.log import view
 from xray_runtime.gpus import has_driver
-from xray_runtime.lineage.audit.log import read_log
+from xray_runtime.lineage.audit_check import read_log
 from xray_runtime.lineage.graph import read_graph
 from xray_runtime.lineage.signing import exposed_keys
 from xray_runtime.store.checkpoints import CHECKPOINTS

@@ -8,18 +8,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from xray_runtime.config.plugs import Registry
-from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.evidence.log import view
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store
+from xray_runtime.report.rendering import template
 from xray_runtime.store.checkpoints import CHECKPOINTS
 
 log = logging.getLogger(__name__)
@@ -119,17 +119,10 @@ class Studio:
         return sorted(links, key=lambda link: link.order)
 
     @cached_property
-    def templates(self) -> Environment:
+    def templates(self) -> tuple[Path, ...]:
+        """Folders with templates: ours, then those of pages from other packages."""
         packages = dict.fromkeys(["xray.studio", *(pages.templates for pages in self.pages)])
-        loader = ChoiceLoader([PackageLoader(package) for package in packages])
-        environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-        environment.filters["number"] = _number
-        environment.filters["parts"] = split_reasoning
-        return environment
-
-
-def _number(value: float | str | None) -> str:
-    return "–" if value is None or value != value else value if isinstance(value, str) else f"{value:+.3f}"
+        return tuple(Path(str(files(package))) / "templates" for package in packages)
 
 
 def studio_of(request: Request) -> Studio:
@@ -138,10 +131,10 @@ def studio_of(request: Request) -> Studio:
     return studio
 
 
-def page(request: Request, template: str, status: int = 200, /, **values: Any) -> HTMLResponse:
+def page(request: Request, name: str, status: int = 200, /, **values: Any) -> HTMLResponse:
     """A page from its template; all values are escaped."""
     studio = studio_of(request)
     shared = {"csrf": request.state.csrf, "links": studio.links, "path": request.url.path, "audit": studio.audit_text()}
-    text = studio.templates.get_template(template).render(**shared | values)
+    text = template(name, studio.templates).render(**shared | values)
     # A file's name may have bytes that are no text.
     return HTMLResponse(text.encode("utf-8", "backslashreplace"), status)

@@ -25,7 +25,7 @@ from xray.deployments.local_services import LOST
 from xray.flows.subject import Subject
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.evidence.view import RunBegan
-from xray_runtime.lineage.audit.log import read_log
+from xray_runtime.lineage.audit_check import read_log
 from xray_runtime.lineage.keys import trusted_keys
 from xray_runtime.lineage.log import append
 from xray_runtime.lineage.signing import Verifier, signing_key

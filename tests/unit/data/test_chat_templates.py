@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.unit.data.encoding import encode_replies
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.conversations import conversations
 from xray_runtime.data.pairs import Example, Messages
@@ -26,7 +27,6 @@ from xray_runtime.data.tokenizing import (
     decode_replies,
     encode_conversations,
     encode_prompts,
-    encode_replies,
     encode_replies_to,
 )
 from xray_runtime.models.causal_lm import stop_tokens

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.data.encoding import encode_replies
 from tests.unit.environments import samples
 from tests.unit.lineage.synthetic import comparison
 from xray_runtime.config.base import FreshBase
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Messages, prompt_text
-from xray_runtime.data.tokenizing import encode_prompts, encode_replies
+from xray_runtime.data.tokenizing import encode_prompts
 from xray_runtime.engines.generation.sampling import EngineRank
 from xray_runtime.engines.generation.transformers_generate import TransformersSampler, stream
 from xray_runtime.environments.pool import EnvironmentPool

@@ -28,6 +28,7 @@ from xray_runtime.graph import stage_identity as identify_module
 from xray_runtime.graph.graph import Graph, recording
 from xray_runtime.graph.kind import KINDS, StageKind
 from xray_runtime.graph.stage_identity import DECLARATIONS, code_of, identify
+from xray_runtime.models.family import FAMILIES
 from xray_runtime.stages.kinds import BASE, PPO, PREPARE, SFT, find_kind, import_kind
 from xray_runtime.store.code_digest import code_digest, code_reached
 from xray_runtime.store.digest_memory import DigestMemory
@@ -56,6 +57,16 @@ def identities(graph: Graph, memory: DigestMemory, runtime: RuntimeConfig = RUNT
 
 def keys(graph: Graph, memory: DigestMemory, runtime: RuntimeConfig = RUNTIME) -> dict[str, str]:
     return {name: identity.key for name, identity in identities(graph, memory, runtime).items()}
+
+
+def test_what_runs_a_model_digests_the_families_and_nothing_else_does() -> None:
+    """A model chooses its family by its files, so an edit of any family runs the stages again that have a model."""
+    families = {FAMILIES.module(name) for name in FAMILIES}
+    assert len(families) > 20
+    assert families < code_of(SFT).keys()
+    assert families < code_of(PPO).keys()
+    assert "xray_runtime.models.families._mixture" in code_of(SFT)
+    assert families.isdisjoint(code_of(PREPARE))
 
 
 # What is read from outside
@@ -432,9 +443,15 @@ def copy_codes() -> dict[str, dict[str, str]]:
         return name.replace("xray_runtime", "xray_copied")
 
     left_out = tuple(map(renamed, DECLARATIONS))
-    found = {
-        name: code_reached([renamed(kind.module)], ["xray_copied"], left_out).modules for name, kind in OURS.items()
-    }
+    families = [renamed(FAMILIES.module(name)) for name in FAMILIES]
+
+    def reached(module: str, chosen: list[str]) -> dict[str, str]:
+        return code_reached([renamed(module), *chosen], ["xray_copied"], left_out).modules
+
+    found = {name: reached(kind.module, []) for name, kind in OURS.items()}
+    for name, code in found.items():
+        if renamed(identify_module.FAMILY) in code:
+            found[name] = reached(OURS[name].module, families)
     return {
         name: {module.replace("xray_copied", "xray_runtime"): digest for module, digest in digests.items()}
         for name, digests in found.items()

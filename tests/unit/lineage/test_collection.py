@@ -30,7 +30,7 @@ from xray_runtime.lineage.withdrawal import plan_user
 from xray_runtime.preparation import curate, preferences, recorded_data
 from xray_runtime.serving.exchange import Exchange
 from xray_runtime.serving.middleware import key_digest
-from xray_runtime.serving.recorder import Recorder
+from xray_runtime.serving.recorder import AnswerRecorder
 from xray_runtime.store.ref import CheckpointRef
 
 PEOPLE = [f"person {n}" for n in range(30)]
@@ -39,7 +39,7 @@ PEOPLE = [f"person {n}" for n in range(30)]
 def record(output: Path, answers: list[Exchange], said: list[dict[str, Any]]) -> None:
     """Record answers, then feedback about them, each in a segment of its own."""
 
-    async def work(recorder: Recorder) -> None:
+    async def work(recorder: AnswerRecorder) -> None:
         await recorder.keep(answers, {}, True)
         for each in said:
             status, content = await recorder.feedback(json.dumps(each).encode(), key_digest(KEYS["shop"]))

@@ -25,10 +25,10 @@ from xray_runtime.config.rewards import ExternalReward
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import RECORDED
 from xray_runtime.graph.graph import recording
-from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.reference import open_lineage_store, resolve
 from xray_runtime.lineage.withdrawal import refusal
 from xray_runtime.stages.kinds import CURATE
+from xray_runtime.tracking.registry_view import RegistryView
 
 
 def recorded(output: Path, number: int) -> None:

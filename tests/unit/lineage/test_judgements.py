@@ -26,10 +26,10 @@ from xray_runtime.graph.inputs import PreferencesInputs
 from xray_runtime.graph.kind import Stage
 from xray_runtime.lineage.adopt import checkpoint_from
 from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.keys import trust
 from xray_runtime.lineage.reference import open_lineage_store
 from xray_runtime.preparation import preferences
+from xray_runtime.tracking.registry_view import RegistryView
 
 VERDICTS: list[Verdict] = ["a", "b", "tie", "bad", "skip", "a"]
 

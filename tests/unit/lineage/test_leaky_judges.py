@@ -10,8 +10,9 @@ import pytest
 
 from tests.unit.lineage.synthetic import Lifecycle, judged, model, preferences, weights
 from xray_runtime.config.evaluate import EvaluationConfig, PromotionConfig
-from xray_runtime.lineage.gates import Gate, check_gates
+from xray_runtime.lineage.gates import check_gates
 from xray_runtime.lineage.leaky_judges import leaky_judges
+from xray_runtime.lineage.promotion_check import Gate
 from xray_runtime.lineage.reference import open_lineage_store
 
 GOOD = PromotionConfig(min_win_rate=0.3, max_judge_drop=0.0)

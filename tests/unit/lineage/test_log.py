@@ -17,7 +17,7 @@ from xray_runtime.audit_checks.files import check_files
 from xray_runtime.evidence.log import LOG, digests, read_lines
 from xray_runtime.evidence.view import START, Left, LogView, RunBegan, RunEnded, run_lock
 from xray_runtime.lineage import signed_lines
-from xray_runtime.lineage.audit.log import read_log
+from xray_runtime.lineage.audit_check import read_log
 from xray_runtime.lineage.graph import Graph
 from xray_runtime.lineage.keys import rotate, trusted_keys
 from xray_runtime.lineage.log import append, decide, log_checkpoints, log_files

@@ -20,15 +20,14 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.gates import check_gates, gates_for
 from xray_runtime.lineage.promotion import (
     NotPromoted,
-    Review,
-    champion_of,
+    PromotionReview,
     comparison_spec,
     decline,
     promote,
     review,
     roll_back,
 )
-from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve
+from xray_runtime.lineage.reference import LineageStore, champion_of, open_lineage_store, resolve
 from xray_runtime.lineage.signing import signing_key
 
 
@@ -77,7 +76,7 @@ def test_a_promotion_cut_short_is_finished_by_the_same_command(fresh: Callable[[
     mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri).delete_registered_model_alias(NAME, "champion")
     assert [text.split()[0] for text in broken(output)] == ["alias-moved"]
     place, node = resolve("ppo-2", output, None)
-    seen = Review(NAME, "1", node, champion_of(place, NAME), [], "", {})
+    seen = PromotionReview(NAME, "1", node, champion_of(place, NAME), [], "", {})
     promote(place, seen, by="a person", note="again")
     assert broken(output) == []
     assert len(decided(output)) == 2

@@ -20,8 +20,9 @@ from xray_runtime.config.best_of_n import BestOfNConfig
 from xray_runtime.config.ppo import RewardTerm
 from xray_runtime.config.preferences import RewardedPreferences
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.batch import Replies, TextBatch
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, prompt_text, write_pairs
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.graph.artifacts import Dataset, Model
 from xray_runtime.graph.graph import recording
@@ -55,13 +56,13 @@ class FakeGenerator:
         self.tokenizer, self.calls = tokenizer, 0
         self.generate = self
 
-    def remote(self, rows: Rows, sampling: Any, version: int) -> Ready[Rows]:
+    def remote(self, rows: TextBatch, sampling: Any, version: int) -> Ready[TextBatch]:
         self.calls += 1
-        letters = [WORDS[int(seed) % 26] for seed in rows["seed"]]
+        letters = [WORDS[int(seed) % 26] for seed in rows.seed]
         ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in letters]
-        ended = np.array([int(seed) % 3 != 0 for seed in rows["seed"]])
+        ended = np.array([int(seed) % 3 != 0 for seed in rows.seed])
         replies = [[*row, sampling.stop_token_ids[0]] if end else row for row, end in zip(ids, ended, strict=True)]
-        return Ready({"response_ids": Ragged.of(replies), "ended": ended})
+        return Ready(Replies(response_ids=Ragged.of(replies), ended=ended))
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from tests.unit.rl.loop import MINIBATCH, REPLIES, PPOModel, World, attempt, log
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.ppo import KLConfig, PPOConfig
 from xray_runtime.config.validation import ConfigError, validate_as
+from xray_runtime.data.batch import PromptBatch, Replies
 from xray_runtime.data.ledger import read_shard, shard_path
-from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.graph.inputs import PPOInputs
 from xray_runtime.lineage.recorded_answers import restore_answers
 from xray_runtime.models.causal_lm import load_tokenizer
@@ -37,13 +37,13 @@ class Policy(PPOModel):
         (self.world.versions / str(version)).touch()  # type: ignore[attr-defined]
         return found
 
-    def _generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
+    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
         assert version == self.version
-        self.world.seeds += rows["seed"].tolist()
-        seeds = rows["seed"] + version
-        found = FakeGenerator(self.world.tokenizer)(rows | {"seed": seeds}, sampling, version)  # type: ignore[attr-defined]
-        ids = found["response_ids"]
-        return found | {"rollout_logprobs": Ragged(logprob(ids.values) + self.surer, ids.offsets)}
+        self.world.seeds += rows.seed.tolist()
+        seeds = rows.seed + version
+        found = FakeGenerator(self.world.tokenizer)(rows.with_columns(seed=seeds), sampling, version)  # type: ignore[attr-defined]
+        ids = found.response_ids
+        return found.with_columns(rollout_logprobs=ids.like(logprob(ids.values) + self.surer))
 
 
 @pytest.fixture

@@ -23,11 +23,11 @@ from xray_runtime.data.pairs import Pairs, PreferenceExample
 from xray_runtime.evidence.view import RunBegan, run_lock
 from xray_runtime.feedback.session import read_sessions
 from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.log import append
 from xray_runtime.lineage.recorded import RecordedReader, recorded_lock
 from xray_runtime.lineage.reference import find, open_lineage_store
 from xray_runtime.lineage.signing import signing_key
+from xray_runtime.tracking.registry_view import RegistryView
 
 
 @pytest.fixture

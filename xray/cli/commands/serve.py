@@ -33,7 +33,7 @@ from xray_runtime.serving import NotServedError
 from xray_runtime.terminal import say
 
 if TYPE_CHECKING:
-    from xray_runtime.serving.choice import Choice
+    from xray_runtime.serving.choice import ModelChoice
     from xray_runtime.serving.server import Server
 
 PANEL = "Champion"
@@ -111,7 +111,7 @@ class _Options:
     recording: Recording | None
 
 
-def _choose(options: _Options) -> tuple[str | None, Choice]:
+def _choose(options: _Options) -> tuple[str | None, ModelChoice]:
     """(registered model whose champion is followed or None, the model to serve first), after its audit."""
     from xray_runtime.serving.choice import champion, fixed, followed, require_sound, require_splittable
 
@@ -133,7 +133,7 @@ def _choose(options: _Options) -> tuple[str | None, Choice]:
     return name, choice
 
 
-def _run(options: _Options, name: str | None, choice: Choice) -> None:
+def _run(options: _Options, name: str | None, choice: ModelChoice) -> None:
     with recording_lock(options.recording, choice.store), running_ray(), Health().watching(None):
         # Ray replaced the handler when it started.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -150,13 +150,13 @@ def _run(options: _Options, name: str | None, choice: Choice) -> None:
     say("stopped")
 
 
-def _logs(choice: Choice) -> Path:
+def _logs(choice: ModelChoice) -> Path:
     return choice.store.output.absolute() / "logs" / "serve"
 
 
-def _serve(server: Server, options: _Options, name: str | None, choice: Choice) -> None:
+def _serve(server: Server, options: _Options, name: str | None, choice: ModelChoice) -> None:
     from xray_runtime.evidence.log import view
-    from xray_runtime.lineage.promotion import CHAMPION
+    from xray_runtime.lineage.reference import CHAMPION
     from xray_runtime.serving.canary import CanaryFollower
     from xray_runtime.serving.choice import Follower
     from xray_runtime.serving.middleware import key_digest
@@ -166,7 +166,7 @@ def _serve(server: Server, options: _Options, name: str | None, choice: Choice) 
     store = choice.store
     runtime = saved_config(store.output).runtime
 
-    def model(choice: Choice) -> ServedModel:
+    def model(choice: ModelChoice) -> ServedModel:
         return ServedModel(
             directory=choice.node.directory.absolute(),
             sha256=choice.node.sha256,

@@ -112,7 +112,7 @@ def models(request: Request) -> Response:
     return page(request, "models.html", aliases=aliases, decisions=decisions, canaries=canaries)
 
 
-def _reviewed(studio: Studio, name: str) -> tuple[LineageStore, promotion.Review]:
+def _reviewed(studio: Studio, name: str) -> tuple[LineageStore, promotion.PromotionReview]:
     """The review of `name`'s candidate. Raises NotPromoted where the audit or a gate refuses it."""
     store, node = resolve(f"{name}@candidate", studio.output, studio.tracking_uri)
     store = open_lineage_store(studio.output, studio.tracking_uri)
@@ -125,7 +125,7 @@ def _reviewed(studio: Studio, name: str) -> tuple[LineageStore, promotion.Review
     return store, promotion.review(store, node, name=name, comparison=comparison, public=studio.public)
 
 
-def _seen(review: promotion.Review) -> str:
+def _seen(review: promotion.PromotionReview) -> str:
     """Changes with anything that a person decides on."""
     facts = [review.version, review.candidate.sha256, review.champion and review.champion.checkpoint, review.evidence]
     return digest([*facts, [gate.model_dump() for gate in review.gates]])
