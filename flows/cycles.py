@@ -1,6 +1,6 @@
-"""The records of nights: what each works with, and how it ended.
+"""The records of cycles: what each works with, and how it ended.
 
-The signed log has them; `flywheel/NIGHT/night.json` is a copy for people.
+The signed log has them; `flywheel/CYCLE/cycle.json` is a copy for people.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.evidence.kinds.night import Nights, NightWritten
+from xray_runtime.evidence.kinds.cycle import Cycles, CycleWritten
 from xray_runtime.evidence.log import view
 from xray_runtime.files import write_atomic
 from xray_runtime.lineage.log import append
@@ -21,13 +21,13 @@ from xray_runtime.lineage.signing import signing_key
 from xray_runtime.report.rendering import markdown_table
 
 CANARY = "canary"
-"""State of a night whose candidate answers a share of the requests."""
-FOLDER, FILE = "flywheel", "night.json"
+"""State of a cycle whose candidate answers a share of the requests."""
+FOLDER, FILE = "flywheel", "cycle.json"
 DONE = ("held", "too little", "refused", "candidate", "rolled back", "undecided")
 
 
-class Night(BaseModel):
-    """One night: what it works with, and how it ended."""
+class Cycle(BaseModel):
+    """One cycle: what it works with, and how it ended."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -36,7 +36,7 @@ class Night(BaseModel):
     """First and last of its segments."""
     last: int
     feedback: list[str]
-    """sha256 of the feedback of the nights that it trains on; its own is the last."""
+    """sha256 of the feedback of the cycles that it trains on; its own is the last."""
     verdicts: str | None
     """sha256 of the verdicts of `xray compare`, where there are any."""
     start: str
@@ -56,53 +56,53 @@ class Night(BaseModel):
     """Id of its canary; the signed log has the rest."""
 
 
-def read_nights(output: Path) -> list[Night]:
-    """All nights in order, from the signed log. Raises ConfigError if a file differs from it."""
-    nights = [Night.model_validate(entry.night) for _, entry in sorted(view(output).state(Nights).items())]
-    known = {place_of(output, night) / FILE: night for night in nights}
+def read_cycles(output: Path) -> list[Cycle]:
+    """All cycles in order, from the signed log. Raises ConfigError if a file differs from it."""
+    cycles = [Cycle.model_validate(entry.cycle) for _, entry in sorted(view(output).state(Cycles).items())]
+    known = {place_of(output, cycle) / FILE: cycle for cycle in cycles}
     for path in sorted((output / FOLDER).glob(f"*/{FILE}")):
         if path not in known or path.read_text(encoding="utf-8", errors="replace") != _text(known[path]):
             raise ConfigError(
-                f"{path}: is not what the signed log has; move it away, and the next night writes it again"
+                f"{path}: is not what the signed log has; move it away, and the next cycle writes it again"
             )
-    return nights
+    return cycles
 
 
-def write_night(output: Path, night: Night) -> None:
-    """Keep the record of a night: in the signed log, and as a file for people."""
-    path = place_of(output, night) / FILE
+def write_cycle(output: Path, cycle: Cycle) -> None:
+    """Keep the record of a cycle: in the signed log, and as a file for people."""
+    path = place_of(output, cycle) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     # After a crash the file is missing, and is written again; a file that differs from the log is not ours.
     path.unlink(missing_ok=True)
-    entry = NightWritten(number=night.number, night=night.model_dump(mode="json"))
-    sha = hashlib.sha256(_text(night).encode()).hexdigest()
+    entry = CycleWritten(number=cycle.number, cycle=cycle.model_dump(mode="json"))
+    sha = hashlib.sha256(_text(cycle).encode()).hexdigest()
     append(output, signing_key(output), entry, {path.relative_to(output).as_posix(): sha})
-    write_atomic(path, _text(night))
+    write_atomic(path, _text(cycle))
 
 
-def restore_files(output: Path, nights: list[Night]) -> None:
+def restore_files(output: Path, cycles: list[Cycle]) -> None:
     """Write the files again that are missing."""
-    for night in nights:
-        path = place_of(output, night) / FILE
+    for cycle in cycles:
+        path = place_of(output, cycle) / FILE
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, _text(night))
+            write_atomic(path, _text(cycle))
 
 
-def place_of(output: Path, night: Night) -> Path:
-    """The directory of a night's records."""
-    return output / FOLDER / f"{night.number:04d}"
+def place_of(output: Path, cycle: Cycle) -> Path:
+    """The directory of a cycle's records."""
+    return output / FOLDER / f"{cycle.number:04d}"
 
 
-def _text(night: Night) -> str:
-    return night.model_dump_json(indent=2) + "\n"
+def _text(cycle: Cycle) -> str:
+    return cycle.model_dump_json(indent=2) + "\n"
 
 
-def night_markdown(night: Night) -> str:
-    """A night for people."""
-    lines = [f"**Night {night.number}: {night.state}**", "", *(f"- {reason}" for reason in night.reasons)]
-    lines += ["", *markdown_table(("", ""), [(name, str(value)) for name, value in night.numbers.items()])]
-    for name, gates in night.gates.items():
+def cycle_markdown(cycle: Cycle) -> str:
+    """A cycle for people."""
+    lines = [f"**Cycle {cycle.number}: {cycle.state}**", "", *(f"- {reason}" for reason in cycle.reasons)]
+    lines += ["", *markdown_table(("", ""), [(name, str(value)) for name, value in cycle.numbers.items()])]
+    for name, gates in cycle.gates.items():
         lines += ["", f"Gates, {name} prompts:", ""]
         lines += [f"- {'passes' if gate.passed else 'FAILS'} {gate.name}: {gate.reason}" for gate in gates]
     return "\n".join(lines)
