@@ -23,7 +23,8 @@ from benchmarks.ranks import run_ranks
 from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.ppo import PPOStageConfig
-from xray_runtime.data.rows import Ragged, Rows, num_response_tokens, text_rows
+from xray_runtime.data.batch import PolicyBatch, TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.engines.topology import Topology
 from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
@@ -32,7 +33,7 @@ from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.planning.memory import Layout, Memory, training_memory
 from xray_runtime.planning.pretrained_shapes import from_pretrained
 from xray_runtime.workers.learner import Learner
-from xray_runtime.workers.micro_batches import as_tensors
+from xray_runtime.workers.micro_batches import as_arrays, as_tensors
 from xray_runtime.workers.model_spec import ModelSpec
 
 BASE = FreshBase(
@@ -87,7 +88,7 @@ def global_batches(
     prompt_tokens: tuple[int, int] = (3, 12),
     reply_tokens: tuple[int, int] = (3, 14),
     group_size: int = 1,
-) -> list[Rows]:
+) -> list[TextBatch]:
     """Ragged PPO batches with random advantages; `old_logprobs` near the model's own, so that some ratios clip.
 
     Lengths are drawn from the first up to, and not with, the second. `group_size` rows have the same prompt.
@@ -99,30 +100,30 @@ def global_batches(
         prompts = [rng.integers(5, 280, size=rng.integers(*prompt_tokens)) for _ in range(0, num_rows, group_size)]
         prompts = [prompt for prompt in prompts for _ in range(group_size)][:num_rows]
         replies = [rng.integers(5, 280, size=rng.integers(*reply_tokens)) for _ in range(num_rows)]
-        rows = text_rows(prompts, replies)
+        rows = TextBatch.of(prompts, replies)
         with torch.no_grad():
-            scores = PPOObjective(CONFIG).score(module, as_tensors(rows))
-        logprobs, values = (Ragged.of(scores[name], np.float32) for name in ("logprobs", "values"))
+            scores = as_arrays(PPOObjective(CONFIG).score(module, as_tensors(rows)))
+        logprobs = scores.logprobs
 
         def like(column: np.ndarray, offsets: np.ndarray = logprobs.offsets) -> Ragged:
             return Ragged(column.astype(np.float32), offsets)
 
         noise = rng.normal(size=(3, len(logprobs.values)))
         batches.append(
-            rows
-            | {
-                "old_logprobs": like(logprobs.values + 0.1 * noise[0]),
-                "advantages": like(noise[1]),
-                "weights": like(np.ones(len(logprobs.values))),
-                "values": values,
-                "returns": like(noise[2]),
-            }
+            rows.as_kind(
+                PolicyBatch,
+                old_logprobs=like(logprobs.values + 0.1 * noise[0]),
+                advantages=like(noise[1]),
+                weights=like(np.ones(len(logprobs.values))),
+                values=scores.values,
+                returns=like(noise[2]),
+            )
         )
     return batches
 
 
 def updates(
-    learner: Learner, deal: Callable[[Rows], Rows], batches: list[Rows], first: int, last: int
+    learner: Learner, deal: Callable[[TextBatch], TextBatch], batches: list[TextBatch], first: int, last: int
 ) -> dict[str, Any]:
     """PPO updates number `first` to `last` on one rank."""
     inner = innermost(learner.engine)
@@ -139,9 +140,9 @@ def updates(
     for number in range(first, last):
         stepper.apply = measured_step if number == first + 1 else step
         rows = batches[number % len(batches)]
-        tokens = float(num_response_tokens(rows))
+        tokens = float(rows.num_response_tokens())
         start = time.perf_counter()
-        stats = learner.train(deal(rows), {"tokens": tokens}, CONFIG.lr)
+        stats = learner.train(deal(rows), {"tokens": tokens}, CONFIG.lr).sums
         seconds.append(time.perf_counter() - start)
         losses.append((stats.get("policy_loss", 0.0) + CONFIG.value_coef * stats.get("value_loss", 0.0)) / tokens)
         norms.append(stats["grad_norm"])
@@ -162,7 +163,7 @@ def spec_of(model: Path, layout: dict[str, Any], micro_batch_tokens: int = MICRO
     return ModelSpec(model, PPOObjective(CONFIG), training=CONFIG.model_copy(update={"engine": engine}), new_head=True)
 
 
-def run_layout(spec: ModelSpec, batches: list[Rows], num_updates: int, logs: Path) -> Run:
+def run_layout(spec: ModelSpec, batches: list[TextBatch], num_updates: int, logs: Path) -> Run:
     """`num_updates` PPO updates under the layout of `spec`."""
     return collect(spec, run_ranks(spec, logs, updates, batches, 0, num_updates))
 
@@ -197,7 +198,7 @@ def differences(run: Run, alone: Run) -> tuple[float, float, float]:
     return float(losses), float(norms), float(weights)
 
 
-def most_loading(learner: LoadedLearner, deal: Callable[[Rows], Rows]) -> int:
+def most_loading(learner: LoadedLearner, deal: Callable[[TextBatch], TextBatch]) -> int:
     """The most bytes one rank had while it was built."""
     return learner.most_bytes
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.rows import Rows, shard
+from xray_runtime.data.batch import TextBatch
 from xray_runtime.engines.topology import Topology
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
@@ -100,8 +100,8 @@ def _work(
         learner = kind(RuntimeConfig(threads=1, device=device))  # type: ignore[arg-type]
         learner.build(spec, rank_info)
 
-        def deal(rows: Rows) -> Rows:
-            return shard(rows, topology.data)[topology.data_rank(rank_info.rank)]
+        def deal(rows: TextBatch) -> TextBatch:
+            return rows.take(rows.shard_places(topology.data)[topology.data_rank(rank_info.rank)])
 
         connection.send((None, script(learner, deal, *args)))
     except Exception:

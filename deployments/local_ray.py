@@ -47,6 +47,7 @@ IDLE = ["sh", "-c", "exec tail --pid=$PPID -f /dev/null"]
 """In place of that agent, which a raylet insists on: it ends with the raylet, and does nothing until then."""
 LONG_SECONDS = 3600
 PATIENT = {
+    "RAY_DASHBOARD_STARTUP_TIMEOUT_S": str(LONG_SECONDS),
     "RAY_agent_register_timeout_ms": str(LONG_SECONDS * 1000),
     "RAY_worker_register_timeout_seconds": str(LONG_SECONDS),
 }
@@ -205,7 +206,7 @@ def _patiently(
         forks: what workers start from, instead of Python.
     """
     from ray import _raylet
-    from ray._private import node, ray_constants, services
+    from ray._private import node, services
 
     raylet: Any = _raylet
     before = ray_servers()
@@ -242,7 +243,6 @@ def _patiently(
         (node.Node, "start_raylet"): start_with_ports,
         (node, "wait_for_persisted_port"): until_it_works(node.wait_for_persisted_port, timeout_ms=1000),
         (services, "get_node"): until_it_works(services.get_node),
-        (ray_constants, "RAY_DASHBOARD_STARTUP_TIMEOUT_S"): LONG_SECONDS,
         **{(node.Node, name): lambda *_, **__: None for name in left_out},
     }
     kept = {(owner, name): getattr(owner, name) for owner, name in changed}
@@ -282,10 +282,11 @@ def _logs(directory: Path) -> Path:
 
 if __name__ == "__main__":
     # `python -m xray.deployments.local_ray --temp-dir=DIR …` is `ray start …` without its time limits.
-    from ray.scripts.scripts import start
-
     arguments = sys.argv[1:]
     parent = next(Path(a.partition("=")[2]).parent for a in arguments if a.startswith("--temp-dir="))
     os.environ |= {name: value for name, value in PATIENT.items() if name not in os.environ}
+    # Ray reads them at its import.
+    from ray.scripts.scripts import start
+
     with _patiently(parent, lambda: None):
         start(arguments)

@@ -220,9 +220,9 @@ def columns_page() -> str:
     about = inspect.cleandoc(columns.__doc__ or "").split("\n\n")
     legend = [f"    {line.strip()}" for line in about[1].splitlines()]
     lines = ["# Columns", "", about[0], "", *legend, "", about[2], "", "This page is made from the code."]
-    meanings = _module_docstrings(columns)
+    below = _module_docstrings(columns)
     for name, group in columns.GROUPS.items():
-        lines += ["", f"## {name}", "", meanings[id(group)], ""]
+        lines += ["", f"## {name}", "", columns.ABOUT.get(name) or below[id(group)], ""]
         rows = ((f"`{c.name}`", c.shape, c.dtype, c.writer, c.readers, c.meaning) for c in group)
         lines += _table(("Column", "Shape", "dtype", "Written by", "Read by", "Meaning"), rows)
     return "\n".join(lines) + "\n"

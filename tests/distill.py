@@ -41,7 +41,6 @@ def distill(stage: xray.Stage[DistillConfig, DistillInputs], out: Path, recorder
     from xray_runtime.algorithms.schedules import learning_rate
     from xray_runtime.data.batching import Cursor
     from xray_runtime.data.conversations import ConversationTokens
-    from xray_runtime.data.rows import num_response_tokens, take
     from xray_runtime.models.causal_lm import load_tokenizer
     from xray_runtime.models.objectives import SFTObjective
     from xray_runtime.seeding import derive_seed
@@ -63,9 +62,9 @@ def distill(stage: xray.Stage[DistillConfig, DistillInputs], out: Path, recorder
         state = Resumable(recorder, {"student": models["student"]}, cursor=cursor)
         for step in range(state.restore(), config.steps):
             batch = rows.take(cursor.take(config.batch_size))
-            nll = get(models["teacher"].score.remote(batch))["nll"]
-            likely = take(batch, np.argsort(nll, kind="stable")[: max(len(nll) // 2, 1)])
-            tokens = num_response_tokens(likely)
+            nll = get(models["teacher"].score.remote(batch)).nll
+            likely = batch.take(np.argsort(nll, kind="stable")[: max(len(nll) // 2, 1)])
+            tokens = likely.num_response_tokens()
             totals, lr = StepTotals(tokens=tokens).to_wire(), learning_rate(config, step, config.steps)
             made = read_step(SFTSums, get(models["student"].train.remote(likely, totals, lr)))
             recorder.metrics({"distill/loss": made.sums.nll / tokens}, step)

@@ -54,6 +54,7 @@ GUARDS = {
     "lineage/signed_lines": "lineage/test_log.py",
     "lineage/signing": "lineage/test_signing.py",
     "lineage/terms": "lineage/test_terms.py",
+    "data/columnar": "data/test_columns.py workers/test_rows_and_packing.py workers/test_micro_batches.py",
     "evaluation/judge_leakage": "evaluation/test_judge_leakage.py",
     "evaluation/judging": "evaluation/test_judging.py evaluation/test_evaluate.py evaluation/test_compare.py",
     "graph/binding": "graph/test_binding.py graph/test_given_functions.py rl/test_validation.py"
@@ -65,7 +66,6 @@ GUARDS = {
     "rl/ledger_writer": "rl/test_ledger_writer.py",
     "rl/reward_sources": "rl/test_reward_sources.py rl/test_episodes.py",
     "rl/scoring": "rl/test_scoring.py rl/test_ppo_loop.py rl/test_episodes.py",
-    "rl/types": "rl/test_ppo_loop.py rl/test_episodes.py data/test_columns.py",
     "rl/update": "rl/test_ppo_loop.py training/test_non_finite_steps.py",
     "rl/validation": "rl/test_validation.py",
     "store/checkpoints": "store/test_store.py store/test_shared.py",

@@ -17,7 +17,8 @@ import ray
 
 from benchmarks.cluster_sim.cost import Call, Part
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.batch import PromptBatch, Replies, Scores, StepAnswer, TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.files import write_atomic
 from xray_runtime.planning.cost import SNAPSHOT_BYTES
 from xray_runtime.planning.model_states import HALF_BYTES
@@ -111,36 +112,32 @@ class SimWorkhorse(Workhorse):
         self.num_calls += 1
         time.sleep(self.spec.scale.time * self.spec.part.seconds[call] * share)
 
-    def _share(self, rows: Rows) -> float:
+    def _share(self, rows: TextBatch) -> float:
         """Share of a rollout in the whole batch, of which this rank has its replica's part."""
-        return len(rows["prompt_lengths"]) * getattr(self.spec.layout, "data_parallel", 1) / self.spec.rollout_size
+        return len(rows.prompt_lengths) * getattr(self.spec.layout, "data_parallel", 1) / self.spec.rollout_size
 
-    def score(self, rows: Rows, at_once: int = 1) -> Rows:
+    def score(self, rows: TextBatch, at_once: int = 1) -> Scores:
         self._work("score", self._share(rows))
         role = self.rank_info.role
         if role.startswith("rewards"):
-            return {"scores": (rows["input_ids"].values[rows["input_ids"].offsets[1:] - 2] % 5).astype(np.float32)}
-        return {"ref_logprobs" if role == "reference" else "logprobs": _logprobs(rows)}
+            return Scores(scores=(rows.input_ids.values[rows.input_ids.offsets[1:] - 2] % 5).astype(np.float32))
+        return Scores(ref_logprobs=_logprobs(rows)) if role == "reference" else Scores(logprobs=_logprobs(rows))
 
-    def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
+    def train(self, rows: TextBatch, totals: dict[str, float], lr: float, at_once: int = 1) -> StepAnswer:
         self._work("train", self._share(rows))
         counts = ("policy_loss", "entropy_sum", "clip_count", "dual_clip_count", "approx_kl_sum")
-        return dict.fromkeys(counts, 0.0) | {"grad_norm": 1.0}
+        scores = Scores() if "old_logprobs" in rows else Scores(old_logprobs=_logprobs(rows))
+        return StepAnswer(dict.fromkeys(counts, 0.0) | {"grad_norm": 1.0}, scores)
 
-    def train_and_score(
-        self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1
-    ) -> tuple[dict[str, float], Rows]:
-        return self.train(rows, totals, lr, at_once), {"old_logprobs": _logprobs(rows)}
-
-    def generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
-        length, count = sampling.max_new_tokens, len(rows["seed"])
+    def generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
+        length, count = sampling.max_new_tokens, len(rows.seed)
         self._work("generate", count / self.spec.rollout_size)
-        tokens = 20 + (rows["seed"][:, None] + np.arange(length)) % 200
-        return {
-            "response_ids": Ragged.of(tokens),
-            "rollout_logprobs": Ragged.of(np.full((count, length), LOGPROB), np.float32),
-            "ended": np.ones(count, bool),
-        }
+        tokens = 20 + (rows.seed[:, None] + np.arange(length)) % 200
+        return Replies(
+            response_ids=Ragged.of(tokens),
+            rollout_logprobs=Ragged.of(np.full((count, length), LOGPROB), np.float32),
+            ended=np.ones(count, bool),
+        )
 
     def export_weights(self, version: int, shared: bool, dtype: str | None = None) -> SimUpdate:
         self._work("export")
@@ -194,6 +191,6 @@ class SimWorkhorse(Workhorse):
         """There is nothing to compare."""
 
 
-def _logprobs(rows: Rows) -> Ragged:
-    lengths = rows["input_ids"].lengths - rows["prompt_lengths"]
+def _logprobs(rows: TextBatch) -> Ragged:
+    lengths = rows.input_ids.lengths - rows.prompt_lengths
     return Ragged(np.full(lengths.sum(), LOGPROB), np.concatenate([[0], lengths.cumsum()]))

@@ -17,7 +17,8 @@ import torch
 from benchmarks.gpu_acceptance import planned
 from benchmarks.gpu_acceptance.setting import Setting, check, free_bytes
 from xray_runtime.config.engines import FrozenConfig, GeneratorConfig, LoRAConfig
-from xray_runtime.data.rows import Ragged, Rows, num_response_tokens, text_rows
+from xray_runtime.data.batch import PromptBatch, Replies, Scores, TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.workers.generator import Generator
@@ -39,11 +40,11 @@ def sampling(setting: Setting, temperature: float = 1.0) -> Sampling:
     return Sampling(setting.size.reply_tokens[1] - 1, temperature, stop_token_ids=(), pad_token_id=0)
 
 
-def prompts(setting: Setting) -> Rows:
+def prompts(setting: Setting) -> PromptBatch:
     rows = setting.rows
-    each = zip(rows["input_ids"], rows["prompt_lengths"], strict=True)
+    each = zip(rows.input_ids, rows.prompt_lengths, strict=True)
     ids = Ragged.of(tokens[:length] for tokens, length in each)
-    return {"input_ids": ids, "seed": np.arange(len(ids))}
+    return PromptBatch(input_ids=ids, seed=np.arange(len(ids)))
 
 
 def max_length(setting: Setting) -> int:
@@ -60,12 +61,13 @@ def generator(setting: Setting, engine: Engine, **runtime: Any) -> Iterator[Gene
     reserved.close()
 
 
-def mismatch(setting: Setting, replies: Rows, score: Callable[[Rows], Rows]) -> float:
+def mismatch(setting: Setting, replies: Replies, score: Callable[[TextBatch], Scores]) -> float:
     """Mean |difference| of the replies' log-probabilities, of the generator and by `score`; raises if it is large."""
-    asked, sampled = prompts(setting), replies["response_ids"]
-    scored = score(text_rows(list(asked["input_ids"]), list(sampled)))
-    [logprobs] = scored.values()
-    off = float(np.abs(logprobs.values - replies["rollout_logprobs"].values).mean())
+    asked, sampled = prompts(setting), replies.response_ids
+    scored = score(TextBatch.of(list(asked.input_ids), list(sampled)))
+    [logprobs] = scored.columns().values()
+    assert isinstance(logprobs, Ragged)
+    off = float(np.abs(logprobs.values - replies.rollout_logprobs.values).mean())
     limit = MISMATCH[setting.half]
     check(off < limit, f"generator and trainer differ by {off:.3g} nats a token, more than {limit}")
     return off
@@ -82,7 +84,7 @@ def sample(setting: Setting, engine: Engine) -> dict[str, Any]:
     frozen = ModelSpec(setting.model, ReferenceObjective(1.0), frozen=FrozenConfig(precision=precision))
     with setting.learner(frozen) as scorer:
         off = mismatch(setting, replies, scorer.score)
-    found = {"tokens_per_s": len(replies["response_ids"].values) / seconds, "mismatch": off}
+    found = {"tokens_per_s": len(replies.response_ids.values) / seconds, "mismatch": off}
     if engine == "vllm" and setting.device == "cuda":
         expected = planned.sampling_seconds(setting)
         found |= {"planned_seconds": expected, "seconds_over_planned": seconds / expected}
@@ -107,7 +109,7 @@ def generator_sleep(setting: Setting) -> dict[str, Any]:
             answers.append(model.generate(prompts(setting), sampling(setting), 0))
         done.set()
         watching.join()
-    same = np.array_equal(*(answer["response_ids"].values for answer in answers))
+    same = np.array_equal(*(answer.response_ids.values for answer in answers))
     check(same, "replies differ after sleep")
     freed = asleep - min(least)
     check(freed > 2**30, f"sleep freed {freed / 2**30:.2f} GiB, which must be above 1")
@@ -129,7 +131,7 @@ def neighbour(setting: Setting) -> dict[str, Any]:
     finally:
         end.set()
         process.join(30)
-    return {"neighbour_bytes": wanted, "free_bytes": free, "num_replies": len(replies["response_ids"])}
+    return {"neighbour_bytes": wanted, "free_bytes": free, "num_replies": len(replies.response_ids)}
 
 
 def _grow(wanted: int, begin: Any, end: Any) -> None:
@@ -144,7 +146,7 @@ def _grow(wanted: int, begin: Any, end: Any) -> None:
 def sync_memory(setting: Setting, lora: LoRAConfig | None = None) -> dict[str, Any]:
     """A step of the policy reaches vLLM through shared memory: seconds, bytes, and the mismatch afterwards."""
     spec = setting.spec(lora, zero_stage=0)
-    totals = {"tokens": float(num_response_tokens(setting.rows))}
+    totals = {"tokens": float(setting.rows.num_response_tokens())}
     with generator(setting, "vllm") as model, setting.learner(spec) as learner:
         before = model.generate(prompts(setting), sampling(setting), 0)
         learner.train(setting.rows, totals, SYNC_LR)
@@ -155,7 +157,7 @@ def sync_memory(setting: Setting, lora: LoRAConfig | None = None) -> dict[str, A
         check(model.load_weights(update) == 1, "the generator holds another version than it was sent")
         load_s = time.perf_counter() - start
         after = model.generate(prompts(setting), sampling(setting), 1)
-        changed = not np.array_equal(before["rollout_logprobs"].values, after["rollout_logprobs"].values)
+        changed = not np.array_equal(before.rollout_logprobs.values, after.rollout_logprobs.values)
         check(changed, "the generator samples as before the step")
         learner.spec = ModelSpec(setting.model, ReferenceObjective(1.0), training=spec.training)
         off = mismatch(setting, after, learner.score)
@@ -183,7 +185,7 @@ def sync_direct(setting: Setting, transport: Literal["ipc", "nccl"], lora: LoRAC
     runtime = setting.runtime(weight_transfer=transport, gpus_per_workhorse=0.5 if transport == "ipc" else 1.0)
     spec = setting.spec(lora, zero_stage=0)
     specs: dict[str, Any] = {"generator": GeneratorSpec(setting.model, max_length(setting)), "policy": spec}
-    totals = {"tokens": float(num_response_tokens(setting.rows))}
+    totals = {"tokens": float(setting.rows.num_response_tokens())}
     with model_opener(runtime, setting.folder / transport, "gpu-acceptance")(specs) as models:
         asked = prompts(setting), sampling(setting, temperature=0.7)
         ray.get(models["policy"].train.remote(setting.rows, totals, SYNC_LR))
@@ -197,7 +199,7 @@ def sync_direct(setting: Setting, transport: Literal["ipc", "nccl"], lora: LoRAC
         update = ray.get(whole.export_weights.remote(3))
         ray.get(models["generator"].load_weights.remote(update))
         verified = ray.get(models["generator"].generate.remote(*asked, 3))
-    same = np.array_equal(direct["rollout_logprobs"].values, verified["rollout_logprobs"].values)
+    same = np.array_equal(direct.rollout_logprobs.values, verified.rollout_logprobs.values)
     check(same, f"{transport} brought other weights than the checksummed way")
     ray.shutdown()
     return {"num_bytes": update.num_bytes, "first_s": seconds[0], "second_s": seconds[1]}

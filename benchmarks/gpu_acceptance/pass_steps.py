@@ -15,9 +15,9 @@ from benchmarks.gpu_acceptance.generation_steps import MISMATCH
 from benchmarks.gpu_acceptance.setting import Setting, check
 from benchmarks.gpu_acceptance.training_steps import LR, NUM_STEPS
 from xray_runtime.config.engines import FrozenConfig
-from xray_runtime.data.rows import Rows, num_response_tokens, take
+from xray_runtime.data.batch import Scores, TextBatch
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.objectives import ReferenceObjective, Scores, SFTObjective, Tensors, last_hidden
+from xray_runtime.models.objectives import ReferenceObjective, SFTObjective, Tensors, Texts, last_hidden
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.model_spec import ModelSpec
 
@@ -28,10 +28,10 @@ SHOWN_KERNELS = 40
 class BodyObjective:
     """The body alone: no logits."""
 
-    def score(self, module: HeadedLM, rows: Tensors) -> Scores:
+    def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
         raise TypeError("only its loss is measured")
 
-    def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
+    def loss(self, module: HeadedLM, rows: Texts, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
         total = last_hidden(module, rows).float().sum()
         return total / totals["tokens"], {"nll": total.detach()}
 
@@ -51,7 +51,7 @@ def _fastest(setting: Setting, work: Callable[[], object]) -> float:
 def profile(setting: Setting) -> dict[str, Any]:
     """Head against body: a step with the loss and one without logits. The kernels of one step are in `profile.txt`."""
     precision = "bfloat16" if setting.device == "cuda" else "float32"
-    rows, totals = setting.rows, {"tokens": float(num_response_tokens(setting.rows))}
+    rows, totals = setting.rows, {"tokens": float(setting.rows.num_response_tokens())}
     seconds: dict[str, float] = {}
     for name, objective in (("whole", SFTObjective()), ("body", BodyObjective())):
         with setting.learner(setting.spec(objective=objective, precision=precision, zero_stage=1)) as learner:
@@ -59,7 +59,7 @@ def profile(setting: Setting) -> dict[str, Any]:
             if name == "whole":
                 busy = _profiled(setting, learner, rows, totals)
     head = max(seconds["whole"] - seconds["body"], 0.0)
-    tokens = int(rows["input_ids"].lengths.sum())
+    tokens = int(rows.input_ids.lengths.sum())
     return {
         "step_s": seconds["whole"],
         "head_share": head / seconds["whole"],
@@ -69,7 +69,7 @@ def profile(setting: Setting) -> dict[str, Any]:
     }
 
 
-def _profiled(setting: Setting, learner: Learner, rows: Rows, totals: dict[str, float]) -> float:
+def _profiled(setting: Setting, learner: Learner, rows: TextBatch, totals: dict[str, float]) -> float:
     """Seconds in which the device worked, in one step."""
     from torch.profiler import ProfilerActivity
 
@@ -89,11 +89,11 @@ def shared_prompts(setting: Setting) -> dict[str, Any]:
     """Rows with the same prompt, which is computed once, score as each row by itself; and how much that saves."""
     precision: Any = "bfloat16" if setting.device == "cuda" else "float32"
     rows = setting.grouped_rows
-    count = len(rows["prompt_lengths"])
+    count = len(rows.prompt_lengths)
     spec = ModelSpec(setting.model, ReferenceObjective(1.0), frozen=FrozenConfig(precision=precision))
     with setting.learner(spec) as learner:
-        together = learner.score(rows)["ref_logprobs"]
-        alone = [learner.score(take(rows, [row]))["ref_logprobs"].values for row in range(count)]
+        together = learner.score(rows).ref_logprobs
+        alone = [learner.score(rows.take([row])).ref_logprobs.values for row in range(count)]
         shared_s = _fastest(setting, lambda: learner.score(rows))
         plain_s = _fastest(setting, lambda: learner.score(setting.rows))
     off = float(np.abs(together.values - np.concatenate(alone)).mean())

@@ -12,7 +12,8 @@ import transformers
 from benchmarks.gpu_acceptance.setting import SEED, Setting, check
 from benchmarks.gpu_acceptance.training_steps import NUM_STEPS, run_steps
 from xray_runtime.config.ppo import KLConfig, PPOStageConfig
-from xray_runtime.data.rows import Ragged, Rows, num_response_tokens, take
+from xray_runtime.data.batch import PolicyBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.models.ppo_objectives import PPOObjective
 
 LR = 1e-4
@@ -77,7 +78,7 @@ class _Clock(transformers.TrainerCallback):
 def _compared(setting: Setting, ours: tuple[float, float], theirs: tuple[float, float]) -> dict[str, Any]:
     """(seconds a step, first loss) of both."""
     check(abs(ours[1] - theirs[1]) < LIMIT, f"the first loss {ours[1]:.5g} is not TRL's, {theirs[1]:.5g}")
-    tokens = int(setting.rows["input_ids"].lengths.sum())
+    tokens = int(setting.rows.input_ids.lengths.sum())
     return {
         "loss": ours[1],
         "trl_loss": theirs[1],
@@ -97,7 +98,7 @@ def sft(setting: Setting) -> dict[str, Any]:
     rows, clock = setting.rows, _Clock()
     texts = [
         {"input_ids": ids.tolist(), "completion_mask": [0] * start + [1] * (len(ids) - start)}
-        for ids, start in zip(rows["input_ids"], rows["prompt_lengths"].tolist(), strict=True)
+        for ids, start in zip(rows.input_ids, rows.prompt_lengths.tolist(), strict=True)
     ]
     SFTTrainer(
         model=_model(setting),
@@ -109,10 +110,10 @@ def sft(setting: Setting) -> dict[str, Any]:
     return _compared(setting, (steps.seconds, steps.losses[0]), (min(clock.seconds[1:]), clock.losses[0]))
 
 
-def grpo_rows(setting: Setting) -> Rows:
+def grpo_rows(setting: Setting) -> PolicyBatch:
     """The batch with seeded advantages, and old log-probabilities near those of a uniform distribution."""
     rng, rows = np.random.default_rng(SEED), setting.rows
-    starts = zip(rows["input_ids"], rows["prompt_lengths"], strict=True)
+    starts = zip(rows.input_ids, rows.prompt_lengths, strict=True)
     counts = [len(ids) - start for ids, start in starts]
     uniform = -np.log(setting.size.config["vocab_size"])
 
@@ -120,29 +121,30 @@ def grpo_rows(setting: Setting) -> Rows:
         return Ragged.of(values, np.float32)
 
     advantages = rng.normal(size=len(counts))
-    return rows | {
-        "old_logprobs": column([uniform + 0.1 * rng.normal(size=n) for n in counts]),
-        "advantages": column([np.full(n, a) for n, a in zip(counts, advantages, strict=True)]),
-        "weights": column([np.ones(n) for n in counts]),
-    }
+    return rows.as_kind(
+        PolicyBatch,
+        old_logprobs=column([uniform + 0.1 * rng.normal(size=n) for n in counts]),
+        advantages=column([np.full(n, a) for n, a in zip(counts, advantages, strict=True)]),
+        weights=column([np.ones(n) for n in counts]),
+    )
 
 
 def grpo(setting: Setting) -> dict[str, Any]:
     """GRPO's clipped update with given advantages: loss and tokens a second."""
     rows = grpo_rows(setting)
-    totals, tokens = {"tokens": float(num_response_tokens(rows))}, num_response_tokens(rows)
+    totals, tokens = {"tokens": float(rows.num_response_tokens())}, rows.num_response_tokens()
     config = PPOStageConfig(method="grpo", dual_clip=None, kl=KLConfig(place="reward"))
     spec = setting.spec(objective=PPOObjective(config), precision=_precision(setting))
     seconds, losses = [], []
     with setting.learner(spec) as learner:
         for _ in range(NUM_STEPS):
             start = time.perf_counter()
-            losses.append(learner.train(rows, totals, LR)["policy_loss"] / tokens)
+            losses.append(learner.train(rows, totals, LR).sums["policy_loss"] / tokens)
             seconds.append(time.perf_counter() - start)
     return _compared(setting, (min(seconds[1:]), losses[0]), _trl_grpo(setting, rows))
 
 
-def _trl_grpo(setting: Setting, rows: Rows) -> tuple[float, float]:
+def _trl_grpo(setting: Setting, rows: PolicyBatch) -> tuple[float, float]:
     """Seconds of the fastest step and the first loss, of TRL's loss in micro-batches with torch's fused AdamW."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -164,8 +166,8 @@ def _trl_grpo(setting: Setting, rows: Rows) -> tuple[float, float]:
         start = time.perf_counter()
         total = 0.0
         for begin in range(0, setting.size.num_rows, PADDED_ROWS):
-            part = take(rows, range(begin, min(begin + PADDED_ROWS, setting.size.num_rows)))
-            share = num_response_tokens(part) / num_response_tokens(rows)
+            part = rows.take(range(begin, min(begin + PADDED_ROWS, setting.size.num_rows)))
+            share = part.num_response_tokens() / rows.num_response_tokens()
             with torch.autocast(setting.device, torch.bfloat16, enabled=setting.device == "cuda"):
                 loss = trainer._compute_loss(model, _trl_inputs(setting, part)) * share
             loss.backward()
@@ -178,11 +180,11 @@ def _trl_grpo(setting: Setting, rows: Rows) -> tuple[float, float]:
     return min(seconds[1:]), first
 
 
-def _trl_inputs(setting: Setting, rows: Rows) -> dict[str, Any]:
+def _trl_inputs(setting: Setting, rows: PolicyBatch) -> dict[str, Any]:
     """TRL's padded inputs: prompts on the left, replies on the right."""
-    starts = rows["prompt_lengths"]
-    prompts = rows["input_ids"].heads(starts)
-    replies = Ragged.of(ids[start:] for ids, start in zip(rows["input_ids"], starts, strict=True))
+    starts = rows.prompt_lengths
+    prompts = rows.input_ids.heads(starts)
+    replies = Ragged.of(ids[start:] for ids, start in zip(rows.input_ids, starts, strict=True))
     width = starts.max()
     left = (np.arange(width) - (width - starts)[:, None]) % width
     columns = {
@@ -190,7 +192,7 @@ def _trl_inputs(setting: Setting, rows: Rows) -> dict[str, Any]:
         "prompt_mask": np.take_along_axis(prompts.mask(), left, axis=1).astype(np.int64),
         "completion_ids": replies.dense(),
         "completion_mask": replies.mask().astype(np.int64),
-        "old_per_token_logps": rows["old_logprobs"].dense(),
-        "advantages": rows["advantages"].dense()[:, 0],
+        "old_per_token_logps": rows.old_logprobs.dense(),
+        "advantages": rows.advantages.dense()[:, 0],
     }
     return {name: torch.from_numpy(column).to(setting.device) for name, column in columns.items()}

@@ -11,7 +11,6 @@ from typing import Any
 from benchmarks.gpu_acceptance import planned
 from benchmarks.gpu_acceptance.generation_steps import SYNC_LR, max_length, prompts, sampling
 from benchmarks.gpu_acceptance.setting import Setting, check, free_bytes
-from xray_runtime.data.rows import num_response_tokens
 from xray_runtime.workers.generator_spec import GeneratorSpec
 
 ITERATIONS = 3
@@ -38,7 +37,7 @@ def in_turn(setting: Setting) -> dict[str, Any]:
         max_num_seqs=setting.size.num_rows,
     )
     specs: dict[str, Any] = {"generator": GeneratorSpec(setting.model, max_length(setting)), "policy": spec}
-    totals, before = {"tokens": float(num_response_tokens(setting.rows))}, free_bytes()
+    totals, before = {"tokens": float(setting.rows.num_response_tokens())}, free_bytes()
     most: dict[str, int] = {}
     seconds: dict[str, float] = {}
     start_ray(num_cpus=4)

@@ -17,7 +17,7 @@ import xxhash
 from xray_runtime.config.engines import EngineConfig, LoRAConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
-from xray_runtime.data.rows import Rows, text_rows
+from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.models.causal_lm import save_model
 from xray_runtime.models.objectives import Objective, SFTObjective
@@ -147,15 +147,15 @@ class Setting:
         save_model(lm.cpu(), tokenizer, self.model)
 
     @cached_property
-    def grouped_rows(self) -> Rows:
+    def grouped_rows(self) -> TextBatch:
         """The same number of rows, of which each prompt begins several, as in a rollout of GRPO."""
         rows, per_prompt = self.rows, GROUP
-        replies = [ids[start:] for ids, start in zip(rows["input_ids"], rows["prompt_lengths"], strict=True)]
-        starts = list(rows["input_ids"].heads(rows["prompt_lengths"]))
-        return text_rows([starts[row - row % per_prompt] for row in range(len(replies))], replies)
+        replies = [ids[start:] for ids, start in zip(rows.input_ids, rows.prompt_lengths, strict=True)]
+        starts = list(rows.input_ids.heads(rows.prompt_lengths))
+        return TextBatch.of([starts[row - row % per_prompt] for row in range(len(replies))], replies)
 
     @cached_property
-    def rows(self) -> Rows:
+    def rows(self) -> TextBatch:
         """Prompts and replies of random tokens."""
         rng, size = np.random.default_rng(SEED), self.size
 
@@ -163,7 +163,7 @@ class Setting:
             lengths = rng.integers(*between, size=size.num_rows)
             return [rng.integers(5, size.config["vocab_size"], length) for length in lengths]
 
-        return text_rows(texts(size.prompt_tokens), texts(size.reply_tokens))
+        return TextBatch.of(texts(size.prompt_tokens), texts(size.reply_tokens))
 
     def runtime(self, **fields: Any) -> RuntimeConfig:
         return RuntimeConfig(device=self.device, threads=2, **fields)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from benchmarks.gpu_acceptance import planned
 from benchmarks.gpu_acceptance.machine_steps import matmul_flops
 from benchmarks.gpu_acceptance.setting import Setting, check, free_bytes, weights_digest
 from xray_runtime.config.engines import LoRAConfig
-from xray_runtime.data.rows import Rows, num_response_tokens
+from xray_runtime.data.batch import TextBatch
 from xray_runtime.models.causal_lm import load_model
 from xray_runtime.planning.shapes import ModelShape
 from xray_runtime.workers.learner import Learner
@@ -32,9 +32,9 @@ def prepare(setting: Setting) -> dict[str, Any]:
     setting.make_model()
     lm = load_model(setting.model).to(setting.device)
     lm.requires_grad_()
-    total, rows = num_response_tokens(setting.rows), setting.rows
+    total, rows = setting.rows.num_response_tokens(), setting.rows
     loss = 0.0
-    for ids, start in zip(rows["input_ids"], rows["prompt_lengths"], strict=True):
+    for ids, start in zip(rows.input_ids, rows.prompt_lengths, strict=True):
         tokens = torch.from_numpy(ids).to(setting.device)
         logits = lm(tokens[None]).logits[0, start - 1 : -1].float()
         part = torch.nn.functional.cross_entropy(logits, tokens[start:], reduction="sum") / total
@@ -59,14 +59,14 @@ class Steps:
     """The most that torch's allocator held; None on CPU."""
 
 
-def run_steps(learner: Learner, deal: Callable[[Rows], Rows], rows: Rows) -> Steps:
+def run_steps(learner: Learner, deal: Callable[[TextBatch], TextBatch], rows: TextBatch) -> Steps:
     """`NUM_STEPS` steps on one rank. The losses are this rank's share."""
-    tokens = float(num_response_tokens(rows))
+    tokens = float(rows.num_response_tokens())
     on_gpu = learner.device.type == "cuda"
     losses, norms, seconds = [], [], []
     for _ in range(NUM_STEPS):
         start = time.perf_counter()
-        stats = learner.train(deal(rows), {"tokens": tokens}, LR)
+        stats = learner.train(deal(rows), {"tokens": tokens}, LR).sums
         seconds.append(time.perf_counter() - start)
         losses.append(stats.get("nll", 0.0) / tokens)
         norms.append(stats["grad_norm"])
@@ -91,7 +91,7 @@ def figures(setting: Setting, spec: ModelSpec, steps: Steps, num_gpus: int = 1) 
     check(steps.losses[-1] < steps.losses[0], f"the loss does not fall: {steps.losses}")
     shape = planned.shape_of(setting)
     flops = num_gpus * matmul_flops(setting, getattr(torch, engine.precision))
-    tokens = int(setting.rows["input_ids"].lengths.sum())
+    tokens = int(setting.rows.input_ids.lengths.sum())
     rate = training_flops(setting, shape) / steps.seconds
     found: dict[str, Any] = {
         "losses": steps.losses,
@@ -111,7 +111,7 @@ def figures(setting: Setting, spec: ModelSpec, steps: Steps, num_gpus: int = 1) 
 
 def training_flops(setting: Setting, shape: ModelShape) -> float:
     """Operations of a step: 6 a parameter and token, and attention's 12·h·S a layer and token, halved by causality."""
-    lengths = setting.rows["input_ids"].lengths
+    lengths = setting.rows.input_ids.lengths
     attended = 6 * shape.num_layers * shape.num_heads * shape.head_size * float((lengths**2).sum())
     return 6.0 * shape.num_parameters * int(lengths.sum()) + attended
 
@@ -132,7 +132,7 @@ def lora(setting: Setting) -> dict[str, Any]:
 def snapshots(setting: Setting) -> dict[str, Any]:
     """Save and load: the same bits come back, in place and in a new engine; seconds and bytes."""
     directory, spec = setting.folder / "snapshot", setting.spec(precision="bfloat16", zero_stage=2)
-    totals = {"tokens": float(num_response_tokens(setting.rows))}
+    totals = {"tokens": float(setting.rows.num_response_tokens())}
     directory.mkdir()
     try:
         with setting.learner(spec) as learner:
@@ -157,7 +157,7 @@ def snapshots(setting: Setting) -> dict[str, Any]:
 def trainer_sleep(setting: Setting) -> dict[str, Any]:
     """A sleeping trainer's bytes are free for others, and come back as they were."""
     spec = setting.spec(precision="bfloat16", zero_stage=2)
-    totals = {"tokens": float(num_response_tokens(setting.rows))}
+    totals = {"tokens": float(setting.rows.num_response_tokens())}
     with setting.learner(spec, trainer_sleeps=True) as learner:
         learner.train(setting.rows, totals, LR)
         before, awake = weights_digest(learner), free_bytes()

@@ -11,7 +11,7 @@ from benchmarks.layouts import (
     differences,
     updates,
 )
-from xray_runtime.data.rows import Rows
+from xray_runtime.data.batch import TextBatch
 from xray_runtime.workers.learner import Learner
 
 
@@ -25,8 +25,8 @@ def same(run: Run, alone: Run) -> None:
 
 def part(
     learner: Learner,
-    deal: Callable[[Rows], Rows],
-    batches: list[Rows],
+    deal: Callable[[TextBatch], TextBatch],
+    batches: list[TextBatch],
     span: range,
     came: Path | None,
     goes: Path | None,

@@ -15,7 +15,7 @@ import psutil
 import ray
 
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.rows import Rows, text_rows
+from xray_runtime.data.batch import Replies, TextBatch
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.opening import model_opener
@@ -92,16 +92,19 @@ RUNTIME = RuntimeConfig(threads=1, device="cpu")
 VOCABULARY = 280
 
 
-def text(num_rows: int = 9, seed: int = 0) -> Rows:
+def text(num_rows: int = 9, seed: int = 0) -> TextBatch:
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(5, VOCABULARY, size=rng.integers(3, 9)).tolist() for _ in range(num_rows)]
     replies = [rng.integers(5, VOCABULARY, size=rng.integers(2, 8)).tolist() for _ in range(num_rows)]
-    return text_rows(prompts, replies)
+    return TextBatch.of(prompts, replies)
 
 
-def same(found: Rows, expected: Rows) -> None:
+def same(found: Replies, expected: Replies) -> None:
     """Replies are equal, to the bit."""
-    for name in ("response_ids", "rollout_logprobs"):
-        np.testing.assert_array_equal(found[name].offsets, expected[name].offsets)
-        np.testing.assert_array_equal(found[name].values, expected[name].values)
-    np.testing.assert_array_equal(found["ended"], expected["ended"])
+    for ours, theirs in (
+        (found.response_ids, expected.response_ids),
+        (found.rollout_logprobs, expected.rollout_logprobs),
+    ):
+        np.testing.assert_array_equal(ours.offsets, theirs.offsets)
+        np.testing.assert_array_equal(ours.values, theirs.values)
+    np.testing.assert_array_equal(found.ended, expected.ended)

@@ -14,7 +14,8 @@ from tests.component.models import open_models
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
-from xray_runtime.data.rows import Ragged
+from xray_runtime.data.batch import PromptBatch, TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.workers.generator_spec import GeneratorSpec
@@ -37,12 +38,15 @@ def test_the_generator_follows_a_trained_policy(
         "policy": ModelSpec(tiny_model, SFTObjective(), training=config),
     }
     ids = Ragged.of([[5, 9, 7, 42], [8, 100, 3]])
-    asked, text = {"input_ids": ids, "seed": np.array([1, 2])}, {"input_ids": ids, "prompt_lengths": np.array([1, 1])}
+    asked, text = (
+        PromptBatch(input_ids=ids, seed=np.array([1, 2])),
+        TextBatch(input_ids=ids, prompt_lengths=np.array([1, 1])),
+    )
     with open_models(runtime, tmp_path, specs) as models:
         generator, policy = models["generator"], models["policy"]
 
         def ask(version: int) -> np.ndarray:
-            return ray.get(generator.generate.remote(asked, SAMPLING, version))["rollout_logprobs"]
+            return ray.get(generator.generate.remote(asked, SAMPLING, version)).rollout_logprobs.values
 
         before = ask(0)
         ray.get(policy.train.remote(text, {"tokens": 5.0}, 0.05))
@@ -64,14 +68,14 @@ def test_a_trainer_that_sleeps_gives_its_memory_and_goes_on_alike(
     shape = transformers.LlamaConfig(vocab_size=320, hidden_size=1024, num_hidden_layers=8, intermediate_size=4096)
     transformers.LlamaForCausalLM(shape).save_pretrained(tmp_path / "model")
     training = SFTConfig(engine=EngineConfig(zero_stage=zero_stage))
-    rows = {"input_ids": Ragged.of(np.arange(5, 17).reshape(2, 6)), "prompt_lengths": np.array([2, 3])}
+    rows = TextBatch(input_ids=Ragged.of(np.arange(5, 17).reshape(2, 6)), prompt_lengths=np.array([2, 3]))
     stats, asleep, awake = {}, 0, 0
     for sleeps in (False, True):
         runtime = RuntimeConfig(device="cuda", trainer_sleeps=sleeps)
         spec = ModelSpec(tmp_path / "model", SFTObjective(), training=training)
         with open_models(runtime, tmp_path / "logs", {"policy": spec}) as models:
             for _ in range(3):
-                stats[sleeps] = ray.get(models["policy"].train.remote(rows, {"tokens": 7.0}, 1e-3))
+                stats[sleeps] = ray.get(models["policy"].train.remote(rows, {"tokens": 7.0}, 1e-3)).sums
                 if sleeps:
                     awake = torch.cuda.mem_get_info()[0]
                     ray.get(models["policy"].sleep.remote())
@@ -92,7 +96,7 @@ def test_a_generator_that_sleeps_gives_its_memory_and_answers_alike(
     for sleeps in (False, True):
         runtime = RuntimeConfig(device="cuda", generator_sleeps=sleeps)
         with open_models(runtime, tmp_path, {"generator": GeneratorSpec(tiny_model, 32)}) as models:
-            asked = {"input_ids": Ragged.of([[5, 9, 7, 42], [8, 100, 3]]), "seed": np.array([1, 2])}
+            asked = PromptBatch(input_ids=Ragged.of([[5, 9, 7, 42], [8, 100, 3]]), seed=np.array([1, 2]))
             for _ in range(2):
                 answers[sleeps] = ray.get(models["generator"].generate.remote(asked, SAMPLING, 0))
             free[sleeps] = torch.cuda.mem_get_info()[0]

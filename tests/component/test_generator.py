@@ -19,7 +19,8 @@ from tests.component.models import open_models, same
 from xray_runtime.config.engines import EngineConfig, GeneratorConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.rows import Ragged, Rows, take, text_rows
+from xray_runtime.data.batch import PolicyBatch, PromptBatch, Replies, TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.generation.generation import Generation
 from xray_runtime.engines.generation.sampling import EngineRank, Sampling
 from xray_runtime.errors import root_cause
@@ -63,13 +64,13 @@ def models(
 
 
 @pytest.fixture(scope="module")
-def prompts() -> Rows:
+def prompts() -> PromptBatch:
     rng = np.random.default_rng(3)
     ids = Ragged.of(rng.integers(5, 280, size=n) for n in (4, 9, 5, 7, 3, 8))
-    return {"input_ids": ids, "seed": np.arange(100, 100 + NUM_PROMPTS)}
+    return PromptBatch(input_ids=ids, seed=np.arange(100, 100 + NUM_PROMPTS))
 
 
-def generate(models: dict[str, Any], rows: Rows, version: int, sampling: Sampling = SAMPLING) -> Rows:
+def generate(models: dict[str, Any], rows: PromptBatch, version: int, sampling: Sampling = SAMPLING) -> Replies:
     return ray.get(models["generator"].generate.remote(rows, sampling, version))
 
 
@@ -77,45 +78,45 @@ def tensors(tiny_model: Path, scale: float) -> list[tuple[str, torch.Tensor]]:
     return [(name, tensor * scale) for name, tensor in sorted(load_file(tiny_model / "model.safetensors").items())]
 
 
-def test_the_life_of_a_generator(models: dict[str, Any], prompts: Rows, tiny_model: Path) -> None:
+def test_the_life_of_a_generator(models: dict[str, Any], prompts: PromptBatch, tiny_model: Path) -> None:
     """One story, since each start of vLLM takes seconds: sample, agree, refuse, update, agree again."""
     # Whoever is killed leaves nothing in shared memory: what is mapped has no name any more.
     mapped = ray.get(models["generator"].__ray_call__.remote(_shared_memory))
     assert [line for line in mapped if not line.endswith("(deleted)")] == []
 
     first = generate(models, prompts, 0)
-    assert (first["response_ids"].lengths >= 1).all()
+    assert (first.response_ids.lengths >= 1).all()
 
     # As the temperature goes to 0, replies are transformers' greedy ones.
     cold = generate(models, prompts, 0, dataclasses.replace(SAMPLING, temperature=0.01))
-    assert [reply.tolist() for reply in cold["response_ids"]] == _greedy(tiny_model, prompts)
+    assert [reply.tolist() for reply in cold.response_ids] == _greedy(tiny_model, prompts)
 
     # Options leave the same tokens in every library: one, here, of logits with a penalty on what was said.
     choosy = dataclasses.replace(SAMPLING, top_k=1, repetition_penalty=1.5)
-    chosen = [reply.tolist() for reply in generate(models, prompts, 0, choosy)["response_ids"]]
+    chosen = [reply.tolist() for reply in generate(models, prompts, 0, choosy).response_ids]
     assert chosen == _greedy(tiny_model, prompts, penalty=1.5)
     # A text ends a reply with the token that completes it.
     tokenizer = load_tokenizer(tiny_model)
     text = next(text for reply in chosen if (text := tokenizer.decode(reply[1], skip_special_tokens=True)).strip())
     stopped = generate(models, prompts, 0, dataclasses.replace(choosy, stop=(text,)))
-    for reply, whole, ended in zip(stopped["response_ids"], chosen, stopped["ended"], strict=True):
+    for reply, whole, ended in zip(stopped.response_ids, chosen, stopped.ended, strict=True):
         assert whole[: len(reply)] == reply.tolist()
         assert (text in tokenizer.decode(whole, skip_special_tokens=True)) <= bool(ended)
-    assert sum(stopped["response_ids"].lengths) < sum(map(len, chosen))
+    assert sum(stopped.response_ids.lengths) < sum(map(len, chosen))
 
     # A reply depends on its own seed alone, not on its neighbours.
-    some = generate(models, take(prompts, [4, 1]), 0)
-    same(some, take(first, [4, 1]))
+    some = generate(models, prompts.take([4, 1]), 0)
+    same(some, first.take([4, 1]))
 
     # More prompts than an engine takes in at a time.
-    many = generate(models, take(prompts, [0, 1, 2, 3, 4, 5] * 20), 0)
-    same({name: column[-NUM_PROMPTS:] for name, column in many.items()}, first)
+    many = generate(models, prompts.take([0, 1, 2, 3, 4, 5] * 20), 0)
+    same(many.take(range(len(many) - NUM_PROMPTS, len(many))), first)
 
     # Log-probabilities are those of an independent forward, at the sampling temperature.
-    asked = [ids.tolist() for ids in prompts["input_ids"]]
+    asked = [ids.tolist() for ids in prompts.input_ids]
     rows = _with_replies(prompts, first)
-    scored = ray.get(models["scorer"].score.remote(rows))["ref_logprobs"]
-    np.testing.assert_allclose(first["rollout_logprobs"].values, scored.values, atol=2e-5)
+    scored = ray.get(models["scorer"].score.remote(rows)).ref_logprobs
+    np.testing.assert_allclose(first.rollout_logprobs.values, scored.values, atol=2e-5)
 
     # Another version than the one held is refused.
     with pytest.raises(Exception, match="policy version 1") as stale:
@@ -143,9 +144,9 @@ def test_the_life_of_a_generator(models: dict[str, Any], prompts: Rows, tiny_mod
     # The whole update arrives: replies are now those of the new weights, also through the tied output layer.
     assert ray.get(models["generator"].load_weights.remote(good)) == 1
     second = generate(models, prompts, 1)
-    assert not np.array_equal(second["rollout_logprobs"].values, first["rollout_logprobs"].values)
+    assert not np.array_equal(second.rollout_logprobs.values, first.rollout_logprobs.values)
     expected = _logprobs(tiny_model, tensors(tiny_model, 1.5), asked, second)
-    np.testing.assert_allclose(second["rollout_logprobs"].values, expected, atol=2e-5)
+    np.testing.assert_allclose(second.rollout_logprobs.values, expected, atol=2e-5)
 
     # A partial update (a frozen trunk sends nothing) leaves the rest as it was, also of a layer of which a part comes.
     names = ("model.norm.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight")
@@ -154,7 +155,7 @@ def test_the_life_of_a_generator(models: dict[str, Any], prompts: Rows, tiny_mod
     third = generate(models, prompts, 2)
     mixed = dict(tensors(tiny_model, 1.5)) | dict(some_tensors)
     expected = _logprobs(tiny_model, list(mixed.items()), asked, third)
-    np.testing.assert_allclose(third["rollout_logprobs"].values, expected, atol=2e-5)
+    np.testing.assert_allclose(third.rollout_logprobs.values, expected, atol=2e-5)
 
     # A checkpoint's files replace all of them.
     ray.get(models["generator"].load_checkpoint.remote(tiny_model, 3))
@@ -162,7 +163,7 @@ def test_the_life_of_a_generator(models: dict[str, Any], prompts: Rows, tiny_mod
 
 
 def _logprobs(
-    directory: Path, weights: list[tuple[str, torch.Tensor]], asked: list[list[int]], out: Rows
+    directory: Path, weights: list[tuple[str, torch.Tensor]], asked: list[list[int]], out: Replies
 ) -> list[float]:
     """Log-probabilities of the replies' tokens under `weights`, by transformers in float64."""
     from transformers import AutoModelForCausalLM
@@ -171,7 +172,7 @@ def _logprobs(
     lm.load_state_dict({name: tensor.double() for name, tensor in weights}, strict=False)
     lm.tie_weights()
     expected: list[float] = []
-    for prompt, ids in zip(asked, out["response_ids"], strict=True):
+    for prompt, ids in zip(asked, out.response_ids, strict=True):
         reply = ids.tolist()
         logits = lm(torch.tensor([prompt + reply])).logits[0].detach() / SAMPLING.temperature
         logp = torch.log_softmax(logits, -1)
@@ -179,13 +180,13 @@ def _logprobs(
     return expected
 
 
-def _greedy(directory: Path, prompts: Rows, penalty: float = 1.0) -> list[list[int]]:
+def _greedy(directory: Path, prompts: PromptBatch, penalty: float = 1.0) -> list[list[int]]:
     """What argmax gives, token by token, up to and with the end token; `penalty`: on tokens that are there already."""
     from transformers import AutoModelForCausalLM
 
     lm = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
     replies = []
-    for ids in prompts["input_ids"]:
+    for ids in prompts.input_ids:
         tokens, length = ids.tolist(), len(ids)
         while len(tokens) < length + SAMPLING.max_new_tokens:
             logits = lm(torch.tensor([tokens])).logits[0, -1]
@@ -198,19 +199,19 @@ def _greedy(directory: Path, prompts: Rows, penalty: float = 1.0) -> list[list[i
     return replies
 
 
-def test_replicas_answer_as_one(tiny_model: Path, prompts: Rows, cluster: None, tmp_path: Path) -> None:
+def test_replicas_answer_as_one(tiny_model: Path, prompts: PromptBatch, cluster: None, tmp_path: Path) -> None:
     """Two replicas behind a WholeModel, and one engine in this process: the same replies, to the bit."""
     config = GeneratorConfig(engine="transformers")
     torch.set_num_threads(1)
     alone = Generation(tiny_model, 32, config, RUNTIME, EngineRank("cpu"))
-    rows = take(prompts, [0, 1, 2, 3, 4, 5] * 7)
-    rows["seed"] = np.arange(len(rows["seed"]))
-    asked = [ids.tolist() for ids in rows["input_ids"]]
-    expected = alone.generate(asked, rows["seed"].tolist(), SAMPLING, 0)
+    rows = prompts.take([0, 1, 2, 3, 4, 5] * 7)
+    rows.seed = np.arange(len(rows.seed))
+    asked = [ids.tolist() for ids in rows.input_ids]
+    expected = alone.generate(asked, rows.seed.tolist(), SAMPLING, 0)
     two = RUNTIME.model_copy(update={"generator_replicas": 2})
     with open_models(two, tmp_path, {"generator": GeneratorSpec(tiny_model, 32, config)}) as models:
         answer = generate(models, rows, 0)
-        one_row = generate(models, take(rows, [3]), 0)
+        one_row = generate(models, rows.take([3]), 0)
         # One replica fails while the other takes the update over: both go back, and both follow the next time.
         update = pack(tensors(tiny_model, 1.5), version=1)
         ray.get(models["generator"].__ray_call__.remote(partial(_tell_second, what=_fail_once)))
@@ -223,14 +224,14 @@ def test_replicas_answer_as_one(tiny_model: Path, prompts: Rows, cluster: None, 
         ray.get(models["generator"].__ray_call__.remote(partial(_tell_second, what=_die)))
         with pytest.raises(Exception, match=r"Workhorse 1 of 2 of 'generator' .* died"):
             ray.get(models["generator"].load_weights.remote(pack(tensors(tiny_model, 2.0), version=2)))
-    assert not np.array_equal(moved["rollout_logprobs"].values, expected["rollout_logprobs"].values)
+    assert not np.array_equal(moved.rollout_logprobs.values, expected.rollout_logprobs.values)
     same(back, expected)
     same(answer, expected)
-    same(one_row, take(expected, [3]))
+    same(one_row, expected.take([3]))
 
 
 def test_a_sharded_policy_is_followed_by_every_engine(
-    cluster: None, tiny_model: Path, tmp_path: Path, prompts: Rows
+    cluster: None, tiny_model: Path, tmp_path: Path, prompts: PromptBatch
 ) -> None:
     """Parameters that ZeRO-3 has cut over two Workhorses, in vLLM and in DeepSpeed Inference."""
     config = PPOStageConfig(temperature=SAMPLING.temperature, engine=EngineConfig(zero_stage=3, num_workhorses=2))
@@ -241,23 +242,23 @@ def test_a_sharded_policy_is_followed_by_every_engine(
         before = {name: ray.get(models[name].generate.remote(prompts, SAMPLING, 0)) for name in generators}
         rows = _with_replies(prompts, before["vllm"])
         scores = ray.get(models["policy"].score.remote(rows))
-        ones = Ragged(np.ones_like(scores["values"].values), scores["values"].offsets)
-        columns = {"old_logprobs": scores["logprobs"], "values": scores["values"]}
-        columns |= dict.fromkeys(("advantages", "weights", "returns"), ones)
-        ray.get(models["policy"].train.remote(rows | columns, {"tokens": 10.0}, 1e-2))
+        ones = Ragged(np.ones_like(scores.values.values), scores.values.offsets)
+        columns = dict.fromkeys(("advantages", "weights", "returns"), ones)
+        batch = rows.as_kind(PolicyBatch, old_logprobs=scores.logprobs, values=scores.values, **columns)
+        ray.get(models["policy"].train.remote(batch, {"tokens": 10.0}, 1e-2))
         for name in generators:
             ray.get(models[name].follow.remote(models["policy"], 1))
             with pytest.raises(Exception, match="policy version 0"):
                 ray.get(models[name].generate.remote(prompts, SAMPLING, 0))
             after = ray.get(models[name].generate.remote(prompts, SAMPLING, 1))
-            sampled = after["rollout_logprobs"].values
-            assert not np.array_equal(sampled, before[name]["rollout_logprobs"].values)
-            scored = ray.get(models["policy"].score.remote(_with_replies(prompts, after)))["logprobs"]
+            sampled = after.rollout_logprobs.values
+            assert not np.array_equal(sampled, before[name].rollout_logprobs.values)
+            scored = ray.get(models["policy"].score.remote(_with_replies(prompts, after))).logprobs
             np.testing.assert_allclose(sampled, scored.values, atol=2e-5)
 
 
-def _with_replies(prompts: Rows, rollout: Rows) -> Rows:
-    return text_rows([ids.tolist() for ids in prompts["input_ids"]], rollout["response_ids"])
+def _with_replies(prompts: PromptBatch, rollout: Replies) -> TextBatch:
+    return TextBatch.of([ids.tolist() for ids in prompts.input_ids], rollout.response_ids)
 
 
 def _shared_memory(model: Any) -> list[str]:

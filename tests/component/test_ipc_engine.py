@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.rows import Rows
+from xray_runtime.data.batch import TextBatch
 from xray_runtime.engines.generation.generation import Generation
 from xray_runtime.engines.generation.sampling import EngineRank, Sampling
 from xray_runtime.weights.device_transfer import Sender
@@ -90,7 +90,7 @@ def _synced(directory: Path) -> dict[str, Any]:
     def weights(scale: float) -> dict[str, torch.Tensor]:
         return {name: (tensor * scale).bfloat16().float() for name, tensor in held.items()}
 
-    def sample(version: int) -> Rows:
+    def sample(version: int) -> TextBatch:
         return engine.generate([[5, 9, 7, 42], [8, 100, 3]], [1, 2], SAMPLING, version)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -127,12 +127,12 @@ def _synced(directory: Path) -> dict[str, Any]:
 @pytest.mark.usefixtures("cluster")
 def test_the_bits_of_the_object_store_come_by_ipc_and_the_buffer_is_let_go(tiny_model: Path) -> None:
     found = ray.get(_synced.options(runtime_env=ENVIRONMENT).remote(tiny_model))
-    one, two, plain = (rows["rollout_logprobs"].values for rows in found["written"])
-    np.testing.assert_array_equal(found["sent"][0]["rollout_logprobs"].values, one)
-    np.testing.assert_array_equal(found["sent"][1]["rollout_logprobs"].values, two)
+    one, two, plain = (rows.rollout_logprobs.values for rows in found["written"])
+    np.testing.assert_array_equal(found["sent"][0].rollout_logprobs.values, one)
+    np.testing.assert_array_equal(found["sent"][1].rollout_logprobs.values, two)
     assert not np.array_equal(one, two)
     assert found["chunks"] > 2 * 2
     # As long as the generator maps it, the trainer cannot free it.
     assert found["mapped"] == [False, False]
     assert found["refused"] == "policy version 3 lacks weights that the generator dropped before it"
-    np.testing.assert_array_equal(found["checkpoint"]["rollout_logprobs"].values, plain)
+    np.testing.assert_array_equal(found["checkpoint"].rollout_logprobs.values, plain)

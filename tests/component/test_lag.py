@@ -19,8 +19,8 @@ from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.ppo import PPOConfig, RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.batch import PolicyBatch, PromptBatch, Replies
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
-from xray_runtime.data.rows import Rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.graph.artifacts import Dataset, Model
 from xray_runtime.graph.inputs import PPOInputs
@@ -75,7 +75,7 @@ def await_other(me: str, number: int, other: str, other_number: int) -> None:
 class SlowGenerator(Generator):
     """Every rollout but the first lasts until the update that it is beside has begun."""
 
-    def generate(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
+    def generate(self, rows: PromptBatch, sampling: Sampling, version: int) -> Replies:
         # What a probe asks for is shorter.
         if sampling.max_new_tokens == MAX_NEW_TOKENS:
             number = ray.get(ray.get_actor(MEETING).begin.remote("rollout"))
@@ -96,7 +96,7 @@ class SlowObjective(PPOObjective):
     """Every update but the last lasts until the rollout that is beside it has begun."""
 
     def loss(
-        self, module: HeadedLM, rows: dict[str, torch.Tensor], totals: dict[str, float]
+        self, module: HeadedLM, rows: PolicyBatch[torch.Tensor], totals: dict[str, float]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         number = ray.get(ray.get_actor(MEETING).begin.remote("update"))
         if number < ITERATIONS:

@@ -36,7 +36,7 @@ from xray_runtime.algorithms import logprobs
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.rows import Rows, text_rows
+from xray_runtime.data.batch import PairBatch, TextBatch
 from xray_runtime.engines.make import can_shard
 from xray_runtime.engines.shard_loading import Weights, load_shard, skeleton_of
 from xray_runtime.models import heads
@@ -63,12 +63,12 @@ MEGATRON_DP = MEGATRON | {"num_workhorses": 4}
 
 
 @pytest.fixture(scope="module")
-def batches(tiny_model: Path) -> list[Rows]:
+def batches(tiny_model: Path) -> list[TextBatch]:
     return global_batches(tiny_model, count=2, num_rows=9, group_size=3)
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_model: Path, batches: list[Rows], tmp_path_factory: pytest.TempPathFactory) -> Run:
+def alone(tiny_model: Path, batches: list[TextBatch], tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = run_layout(spec_of(tiny_model, {}), batches, NUM_UPDATES, tmp_path_factory.mktemp("logs"))
     before = load_file(tiny_model / "model.safetensors")
     moved = [np.linalg.norm(run.weights[n] - t.numpy()) / np.linalg.norm(t.numpy()) for n, t in before.items()]
@@ -82,18 +82,20 @@ def alone(tiny_model: Path, batches: list[Rows], tmp_path_factory: pytest.TempPa
     ids=["ZeRO-3 × 2", "TP 2", "PP 2", "TP 2 × PP 2 × DP 2", "Megatron TP 2 × DP 2"],
 )
 def test_the_layout_does_not_show(
-    alone: Run, tiny_model: Path, batches: list[Rows], tmp_path: Path, layout: dict[str, Any]
+    alone: Run, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, Any]
 ) -> None:
     same(run_layout(spec_of(tiny_model, layout, 32), batches, NUM_UPDATES, tmp_path), alone)
 
 
-def test_splitting_divides_what_a_rank_holds(tiny_model: Path, batches: list[Rows], alone: Run, tmp_path: Path) -> None:
+def test_splitting_divides_what_a_rank_holds(
+    tiny_model: Path, batches: list[TextBatch], alone: Run, tmp_path: Path
+) -> None:
     split = run_layout(spec_of(tiny_model, TP_PP), batches, 2, tmp_path)
     assert max(sum(rank.values()) for rank in split.held) < 0.55 * sum(alone.held[0].values())
 
 
 def chunked(
-    learner: Learner, deal: Callable[[Rows], Rows], batches: list[Rows], last: int, max_logits: int
+    learner: Learner, deal: Callable[[TextBatch], TextBatch], batches: list[TextBatch], last: int, max_logits: int
 ) -> dict[str, Any]:
     """Updates with logits of so few tokens at a time that ranks need different numbers of chunks."""
     heads.chunked_logprobs_and_entropy = functools.partial(  # type: ignore[attr-defined]
@@ -144,11 +146,11 @@ def _memory(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def grown(loader: Loader, deal: Callable[[Rows], Rows]) -> int:
+def grown(loader: Loader, deal: Callable[[TextBatch], TextBatch]) -> int:
     return loader.grown
 
 
-def held(loader: Loader, deal: Callable[[Rows], Rows]) -> int:
+def held(loader: Loader, deal: Callable[[TextBatch], TextBatch]) -> int:
     return loader.held
 
 
@@ -214,7 +216,7 @@ def save_38_million(directory: Path) -> int:
     return (directory / "model.safetensors").stat().st_size
 
 
-def returned(learner: Learner, deal: Callable[[Rows], Rows], batches: list[Rows]) -> int:
+def returned(learner: Learner, deal: Callable[[TextBatch], TextBatch], batches: list[TextBatch]) -> int:
     """Bytes of memory that the process returns to the system when a trained model is unloaded."""
     updates(learner, deal, batches, 0, 1)
     before = _memory("RssAnon")
@@ -222,7 +224,7 @@ def returned(learner: Learner, deal: Callable[[Rows], Rows], batches: list[Rows]
     return before - _memory("RssAnon")
 
 
-def test_the_memory_of_a_trained_model_is_returned(batches: list[Rows], tmp_path: Path) -> None:
+def test_the_memory_of_a_trained_model_is_returned(batches: list[TextBatch], tmp_path: Path) -> None:
     """The C library would keep it, and a Workhorse that waits for the next stage with it."""
     size = save_38_million(tmp_path / "model")
     [bytes_returned] = run_ranks(spec_of(tmp_path / "model", {}), tmp_path, returned, batches)
@@ -239,7 +241,7 @@ def test_a_branch_takes_the_memory_of_its_layers(tmp_path: Path) -> None:
         assert max(run_ranks(spec, tmp_path, held, kind=Loader)) - plain < 0.25 * size
 
 
-def loaded(learner: Learner, deal: Callable[[Rows], Rows]) -> dict[str, np.ndarray]:
+def loaded(learner: Learner, deal: Callable[[TextBatch], TextBatch]) -> dict[str, np.ndarray]:
     assert learner.engine is not None
     weights = {name: t.detach().numpy().copy() for name, t in learner.engine.weights()}
     return weights if learner.engine.turn[0] == 0 else {}
@@ -271,7 +273,7 @@ EXPORTED = {
 }
 
 
-def exported(learner: Learner, deal: Callable[[Rows], Rows]) -> dict[str, Any]:
+def exported(learner: Learner, deal: Callable[[TextBatch], TextBatch]) -> dict[str, Any]:
     """A rank's share of the weights, and what one rank of its stage used to send: all of them."""
     object_store.BUCKET_BYTES = 2**14
     update, reader = learner.export_weights(1, True), SharedReader()
@@ -310,7 +312,7 @@ class Exporter(Learner):
         return update
 
 
-def packed_and_grown(learner: Exporter, deal: Callable[[Rows], Rows], bucket: int) -> tuple[int, int]:
+def packed_and_grown(learner: Exporter, deal: Callable[[TextBatch], TextBatch], bucket: int) -> tuple[int, int]:
     object_store.BUCKET_BYTES = bucket
     # The first one also makes what all later ones use; each takes memory of its own beside the one before.
     return [(learner.export_weights(version, True).num_bytes, learner.grown) for version in (1, 2)][1]
@@ -372,7 +374,7 @@ def test_a_checkpoint_in_several_files_is_read_tensor_by_tensor(tiny_model: Path
     ],
 )
 def test_a_model_goes_on_under_another_layout(
-    alone: Run, tiny_model: Path, batches: list[Rows], tmp_path: Path, layouts: list[dict[str, Any]]
+    alone: Run, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layouts: list[dict[str, Any]]
 ) -> None:
     ends = np.linspace(0, NUM_UPDATES, len(layouts) + 1).astype(int).tolist()
     came, losses = None, []
@@ -390,7 +392,7 @@ def test_a_model_goes_on_under_another_layout(
 
 @pytest.mark.parametrize("layout", [TP_PP, MEGATRON], ids=["TP 2 × PP 2", "Megatron TP 2"])
 def test_going_on_under_the_same_layout_gives_the_same_bits(
-    tiny_model: Path, batches: list[Rows], tmp_path: Path, layout: dict[str, Any]
+    tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, Any]
 ) -> None:
     spec, place = spec_of(tiny_model, layout), tmp_path / "snapshot"
     whole = collect(spec, run_ranks(spec, tmp_path, part, batches, range(3), None, None))
@@ -400,11 +402,11 @@ def test_going_on_under_the_same_layout_gives_the_same_bits(
     assert all(np.array_equal(resumed.weights[name], tensor) for name, tensor in whole.weights.items())
 
 
-def pairs_learnt(learner: Learner, deal: Callable[[Rows], Rows], rows: Rows) -> dict[str, Any]:
+def pairs_learnt(learner: Learner, deal: Callable[[TextBatch], TextBatch], rows: TextBatch) -> dict[str, Any]:
     """Two steps of a reward model and its scores."""
-    stats = [learner.train(deal(rows), {"rows": 6.0}, 1e-3) for _ in range(2)]
-    chosen = {"input_ids": rows["input_ids"]}
-    return {"losses": [s.get("loss", 0.0) for s in stats], "scores": learner.score(deal(chosen)).get("scores")}
+    sums = [learner.train(deal(rows), {"rows": 6.0}, 1e-3).sums for _ in range(2)]
+    scores = learner.score(deal(TextBatch(input_ids=rows.input_ids)))
+    return {"losses": [s.get("loss", 0.0) for s in sums], "scores": scores.scores if len(scores) else None}
 
 
 def test_a_reward_model_learns_pairs_in_any_layout(tiny_model: Path, tmp_path: Path) -> None:
@@ -414,8 +416,8 @@ def test_a_reward_model_learns_pairs_in_any_layout(tiny_model: Path, tmp_path: P
         return [rng.integers(5, 280, size=length).tolist() for length in lengths]
 
     prompts = sequences(rng.integers(2, 6, size=6))
-    rows = text_rows(prompts, sequences(rng.integers(3, 9, size=6)))
-    rows["rejected_ids"] = text_rows(prompts, sequences(rng.integers(3, 9, size=6)))["input_ids"]
+    chosen, rejected = (TextBatch.of(prompts, sequences(rng.integers(3, 9, size=6))) for _ in range(2))
+    rows = chosen.as_kind(PairBatch, rejected_ids=rejected.input_ids)
 
     def learnt(layout: dict[str, int]) -> dict[str, Any]:
         training = RewardConfig(engine=EngineConfig(micro_batch_tokens=64, **layout))
@@ -440,14 +442,14 @@ def test_a_reward_model_learns_pairs_in_any_layout(tiny_model: Path, tmp_path: P
         ({"pipeline_parallel": 3, "num_workhorses": 3}, "engine.pipeline_parallel: 3 is not allowed: the model has 2"),
     ],
 )
-def test_what_the_model_cannot_be_cut_into_is_refused(
+def test_a_split_the_model_does_not_allow_is_refused(
     tiny_model: Path, tmp_path: Path, layout: dict[str, int], message: str
 ) -> None:
     with pytest.raises(RuntimeError, match=message):
         run_ranks(spec_of(tiny_model, layout), tmp_path, part, [], range(0), None, None)
 
 
-def test_what_a_model_can_shard_into_is_known_from_its_config(tiny_model: Path, tmp_path: Path) -> None:
+def test_allowed_splits_are_known_from_the_config(tiny_model: Path, tmp_path: Path) -> None:
     """For the planner: Llama's plan is AutoTP's too; GPT-NeoX has a plan, other parts than Llama; GPT-2 has neither."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
     transformers.GPTNeoXConfig(**sizes).save_pretrained(tmp_path / "neox")
@@ -458,13 +460,13 @@ def test_what_a_model_can_shard_into_is_known_from_its_config(tiny_model: Path, 
 
 @pytest.mark.parametrize("layout", [PP, ZERO_3], ids=["PP 2", "ZeRO-3 × 2"])
 def test_parts_are_one_whole_model(
-    cluster: None, tiny_model: Path, batches: list[Rows], tmp_path: Path, layout: dict[str, Any]
+    cluster: None, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, Any]
 ) -> None:
     """Over Ray: scores of all rows in order, one learning step, and the same weights exported and saved."""
-    rows = {name: batches[0][name] for name in ("input_ids", "prompt_lengths")}
+    rows = TextBatch.of_columns(batches[0].pick("input_ids", "prompt_lengths"))
     module = HeadedLM(load_model(tiny_model), scalar_head=True).eval()
     with torch.no_grad():
-        expected = PPOObjective(CONFIG).score(module, as_tensors(rows))["logprobs"]
+        expected = PPOObjective(CONFIG).score(module, as_tensors(rows)).logprobs.values
     runtime = RuntimeConfig(threads=1, device="cpu")
     with open_models(runtime, tmp_path / "logs", {"policy": spec_of(tiny_model, layout, 32)}) as models:
         policy = models["policy"]
@@ -473,8 +475,8 @@ def test_parts_are_one_whole_model(
         ray.get(policy.save.remote(tmp_path / "out", "head/head.safetensors"))
         update = ray.get(policy.export_weights.remote(1))
         exported = {name: t.clone() for bucket in update.buckets for name, t in unpack(bucket)}
-    np.testing.assert_allclose(scores["logprobs"].values, torch.cat(expected), atol=1e-5)
-    assert stats["policy_loss"] != 0.0
+    np.testing.assert_allclose(scores.logprobs.values, expected, atol=1e-5)
+    assert stats.sums["policy_loss"] != 0.0
     saved, before = load_file(tmp_path / "out" / "model.safetensors"), load_file(tiny_model / "model.safetensors")
     assert saved.keys() == before.keys()
     assert exported.keys() == saved.keys()

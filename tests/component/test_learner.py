@@ -20,7 +20,8 @@ from xray_runtime.config.engines import EngineConfig, FrozenConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
-from xray_runtime.data.rows import Ragged, Rows, num_response_tokens, take
+from xray_runtime.data.batch import PolicyBatch, Scores, TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import ReferenceObjective, SFTObjective
 from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
@@ -33,8 +34,8 @@ from xray_runtime.workers.workhorse import RankInfo, Workhorse
 NUM_STEPS = 6
 
 
-def response_lengths(rows: Rows) -> list[int]:
-    lengths: list[int] = (rows["input_ids"].lengths - rows["prompt_lengths"]).tolist()
+def response_lengths(rows: TextBatch) -> list[int]:
+    lengths: list[int] = (rows.input_ids.lengths - rows.prompt_lengths).tolist()
     return lengths
 
 
@@ -45,8 +46,8 @@ def train(model: Path, logs: Path, out: Path, engine: EngineConfig) -> tuple[lis
     with open_models(RUNTIME, logs, {"policy": ModelSpec(model, SFTObjective(), training=config)}) as models:
         for step in range(NUM_STEPS):
             rows = text(seed=step % 2)
-            tokens = float(num_response_tokens(rows))
-            stats = ray.get(models["policy"].train.remote(rows, {"tokens": tokens}, 1e-2))
+            tokens = float(rows.num_response_tokens())
+            stats = ray.get(models["policy"].train.remote(rows, {"tokens": tokens}, 1e-2)).sums
             losses.append(stats["nll"] / tokens)
             norms.append(stats["grad_norm"])
         ray.get(models["policy"].save.remote(out))
@@ -91,9 +92,9 @@ def test_scores_keep_the_order_of_rows(cluster: None, tiny_model: Path, tmp_path
     rows = text(num_rows=7)
     spec = ModelSpec(tiny_model, ReferenceObjective(1.0), score_tokens=24)
     with open_models(RUNTIME, tmp_path, {"reference": spec}) as models:
-        scores = ray.get(models["reference"].score.remote(rows))["ref_logprobs"]
+        scores = ray.get(models["reference"].score.remote(rows)).ref_logprobs
     lm = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
-    for tokens, start, found in zip(rows["input_ids"], rows["prompt_lengths"], scores, strict=True):
+    for tokens, start, found in zip(rows.input_ids, rows.prompt_lengths, scores, strict=True):
         ids = torch.from_numpy(tokens)[None]
         logp = torch.log_softmax(lm(ids).logits[0], -1)
         expected = [float(logp[t - 1, ids[0, t]].detach()) for t in range(start, ids.shape[1])]
@@ -129,8 +130,8 @@ def test_a_frozen_model_scores_alike_however_it_is_spread(
     with open_models(RUNTIME, tmp_path, specs) as models:
         scores = {role: ray.get(model.score.remote(rows)) for role, model in models.items()}
     for role, found in (
-        ("reference", lambda rows: rows["ref_logprobs"].values),
-        ("reward", lambda rows: rows["scores"]),
+        ("reference", lambda rows: rows.ref_logprobs.values),
+        ("reward", lambda rows: rows.scores),
     ):
         difference = np.abs(found(scores[role]) - found(scores[f"{role}-alone"])).max()
         if layout.precision != "bfloat16":
@@ -147,8 +148,7 @@ def test_a_shared_trunk_scores_and_trains_like_the_whole(
 ) -> None:
     """With the trunk cached the policy moves as with the trunk computed anew; the reference does not move."""
     config = PPOStageConfig(lr=1e-2)
-    rows = text(num_rows=8)
-    rows["id"] = np.arange(8)
+    rows = text(num_rows=8).with_columns(id=np.arange(8))
     shared = ModelSpec(
         tiny_model,
         PPOObjective(config),
@@ -159,19 +159,19 @@ def test_a_shared_trunk_scores_and_trains_like_the_whole(
     )
     with open_models(RUNTIME, tmp_path, {"cached": shared, "fresh": shared}) as models:
         before = ray.get(models["cached"].score.remote(rows))
-        np.testing.assert_array_equal(before["logprobs"].values, before["ref_logprobs"].values)
-        ones = Ragged(np.ones_like(before["values"].values), before["values"].offsets)
-        columns = {"old_logprobs": before["logprobs"], "values": before["values"]}
+        np.testing.assert_array_equal(before.logprobs.values, before.ref_logprobs.values)
+        ones = Ragged(np.ones_like(before.values.values), before.values.offsets)
+        columns = {"old_logprobs": before.logprobs, "values": before.values}
         columns |= dict.fromkeys(("advantages", "weights", "returns"), ones)
+        given = rows.as_kind(PolicyBatch, **columns)
         for index in ([0, 3, 5], [1, 2, 7]):
-            batch = take(rows | columns, index)
+            batch = given.take(index)
             cached = ray.get(models["cached"].train.remote(batch, {"tokens": 10.0}, 1e-2))
-            del batch["id"]
-            fresh = ray.get(models["fresh"].train.remote(batch, {"tokens": 10.0}, 1e-2))
-            assert cached == pytest.approx(fresh, rel=1e-5, abs=1e-6)
+            fresh = ray.get(models["fresh"].train.remote(batch.with_columns(id=None), {"tokens": 10.0}, 1e-2))
+            assert cached.sums == pytest.approx(fresh.sums, rel=1e-5, abs=1e-6)
         after = ray.get(models["cached"].score.remote(rows))
-    np.testing.assert_allclose(after["ref_logprobs"].values, before["ref_logprobs"].values, atol=1e-6)
-    assert np.abs(after["logprobs"].values - before["logprobs"].values).max() > 1e-3
+    np.testing.assert_allclose(after.ref_logprobs.values, before.ref_logprobs.values, atol=1e-6)
+    assert np.abs(after.logprobs.values - before.logprobs.values).max() > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -186,20 +186,20 @@ def test_a_critic_of_its_own_takes_the_policys_trunk(
     config = PPOStageConfig(lr=1e-2, engine=engine)
     critic = ModelSpec(tiny_model, CriticObjective(config), training=config, new_head=True, trainable_layers=1)
     specs = {"policy": replace(critic, objective=PPOObjective(config), new_head=False), "critic": critic}
-    rows = text(num_rows=4) | {"id": np.arange(4)}
-    longer = rows | {"input_ids": Ragged.of([*ids, 5] for ids in rows["input_ids"])}
-    ones = Ragged(np.ones(num_response_tokens(rows), np.float32), np.cumsum([0, *response_lengths(rows)]))
+    rows = text(num_rows=4).with_columns(id=np.arange(4))
+    longer = rows.with_columns(input_ids=Ragged.of([*ids, 5] for ids in rows.input_ids))
+    ones = Ragged(np.ones(rows.num_response_tokens(), np.float32), np.cumsum([0, *response_lengths(rows)]))
     columns = dict.fromkeys(("values", "returns"), ones)
     with open_models(RUNTIME, tmp_path, specs | {"alone": critic}) as models:
-        states = ray.get(models["policy"].trunk.remote(longer))["trunk"]
-        given = rows | {"trunk": states.heads(rows["input_ids"].lengths)}
+        states = ray.get(models["policy"].trunk.remote(longer)).trunk
+        given = rows.with_columns(trunk=states.heads(rows.input_ids.lengths))
         found = []
         for role, scored in (("critic", given), ("alone", rows)):
             ray.get(models[role].score.remote(scored))
             # Row r was scored on rank r % 2: the second of two ranks meets a row of the first one's.
-            batch = take(rows | columns, [0, 2])
+            batch = rows.as_kind(PolicyBatch, **columns).take([0, 2])
             stats = ray.get(models[role].train.remote(batch, {"tokens": 10.0}, 1e-2))
-            found.append((stats, ray.get(models[role].score.remote(scored))["values"].values))
+            found.append((stats.sums, ray.get(models[role].score.remote(scored)).values.values))
     (stats, values), (stats_alone, values_alone) = found
     assert stats == pytest.approx(stats_alone, rel=1e-5, abs=1e-6)
     np.testing.assert_allclose(values, values_alone, rtol=1e-4, atol=1e-6)
@@ -224,19 +224,19 @@ def test_a_step_returns_the_log_probabilities_before_it(
     rollout, reference, advantages = (
         Ragged(values, offsets) for values in (0.8 * noise[0] - 5.6, noise[1] - 5.6, noise[2])
     )
-    given = rows | {"ref_logprobs": reference, "advantages": advantages}
+    given = rows.as_kind(PolicyBatch, ref_logprobs=reference, advantages=advantages)
     with open_models(RUNTIME, tmp_path, {"step": policy, "before": policy}) as models:
-        before = ray.get(models["before"].score.remote(rows))["logprobs"]
+        before = ray.get(models["before"].score.remote(rows)).logprobs
         weights = np.minimum(np.exp(before.values - rollout.values), 2.0)
         assert 0 < (weights == 2.0).sum() < len(weights)
-        scored = given | {"old_logprobs": before, "weights": Ragged(weights, offsets)}
+        scored = given.with_columns(old_logprobs=before, weights=Ragged(weights, offsets))
         expected = ray.get(models["before"].train.remote(scored, totals, 1e-2))
-        call = models["step"].train_and_score.remote(given | {"rollout_logprobs": rollout}, totals, 1e-2)
-        stats, columns = ray.get(call)
-        after, wanted = (ray.get(models[role].score.remote(rows))["logprobs"] for role in ("step", "before"))
-    np.testing.assert_array_equal(columns["old_logprobs"].offsets, before.offsets)
-    np.testing.assert_allclose(columns["old_logprobs"].values, before.values, atol=1e-5)
-    assert stats == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        found = ray.get(models["step"].train.remote(given.with_columns(rollout_logprobs=rollout), totals, 1e-2))
+        after, wanted = (ray.get(models[role].score.remote(rows)).logprobs for role in ("step", "before"))
+    np.testing.assert_array_equal(found.scores.old_logprobs.offsets, before.offsets)
+    np.testing.assert_allclose(found.scores.old_logprobs.values, before.values, atol=1e-5)
+    assert not len(expected.scores)
+    assert found.sums == pytest.approx(expected.sums, rel=1e-4, abs=1e-5)
     np.testing.assert_allclose(after.values, wanted.values, atol=1e-4)
     assert np.abs(after.values - before.values).max() > 1e-2
 
@@ -265,11 +265,12 @@ def test_a_lost_workhorse_is_named_with_its_log(cluster: None, tmp_path: Path, t
 class ThreadsObjective(SFTObjective):
     """Supervised fine-tuning that also tells with how many threads it was computed."""
 
-    def score(self, module: HeadedLM, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return super().score(module, rows) | {"threads": torch.full((len(rows["lengths"]),), torch.get_num_threads())}
+    def score(self, module: HeadedLM, rows: TextBatch[torch.Tensor]) -> Scores[torch.Tensor]:
+        threads = torch.full((len(rows),), torch.get_num_threads())
+        return super().score(module, rows).with_columns(threads=threads)
 
     def loss(
-        self, module: HeadedLM, rows: dict[str, torch.Tensor], totals: dict[str, float]
+        self, module: HeadedLM, rows: TextBatch[torch.Tensor], totals: dict[str, float]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         value, stats = super().loss(module, rows, totals)
         return value, stats | {"threads": torch.tensor(torch.get_num_threads())}
@@ -285,12 +286,14 @@ def train_with_all_and_with_a_share(model: Path, logs: Path, out: Path) -> tuple
         trained = ray.get([m.train.remote(rows, totals, 1e-2, 2) for m in both])
         scored = ray.get([m.score.remote(rows, at_once=2) for m in both])
         ray.get(models["policy"].save.remote(out))
-    return [float(np.max(a["threads"])) for a in (*alone, *trained, *scored)], load_file(out / "model.safetensors")
+    stepped = [answer.sums["threads"] for answer in (alone[0], *trained)]
+    passed = [float(np.max(scores.others["threads"])) for scores in (alone[1], *scored)]
+    return [*stepped, *passed], load_file(out / "model.safetensors")
 
 
 def test_models_that_work_at_the_same_time_share_their_threads(cluster: None, tiny_model: Path, tmp_path: Path) -> None:
     threads, weights = train_with_all_and_with_a_share(tiny_model, tmp_path / "logs", tmp_path / "one")
-    assert threads == [2, 2, 1, 1, 1, 1]
+    assert threads == [2, 1, 1, 2, 1, 1]
     _, again = train_with_all_and_with_a_share(tiny_model, tmp_path / "logs", tmp_path / "two")
     torch.testing.assert_close(again, weights, rtol=0, atol=0)
 
@@ -300,17 +303,17 @@ def test_two_micro_batches_at_a_time_do_not_show(cluster: None, tiny_model: Path
     rows = text(num_rows=300)
     spec = ModelSpec(tiny_model, ThreadsObjective(), training=SFTConfig(lr=1e-2))
 
-    def run(threads: int) -> tuple[Rows, list[dict[str, float]]]:
+    def run(threads: int) -> tuple[Scores, list[dict[str, float]]]:
         runtime = RuntimeConfig(threads=threads, device="cpu")
         with open_models(runtime, tmp_path / "logs", {"policy": spec}) as models:
-            steps = [ray.get(models["policy"].train.remote(rows, {"tokens": 1500.0}, 1e-2)) for _ in range(3)]
+            steps = [ray.get(models["policy"].train.remote(rows, {"tokens": 1500.0}, 1e-2)).sums for _ in range(3)]
             return ray.get(models["policy"].score.remote(rows)), steps
 
     (one, one_steps), (two, two_steps), (again, again_steps) = run(1), run(2), run(2)
     # Each micro-batch had one of the two threads, so two were computed at a time.
-    assert set(one["threads"]) == set(two["threads"]) == {1}
-    np.testing.assert_allclose(two["nll"], one["nll"], rtol=1e-4)
-    np.testing.assert_array_equal(two["nll"], again["nll"])
+    assert set(one.others["threads"]) == set(two.others["threads"]) == {1}
+    np.testing.assert_allclose(two.nll, one.nll, rtol=1e-4)
+    np.testing.assert_array_equal(two.nll, again.nll)
     assert two_steps == again_steps
     for found, expected in zip(two_steps, one_steps, strict=True):
         assert found["threads"] == 2 * expected["threads"]  # two micro-batches, one
@@ -353,5 +356,5 @@ def test_a_model_returns_what_it_keeps_where_a_generator_sleeps(
     learner, rank_info = Learner(runtime), RankInfo("reference", 0, 0, 1, "127.0.0.1", 1, None)
     learner.build(ModelSpec(tiny_model, ReferenceObjective(1.0)), rank_info)
     assert len(returned) == takes_turns
-    learner.score({"input_ids": Ragged.of([[5, 9, 7]]), "prompt_lengths": np.array([1])})
+    learner.score(TextBatch(input_ids=Ragged.of([[5, 9, 7]]), prompt_lengths=np.array([1])))
     assert len(returned) == 2 * takes_turns

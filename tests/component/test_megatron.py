@@ -22,7 +22,8 @@ from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
-from xray_runtime.data.rows import Ragged, Rows, text_rows
+from xray_runtime.data.batch import PromptBatch, TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import load_model, load_tokenizer, save_model
 from xray_runtime.models.heads import HeadedLM
@@ -72,7 +73,7 @@ def grouped_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return directory
 
 
-def seen(learner: Learner, deal: Callable[[Rows], Rows], rows: Rows) -> tuple[Rows, Rows]:
+def seen(learner: Learner, deal: Callable[[TextBatch], TextBatch], rows: TextBatch) -> tuple[TextBatch, TextBatch]:
     """Scores of `rows` and the weights as they come out again."""
     assert learner.engine is not None
     return learner.score(deal(rows)), {name: t.numpy().copy() for name, t in learner.engine.weights()}
@@ -85,16 +86,16 @@ def test_weights_go_in_and_out_and_score_as_in_hugging_face(
     grouped_model: Path, tmp_path: Path, peers: int, precision: str, tolerance: float
 ) -> None:
     batch = global_batches(grouped_model, count=1, num_rows=9)[0]
-    rows = {name: batch[name] for name in ("input_ids", "prompt_lengths")}
+    rows = TextBatch.of_columns(batch.pick("input_ids", "prompt_lengths"))
     module = HeadedLM(load_model(grouped_model), scalar_head=True).eval()
     with torch.no_grad():
-        expected = PPOObjective(CONFIG).score(module, as_tensors(rows))["logprobs"]
+        expected = PPOObjective(CONFIG).score(module, as_tensors(rows)).logprobs.values
     spec = spec_of(
         grouped_model, MEGATRON | {"tensor_parallel": peers, "num_workhorses": peers, "precision": precision}
     )
     before = load_file(grouped_model / "model.safetensors")
     for scores, weights in run_ranks(spec, tmp_path, seen, rows):
-        np.testing.assert_allclose(scores["logprobs"].values, torch.cat(expected), atol=tolerance)
+        np.testing.assert_allclose(scores.logprobs.values, expected, atol=tolerance)
         assert weights.keys() - before.keys() == {"scalar.weight", "scalar.bias"}
         assert all(np.array_equal(weights[name], tensor) for name, tensor in before.items())
 
@@ -126,7 +127,7 @@ def test_bfloat16_passes_step_float32_weights(grouped_model: Path, tmp_path: Pat
     assert all(np.array_equal(resumed.weights[name], run.weights[name]) for name in before)
 
 
-def rewarded(learner: Learner, deal: Callable[[Rows], Rows], rows: Rows) -> Rows:
+def rewarded(learner: Learner, deal: Callable[[TextBatch], TextBatch], rows: TextBatch) -> TextBatch:
     """The weights after three steps of a reward model."""
     for _ in range(3):
         learner.train(deal(rows), {"rows": 6.0}, 1e-2)
@@ -134,7 +135,7 @@ def rewarded(learner: Learner, deal: Callable[[Rows], Rows], rows: Rows) -> Rows
     return {name: t.detach().numpy().copy() for name, t in learner.engine.weights()}
 
 
-def test_what_the_loss_does_not_touch_decays_as_in_one_process(grouped_model: Path, tmp_path: Path) -> None:
+def test_weights_without_a_gradient_decay_as_in_one_process(grouped_model: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     names = ("input_ids", "rejected_ids")
     rows = {n: Ragged.of(rng.integers(5, 280, size=k) for k in rng.integers(5, 15, size=6)) for n in names}
@@ -160,7 +161,7 @@ def test_what_the_loss_does_not_touch_decays_as_in_one_process(grouped_model: Pa
         ),
     ],
 )
-def test_what_needs_cuda_is_refused_on_cpu(
+def test_cuda_options_are_refused_on_cpu(
     tiny_model: Path, tmp_path: Path, layout: dict[str, int], message: str
 ) -> None:
     with pytest.raises(RuntimeError, match=message):
@@ -168,7 +169,7 @@ def test_what_needs_cuda_is_refused_on_cpu(
 
 
 PROMPTS = Ragged.of([[5, 9, 7, 42], [8, 100, 3], [11, 12], [44, 45, 46, 47, 48]])
-TEXT = {"input_ids": PROMPTS, "prompt_lengths": np.array([1, 1, 1, 2])}
+TEXT = TextBatch(input_ids=PROMPTS, prompt_lengths=np.array([1, 1, 1, 2]))
 
 
 def trained(model: Path, layout: dict[str, Any], logs: Path) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
@@ -177,7 +178,7 @@ def trained(model: Path, layout: dict[str, Any], logs: Path) -> tuple[list[dict[
     runtime = RuntimeConfig(device="cuda")
     with open_models(runtime, logs, {"policy": ModelSpec(model, SFTObjective(), training=training)}) as models:
         policy = models["policy"]
-        stats = [ray.get(policy.train.remote(TEXT, {"tokens": 9.0}, 1e-3)) for _ in range(3)]
+        stats = [ray.get(policy.train.remote(TEXT, {"tokens": 9.0}, 1e-3)).sums for _ in range(3)]
         update = ray.get(policy.export_weights.remote(1))
         weights = {name: t.clone() for bucket in update.buckets for name, t in unpack(bucket)}
     return stats, weights
@@ -217,16 +218,14 @@ def test_vllm_samples_from_what_megatron_trained(cluster: None, tiny_model: Path
         "generator": GeneratorSpec(tiny_model, 32),
         "policy": ModelSpec(tiny_model, SFTObjective(), training=training),
     }
-    asked = {"input_ids": PROMPTS, "seed": np.arange(4)}
+    asked = PromptBatch(input_ids=PROMPTS, seed=np.arange(4))
     sampling = Sampling(max_new_tokens=6, temperature=1.0, stop_token_ids=(1,), pad_token_id=0)
     with open_models(runtime, tmp_path, specs) as models:
         generator, policy = models["generator"], models["policy"]
         ray.get(policy.train.remote(TEXT, {"tokens": 9.0}, 0.05))
         ray.get(generator.follow.remote(policy, 1))
         replies = ray.get(generator.generate.remote(asked, sampling, 1))
-        scored = text_rows([ids.tolist() for ids in PROMPTS], replies["response_ids"])
-        nll = ray.get(policy.score.remote(scored))["nll"]
+        scored = TextBatch.of([ids.tolist() for ids in PROMPTS], replies.response_ids)
+        nll = ray.get(policy.score.remote(scored)).nll
     # vLLM computes in 16 bits on a GPU.
-    np.testing.assert_allclose(
-        nll, -replies["rollout_logprobs"].dense().sum(axis=1), atol=0.1 * sampling.max_new_tokens
-    )
+    np.testing.assert_allclose(nll, -replies.rollout_logprobs.dense().sum(axis=1), atol=0.1 * sampling.max_new_tokens)

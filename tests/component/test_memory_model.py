@@ -16,7 +16,8 @@ from xray_runtime.config.base import FreshBase, PretrainedBase
 from xray_runtime.config.engines import EngineConfig, FrozenConfig, LoRAConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
-from xray_runtime.data.rows import Ragged
+from xray_runtime.data.batch import StepAnswer, TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.models.objectives import ReferenceObjective, SFTObjective
 from xray_runtime.planning.memory import Layout, Memory, scoring_memory, training_memory
 from xray_runtime.planning.pretrained_shapes import from_pretrained
@@ -33,7 +34,7 @@ RANKS = 2
 class MeasuredLearner(LoadedLearner):
     """Remembers what it holds between the last backward pass and the optimizer's step, when all three kinds exist."""
 
-    def train(self, rows: Any, totals: dict[str, float], lr: float) -> dict[str, float]:
+    def train(self, rows: Any, totals: dict[str, float], lr: float) -> StepAnswer:
         assert self.engine is not None
         step = self.engine.engine.step
 
@@ -102,10 +103,10 @@ def built(ranks: list[Any], logs: Path, spec: ModelSpec) -> Iterator[list[int]]:
 
 def held_in_a_step(ranks: list[Any]) -> list[dict[str, int]]:
     """What each rank holds in its second step: the first one makes the optimizer's states."""
-    rows = {
-        "input_ids": Ragged.of([[5] * 12]),
-        "prompt_lengths": np.array([4]),
-    }
+    rows = TextBatch(
+        input_ids=Ragged.of([[5] * 12]),
+        prompt_lengths=np.array([4]),
+    )
     for _ in range(2):
         ray.get([r.train.remote(rows, {"tokens": 16.0}, 1e-3) for r in ranks])
     held: list[dict[str, int]] = ray.get([r.measured.remote() for r in ranks])

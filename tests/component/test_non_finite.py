@@ -18,7 +18,8 @@ from tests.component.models import open_models
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.rows import Ragged, Rows, num_response_tokens
+from xray_runtime.data.batch import PromptBatch, TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.errors import NonFiniteError, root_cause
 from xray_runtime.models.objectives import ReferenceObjective
@@ -41,24 +42,27 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def batches(tiny_model: Path) -> list[Rows]:
+def batches(tiny_model: Path) -> list[TextBatch]:
     return global_batches(tiny_model, count=2, num_rows=8)
 
 
-def with_value(rows: Rows, column: str, value: float) -> Rows:
+def with_value(rows: TextBatch, column: str, value: float) -> TextBatch:
     """The rows with `value` in the last place of a ragged column, which the last data-parallel rank gets."""
-    values = rows[column].values.copy()
+    old = getattr(rows, column)
+    values = old.values.copy()
     values[-1] = value
-    return rows | {column: Ragged(values, rows[column].offsets)}
+    return rows.with_columns(**{column: old.like(values)})
 
 
-def steps(learner: Learner, deal: Callable[[Rows], Rows], batches: list[Rows], inject: bool) -> dict[str, Any]:
+def steps(
+    learner: Learner, deal: Callable[[TextBatch], TextBatch], batches: list[TextBatch], inject: bool
+) -> dict[str, Any]:
     """Two steps on one rank; with `inject` others between them, that are all refused."""
     assert learner.engine is not None
     refused: dict[str, tuple[dict[str, float], bool]] = {}
 
-    def train(rows: Rows) -> dict[str, float]:
-        return learner.train(deal(rows), {"tokens": float(num_response_tokens(rows))}, 1e-3)
+    def train(rows: TextBatch) -> dict[str, float]:
+        return learner.train(deal(rows), {"tokens": float(rows.num_response_tokens())}, 1e-3).sums
 
     def weights() -> dict[str, np.ndarray]:
         assert learner.engine is not None
@@ -86,7 +90,7 @@ def steps(learner: Learner, deal: Callable[[Rows], Rows], batches: list[Rows], i
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_no_rank_makes_a_step_that_is_not_finite(
-    tiny_model: Path, batches: list[Rows], tmp_path: Path, layout: dict[str, Any]
+    tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, Any]
 ) -> None:
     spec = spec_of(tiny_model, layout, 32)
     plain = run_ranks(spec, tmp_path, steps, batches, False)
@@ -107,7 +111,9 @@ def test_no_rank_makes_a_step_that_is_not_finite(
         assert not all(wrong)
 
 
-def broken_weight(learner: Learner, deal: Callable[[Rows], Rows], rows: Rows, directory: Path) -> list[str]:
+def broken_weight(
+    learner: Learner, deal: Callable[[TextBatch], TextBatch], rows: TextBatch, directory: Path
+) -> list[str]:
     """What a rank says of a model one of whose weights has become NaN: of a step, a snapshot, an export, a save."""
     with torch.no_grad():
         next(p for name, p in learner.module.named_parameters() if "layers.1" in name and p.dim() > 1)[0, 0] = math.nan
@@ -126,7 +132,7 @@ def broken_weight(learner: Learner, deal: Callable[[Rows], Rows], rows: Rows, di
 
 @pytest.mark.parametrize("layout", ["1 process", "TP 2", "Megatron TP 2"])
 def test_a_weight_that_is_not_finite_goes_nowhere(
-    tiny_model: Path, batches: list[Rows], tmp_path: Path, layout: str
+    tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: str
 ) -> None:
     spec = spec_of(tiny_model, LAYOUTS[layout], 32)
     for rank, said in enumerate(run_ranks(spec, tmp_path, broken_weight, batches[0], tmp_path)):
@@ -151,14 +157,14 @@ def nan_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return directory
 
 
-def test_what_a_model_of_ours_computes_is_refused_with_its_rank(
-    cluster: None, nan_model: Path, tiny_model: Path, batches: list[Rows], tmp_path: Path
+def test_non_finite_outputs_are_refused_with_their_rank(
+    cluster: None, nan_model: Path, tiny_model: Path, batches: list[TextBatch], tmp_path: Path
 ) -> None:
     """Scores, a step and samples, of WholeModels as a stage opens them."""
     import ray
 
     runtime = RuntimeConfig(device="cpu", threads=1)
-    rows = {name: batches[0][name] for name in ("input_ids", "prompt_lengths")}
+    rows = TextBatch.of_columns(batches[0].pick("input_ids", "prompt_lengths"))
     specs = {
         "critic": ModelSpec(nan_model, PPOObjective(PPOStageConfig()), training=PPOStageConfig(), new_head=True),
         "reference": ModelSpec(nan_model, ReferenceObjective(1.0)),
@@ -171,7 +177,7 @@ def test_what_a_model_of_ours_computes_is_refused_with_its_rank(
             assert isinstance(root_cause(caught.value), NonFiniteError)
             assert str(root_cause(caught.value)).startswith(f"{role!r}, rank 0: ")
         wrong = with_value(batches[0], "advantages", math.nan)
-        stats = ray.get(models["policy"].train.remote(wrong, {"tokens": 50.0}, 1e-3))
+        stats = ray.get(models["policy"].train.remote(wrong, {"tokens": 50.0}, 1e-3)).sums
         assert stats["refused_by"] == 0.0
         assert math.isnan(stats["policy_loss"])
         with pytest.raises(Exception, match=r"weight model\.layers\.1\.mlp\.up_proj\.weight"):
@@ -185,7 +191,7 @@ def test_a_generator_that_computes_nan_is_refused(
     import ray
 
     spec = GeneratorSpec(nan_model, 32, GeneratorConfig(engine=engine))
-    rows = {"input_ids": Ragged.of([[5, 6, 7]]), "seed": np.array([1])}
+    rows = PromptBatch(input_ids=Ragged.of([[5, 6, 7]]), seed=np.array([1]))
     opened = open_models(RuntimeConfig(device="cpu", threads=1), tmp_path, {"generator": spec})
     with opened as models, pytest.raises(Exception, match="not finite") as caught:
         ray.get(models["generator"].generate.remote(rows, Sampling(4, 1.0, (1,), 0), 0))

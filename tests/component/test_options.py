@@ -19,7 +19,7 @@ from tests.component.layouts import part
 from tests.component.models import open_models
 from xray_runtime.config.engines import LoRAConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.rows import Rows, num_response_tokens
+from xray_runtime.data.batch import TextBatch
 from xray_runtime.engines.states import Reader
 from xray_runtime.models.causal_lm import load_model
 from xray_runtime.store.shards import Piece, read_shards
@@ -33,12 +33,12 @@ BF16: dict[str, Any] = {"precision": "bfloat16"}
 
 
 @pytest.fixture(scope="module")
-def batches(tiny_model: Path) -> list[Rows]:
+def batches(tiny_model: Path) -> list[TextBatch]:
     return global_batches(tiny_model, count=2, num_rows=9)
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_model: Path, batches: list[Rows], tmp_path_factory: pytest.TempPathFactory) -> Run:
+def alone(tiny_model: Path, batches: list[TextBatch], tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_layout(spec_of(tiny_model, {}, 32), batches, NUM_UPDATES, tmp_path_factory.mktemp("logs"))
 
 
@@ -48,7 +48,9 @@ def same_bits(run: Run, other: Run) -> None:
     assert all(np.array_equal(run.weights[name], whole) for name, whole in other.weights.items())
 
 
-def saved_midway(learner: Learner, deal: Callable[[Rows], Rows], batches: list[Rows], snapshot: Path) -> dict[str, Any]:
+def saved_midway(
+    learner: Learner, deal: Callable[[TextBatch], TextBatch], batches: list[TextBatch], snapshot: Path
+) -> dict[str, Any]:
     """Two updates, a snapshot, and the third update, after which the adapters are saved too."""
     updates(learner, deal, batches, 0, 2)
     learner.save_state(snapshot)
@@ -57,7 +59,7 @@ def saved_midway(learner: Learner, deal: Callable[[Rows], Rows], batches: list[R
     return done
 
 
-def goes_on_alike(spec: ModelSpec, batches: list[Rows], place: Path) -> Run:
+def goes_on_alike(spec: ModelSpec, batches: list[TextBatch], place: Path) -> Run:
     """The third update of a run, which is the same to the bit in one that goes on from a snapshot of the second."""
     through = collect(spec, run_ranks(spec, place, saved_midway, batches, place / "snapshot"))
     again = collect(spec, run_ranks(spec, place, part, batches, range(2, 3), place / "snapshot", None))
@@ -67,7 +69,7 @@ def goes_on_alike(spec: ModelSpec, batches: list[Rows], place: Path) -> Run:
 
 @pytest.mark.parametrize("layout", [ZERO_2, PP | {"zero_stage": 1}], ids=["ZeRO-2 on 2", "PP 2"])
 def test_bfloat16_passes_train_nearly_as_float32_ones(
-    alone: Run, tiny_model: Path, batches: list[Rows], tmp_path: Path, layout: dict[str, int]
+    alone: Run, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, int]
 ) -> None:
     run = run_layout(spec_of(tiny_model, layout | BF16, 32), batches, NUM_UPDATES, tmp_path)
     losses, norms, weights = differences(run, alone)
@@ -98,7 +100,7 @@ def exported_weights(learner: Learner, deal: Any) -> dict[str, np.ndarray]:
     ids=["bfloat16, ZeRO-1", "bfloat16, ZeRO-2, offloaded", "float32, ZeRO-3, offloaded"],
 )
 def test_going_on_gives_the_same_bits(
-    tiny_model: Path, batches: list[Rows], tmp_path: Path, layout: dict[str, Any]
+    tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, Any]
 ) -> None:
     goes_on_alike(spec_of(tiny_model, layout, 32), batches, tmp_path)
 
@@ -107,12 +109,12 @@ def test_going_on_gives_the_same_bits(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="states are offloaded from a GPU")
 @pytest.mark.parametrize("offload", ["cpu", "nvme"])
 def test_going_on_from_offloaded_states_on_a_gpu(
-    cluster: None, tiny_model: Path, batches: list[Rows], tmp_path: Path, offload: str
+    cluster: None, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, offload: str
 ) -> None:
     engine = {"zero_stage": 3, "offload": offload} | ({"nvme_path": str(tmp_path)} if offload == "nvme" else {})
     spec = spec_of(tiny_model, engine)
     rows = batches[0]
-    totals = {"tokens": float(num_response_tokens(rows))}
+    totals = {"tokens": float(rows.num_response_tokens())}
 
     def third(save: bool) -> float:
         with open_models(RuntimeConfig(device="cuda"), tmp_path / "logs", {"policy": spec}) as models:
@@ -123,14 +125,14 @@ def test_going_on_from_offloaded_states_on_a_gpu(
                 ray.get(policy.save_state.remote(tmp_path / "snapshot"))
             else:
                 ray.get(policy.load_state.remote(tmp_path / "snapshot"))
-            return float(ray.get(policy.train.remote(rows, totals, 1e-3))["policy_loss"])
+            return float(ray.get(policy.train.remote(rows, totals, 1e-3)).sums["policy_loss"])
 
     assert third(save=True) == third(save=False)
 
 
 @pytest.mark.parametrize("layout", [ZERO_3, PP], ids=["ZeRO-3 on 2", "PP 2"])
 def test_activations_computed_again_are_the_same_bits(
-    tiny_model: Path, batches: list[Rows], tmp_path: Path, layout: dict[str, int]
+    tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, int]
 ) -> None:
     kept, again = (
         run_layout(spec_of(tiny_model, layout | {"activation_checkpointing": flag}, 32), batches, 2, tmp_path)
@@ -141,7 +143,7 @@ def test_activations_computed_again_are_the_same_bits(
 
 @pytest.mark.parametrize("layout", [{}, ZERO_3 | BF16], ids=["alone", "ZeRO-3 on 2, bfloat16"])
 def test_adapters_are_published_as_peft_would_merge_them(
-    tiny_model: Path, batches: list[Rows], tmp_path: Path, layout: dict[str, Any]
+    tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, Any]
 ) -> None:
     from peft import LoraConfig, get_peft_model
 

@@ -21,7 +21,8 @@ from tests.component.models import RUN_ID, SECONDS, Empty, EmptySpec, Holder, Ot
 from xray_runtime.config.engines import EngineConfig, FrozenConfig, GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.batch import TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.planning.roles import ModelRole, frozen, sampled
 from xray_runtime.workers.learner import Learner
@@ -73,8 +74,8 @@ def num_idle(pool: Any) -> int:
     return found
 
 
-def text() -> Rows:
-    return {"input_ids": Ragged.of([[5, 9, 7, 42, 1], [8, 100, 3]]), "prompt_lengths": np.array([2, 1])}
+def text() -> TextBatch:
+    return TextBatch(input_ids=Ragged.of([[5, 9, 7, 42, 1], [8, 100, 3]]), prompt_lengths=np.array([2, 1]))
 
 
 def test_a_process_that_did_its_work_waits_for_the_next_model(pool: Any, holders: Any) -> None:
@@ -121,7 +122,7 @@ def test_the_next_stage_finds_its_processes_ready(pool: Any, holders: Any) -> No
     assert num_idle(pool) == before
 
 
-def test_what_a_killed_holder_left_is_ended(pool: Any, holders: Any) -> None:
+def test_workers_of_a_killed_holder_end(pool: Any, holders: Any) -> None:
     runtime, lost, busy = a_runtime(), holders(), holders()
     left, kept = lease(pool, lost, runtime), lease(pool, busy, runtime)
     ray.kill(lost)
@@ -134,7 +135,7 @@ def test_what_a_killed_holder_left_is_ended(pool: Any, holders: Any) -> None:
     assert psutil.pid_exists(kept)
 
 
-def test_what_was_released_outlives_its_holder(pool: Any, holders: Any) -> None:
+def test_a_released_worker_outlives_its_holder(pool: Any, holders: Any) -> None:
     runtime, first = a_runtime(), holders()
     before = lease(pool, first, runtime)
     ray.get(pool.release.remote(first))
@@ -238,16 +239,16 @@ def test_nothing_of_the_model_before_is_left(cluster: None, tiny_model: Path, tm
     runtime = a_runtime()
     frozen = {"policy": ModelSpec(tiny_model, SFTObjective())}
     with open_models(runtime, tmp_path, frozen) as models:
-        fresh = ray.get(models["policy"].score.remote(text()))["nll"]
+        fresh = ray.get(models["policy"].score.remote(text())).nll
         first = pids(models["policy"])
     trained = {"policy": ModelSpec(tiny_model, SFTObjective(), training=SFTConfig(lr=0.1))}
     with open_models(runtime, tmp_path, trained) as models:
         assert pids(models["policy"]) == first
         ray.get(models["policy"].train.remote(text(), {"tokens": 5.0}, 0.1))
-        assert (ray.get(models["policy"].score.remote(text()))["nll"] != fresh).all()
+        assert (ray.get(models["policy"].score.remote(text())).nll != fresh).all()
     with open_models(runtime, tmp_path, frozen) as models:
         assert pids(models["policy"]) == first
-        np.testing.assert_array_equal(ray.get(models["policy"].score.remote(text()))["nll"], fresh)
+        np.testing.assert_array_equal(ray.get(models["policy"].score.remote(text())).nll, fresh)
 
 
 def test_the_processes_of_a_failed_stage_are_ended(cluster: None, tiny_model: Path, tmp_path: Path) -> None:

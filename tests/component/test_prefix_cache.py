@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.component.models import same
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.rows import Rows
+from xray_runtime.data.batch import TextBatch
 from xray_runtime.engines.generation.generation import Generation
 from xray_runtime.engines.generation.sampling import EngineRank, Sampling
 
@@ -22,7 +22,7 @@ GROUPS, SAMPLES, PROMPT, TURN = 5, 8, 40, 12
 
 
 @ray.remote(max_calls=1)
-def _replies(directory: Path, caching: bool) -> tuple[list[Rows], list[int], int]:
+def _replies(directory: Path, caching: bool) -> tuple[list[TextBatch], list[int], int]:
     """(replies of five calls, tokens that each call found in the cache, blocks of the cache), from an engine in a
     process of its own."""
     import vllm
@@ -47,7 +47,7 @@ def _replies(directory: Path, caching: bool) -> tuple[list[Rows], list[int], int
     sampling = Sampling(max_new_tokens=6, temperature=0.7, stop_token_ids=(1,), pad_token_id=0)
     seeds = list(range(len(many)))
 
-    def sample(asked: list[list[int]], of: list[int]) -> Rows:
+    def sample(asked: list[list[int]], of: list[int]) -> TextBatch:
         return engine.generate(asked, of, sampling, engine.weights.version)
 
     calls = [sample(many, seeds), sample(many[9:10], seeds[9:10]), sample(later, seeds)]
@@ -73,4 +73,4 @@ def test_the_cache_changes_no_bit(tiny_model: Path) -> None:
     assert found == [32 * groups, 32, 32 * rows, 32 * groups, 32]
     # 256 sequences of 64 tokens in blocks of 32, and as many again: not all that a GiB would hold.
     assert blocks == 2 * 256 * 2
-    assert not np.array_equal(cached[0]["rollout_logprobs"].values, cached[3]["rollout_logprobs"].values)
+    assert not np.array_equal(cached[0].rollout_logprobs.values, cached[3].rollout_logprobs.values)

@@ -12,7 +12,6 @@ import torch
 from tests.component.models import RUNTIME, open_models, text
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.sft import SFTConfig
-from xray_runtime.data.rows import num_response_tokens
 from xray_runtime.models.causal_lm import copy_small_files, load_model
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.models.weight_files import tensors, weight_files
@@ -25,7 +24,7 @@ def trained(model: Path, engine: EngineConfig, out: Path) -> dict[str, torch.Ten
     spec = ModelSpec(model, SFTObjective(), training=SFTConfig(engine=engine))
     with open_models(RUNTIME, out / "logs", {"policy": spec}) as models:
         rows = text(seed=0)
-        ray.get(models["policy"].train.remote(rows, {"tokens": float(num_response_tokens(rows))}, 1e-2))
+        ray.get(models["policy"].train.remote(rows, {"tokens": float(rows.num_response_tokens())}, 1e-2))
         ray.get(models["policy"].save.remote(out / "model"))
     return dict(tensors(out / "model"))
 

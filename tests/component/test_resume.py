@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from tests.component.models import RUNTIME, open_models, text
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.sft import SFTConfig
-from xray_runtime.data.rows import num_response_tokens
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.workers.model_spec import ModelSpec
 
@@ -22,8 +21,8 @@ def steps(model: Any, numbers: range) -> list[float]:
     found = []
     for step in numbers:
         rows = text(seed=step)
-        tokens = float(num_response_tokens(rows))
-        found.append(ray.get(model.train.remote(rows, {"tokens": tokens}, 1e-2))["nll"])
+        tokens = float(rows.num_response_tokens())
+        found.append(ray.get(model.train.remote(rows, {"tokens": tokens}, 1e-2)).sums["nll"])
     return found
 
 

@@ -10,18 +10,19 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.batch import PromptBatch, Replies
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.generation.sampling import Sampling
 
 WINDOW_S = 0.005
 """Wait for more calls before a batch."""
 MAX_BATCH = 512
 
-Generate = Callable[[Rows, Sampling, int], Rows]
+Generate = Callable[[PromptBatch, Sampling, int], Replies]
 """(prompts and seeds, sampling, policy version) → replies, as `Generation.generate`; called in a thread."""
 
 
@@ -110,7 +111,7 @@ class BatchSampler:
             if self.failure is not None:
                 raise self.failure
             seeds = np.array([waiting.seed for waiting in batch])
-            rows: Rows = {"input_ids": Ragged.of(waiting.prompt for waiting in batch), "seed": seeds}
+            rows = PromptBatch(input_ids=Ragged.of(waiting.prompt for waiting in batch), seed=seeds)
             found = await asyncio.to_thread(self._generate, rows, batch[0].sampling, version)
         except Exception as error:
             self.failure = error
@@ -118,7 +119,7 @@ class BatchSampler:
                 if not waiting.answer.done():
                     waiting.answer.set_exception(GeneratorFailedError("the generator failed"))
             return
-        columns: Any = zip(found["response_ids"], found["rollout_logprobs"], found["ended"], strict=True)
+        columns = zip(found.response_ids, found.rollout_logprobs, found.ended, strict=True)
         for waiting, (ids, logprobs, ended) in zip(batch, columns, strict=True):
             if not waiting.answer.done():  # its episode may have been closed
                 waiting.answer.set_result(Sampled(ids.tolist(), logprobs.tolist(), bool(ended), version))

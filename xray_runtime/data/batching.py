@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -101,17 +100,6 @@ class Cursor:
         if n >= 2 * self.num_rows:
             return np.arange(self.num_rows)
         return np.unique(replace(self).take(n))
-
-    def state(self) -> dict[str, int]:
-        """The whole state, for JSON; `from_state` continues from it exactly."""
-        return asdict(self)
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any], num_rows: int) -> Self:
-        """The cursor with the state of `state()`. Raises ValueError if that is of another number of rows."""
-        if state["num_rows"] != num_rows:
-            raise ValueError(f"the saved cursor is for {state['num_rows']} rows, but the data now has {num_rows}")
-        return cls(**state)
 
 
 def permuted(places: np.ndarray, num_rows: int, seed: int) -> np.ndarray:

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.chat_format import Turns, chat_format
 from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.pairs import Example, Messages, Pairs
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokens import IDS, SHARD_ROWS, Report, Shard, by_pair, in_shards, joined, stored
 from xray_runtime.store.seal import Seal
 
@@ -119,9 +120,9 @@ class ConversationTokens:
         """Number of rows with a reply to train on."""
         return len(self._rows)
 
-    def take(self, rows: Sequence[int] | np.ndarray) -> Rows:
-        """These rows, each up to its last trained reply: ragged `input_ids`, `prompt_lengths` [B] (tokens
-        before the first trained reply) and ragged `response_mask` (bool) over the tokens after them."""
+    def take(self, rows: Sequence[int] | np.ndarray) -> TextBatch:
+        """These rows, each up to its last trained reply; the prompt is what stands before the first one, and
+        `response_mask` tells which tokens after it are trained."""
         ids, prompt_lengths, masks = [], [], []
         for row in self._rows[np.asarray(rows, dtype=np.int64)].tolist():
             number, position = divmod(row, SHARD_ROWS)
@@ -134,11 +135,11 @@ class ConversationTokens:
             ids.append(self._ids[number].row(position)[:end])
             prompt_lengths.append(begin)
             masks.append(mask)
-        return {
-            "input_ids": Ragged.of(ids),
-            "prompt_lengths": np.array(prompt_lengths, dtype=np.int64),
-            "response_mask": Ragged.of(masks, np.bool_),
-        }
+        return TextBatch(
+            input_ids=Ragged.of(ids),
+            prompt_lengths=np.array(prompt_lengths, dtype=np.int64),
+            response_mask=Ragged.of(masks, np.bool_),
+        )
 
     def _fit(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         max_prompt, max_reply = self._limits

@@ -20,8 +20,8 @@ import pyarrow.compute as pc
 from pyarrow import parquet
 
 from xray_runtime.data.agent_conversations import conversation, conversation_text
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.reasoning import split_reasoning
-from xray_runtime.data.rows import Ragged
 from xray_runtime.data.tokenizing import decode_prompts, decode_replies, decode_reply, own_text, transcript
 from xray_runtime.errors import first_line
 from xray_runtime.files import write_atomic
@@ -35,7 +35,6 @@ GOLD = "gold"
 SCORE, FAILURE = "score/", "failure/"
 """Prefixes of column names; a source of reward follows."""
 DIGITS = 6
-TYPES = {np.dtype("int64"): pa.int64(), np.dtype("int32"): pa.int32(), np.dtype("float32"): pa.float32()}
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.batching import permuted
 from xray_runtime.data.pairs import Messages, prompt_text, reply_message
-from xray_runtime.data.rows import Rows, join, take, text_rows
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies_to
 from xray_runtime.data.tokens import Tokens
@@ -28,18 +28,17 @@ class Replies:
     """Replies that are selected by index."""
 
     size: int
-    take: Callable[[np.ndarray], Rows]
-    """Indices [B] → rows `input_ids`, `prompt_lengths`."""
+    take: Callable[[np.ndarray], TextBatch]
 
 
 def both_sides(pairs: Tokens, size: int | None = None) -> Replies:
     """Replies of the first `size` pairs: reply 2i is the chosen one of pair i, reply 2i + 1 the rejected one."""
 
-    def read(numbers: np.ndarray) -> Rows:
+    def read(numbers: np.ndarray) -> TextBatch:
         pair, side = np.divmod(np.asarray(numbers, dtype=np.int64), 2)
         rows, n = pairs.take(pair), len(pair)
-        sides = [{"input_ids": rows[name], "prompt_lengths": rows["prompt_lengths"]} for name in SIDES]
-        return take(join(sides, [range(n), range(n, 2 * n)]), np.arange(n) + n * side)
+        sides = [TextBatch(input_ids=ids, prompt_lengths=rows.prompt_lengths) for ids in rows.sides()]
+        return TextBatch.concat(sides).take(np.arange(n) + n * side)
 
     return Replies(2 * (len(pairs) if size is None else min(size, len(pairs))), read)
 
@@ -79,15 +78,14 @@ def encoded(labelled: Sequence[LabelledReply], tokenizer: Any) -> Replies:
     prompts = encode_prompts(tokenizer, [one.prompt for one in labelled])
     given = [(one.prompt, reply_message(one.reply)) for one in labelled]
     replies = encode_replies_to(tokenizer, given, sampled=True)
-    rows = text_rows(prompts, replies)
-    return Replies(len(labelled), lambda numbers: take(rows, numbers))
+    return Replies(len(labelled), TextBatch.of(prompts, replies).take)
 
 
 def within(labelled: Sequence[LabelledReply], tokenizer: Any, max_tokens: int | None) -> list[LabelledReply]:
     """Those with at most `max_tokens`, prompt and reply together; None: all."""
     if max_tokens is None or not labelled:
         return list(labelled)
-    lengths = encoded(labelled, tokenizer).take(np.arange(len(labelled)))["input_ids"].lengths
+    lengths = encoded(labelled, tokenizer).take(np.arange(len(labelled))).input_ids.lengths
     return [one for one, length in zip(labelled, lengths, strict=True) if length <= max_tokens]
 
 
@@ -95,12 +93,12 @@ def joined(parts: Sequence[Replies]) -> Replies:
     """The concatenated replies of all parts."""
     bounds = np.cumsum([0, *(part.size for part in parts)])
 
-    def read(numbers: np.ndarray) -> Rows:
+    def read(numbers: np.ndarray) -> TextBatch:
         numbers = np.asarray(numbers, dtype=np.int64)
         owners = np.searchsorted(bounds, numbers, side="right") - 1
         places = {part: np.flatnonzero(owners == part).tolist() for part in sorted(set(owners.tolist()))}
         rows = [parts[part].take(numbers[at] - bounds[part]) for part, at in places.items()]
-        return join(rows, list(places.values()))
+        return TextBatch.join(rows, list(places.values()))
 
     return Replies(int(bounds[-1]), read)
 
@@ -111,13 +109,13 @@ def mismatched(replies: Replies, seed: int, max_tokens: int | None = None) -> Re
     following = np.empty_like(order)
     following[order] = np.roll(order, -1)
 
-    def read(numbers: np.ndarray) -> Rows:
+    def read(numbers: np.ndarray) -> TextBatch:
         own, other = replies.take(numbers), replies.take(following[np.asarray(numbers, dtype=np.int64)])
-        prompts = [ids[:n] for ids, n in zip(own["input_ids"], own["prompt_lengths"], strict=True)]
-        answers = [ids[n:] for ids, n in zip(other["input_ids"], other["prompt_lengths"], strict=True)]
+        prompts = [ids[:n] for ids, n in zip(own.input_ids, own.prompt_lengths, strict=True)]
+        answers = [ids[n:] for ids, n in zip(other.input_ids, other.prompt_lengths, strict=True)]
         if max_tokens is not None:
             # A reply has a token at least, and each prompt had room for its own.
             answers = [ids[: max_tokens - len(prompt)] for prompt, ids in zip(prompts, answers, strict=True)]
-        return text_rows(prompts, answers)
+        return TextBatch.of(prompts, answers)
 
     return Replies(replies.size, read)

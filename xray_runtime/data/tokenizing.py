@@ -16,7 +16,6 @@ import numpy as np
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Messages, reply_message
 from xray_runtime.data.reasoning import split_reasoning, with_reasoning
-from xray_runtime.data.template_text import USER_TURN
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 TOOL, TOOLS = "<|tool|>", "<|tools|>"
@@ -90,11 +89,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
 def encode_prompts(tokenizer: Any, prompts: Sequence[Messages]) -> list[list[int]]:
     """Token ids of each prompt under the chat template, up to the start of the assistant's reply."""
     return chat_format(tokenizer).prompts(prompts)
-
-
-def encode_replies(tokenizer: Any, replies: Sequence[str]) -> list[list[int]]:
-    """Token ids of each text as a reply to a user's message, with the end of its turn."""
-    return encode_replies_to(tokenizer, [([USER_TURN], reply_message(reply)) for reply in replies])
 
 
 def encode_replies_to(

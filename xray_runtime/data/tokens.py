@@ -16,9 +16,10 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
+from xray_runtime.data.batch import PairBatch, TextBatch
 from xray_runtime.data.derived import Derived
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, without_reasoning
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.text_set import DIGEST
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies_to
 from xray_runtime.store.identity import digest, file_sha256
@@ -101,15 +102,16 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.prompt_lengths)
 
-    def take(self, rows: Sequence[int] | np.ndarray) -> Rows:
+    def take(self, rows: Sequence[int] | np.ndarray) -> TextBatch:
         """These rows, in that order; token ids as int64."""
         index = np.asarray(rows, dtype=np.int64)
         positions = list(zip(*(part.tolist() for part in np.divmod(self.rows[index], SHARD_ROWS)), strict=True))
-        found: Rows = {
+        ids = {
             name: Ragged.of(shards[number].row(position) for number, position in positions)
             for name, shards in self._ids.items()
         }
-        return found | {"prompt_lengths": self.prompt_lengths[index]}
+        kind = PairBatch if "rejected_ids" in ids else TextBatch
+        return kind.of_columns({**ids, "prompt_lengths": self.prompt_lengths[index]})
 
     def prompt(self, row: int) -> list[int]:
         """The token ids of a row's prompt."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from xray_runtime.data.batch import TextBatch
 from xray_runtime.engines.training.threads import in_threads
 
 
@@ -20,7 +21,7 @@ class MicroBatch:
     """Its place among those of a step."""
     rows: list[int]
     """Indices of the rank's rows; none: a filler that only joins the collectives."""
-    tensors: dict[str, Tensor]
+    tensors: TextBatch[Tensor]
 
 
 class Scorer:

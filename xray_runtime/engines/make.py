@@ -75,6 +75,11 @@ def _shard(
     if not topology.is_split:
         return None, Weights(module, checkpoint)
     # Checked before any group is made, so that all ranks fail alike.
+    if field == "engine" and module.auxiliary is not None:
+        raise ValueError(
+            f"{field}: tensor_parallel and pipeline_parallel must be 1 for a model with an auxiliary loss of its own; "
+            f"set {module.auxiliary.option} to false in its config.json to train it without"
+        )
     if topology.pipeline > 1:
         check_stages(module, topology.pipeline, field)
     if topology.tensor > 1:

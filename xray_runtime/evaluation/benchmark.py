@@ -96,8 +96,8 @@ def _perplexity(stage: Stage[PerplexitySuite, BenchmarkInputs], recorder: Record
     with stage.open_models({"policy": spec}) as models:
         for start in range(0, len(rows), BATCH):
             batch = tokens.take(rows[start : start + BATCH])
-            nll.append(get(models["policy"].score.remote(batch))["nll"])
-            counts.append(batch["input_ids"].lengths - batch["prompt_lengths"])
+            nll.append(get(models["policy"].score.remote(batch)).nll)
+            counts.append(batch.input_ids.lengths - batch.prompt_lengths)
             recorder.progress(start, len(rows), "rows", "scored")
     sums, lengths = (torch.from_numpy(np.concatenate(parts)).double() for parts in (nll, counts))
     mean, low, high = bootstrap_ratio(sums, lengths, config.bootstrap_samples, _resamples(stage))
@@ -185,18 +185,17 @@ def _environment(stage: Stage[EnvironmentSuite, BenchmarkInputs], recorder: Reco
         prompts, columns = [found[row] for row in rows], found.columns(rows)
         with sampling_turn(stage.runtime, models["generator"]):
             played = sample_all(episodes, prompts, columns, group_size=config.samples, done=done)
-    assert played.episodes is not None
-    rewards = torch.from_numpy(played.episodes.episode_reward).view(-1, config.samples)
+    rewards = torch.from_numpy(played.episode_reward).view(-1, config.samples)
     scored = ~rewards.isnan()
     if not scored.any():
-        raise RuntimeError(f"{stage.name}: every episode failed; {played.episodes.failure[0]}")
+        raise RuntimeError(f"{stage.name}: every episode failed; {played.failure[0]}")
     numbers: dict[str, Any] = {"episodes": len(rows), "failed": float((~scored).double().mean())}
     by_prompt = scored.any(1)
     for name, values in {"success": (rewards >= config.success).double(), "reward": rewards}.items():
         means = torch.where(scored, values, torch.nan).nanmean(1)[by_prompt]
         mean, low, high = bootstrap_interval(means, config.bootstrap_samples, _resamples(stage))
         numbers |= {name: mean, f"{name}_ci95": [low, high]}
-    numbers |= {"ended": float(played.ended[scored.view(-1).numpy()].mean())} | episode_means(played.episodes)
+    numbers |= {"ended": float(played.ended[scored.view(-1).numpy()].mean())} | episode_means(played)
     prompt_texts = [prompt_text(messages) for messages, _ in prompts[:: config.samples]]
     outcomes = zip(shown_episodes(tokenizer, played), rewards.view(-1).tolist(), strict=True)
     shown = [

@@ -10,8 +10,8 @@ import torch
 from xray_runtime.algorithms.kl import kl_summary
 from xray_runtime.algorithms.statistics import distinct_n
 from xray_runtime.config.evaluate import PEOPLE
+from xray_runtime.data.batch import TextBatch, with_end_of_turn
 from xray_runtime.data.pairs import HELDOUT, prompt_text
-from xray_runtime.data.rows import text_rows, with_end_of_turn
 from xray_runtime.evaluation.human_verdicts import human_judge
 from xray_runtime.evaluation.judging import Scoring, judge, record_replies
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
@@ -71,7 +71,7 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
         for side in SIDES:
             answers = replies[side]
             conversations = [messages for messages, _ in prompts]
-            tokens = text_rows(answers.begun, [with_end_of_turn(reply, stops) for reply in answers.ids])
+            tokens = TextBatch.of(answers.begun, [with_end_of_turn(reply, stops) for reply in answers.ids])
             if answers.mask is None:
                 tokens = answer_rows(tokenizer, conversations, answers.texts, tokens)
             scoring.score(side, models, conversations, prompt_texts, answers, columns, tokens)
@@ -87,10 +87,10 @@ def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Rec
 
 def _kl(models: dict[str, ModelHandle], replies: PolicyReplies) -> float:
     """KL(policy ‖ before) of a whole reply in nats: k1 over the policy's own samples."""
-    rows, merged = split_branches(text_rows(replies.begun, replies.ids), replies.branches)
+    rows, merged = split_branches(TextBatch.of(replies.begun, replies.ids), replies.branches)
     # Both work at the same time and share threads.
     after, before = map(merged, get_all([models[side].score.remote(rows, 2) for side in ("after", "before")]))
-    logprobs, ref_logprobs = after["ref_logprobs"], before["ref_logprobs"]
+    logprobs, ref_logprobs = after.ref_logprobs, before.ref_logprobs
     chosen = logprobs.mask() if replies.mask is None else replies.mask.dense()
     padded = (torch.from_numpy(x) for x in (logprobs.dense(), ref_logprobs.dense(), chosen))
     return float(kl_summary(*padded)["k1"])

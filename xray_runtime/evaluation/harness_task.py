@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xray_runtime.data.batch import PromptBatch, TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.reasoning import answers_of
-from xray_runtime.data.rows import Ragged, text_rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.evaluation.harness_files import HarnessTasks, read_tasks
 from xray_runtime.evaluation.results import plain_numbers, write_results
@@ -151,8 +152,8 @@ class _Model:
         answers: list[tuple[float, bool]] = []
         for start in range(0, len(fitting), BATCH):
             prompts, replies = zip(*fitting[start : start + BATCH], strict=True)
-            scores = get(self.models["policy"].score.remote(text_rows(prompts, replies)))
-            found = zip(scores["loglikelihood"].tolist(), scores["greedy"].tolist(), strict=True)
+            scores = get(self.models["policy"].score.remote(TextBatch.of(prompts, replies)))
+            found = zip(scores.loglikelihood.tolist(), scores.greedy.tolist(), strict=True)
             answers += [(value, greedy == 1.0) for value, greedy in found]
             self.recorder.progress(len(answers), len(fitting), "continuations", "scored")
         return answers
@@ -180,9 +181,9 @@ class _Model:
     def _sample(self, texts: Sequence[str], numbers: Sequence[int], sampling: Sampling) -> list[str]:
         longest = self.stage.config.max_length - sampling.max_new_tokens
         seeds = np.array([derive_seed(self.stage.seed, self.stage.name, number) for number in numbers])
-        rows = {"input_ids": Ragged.of(self.encode(text)[-longest:] for text in texts), "seed": seeds}
+        rows = PromptBatch(input_ids=Ragged.of(self.encode(text)[-longest:] for text in texts), seed=seeds)
         answer = get(self.models["generator"].generate.remote(rows, sampling, 0))
-        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in answer["response_ids"]]
+        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in answer.response_ids]
         replies = answers_of(texts)
         # The harness expects the text before the stop text.
         return [min((text.split(stop)[0] for stop in sampling.stop if stop), key=len, default=text) for text in replies]

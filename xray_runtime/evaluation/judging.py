@@ -25,8 +25,8 @@ from xray_runtime.workers.protocols import ModelHandle
 
 if TYPE_CHECKING:
     from xray_runtime.config.evaluate import EvaluationConfig
+    from xray_runtime.data.batch import TextBatch
     from xray_runtime.data.pairs import Messages
-    from xray_runtime.data.rows import Rows
     from xray_runtime.graph.kind import Recorder, Stage
     from xray_runtime.rl.policy_replies import PolicyReplies
     from xray_runtime.workers.model_spec import ModelSpec
@@ -72,7 +72,7 @@ class Scoring:
         prompt_texts: Sequence[str],
         answers: PolicyReplies,
         columns: Mapping[str, Sequence[Any]],
-        tokens: Rows | None = None,
+        tokens: TextBatch | None = None,
     ) -> None:
         """Add a side's replies to the panel. Equal replies to a prompt get equal scores, so they tie. `tokens`: as
         `RewardSources.requests` takes them."""

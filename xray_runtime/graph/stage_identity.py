@@ -10,12 +10,14 @@ from xray_runtime.config.engines import with_precision
 from xray_runtime.config.paths import section
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.graph.kind import StageKind
+from xray_runtime.models.family import FAMILIES
 from xray_runtime.store.code_digest import Code, code_reached, function_code
 from xray_runtime.store.content_digest import Outside, outside_digest
 from xray_runtime.store.digest_memory import DigestMemory
 from xray_runtime.store.identity import Identity
 
 OWN_PACKAGE = "xray_runtime"
+FAMILY = "xray_runtime.models.family"
 DECLARATIONS = (
     "xray_runtime.stages",
     "xray_runtime.planning",
@@ -81,4 +83,9 @@ def code_of(kind: StageKind) -> dict[str, str]:
 @cache
 def _code(module: str) -> Code:
     # Cached for the process: imported code does not change.
-    return code_reached([module], {OWN_PACKAGE, module.partition(".")[0]}, DECLARATIONS)
+    code = code_reached([module], {OWN_PACKAGE, module.partition(".")[0]}, DECLARATIONS)
+    if FAMILY not in code.modules:
+        return code
+    # A model's own files choose among the families, so each may compute.
+    roots = [module, *(FAMILIES.module(name) for name in FAMILIES)]
+    return code_reached(roots, {OWN_PACKAGE, *(root.partition(".")[0] for root in roots)}, DECLARATIONS)

@@ -13,6 +13,8 @@ import torch
 import transformers
 from torch import nn
 
+from xray_runtime.data.batch import TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.models.causal_lm import ATTENTION, complete_tokenizer, load_reported, unloadable, without_weights
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.reward_objective import RewardObjective
@@ -96,24 +98,24 @@ def as_reward_model(classifier: Any) -> HeadedLM:
             reward.scalar.bias.copy_(score.bias)
     reward.eval()
     with torch.no_grad():
-        found = RewardObjective().score(reward, _tried(classifier))["scores"]
+        found = RewardObjective().score(reward, _tried(classifier)).scores
     if not torch.allclose(torch.as_tensor(found), expected, rtol=RELATIVE, atol=ABSOLUTE):
         raise ValueError(f"is a {name}, which does not score the last token of a causal trunk")
     return reward
 
 
-def _tried(classifier: Any) -> dict[str, torch.Tensor]:
+def _tried(classifier: Any) -> TextBatch[torch.Tensor]:
     """A row, whose score is read at its last token."""
     padding = classifier.config.pad_token_id
     ids = torch.tensor([i for i in range(3, TRIED_TOKENS + 4) if i != padding][:TRIED_TOKENS])
-    return {"input_ids": ids, "lengths": torch.tensor([TRIED_TOKENS])}
+    return TextBatch(input_ids=Ragged(ids, torch.tensor([0, TRIED_TOKENS])))
 
 
 @torch.no_grad()
 def _own_score(classifier: Any) -> torch.Tensor:
     """The score [1] of the tried row under the attention of the model's authors. Raises OtherModelError: ours has not
     all of its options."""
-    ids = _tried(classifier)["input_ids"][None]
+    ids = _tried(classifier).input_ids.values[None]
     with only_computed_options():
         classifier(input_ids=ids)
     classifier.set_attn_implementation("eager")

@@ -1,4 +1,4 @@
-"""What X-ray knows of a model family: each file in `families/` is one, and holds one `FAMILY`.
+"""Model families: each file in `families/` is one, and its `FAMILY` says what X-ray knows of it.
 
 A model of a type that none lists is trained as `UNLISTED`: padded, planned from the modules that transformers builds,
 and tried by each generator. Whatever a family says is checked on a few tokens as a model enters (`trial`), or by tests
@@ -23,7 +23,7 @@ HFConfig = Any
 
 @dataclass(frozen=True)
 class Logits:
-    """What a model does to the logits z of its output layer: z · scale, then z / divisor, then cap · tanh(z / cap)."""
+    """Changes of the logits z of an output layer: z · scale, then z / divisor, then cap · tanh(z / cap)."""
 
     scale: float = 1.0
     divisor: float = 1.0
@@ -63,15 +63,15 @@ class LayerSizes(NamedTuple):
 
     hidden: int
     queries: int
-    """Of all heads together."""
+    """All heads together."""
     keys: int
-    """Of all key-value heads together."""
+    """All key-value heads together."""
     head: int
     intermediate: int
 
 
 class Beyond(NamedTuple):
-    """What one layer has that a Llama's without biases has not."""
+    """Sizes by which one layer exceeds that of a Llama without biases."""
 
     parameters: int = 0
     normalized: int = 0
@@ -80,10 +80,10 @@ class Beyond(NamedTuple):
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """A loss of the model's own, which training adds to the method's."""
+    """A loss of the model's own, which training adds to the method's (`objectives.training_loss`)."""
 
     option: str
-    """What the backbone is called with, as True, to give what the loss is of."""
+    """The argument, True, with which the backbone gives that output."""
     output: str
     """The field of its output."""
     loss: Callable[[tuple[Tensor, ...], HFConfig], Tensor]
@@ -99,14 +99,14 @@ class Family:
     packs: bool = False
     """Tokens meet in attention alone, and there by causality alone, unless the config asks for windows."""
     parts: Parts = Parts()
-    """Checked before use: a model that lacks them, or changes states in between, is not cut (`heads.check_parts`)."""
+    """Checked before use: a model that lacks them, or changes states in between, is not cut (`models.parts`)."""
     beyond: Callable[[Mapping[str, Any], LayerSizes], Beyond] | None = None
     """(`config.json`, sizes) → what a layer has beyond a Llama's, so that a plan needs no torch. It also promises that
     layers can be split, by tensor and in stages. None: the model is built to be planned."""
     config_fields: tuple[str, ...] = ()
     """Fields that `beyond` needs to be written out, besides a Llama's."""
     logits: Callable[[HFConfig], Logits] = lambda config: Logits()
-    """What it does to its output layer's logits."""
+    """Changes of its output layer's logits."""
     auxiliary: Auxiliary | None = None
     routers: tuple[str, ...] = ()
     """Last parts of the names of modules in a layer that choose experts."""

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from xray_runtime.algorithms.logprobs import chunked_logprobs_and_entropy
-from xray_runtime.errors import first_line
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.family import Logits, family_of
 from xray_runtime.models.packing import Prompts, can_pack, packed_states, use_packed_attention
 from xray_runtime.models.padding import pad, unpad
+from xray_runtime.models.parts import check_parts
 
 T = TypeVar("T")
 
@@ -68,6 +68,9 @@ class HeadedLM(nn.Module):
             nn.init.zeros_(self.scalar.bias)
         family = family_of(lm.config.model_type)
         self.parts, self._logits = family.parts, family.logits(lm.config)
+        self.auxiliary = family.auxiliary if family.auxiliary and family.auxiliary.coefficient(lm.config) else None
+        """The model's own loss, if its config asks for one."""
+        self._auxiliary_losses: list[Tensor] | None = None
         self.packs = can_pack(lm)
         """Whether sequences go through in one row, rather than padded."""
         if self.packs:
@@ -157,10 +160,32 @@ class HeadedLM(nn.Module):
 
     def _run(self, backbone: Any, lengths: Tensor, prompts: Prompts | None, **entering: Tensor) -> Tensor:
         """Last hidden states [N, H] of a backbone, of `input_ids` [N] or `inputs_embeds` [N, H]."""
+        if self._auxiliary_losses is not None and torch.is_grad_enabled():
+            backbone = functools.partial(self._noted, backbone, lengths)
         if self.packs:
             return packed_states(backbone, lengths, prompts, **entering)
         padded = {name: pad(flat, lengths) for name, flat in entering.items()}
         return unpad(backbone(**padded).last_hidden_state, lengths)
+
+    def with_auxiliary(self, task: Callable[[HeadedLM], T]) -> tuple[T, Tensor]:
+        """(`task(module)`, the auxiliary loss [] of all its passes with gradients, times its coefficient)."""
+        assert self.auxiliary is not None
+        # A shallow copy, since several threads may be in a pass of this module.
+        module, losses = copy.copy(self), list[Tensor]()
+        module.__dict__ = self.__dict__ | {"_auxiliary_losses": losses}
+        result = task(module)
+        return result, self.auxiliary.coefficient(self.lm.config) * torch.stack(losses).sum()
+
+    def _noted(self, backbone: Any, lengths: Tensor, **inputs: Tensor) -> Any:
+        """The output of `backbone`, after its auxiliary loss was noted; tokens that pad do not count."""
+        assert self.auxiliary is not None
+        assert self._auxiliary_losses is not None
+        out = backbone(**inputs, **{self.auxiliary.option: True})
+        parts: tuple[Tensor, ...] = getattr(out, self.auxiliary.output)
+        if not self.packs:
+            parts = tuple(unpad(part.view(len(lengths), -1, part.shape[-1]), lengths) for part in parts)
+        self._auxiliary_losses.append(self.auxiliary.loss(parts, self.lm.config))
+        return out
 
     def keep_stage(self, layers: range) -> None:
         """Keep one pipeline stage: these layers, and the parts below the first or above the last. Names do not change.
@@ -294,38 +319,3 @@ class BorrowedHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, H]."""
         return nn.functional.linear(hidden, self.weight.to(hidden.dtype))
-
-
-@torch.no_grad()
-def check_parts(lm: Any, field: str) -> None:
-    """Check, without weights, that a backbone with its family's parts hands on states as they are: without its layers
-    and its norm it changes nothing. Some families scale what enters their layers, and would do so again in a part of
-    theirs (`HeadedLM.trunk`).
-
-    Raises:
-        ValueError: it changes something; the message begins with `field`, a field and its value.
-    """
-    # Stages import this module too, and do without these three seconds.
-    from xray_runtime.models.causal_lm import without_weights
-
-    # transformers writes the attention into the config that it is given.
-    parts, plain = family_of(lm.config.model_type).parts, without_weights(copy.deepcopy(lm.config))
-    backbone = plain.get_submodule(parts.backbone)
-    backbone.config.use_cache = False
-    for part in (*plain.get_submodule(parts.layers), plain.get_submodule(parts.norm)):
-        part.forward = _unchanged
-    states = torch.linspace(-1.0, 1.0, 4 * lm.config.hidden_size).view(1, 4, -1)
-    try:
-        is_plain = torch.equal(backbone(inputs_embeds=states).last_hidden_state, states)
-    except Exception as error:
-        raise ValueError(
-            f"{field} is not allowed: a {type(lm).__name__} fails in parts: {first_line(error)}"
-        ) from error
-    if not is_plain:
-        raise ValueError(
-            f"{field} is not allowed: a {type(lm).__name__} scales states between its embeddings and layers"
-        )
-
-
-def _unchanged(states: Tensor, *args: Any, **options: Any) -> Tensor:
-    return states

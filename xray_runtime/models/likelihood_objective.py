@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from xray_runtime.data.batch import Scores
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.objectives import Scores, Tensors, by_row, last_hidden, response_positions
+from xray_runtime.models.objectives import Tensors, Texts, by_row, last_hidden, response_positions
 
 CHUNK = 1024
 """Positions whose logits are held at a time."""
@@ -20,17 +21,17 @@ class LikelihoodObjective:
     """For each row's response: `loglikelihood` [B], the sum of its tokens' log-probabilities in nats, and `greedy` [B]:
     1 where each of its tokens is the likeliest one, else 0."""
 
-    def score(self, module: HeadedLM, rows: Tensors) -> Scores:
+    def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
         hidden, at = last_hidden(module, rows), response_positions(rows)
-        targets = rows["input_ids"][at]
+        targets = rows.input_ids.values[at]
         logprobs, _ = module.logprobs(hidden[at - 1], targets, 1.0)
         same = _likeliest(module, hidden[at - 1]) == targets
-        return {
-            "loglikelihood": torch.stack([reply.double().sum() for reply in by_row(logprobs, rows)]).float(),
-            "greedy": torch.stack([reply.all() for reply in by_row(same, rows)]).float(),
-        }
+        return Scores(
+            loglikelihood=torch.stack([reply.double().sum() for reply in by_row(logprobs, rows)]).float(),
+            greedy=torch.stack([reply.all() for reply in by_row(same, rows)]).float(),
+        )
 
-    def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
+    def loss(self, module: HeadedLM, rows: Texts, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
         raise TypeError("a model that is only scored is never trained")
 
 

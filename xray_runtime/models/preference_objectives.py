@@ -1,9 +1,7 @@
 """The objectives of policies that learn from labelled replies: pairs (DPO and its kin), and single ones (KTO).
 
-`score` of either gives `logprobs`, the log-probability of each whole reply [B]: the same passes make the reference's,
-before training. Rows of pairs carry, beside `rejected_ids`, the reference's log-probabilities of both replies,
-`ref_chosen` and `ref_rejected` [B], absent where the loss has no reference. Rows of single replies carry `ref_logprobs`
-and `desirable` [B].
+`score` of either gives `reply_logprobs`, the log-probability of each whole reply [B]: the same passes make the
+reference's, before training. A `PairBatch` has no `ref_chosen` and `ref_rejected` where the loss has no reference.
 """
 
 from __future__ import annotations
@@ -16,8 +14,9 @@ from torch import Tensor
 
 from xray_runtime.algorithms.preference_losses import implicit_rewards, kto_losses, pair_losses
 from xray_runtime.algorithms.statistics import wins
+from xray_runtime.data.batch import LabelledBatch, PairBatch, Scores
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.objectives import Scores, Tensors, by_row, last_hidden, response_logprobs, sequences
+from xray_runtime.models.objectives import Tensors, Texts, by_row, last_hidden, response_logprobs, sequences
 
 if TYPE_CHECKING:
     from xray_runtime.config.dpo import DPOConfig
@@ -30,12 +29,12 @@ class DPOObjective:
 
     config: DPOConfig
 
-    def score(self, module: HeadedLM, rows: Tensors) -> Scores:
-        return {"logprobs": _reply_logprobs(module, rows)[0]}
+    def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
+        return Scores(reply_logprobs=_reply_logprobs(module, rows)[0])
 
-    def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
+    def loss(self, module: HeadedLM, rows: PairBatch[Tensor], totals: dict[str, float]) -> tuple[Tensor, Tensors]:
         logprobs, num_tokens = _reply_logprobs(module, rows)
-        reference = torch.cat([rows["ref_chosen"], rows["ref_rejected"]]) if "ref_chosen" in rows else None
+        reference = torch.cat([rows.ref_chosen, rows.ref_rejected]) if "ref_chosen" in rows else None
         losses, stats = self.of_pairs(logprobs, reference, num_tokens)
         of_chosen, of_rejected = logprobs.detach().chunk(2)
         stats |= {"chosen_logprobs": of_chosen, "rejected_logprobs": of_rejected}
@@ -65,12 +64,12 @@ class KTOObjective:
 
     config: KTOConfig
 
-    def score(self, module: HeadedLM, rows: Tensors) -> Scores:
-        return {"logprobs": _reply_logprobs(module, rows)[0]}
+    def score(self, module: HeadedLM, rows: Texts) -> Scores[Tensor]:
+        return Scores(reply_logprobs=_reply_logprobs(module, rows)[0])
 
-    def loss(self, module: HeadedLM, rows: Tensors, totals: dict[str, float]) -> tuple[Tensor, Tensors]:
-        desirable = rows["desirable"]
-        ratios = _reply_logprobs(module, rows)[0] - rows["ref_logprobs"]
+    def loss(self, module: HeadedLM, rows: LabelledBatch[Tensor], totals: dict[str, float]) -> tuple[Tensor, Tensors]:
+        desirable = rows.desirable
+        ratios = _reply_logprobs(module, rows)[0] - rows.ref_reply_logprobs
         loss = self.of_replies(ratios, desirable, totals["baseline"]).sum()
         rewards = self.config.beta * ratios.detach()
         stats = {
@@ -92,11 +91,9 @@ class KTOObjective:
         )
 
 
-def _reply_logprobs(module: HeadedLM, rows: Tensors) -> tuple[Tensor, Tensor]:
+def _reply_logprobs(module: HeadedLM, rows: Texts) -> tuple[Tensor, Tensor]:
     """(log-probability, number of tokens) of each reply [B'], of a pair's rows all chosen ones first."""
-    hidden = last_hidden(module, rows)
-    ids, lengths = sequences(rows)
-    prompts = rows["prompt_lengths"].repeat(len(lengths) // len(rows["prompt_lengths"]))
-    flat: Tensors = {"input_ids": ids, "lengths": lengths, "prompt_lengths": prompts}
-    logprobs, _ = response_logprobs(module, hidden, flat, 1.0)
-    return torch.stack([reply.sum() for reply in by_row(logprobs, flat)]), lengths - prompts
+    texts = sequences(rows)
+    logprobs, _ = response_logprobs(module, last_hidden(module, rows), texts, 1.0)
+    sums = torch.stack([reply.sum() for reply in by_row(logprobs, texts)])
+    return sums, texts.input_ids.lengths - texts.prompt_lengths

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from xray_runtime.config.ppo import BFLOAT16_MISMATCH, FLOAT32_MISMATCH
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.data.batch import Replies
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.errors import StageInterruptedError, cause_line, is_out_of_memory, root_cause
 from xray_runtime.models.causal_lm import load_model, max_positions
@@ -64,13 +65,13 @@ def check_sampled(stage: Stage[HubBase, NoInputs], out: Path, stops: tuple[int, 
         )
 
 
-def _difference(out: Path, prompts: list[list[int]], answer: Any) -> float:
+def _difference(out: Path, prompts: list[list[int]], answer: Replies) -> float:
     """Mean |log-probability difference| of the sampled tokens."""
-    replies = [ids.tolist() for ids in answer["response_ids"]]
+    replies = [ids.tolist() for ids in answer.response_ids]
     ids = torch.tensor([token for prompt, reply in zip(prompts, replies, strict=True) for token in (*prompt, *reply)])
     lengths = torch.tensor([len(prompt) + len(reply) for prompt, reply in zip(prompts, replies, strict=True)])
     found, _ = own_logprobs(load_model(out).eval(), ids, lengths)
     rows = found.split((lengths - 1).tolist())
     theirs = torch.cat([row[-len(reply) :] for row, reply in zip(rows, replies, strict=True)])
-    ours = torch.cat([torch.from_numpy(row) for row in answer["rollout_logprobs"]])
+    ours = torch.cat([torch.from_numpy(row) for row in answer.rollout_logprobs])
     return float((theirs - ours).abs().mean())

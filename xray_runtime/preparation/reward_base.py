@@ -79,4 +79,4 @@ def _heldout_scores(
     rows = reader.rows([e.prompt for e in chosen], [e.response for e in chosen])
     spec = ModelSpec(out, RewardObjective(), head=out / REWARD_HEAD, frozen=stage.config.frozen)
     with stage.open_models({"reward": spec}) as models:
-        return get(models["reward"].score.remote(rows))["scores"]
+        return get(models["reward"].score.remote(rows)).scores

@@ -8,22 +8,34 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xray_runtime.data.reasoning import split_reasoning
+
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
 
 
-def template(name: str) -> Template:
-    """A template by its file name. In Markdown, the filters `code` and `plain` quote untrusted text."""
-    return _environment().get_template(name)
+TEMPLATES = Path(__file__).with_name("templates")
+
+
+def template(name: str, folders: tuple[Path, ...] = (TEMPLATES,)) -> Template:
+    """The template with this file name in the first folder that has one.
+
+    In Markdown, the filters `code` and `plain` quote untrusted text.
+    """
+    return _environment(folders).get_template(name)
 
 
 @cache
-def _environment() -> Environment:
-    from jinja2 import Environment, FileSystemLoader, select_autoescape
+def _environment(folders: tuple[Path, ...]) -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
-    loader = FileSystemLoader(Path(__file__).with_name("templates"))
-    environment = Environment(loader=loader, autoescape=select_autoescape(["html"]), trim_blocks=True)
-    environment.filters |= {"code": _code, "plain": _plain}
+    environment = Environment(
+        loader=FileSystemLoader(folders),
+        autoescape=select_autoescape(["html"]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
+    environment.filters |= {"code": _code, "number": _number, "parts": split_reasoning, "plain": _plain}
     return environment
 
 
@@ -31,6 +43,10 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> lis
     """The lines of a table in Markdown."""
     texts = [[" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in rows]
     return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *texts)]
+
+
+def _number(value: float | str | None) -> str:
+    return "–" if value is None or value != value else value if isinstance(value, str) else f"{value:+.3f}"
 
 
 def _code(text: str) -> str:

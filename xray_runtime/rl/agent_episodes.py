@@ -28,8 +28,8 @@ from xray_runtime.agents.gateway import Gateway
 from xray_runtime.agents.outcomes import Outcome
 from xray_runtime.agents.runner import Address, Runner, open_runner
 from xray_runtime.agents.segments import Call
+from xray_runtime.data.batch import PromptBatch, Replies, Rollout
 from xray_runtime.data.chat_format import chat_format
-from xray_runtime.data.rows import Rows
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rl.agent_records import (
@@ -45,7 +45,6 @@ from xray_runtime.rl.agent_records import (
 )
 from xray_runtime.rl.agent_replay import ReplayedEpisodes
 from xray_runtime.rl.episode import EpisodeBatch
-from xray_runtime.rl.types import Rollout
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.finite import check_rollout
 from xray_runtime.workers.protocols import ModelHandle, get
@@ -176,9 +175,9 @@ class AgentEpisodes:
         if self._records:
             write_episodes(self._records_path, self._records)
 
-    def _generate(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
+    def _generate(self, rows: PromptBatch, sampling: Sampling, version: int) -> Replies:
         answer = get(self._generator.generate.remote(rows, sampling, version))
-        check_rollout(answer, len(rows["seed"]), sampling)
+        check_rollout(answer, len(rows), sampling)
         return answer
 
     def _open_runner(self) -> Runner:

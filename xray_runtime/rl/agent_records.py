@@ -24,11 +24,11 @@ from xray_runtime.agents.outcomes import Outcome
 from xray_runtime.agents.request import before_stop, read_calls as found_calls
 from xray_runtime.agents.segments import Call, Row, call_id, rows
 from xray_runtime.data.agent_conversations import in_order
+from xray_runtime.data.batch import Rollout
 from xray_runtime.data.pairs import Example, Messages
-from xray_runtime.data.rows import Ragged
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.rl.agent_rows import encoded_branches
 from xray_runtime.rl.episode import shortened
-from xray_runtime.rl.types import EpisodeColumns, Rollout
 
 Record = dict[str, Any]
 Place = tuple[str, int]
@@ -166,7 +166,13 @@ def rollout_of_records(planned: Sequence[Planned], played: Sequence[Played], end
     rewards = [np.nan if record["failure"] else record["reward"] for record in records]
     masks = [[own for row in branches for own in row.sampled] for branches in split]
     placed = [_on_last(mask, reward) for mask, reward in zip(masks, rewards, strict=True)]
-    columns = EpisodeColumns(
+    return Rollout(
+        response_ids=Ragged.of([i for row in branches for i in row.ids] for branches in split),
+        rollout_logprobs=Ragged.of(([p for row in branches for p in row.logprobs] for branches in split), np.float32),
+        ended=np.array([not failure for failure in failures]),
+        seed=np.array([plan.seed for plan in planned]),
+        version=np.array([episode.version(version) for episode in played]),
+        prompt=np.array([plan.row for plan in planned]),
         prompt_ids=Ragged.of(branches[0].prompt for branches in split),
         response_mask=Ragged.of(masks, np.bool_),
         turn_rewards=Ragged.of(placed, np.float32),
@@ -177,15 +183,6 @@ def rollout_of_records(planned: Sequence[Planned], played: Sequence[Played], end
         answers=np.array([json.dumps(record, sort_keys=True) for record in records], object),
         branches=Ragged.of(encoded_branches(branches) for branches in split),
         ran_again=np.array([episode.ran_again for episode in played], np.int32),
-    )
-    return Rollout(
-        response_ids=Ragged.of([i for row in branches for i in row.ids] for branches in split),
-        rollout_logprobs=Ragged.of(([p for row in branches for p in row.logprobs] for branches in split), np.float32),
-        ended=np.array([not failure for failure in failures]),
-        seed=np.array([plan.seed for plan in planned]),
-        version=np.array([episode.version(version) for episode in played]),
-        prompt=np.array([plan.row for plan in planned]),
-        episodes=columns,
     )
 
 

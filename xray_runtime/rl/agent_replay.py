@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from xray_runtime.agents.segments import Call
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.batch import PromptBatch, Replies
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.rl.agent_records import Place, Played, Record, journal_entry, journal_key, read_calls
 
@@ -25,7 +26,10 @@ class ReplayedEpisodes:
     (prompts and seeds, sampling, version) → replies."""
 
     def __init__(
-        self, generate: Callable[[Rows, Sampling, int], Rows], sampling: Sampling, records: Mapping[Place, Record]
+        self,
+        generate: Callable[[PromptBatch, Sampling, int], Replies],
+        sampling: Sampling,
+        records: Mapping[Place, Record],
     ) -> None:
         self._generate, self._sampling, self._records = generate, sampling, records
         self._calls = {place: read_calls(record) for place, record in records.items()}
@@ -39,9 +43,9 @@ class ReplayedEpisodes:
                     samplings.setdefault(replace(self._sampling, **call.options), []).append((place, call))
         for sampling, batch in samplings.items():
             seeds = np.array([call.seed for _, call in batch])
-            prompts: Rows = {"input_ids": Ragged.of(call.prompt for _, call in batch), "seed": seeds}
+            prompts = PromptBatch(input_ids=Ragged.of(call.prompt for _, call in batch), seed=seeds)
             answer = self._generate(prompts, sampling, version)
-            replies = zip(answer["response_ids"], answer["rollout_logprobs"], strict=True)
+            replies = zip(answer.response_ids, answer.rollout_logprobs, strict=True)
             for (place, call), (ids, logprobs) in zip(batch, replies, strict=True):
                 self._calls[place][call.key] = replace(call, ids=ids.tolist(), logprobs=logprobs.tolist())
 

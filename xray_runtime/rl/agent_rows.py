@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from xray_runtime.agents.segments import Row
-from xray_runtime.data.rows import Ragged, Rows, text_rows
+from xray_runtime.data.batch import Scores, TextBatch
+from xray_runtime.data.ragged import Ragged, Values
 
-BRANCHES = "branches"
 ID_STEP = 2**32
 """Added to a row's `id` for each further branch."""
 
@@ -40,49 +41,54 @@ def decoded_branches(numbers: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
         start = end
 
 
-def split_branches(rows: Rows, branches: Ragged | None) -> tuple[Rows, Callable[[Rows], Rows]]:
+T = TypeVar("T", bound=TextBatch)
+
+
+def split_branches(rows: TextBatch, branches: Ragged | None) -> tuple[TextBatch, Callable[[Scores], Scores]]:
     """(rows for the models, function that undoes the split in their outputs); None: not the episodes of agents."""
     if branches is None:
         return rows, lambda outputs: outputs
-    split = BranchRows.of(rows | {BRANCHES: branches})
+    split = BranchRows.of(rows, branches)
     return split.rows, split.merged
 
 
 @dataclass(frozen=True)
-class BranchRows:
+class BranchRows(Generic[T]):
     """Rows for the models, and how to undo the split."""
 
-    rows: Rows
-    """One row a branch, without `branches`."""
+    rows: T
+    """One row a branch."""
     counts: np.ndarray
     """Number of branches of each episode [B]."""
     offsets: np.ndarray
     """Offsets of the episodes' response tokens."""
 
-    @classmethod
-    def of(cls, rows: Rows) -> BranchRows:
-        """Split rows that have `branches`; columns of response tokens are split, others repeated."""
-        split = [list(decoded_branches(numbers)) for numbers in rows[BRANCHES]]
+    @staticmethod
+    def of(rows: T, branches: Ragged) -> BranchRows[T]:
+        """Split rows; columns of response tokens are split, others repeated."""
+        split = [list(decoded_branches(numbers)) for numbers in branches]
         counts = np.array([len(branches) for branches in split])
         lengths = np.array([length for branches in split for _, length in branches])
         fine = np.cumsum([0, *lengths], dtype=np.int64)
-        text = zip(rows["input_ids"], rows["prompt_lengths"], strict=True)
+        text = zip(rows.input_ids, rows.prompt_lengths, strict=True)
         responses = Ragged(np.concatenate([ids[start:] for ids, start in text]), fine)
-        prompts = [prompt for branches in split for prompt, _ in branches]
-        found = text_rows(prompts, responses)
-        numbers = np.concatenate([np.arange(count) for count in counts])
+        found = TextBatch.of([prompt for branches in split for prompt, _ in branches], responses)
         if "id" in rows:
-            found["id"] = np.repeat(rows["id"], counts) + ID_STEP * numbers
-        for name, column in rows.items():
-            if name not in found and name != BRANCHES:
-                is_ragged = isinstance(column, Ragged)
-                found[name] = Ragged(column.values, fine) if is_ragged else np.repeat(column, counts)
-        return cls(found, counts, np.concatenate([[0], fine[np.cumsum(counts)]]))
+            numbers = np.concatenate([np.arange(count) for count in counts])
+            found = found.with_columns(id=np.repeat(rows.id, counts) + ID_STEP * numbers)
+        others: dict[str, Values] = {
+            name: Ragged(column.values, fine) if isinstance(column, Ragged) else np.repeat(column, counts)
+            for name, column in rows.columns().items()
+            if name not in found and name != "branches"
+        }
+        split_rows = found.as_kind(type(rows), **others)
+        return BranchRows(split_rows, counts, np.concatenate([[0], fine[np.cumsum(counts)]]))
 
-    def merged(self, outputs: Rows) -> Rows:
+    def merged(self, outputs: Scores) -> Scores:
         """Outputs of models on `rows` as columns of episodes; a number of a row is that of the last branch."""
         last = np.cumsum(self.counts) - 1
-        return {
+        columns: dict[str, Values] = {
             name: Ragged(column.values, self.offsets) if isinstance(column, Ragged) else column[last]
-            for name, column in outputs.items()
+            for name, column in outputs.columns().items()
         }
+        return Scores.of_columns(columns)

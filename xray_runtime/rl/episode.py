@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from xray_runtime.data.batch import Rollout
 from xray_runtime.data.pairs import Messages, prompt_text
-from xray_runtime.data.rows import Ragged
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.rewards.source import MAX_NAMES, METRIC_NAME, as_bounded
-from xray_runtime.rl.types import EpisodeColumns, Rollout
 from xray_runtime.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -134,7 +134,13 @@ def shortened(failure: str) -> str:
 def rollout_of(episodes: Sequence[Episode], version: int) -> Rollout:
     """Episodes as the rows of a rollout; each row has its own prompt number."""
     rewards = [np.nan if e.failure else float(np.sum(e.rewards)) for e in episodes]
-    columns = EpisodeColumns(
+    return Rollout(
+        response_ids=Ragged.of(e.ids for e in episodes),
+        rollout_logprobs=Ragged.of((e.logprobs for e in episodes), np.float32),
+        ended=np.array([e.ended for e in episodes]),
+        seed=np.array([e.seed for e in episodes]),
+        version=np.full(len(episodes), version),
+        prompt=np.array([e.row for e in episodes]),
         prompt_ids=Ragged.of(e.prompt for e in episodes),
         response_mask=Ragged.of((e.sampled for e in episodes), np.bool_),
         turn_rewards=Ragged.of((e.rewards for e in episodes), np.float32),
@@ -145,15 +151,6 @@ def rollout_of(episodes: Sequence[Episode], version: int) -> Rollout:
         # Not sorted: a chat template writes tools and messages in their own order.
         answers=np.array([json.dumps(e.answers) for e in episodes], object),
     )
-    return Rollout(
-        response_ids=Ragged.of(e.ids for e in episodes),
-        rollout_logprobs=Ragged.of((e.logprobs for e in episodes), np.float32),
-        ended=np.array([e.ended for e in episodes]),
-        seed=np.array([e.seed for e in episodes]),
-        version=np.full(len(episodes), version),
-        prompt=np.array([e.row for e in episodes]),
-        episodes=columns,
-    )
 
 
 def rollout_name(purpose: str, number: int, version: int | None) -> str:
@@ -161,7 +158,7 @@ def rollout_name(purpose: str, number: int, version: int | None) -> str:
     return "-".join(str(part) for part in (purpose, number, version) if part is not None)
 
 
-def episode_means(episodes: EpisodeColumns) -> dict[str, float]:
+def episode_means(episodes: Rollout) -> dict[str, float]:
     """Means over the episodes that did not fail: `turns`, and `info/NAME` for each number that environments reported
     with rewards, summed over an episode (0 if an episode lacks it); of more than `MAX_NAMES`, the most frequent."""
     valid = episodes.failure == ""

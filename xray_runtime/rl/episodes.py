@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xray_runtime.config.environment import AgentConfig
+from xray_runtime.data.batch import PromptBatch, Rollout
 from xray_runtime.data.chat_format import chat_format
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.reasoning import split_reasoning
-from xray_runtime.data.rows import Ragged
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.environments.episodes import EnvironmentFailure
@@ -35,7 +36,6 @@ from xray_runtime.rewards.journal import Journal
 from xray_runtime.rl.agent_episodes import AgentEpisodes
 from xray_runtime.rl.episode import Episode, EpisodeBatch, Prompt, rollout_of
 from xray_runtime.rl.sampled_replies import GENERATION_BATCH
-from xray_runtime.rl.types import Rollout, rows_joined
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.finite import check_rollout
 from xray_runtime.workers.protocols import ModelHandle, get
@@ -104,16 +104,16 @@ class Episodes:
         turn = 0
         while active := [episode for episode in episodes if not episode.over]:
             seeds = [derive_seed(stage.seed, stage.name, batch.purpose, number, e.row, turn) for e in active]
-            rows = {"input_ids": Ragged.of([*e.prompt, *e.ids] for e in active), "seed": np.array(seeds)}
+            rows = PromptBatch(input_ids=Ragged.of([*e.prompt, *e.ids] for e in active), seed=np.array(seeds))
             answer = get(self._generator.generate.remote(rows, self._sampling, batch.version))
             check_rollout(answer, len(active), self._sampling)
-            turns = list(answer["response_ids"])
+            turns = [ids.tolist() for ids in answer.response_ids]
             texts = decode_replies(self._tokenizer, turns)
-            for episode, ids, logprobs, text in zip(active, turns, answer["rollout_logprobs"], texts, strict=True):
-                episode.say(ids.tolist(), logprobs.tolist())
+            for episode, ids, logprobs, text in zip(active, turns, answer.rollout_logprobs, texts, strict=True):
+                episode.say(ids, logprobs.tolist())
                 episode.replies.append(text)
             # An environment cannot answer a turn that was cut off.
-            for episode, ended in zip(active, answer["ended"], strict=True):
+            for episode, ended in zip(active, answer.ended, strict=True):
                 episode.over = not ended
             for episode, step in self._answers([e for e in active if not e.over], name, number):
                 self._follow(episode, Step(**step))
@@ -208,7 +208,7 @@ def sample_all(
         batch = EpisodeBatch(prompts[part], of_part, version, "sample", 0, group_size, start, side, keep=True)
         parts.append(episodes.sample(batch))
         done(start + len(parts[-1].response_ids))
-    return rows_joined(parts)
+    return Rollout.concat(parts)
 
 
 @contextmanager

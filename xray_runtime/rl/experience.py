@@ -19,10 +19,11 @@ from xray_runtime.algorithms.estimators import ESTIMATORS, AdvantageEstimator, A
 from xray_runtime.algorithms.importance import importance_weights
 from xray_runtime.algorithms.kl import kl_estimate, kl_summary
 from xray_runtime.algorithms.rewards import lowest_where_cut, overlong_penalty, weighted_sum
-from xray_runtime.data.rows import Ragged, first_alike, non_finite, row_keys
+from xray_runtime.data.batch import PolicyBatch, Rollout, Scores, TextBatch
+from xray_runtime.data.ragged import Ragged, first_alike
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.rl.metrics import experience_metrics, policy_metrics
-from xray_runtime.rl.types import Experience, Rollout, Scores, Text, UpdateRows, rows_at, to_rows
+from xray_runtime.rl.types import Experience
 
 if TYPE_CHECKING:
     from xray_runtime.algorithms.rewards import RunningMoments, SourceScores
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 def build_experience(
     config: PPOStageConfig,
-    text: Text,
+    text: TextBatch,
     rollout: Rollout,
     scores: Scores,
     rewards: Tensor,
@@ -59,15 +60,15 @@ def build_experience(
     if len(scored) < len(rewards):
         rewards, groups = rewards[scored], torch.unique(groups[scored], return_inverse=True)[1]
         kept = scored.numpy()
-        text, rollout, scores = rows_at(text, kept), rows_at(rollout, kept), rows_at(scores, kept)
+        text, rollout, scores = text.take(kept), rollout.take(kept), scores.take(kept)
     ended, mask, has_critic = torch.tensor(rollout.ended), _mask(rollout), config.critic_in_use != "none"
     rewards, bootstrap = _final_rewards(config, rewards, ended, mask, scores)
     inputs = _advantage_inputs(config, text, rollout, scores, rewards, bootstrap, groups, kl_coef)
     advantages, returns = estimate(estimator or ESTIMATORS[config.advantages], inputs, config.advantages)
     if config.whiten_advantages:
         advantages = whiten(advantages, mask)
-    rows = UpdateRows(
-        text=text,
+    rows = text.as_kind(
+        PolicyBatch,
         old_logprobs=scores.logprobs,
         advantages=_ragged(advantages, rollout.rollout_logprobs),
         weights=scores.logprobs,
@@ -75,8 +76,7 @@ def build_experience(
         values=scores.values if has_critic else None,
         returns=_ragged(returns, rollout.rollout_logprobs) if has_critic else None,
         ref_logprobs=scores.ref_logprobs if config.kl.place == "loss" else None,
-        response_mask=None if rollout.episodes is None else rollout.episodes.response_mask,
-        branches=None if rollout.episodes is None else rollout.episodes.branches,
+        **rollout.pick("response_mask", "branches"),
     )
     metrics = experience_metrics(config, inputs, rewards, ended, returns)
     made = Experience(rows, rollout, scores.ref_logprobs, int(mask.sum()), 0.0, 0.0, metrics)
@@ -91,7 +91,7 @@ def measured(config: PPOStageConfig, experience: Experience, logprobs: Ragged) -
         NonFiniteError: a column of the update is not finite.
     """
     known = np.flatnonzero(logprobs.lengths)
-    rollout, dense = rows_at(experience.rollout, known), _dense(logprobs[known])
+    rollout, dense = experience.rollout.take(known), _dense(logprobs[known])
     mask = _mask(rollout)
     weights, mismatch = importance_weights(
         dense,
@@ -102,8 +102,8 @@ def measured(config: PPOStageConfig, experience: Experience, logprobs: Ragged) -
         level=config.importance_level,
     )
     ragged = Ragged(_ragged(weights, rollout.rollout_logprobs).values, logprobs.offsets)
-    rows = replace(experience.rows, old_logprobs=logprobs, weights=ragged)
-    wrong = non_finite(to_rows(rows))
+    rows = experience.rows.with_columns(old_logprobs=logprobs, weights=ragged)
+    wrong = rows.non_finite()
     if wrong is not None:
         raise NonFiniteError(f"the experience: {wrong} are not finite")
     kl = kl_summary(dense, _dense(experience.ref_logprobs[known]), mask)
@@ -119,7 +119,7 @@ def _final_rewards(
     bootstrap = torch.zeros_like(rewards)
     if config.truncated == "bootstrap":
         # A cut is no terminal state: the unfinished reply earns no score, and the critic estimates its value.
-        assert scores.final_values is not None
+
         bootstrap = torch.where(ended, 0.0, torch.from_numpy(scores.final_values))
         rewards = rewards * ended
     elif config.truncated == "lowest":
@@ -133,7 +133,7 @@ def _final_rewards(
 
 def _advantage_inputs(
     config: PPOStageConfig,
-    text: Text,
+    text: TextBatch,
     rollout: Rollout,
     scores: Scores,
     rewards: Tensor,
@@ -143,21 +143,21 @@ def _advantage_inputs(
 ) -> AdvantageInputs:
     """The rollout in padded rows [B, T], which only advantages need: they run over all replies at once, from the last
     token back."""
-    mask, episodes, has_critic = _mask(rollout), rollout.episodes, config.critic_in_use != "none"
+    mask, has_critic = _mask(rollout), config.critic_in_use != "none"
     penalties = zeros = torch.zeros(mask.shape)
     if config.kl.place == "reward" and kl_coef:
         logprobs, ref_logprobs = _dense(scores.logprobs), _dense(scores.ref_logprobs)
         penalties = kl_coef * kl_estimate(logprobs, ref_logprobs, config.kl.estimator)
-    turn_rewards = zeros if episodes is None else _dense(episodes.turn_rewards)
+    turn_rewards = _dense(rollout.turn_rewards) if rollout.are_episodes else zeros
     # Equal replies get one KL: differences in the last bits would be amplified by the group's deviation.
-    alike = torch.from_numpy(first_alike(row_keys(to_rows(text))))
+    alike = torch.from_numpy(first_alike(text.row_keys()))
     return AdvantageInputs(
         scores=rewards - (penalties * mask).sum(-1)[alike],
         # Rewards that belong to no turn, from other sources or for a cut, go on the last token.
         rewards=place_rewards(rewards - turn_rewards.sum(-1), penalties, mask) + turn_rewards,
         mask=mask,
         groups=groups,
-        values=_dense(scores.values) if has_critic and scores.values is not None else zeros,
+        values=_dense(scores.values) if has_critic and "values" in scores else zeros,
         bootstrap_values=bootstrap,
         gamma=config.gamma,
         gae_lambda=config.gae_lambda if has_critic else 1.0,
@@ -166,8 +166,8 @@ def _advantage_inputs(
 
 def _mask(rollout: Rollout) -> Tensor:
     """True at tokens that the policy sampled [B, T]."""
-    if rollout.episodes is not None:
-        return _dense(rollout.episodes.response_mask)
+    if rollout.are_episodes:
+        return _dense(rollout.response_mask)
     return torch.from_numpy(rollout.rollout_logprobs.mask())
 
 

@@ -27,8 +27,8 @@ from xray_runtime.workers.protocols import ModelHandle
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOConfig
+    from xray_runtime.data.batch import Rollout
     from xray_runtime.graph.inputs import PPOInputs
-    from xray_runtime.rl.types import Rollout
 
 log = logging.getLogger(__name__)
 

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from xray_runtime.data.batch import Rollout
 from xray_runtime.rl.agent_episodes import AgentEpisodes
 from xray_runtime.rl.agent_records import Planned, Played
 from xray_runtime.rl.episode import EpisodeBatch
-from xray_runtime.rl.types import Rollout
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOConfig
@@ -102,7 +102,7 @@ class InFlightEpisodes:
                 found = episode.result()
                 played.append(replace(found, record=found.record | {GROUP: number}))
                 prompts.append(prompt)
-        return replace(self._agents.rollout(planned, played, self._iteration), prompt=np.array(prompts))
+        return self._agents.rollout(planned, played, self._iteration).with_columns(prompt=np.array(prompts))
 
     def _start(self, numbers: list[int]) -> None:
         size = self._config.samples_per_prompt

@@ -32,18 +32,19 @@ from xray_runtime.data.ledger import (
     shard_path,
     table_of,
 )
-from xray_runtime.data.rows import Ragged, join_column
+from xray_runtime.data.ragged import Ragged, join_ragged
 from xray_runtime.files import link_or_copy
 from xray_runtime.graph.artifacts import SHOWN_ROLLOUTS
 from xray_runtime.store.manifest import LEDGER, MANIFEST
 
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import PPOConfig
+    from xray_runtime.data.batch import Rollout
     from xray_runtime.graph.inputs import PPOInputs
     from xray_runtime.graph.kind import Recorder, Stage
     from xray_runtime.rl.reward_sources import RewardSources
     from xray_runtime.rl.scoring import ScoredRollout
-    from xray_runtime.rl.types import EpisodeColumns, Experience
+    from xray_runtime.rl.types import Experience
     from xray_runtime.training.prompts import UniquePrompts
 
 HASH_DIGITS = 32
@@ -94,8 +95,8 @@ class Ledger:
         # The update may have computed them.
         others = np.flatnonzero(scaled.isnan().numpy())
         logprobs = [scored.scores.logprobs[others], experience.rows.old_logprobs]
-        of_all = join_column(logprobs, [others.tolist(), rewarded.tolist()])
-        scored = replace(scored, scores=replace(scored.scores, logprobs=of_all))
+        of_all = join_ragged(logprobs, [others.tolist(), rewarded.tolist()])
+        scored = replace(scored, scores=scored.scores.with_columns(logprobs=of_all))
         tables = [self._table(iteration, scored, scaled, token_columns, trained, golds)]
         for dropped in scored.dropped:
             count = len(dropped.replies)
@@ -134,7 +135,7 @@ class Ledger:
                 "rollout_logprobs": lists(rollout.rollout_logprobs, pa.float32()),
                 "logprobs": lists(scored.scores.logprobs, pa.float32()),
                 "ref_logprobs": lists(scored.scores.ref_logprobs, pa.float32()),
-                **_turns(rollout.episodes),
+                **_turns(rollout),
                 **_scores(scored.sources),
                 **({} if golds is None else {GOLD: pa.array(golds, pa.float32())}),
                 "reward": _or_null(weighted_sum(scored.sources, self._rewards.weights)),
@@ -202,16 +203,16 @@ def _scores(sources: SourceScores) -> dict[str, pa.Array]:
     } | {FAILURE + source: pa.array(reasons, pa.string()) for source, reasons in sources.failures.items()}
 
 
-def _turns(episodes: EpisodeColumns | None) -> dict[str, Any]:
+def _turns(rollout: Rollout) -> dict[str, Any]:
     """The columns that only episodes have."""
-    if episodes is None:
+    if not rollout.are_episodes:
         return {}
     return {
-        "turns": episodes.turns,
-        "info": episodes.info,
-        ANSWERS: episodes.answers,
-        "response_mask": lists(episodes.response_mask, pa.bool_()),
-        "turn_rewards": lists(episodes.turn_rewards, pa.float32()),
+        "turns": rollout.turns,
+        "info": rollout.info,
+        ANSWERS: rollout.answers,
+        "response_mask": lists(rollout.response_mask, pa.bool_()),
+        "turn_rewards": lists(rollout.turn_rewards, pa.float32()),
     }
 
 

@@ -26,9 +26,10 @@ MAX_NAME = 150
 if TYPE_CHECKING:
     from xray_runtime.algorithms.estimators import AdvantageInputs
     from xray_runtime.config.ppo import PPOConfig, PPOStageConfig
+    from xray_runtime.data.batch import Rollout
     from xray_runtime.rl.reward_sources import RewardSources
     from xray_runtime.rl.scoring import ScoredRollout
-    from xray_runtime.rl.types import Experience, Rollout
+    from xray_runtime.rl.types import Experience
     from xray_runtime.rl.update import Update
     from xray_runtime.training.prompts import UniquePrompts
     from xray_runtime.training.steps import PolicySums, ValueSums
@@ -142,16 +143,16 @@ def metric_name(source: str) -> str:
 
 def rollout_metrics(config: PPOConfig, rollout: Rollout, scored: ScoredRollout, iteration: int) -> dict[str, float]:
     """Metrics of the replies as sampled (`rollout`) and with tied groups replaced (`scored`)."""
-    version, episodes = float(rollout.version.mean()), scored.rollout.episodes
+    version, episodes = float(rollout.version.mean()), scored.rollout
     metrics = {"rollout/version": version, "rollout/lag": iteration - version}
     metrics["rollout/distinct_replies"] = len(set(scored.replies)) / len(scored.replies)
     if any(scored.reasoning_lengths):
         metrics["rollout/reasoning_length"] = float(np.mean(scored.reasoning_lengths))
         whole = [len(ids) for ids in scored.rollout.own_tokens()]
         metrics["rollout/answer_length"] = float(np.mean(whole)) - metrics["rollout/reasoning_length"]
-    if episodes is not None:
+    if episodes.are_episodes:
         metrics |= {f"rollout/{name}": mean for name, mean in episode_means(episodes).items()}
-        if episodes.ran_again is not None:
+        if "ran_again" in episodes:
             counts = agent_metrics(episodes.answers.tolist(), int(episodes.ran_again.sum()))
             metrics |= {f"rollout/{name}": count for name, count in counts.items()}
     if config.resample_rounds:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.data.chat_format import chat_format
-from xray_runtime.data.rows import Ragged
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.rewards.source import Score
 from xray_runtime.rl.episode import Prompt, episode_means
@@ -42,7 +42,7 @@ class PolicyReplies:
     mask: Ragged | None = None
     """True where the policy sampled the token of `ids`; None: it sampled all."""
     branches: Ragged | None = None
-    """`EpisodeColumns.branches`."""
+    """Of agents' episodes."""
     scores: list[Score] | None = None
     """The environment's scores."""
     means: dict[str, float] = field(default_factory=dict)
@@ -81,10 +81,10 @@ def sample_policy(
             return PolicyReplies(begun, replies, replies, texts, texts, lengths)
         with sampling_turn(stage.runtime, generator):
             played = sample_all(episodes, prompts, columns, version, side=side)
-    assert played.episodes is not None
-    own, mask = [ids.tolist() for ids in played.own_tokens()], played.episodes.response_mask
+    own, mask = [ids.tolist() for ids in played.own_tokens()], played.response_mask
     shown = shown_episodes(tokenizer, played)
-    begun, ids = ([row.tolist() for row in column] for column in (played.episodes.prompt_ids, played.response_ids))
-    texts, means = own_texts(tokenizer, played), episode_means(played.episodes)
-    lengths, branches = reasoning_lengths(tokenizer, played), played.episodes.branches
+    begun, ids = ([row.tolist() for row in column] for column in (played.prompt_ids, played.response_ids))
+    texts, means = own_texts(tokenizer, played), episode_means(played)
+    lengths = reasoning_lengths(tokenizer, played)
+    branches = played.branches if "branches" in played else None
     return PolicyReplies(begun, ids, own, texts, shown, lengths, mask, branches, episode_scores(played), means)

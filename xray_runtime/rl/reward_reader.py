@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.pairs import Messages, reply_message
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.reasoning import answers_of, reasoning_of
-from xray_runtime.data.rows import Ragged, Rows, text_rows
 from xray_runtime.data.tokenizing import encode_conversations, encode_prompts, encode_replies_to
 from xray_runtime.models.causal_lm import load_tokenizer, max_positions
 
@@ -45,8 +46,8 @@ class RewardReader:
         config = json.loads((directory / "config.json").read_text()) if self._whole else {}
         self._padding, self._limit = config.get("pad_token_id"), max_positions(directory)
 
-    def rows(self, prompts: Sequence[Messages], replies: Sequence[str], tokens: Rows | None = None) -> Rows:
-        """Rows `input_ids` and `prompt_lengths`; the head reads the last token.
+    def rows(self, prompts: Sequence[Messages], replies: Sequence[str], tokens: TextBatch | None = None) -> TextBatch:
+        """Rows of which the head reads the last token.
 
         Args:
             tokens: the same prompts and replies in the policy's tokens, the end token last (`answer_rows`).
@@ -55,7 +56,7 @@ class RewardReader:
             ValueError: the chat template rejects a conversation, or one is longer than the model's context.
         """
         found = self._rows(prompts, replies, tokens)
-        longest = int(found["input_ids"].lengths.max(initial=0))
+        longest = int(found.input_ids.lengths.max(initial=0))
         if self._limit is not None and longest > self._limit:
             raise ValueError(
                 f"{self._where}: a conversation of {longest} tokens is not allowed: the model reads at most "
@@ -63,12 +64,12 @@ class RewardReader:
             )
         return found
 
-    def _rows(self, prompts: Sequence[Messages], replies: Sequence[str], tokens: Rows | None) -> Rows:
+    def _rows(self, prompts: Sequence[Messages], replies: Sequence[str], tokens: TextBatch | None) -> TextBatch:
         if self.takes_tokens and tokens is not None:
             return tokens
         replies = answers_of(replies)
         if not self._whole:
-            return text_rows(encode_prompts(self._tokenizer, prompts), replies_to(self._tokenizer, prompts, replies))
+            return TextBatch.of(encode_prompts(self._tokenizer, prompts), replies_to(self._tokenizer, prompts, replies))
         try:
             ids = encode_conversations(self._tokenizer, prompts, replies)
         except ValueError as error:
@@ -76,7 +77,7 @@ class RewardReader:
         ids = [self._read(row) for row in ids]
         shared = _shared_lengths(prompts, ids)
         whole = list(zip(ids, shared, strict=True))
-        return text_rows([row[:length] for row, length in whole], [row[length:] for row, length in whole])
+        return TextBatch.of([row[:length] for row, length in whole], [row[length:] for row, length in whole])
 
     def _read(self, ids: list[int]) -> list[int]:
         # transformers reads the score at the last token that is not padding; it skips an end token used as padding.
@@ -92,17 +93,17 @@ def replies_to(tokenizer: Any, prompts: Sequence[Messages], replies: Sequence[st
     return encode_replies_to(tokenizer, given, sampled=True)
 
 
-def answer_rows(tokenizer: Any, prompts: Sequence[Messages], replies: Sequence[str], rows: Rows) -> Rows:
+def answer_rows(tokenizer: Any, prompts: Sequence[Messages], replies: Sequence[str], rows: TextBatch) -> TextBatch:
     """`rows` (the policy's tokens of these prompts and replies) for reward models: a reply with reasoning is replaced
     by its answer."""
     places = [place for place, reasoning in enumerate(reasoning_of(replies)) if reasoning is not None]
     if not places:
         return rows
     answers = replies_to(tokenizer, [prompts[i] for i in places], answers_of([replies[i] for i in places]))
-    ids, lengths = list(rows["input_ids"]), rows["prompt_lengths"]
+    ids, lengths = list(rows.input_ids), rows.prompt_lengths
     for place, answer in zip(places, answers, strict=True):
         ids[place] = np.array([*ids[place][: lengths[place]], *answer])
-    return rows | {"input_ids": Ragged.of(ids)}
+    return rows.with_columns(input_ids=Ragged.of(ids))
 
 
 def _shared_lengths(prompts: Sequence[Messages], ids: Sequence[list[int]]) -> list[int]:

@@ -19,9 +19,10 @@ import torch
 
 from xray_runtime.algorithms.rewards import SourceScores, uncertainty_penalized, weighted_sum
 from xray_runtime.config.rewards import CodeVerifier, source_names
+from xray_runtime.data.batch import Scores
 from xray_runtime.data.gold import import_function
 from xray_runtime.data.pairs import HELDOUT, TRAIN, VALIDATION, Example, Messages, Pairs, prompt_text
-from xray_runtime.data.rows import first_alike, non_finite, row_keys
+from xray_runtime.data.ragged import first_alike, non_finite
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.graph.artifacts import REWARD_HEAD
 from xray_runtime.models.reward_objective import RewardObjective
@@ -41,7 +42,7 @@ from xray_runtime.workers.protocols import get_all
 if TYPE_CHECKING:
     from xray_runtime.config.ppo import JudgingConfig
     from xray_runtime.config.rewards import RewardTerm
-    from xray_runtime.data.rows import Rows
+    from xray_runtime.data.batch import TextBatch
     from xray_runtime.graph.artifacts import Artifact
     from xray_runtime.graph.kind import Stage
     from xray_runtime.workers.protocols import ModelHandle, Ref
@@ -149,9 +150,9 @@ class RewardSources:
         models: Mapping[str, ModelHandle],
         prompts: Sequence[Messages],
         replies: Sequence[str],
-        tokens: Rows | None = None,
+        tokens: TextBatch | None = None,
         at_once: int | None = None,
-    ) -> list[Ref[Rows]]:
+    ) -> list[Ref[Scores]]:
         """Start scoring with every model of `roles`; pass the requests to `scores`.
 
         Args:
@@ -164,15 +165,15 @@ class RewardSources:
 
     def scores(
         self,
-        requests: Sequence[Ref[Rows]],
+        requests: Sequence[Ref[Scores]],
         prompts: Sequence[Messages],
         replies: Sequence[str],
         columns: Mapping[str, Sequence[Any]],
-        of_branches: Callable[[], Rows] | None = None,
+        of_branches: Callable[[], Scores] | None = None,
         *,
         step: int = 0,
         episodes: Sequence[Score] | None = None,
-        tokens: Rows | None = None,
+        tokens: TextBatch | None = None,
     ) -> SourceScores:
         """Each source's score of each reply. Functions, verifiers and judges score while the models do.
 
@@ -192,10 +193,10 @@ class RewardSources:
         texts = [prompt_text(messages) for messages in prompts]
         batch = Batch(texts, replies, prompts, columns, {"stage": self._stage, "step": step})
         applies = {source: self._applies(source, batch) for source in self._terms}
-        alike = first_alike(zip(map(repr, prompts), replies, strict=True) if tokens is None else row_keys(tokens))
+        alike = first_alike(zip(map(repr, prompts), replies, strict=True) if tokens is None else tokens.row_keys())
         keys = {source: self._journal.keys(f"{self._field}/{source}", batch) for source in self._external}
         found = self._score_external(batch, applies, keys)
-        answered = self._by_role(get_all(requests), of_branches() if of_branches else {}, alike)
+        answered = self._by_role(get_all(requests), of_branches() if of_branches else Scores(), alike)
         members = {s: self._members_scores(term, answered) for s, term in self._terms.items() if term.models}
         values = {s: torch.from_numpy(answered[t.model]) for s, t in self._terms.items() if t.model is not None}
         values |= {s: uncertainty_penalized(given, self._terms[s].uncertainty) for s, given in members.items()}
@@ -218,13 +219,13 @@ class RewardSources:
             self._journal.write(source, step, failed)
         return scored
 
-    def _by_role(self, answers: Sequence[Rows], of_branches: Rows, alike: np.ndarray) -> dict[str, np.ndarray]:
+    def _by_role(self, answers: Sequence[Scores], of_branches: Scores, alike: np.ndarray) -> dict[str, np.ndarray]:
         """Role of a reward model → its score of each row [B]; equal rows get the score of the first.
 
         A score's last bits depend on its batch, and normalizing by a group's deviation would amplify them.
         """
-        answered = {role: answer["scores"] for role, answer in zip(self.roles, answers, strict=True)}
-        answered |= {role: of_branches[role] for role in self.branches}
+        answered = {role: answer.scores for role, answer in zip(self.roles, answers, strict=True)}
+        answered |= {role: of_branches.by_role(role) for role in self.branches}
         return {role: given[alike] for role, given in answered.items()}
 
     def _score_external(
@@ -263,7 +264,7 @@ class RewardSources:
                     f"{self._fields[source]}.{field}: {column!r} is not a column of the dataset: add it to data.columns"
                 )
 
-    def _members_scores(self, term: RewardTerm, answered: Rows) -> torch.Tensor:
+    def _members_scores(self, term: RewardTerm, answered: Mapping[str, np.ndarray]) -> torch.Tensor:
         """Scores of an ensemble's members [M, B], each normalized by its held-out moments."""
         members = []
         for role in term.roles:
@@ -285,7 +286,7 @@ class RewardSources:
             known = fresh | known
         return {row: known[row] for row in rows}
 
-    def _check_models(self, answered: Rows, batch: Batch) -> None:
+    def _check_models(self, answered: Mapping[str, np.ndarray], batch: Batch) -> None:
         """Raise if a reward model is broken: NaN, or the same score for all texts."""
         texts = len(set(zip(batch.prompts, batch.replies, strict=True)))
         for role in self._models:

@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xray_runtime.data.rows import Rows, load_rows, save_rows, text_rows
+from xray_runtime.data.batch import Replies, Rollout, TextBatch
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.rl.agent_episodes import AgentEpisodes
 from xray_runtime.rl.episode import EpisodeBatch
 from xray_runtime.rl.in_flight import InFlightEpisodes
 from xray_runtime.rl.sampled_replies import prompt_rows
-from xray_runtime.rl.types import Rollout, to_rows
 from xray_runtime.training.finite import check_rollout
 from xray_runtime.training.prompts import UniquePrompts
 from xray_runtime.workers.protocols import Local, ModelHandle, Ready, Ref, get, get_all
@@ -57,8 +56,8 @@ class PendingRollout:
     """Version of the sampling policy: the number of updates before it."""
     prompts: list[int]
     """Prompt number of each reply."""
-    answer: Ref[Rows | Rollout]
-    """Rows from a generator, or a rollout of episodes or from a snapshot."""
+    answer: Ref[Replies]
+    """Of a generator; a whole rollout of episodes or from a snapshot."""
     seeds: np.ndarray | None = None
     """Seed of each reply [B]; None if `answer` is a rollout, which has its own."""
 
@@ -67,8 +66,8 @@ class PendingRollout:
         answer, count = get(self.answer), len(self.prompts)
         version, prompt = np.full(count, self.version), np.array(self.prompts)
         if isinstance(answer, Rollout):
-            return replace(answer, version=version, prompt=prompt)
-        return Rollout.read(answer | {"seed": self.seeds, "version": version, "prompt": prompt})
+            return answer.with_columns(version=version, prompt=prompt)
+        return answer.as_kind(Rollout, seed=self.seeds, version=version, prompt=prompt)
 
 
 class Rollouts:
@@ -144,9 +143,9 @@ class Rollouts:
         prompts = [row % len(self._prompts) for row in range(num_rows)]
         sampling = replace(self._sampling, max_new_tokens=min(PROBE_TOKENS, self._sampling.max_new_tokens))
         replies = self._generate(prompts, sampling, version, "probe", version).get()
-        check_rollout(to_rows(replies), num_rows, sampling)
-        scores = get(policy.score.remote(text_rows([self._prompts[i][1] for i in prompts], replies.response_ids)))
-        return float(np.abs(scores["logprobs"].values - replies.rollout_logprobs.values).mean())
+        check_rollout(replies, num_rows, sampling)
+        scores = get(policy.score.remote(TextBatch.of([self._prompts[i][1] for i in prompts], replies.response_ids)))
+        return float(np.abs(scores.logprobs.values - replies.rollout_logprobs.values).mean())
 
     def _sample(self, prompts: list[int], version: int, purpose: str, number: int) -> PendingRollout:
         if self._episodes is None:
@@ -162,22 +161,22 @@ class Rollouts:
     ) -> PendingRollout:
         rows = prompt_rows(self._stage, [self._prompts[i][1] for i in prompts], purpose, number)
         replies = self._generator.generate.remote(rows, sampling, version)
-        return PendingRollout(version, prompts, replies, rows["seed"])
+        return PendingRollout(version, prompts, replies, rows.seed)
 
     def _checked(self, pending: PendingRollout) -> Rollout:
         rollout = pending.get()
         if self._episodes is None:  # episodes check each turn
-            check_rollout(to_rows(rollout), len(pending.prompts), self._sampling)
+            check_rollout(rollout, len(pending.prompts), self._sampling)
         return rollout
 
     def save_state(self, directory: Path) -> None:
         """Wait for the pending rollouts and write them: a later attempt does not have the weights that sampled them."""
         for number, rollout in enumerate(self._pending):
-            save_rows(directory / f"rollout-{number:03}.safetensors", to_rows(rollout.get()))
+            rollout.get().save(directory / f"rollout-{number:03}.safetensors")
 
     def load_state(self, directory: Path) -> None:
         for path in sorted(directory.glob("rollout-*.safetensors")):
-            rollout = Rollout.read(load_rows(path))
-            restored: Ref[Rollout] = Ready(rollout)
+            rollout = Rollout.load(path)
+            restored: Ref[Replies] = Ready(rollout)
             version, prompts = int(rollout.version[0]), rollout.prompt.tolist()
             self._pending.append(PendingRollout(version, prompts, restored))

@@ -21,7 +21,6 @@ from xray_runtime.rl.reward_sources import RewardSources
 from xray_runtime.rl.sampled_replies import GENERATION_BATCH, prompt_rows, sampling_of
 from xray_runtime.rl.scoring import episode_scores, own_texts
 from xray_runtime.rl.turns import sampling_turn
-from xray_runtime.rl.types import to_rows
 from xray_runtime.training.dataset import max_prompt_tokens
 from xray_runtime.training.prompts import UniquePrompts, drawn
 from xray_runtime.training.resumable import Resumable
@@ -96,14 +95,14 @@ def sample_groups(stage: Stage[Any, Any], policy: Path, dataset: Path, out: Path
             if agents is None:
                 rows = prompt_rows(stage, [ids for _, ids in batch], "sample", first=first)
                 answer = get(models["generator"].generate.remote(rows, sampling, 0))
-                replies = decode_replies(tokenizer, list(answer["response_ids"]))
-                ended, episodes = answer["ended"].tolist(), None
+                replies = decode_replies(tokenizer, [ids.tolist() for ids in answer.response_ids])
+                ended, episodes = answer.ended.tolist(), None
             else:
                 wanted = EpisodeBatch(batch, columns, 0, "sample", 0, config.samples, first, keep=True)
                 with sampling_turn(stage.runtime, models["generator"]):
                     played = agents.sample(wanted)
                 replies, ended, episodes = own_texts(tokenizer, played), played.ended.tolist(), episode_scores(played)
-                done.episodes += to_rows(played)["answers"].tolist()
+                done.episodes += played.answers.tolist()
             prompts = [messages for messages, _ in batch]
             scores = sources.scores(
                 sources.requests(models, prompts, replies), prompts, replies, columns, step=number, episodes=episodes

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.batch import PromptBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import stops_of
 from xray_runtime.rl.turns import sampling_turn
@@ -28,10 +29,10 @@ def sampling_of(config: SamplingConfig, model: Path, tokenizer: Any) -> Sampling
     return Sampling.of(config, stops_of(model, tokenizer), tokenizer.pad_token_id)
 
 
-def prompt_rows(stage: Stage[Any, Any], prompts: Sequence[Sequence[int]], *purpose: Any, first: int = 0) -> Rows:
-    """The rows that a generator takes; a reply's seed derives from `purpose` and its number, counted from `first`."""
+def prompt_rows(stage: Stage[Any, Any], prompts: Sequence[Sequence[int]], *purpose: Any, first: int = 0) -> PromptBatch:
+    """What a generator takes; a reply's seed derives from `purpose` and its number, counted from `first`."""
     seeds = [derive_seed(stage.seed, stage.name, *purpose, first + row) for row in range(len(prompts))]
-    return {"input_ids": Ragged.of(prompts), "seed": np.array(seeds)}
+    return PromptBatch(input_ids=Ragged.of(prompts), seed=np.array(seeds))
 
 
 def sample_replies(
@@ -49,6 +50,6 @@ def sample_replies(
         for start in range(0, len(prompts), GENERATION_BATCH):
             rows = prompt_rows(stage, prompts[start : start + GENERATION_BATCH], "sample", first=start)
             answer = get(generator.generate.remote(rows, sampling, version))
-            replies += [reply.tolist() for reply in answer["response_ids"]]
+            replies += [reply.tolist() for reply in answer.response_ids]
             done(len(replies))
     return replies

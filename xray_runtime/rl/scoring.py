@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,13 +15,14 @@ import torch
 from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.rewards import SourceScores, weighted_sum
 from xray_runtime.data.agent_conversations import conversation, conversation_text
+from xray_runtime.data.batch import Rollout, Scores, TextBatch, with_end_of_turn
 from xray_runtime.data.chat_format import chat_format
-from xray_runtime.data.rows import Ragged, Rows, take, text_rows, with_end_of_turn
+from xray_runtime.data.columnar import Batch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import decode_replies, decode_reply, own_text, sampled_turns, transcript
 from xray_runtime.rewards.source import Score, failure
 from xray_runtime.rl.agent_rows import decoded_branches, split_branches
 from xray_runtime.rl.reward_reader import answer_rows
-from xray_runtime.rl.types import Rollout, Scores, Text, rows_at, rows_joined, to_rows
 from xray_runtime.workers.protocols import ModelHandle, get, get_all
 
 if TYPE_CHECKING:
@@ -30,16 +31,19 @@ if TYPE_CHECKING:
     from xray_runtime.training.prompts import UniquePrompts
 
 
+B = TypeVar("B", bound=Batch)
+
+
 def own_texts(tokenizer: Any, rollout: Rollout) -> list[str]:
     """The policy's own tokens as text, without those that an episode's policy read between turns."""
     ids = rollout.response_ids
-    if rollout.episodes is None:
+    if not rollout.are_episodes:
         return decode_replies(tokenizer, [reply.tolist() for reply in ids])
-    rows = list(zip(ids, rollout.episodes.response_mask, strict=True))
-    if rollout.episodes.branches is None:
+    rows = list(zip(ids, rollout.response_mask, strict=True))
+    if "branches" not in rollout:
         return [own_text(tokenizer, *row) for row in rows]
     found = []
-    for (reply, mask), branches in zip(rows, rollout.episodes.branches, strict=True):
+    for (reply, mask), branches in zip(rows, rollout.branches, strict=True):
         # A branch ends with a reply and the next may begin with one: two turns, which a mask does not tell apart.
         ends = np.cumsum([length for _, length in decoded_branches(branches)])[:-1]
         parts = zip(np.split(reply, ends), np.split(mask, ends), strict=True)
@@ -50,33 +54,31 @@ def own_texts(tokenizer: Any, rollout: Rollout) -> list[str]:
 def reasoning_lengths(tokenizer: Any, rollout: Rollout) -> list[int]:
     """Tokens of the reasoning of each reply, in all turns of an episode, with the tokens around it."""
     form, ids = chat_format(tokenizer), [reply.tolist() for reply in rollout.response_ids]
-    if rollout.episodes is None:
+    if not rollout.are_episodes:
         return [form.num_reasoning(reply) for reply in ids]
-    turns = (sampled_turns(reply, mask) for reply, mask in zip(ids, rollout.episodes.response_mask, strict=True))
+    turns = (sampled_turns(reply, mask) for reply, mask in zip(ids, rollout.response_mask, strict=True))
     return [sum(map(form.num_reasoning, of_one)) for of_one in turns]
 
 
 def prompt_tokens(rollout: Rollout, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int] | np.ndarray]:
     """`prompts`, or the tokens that environments began their episodes with."""
-    return prompts if rollout.episodes is None else list(rollout.episodes.prompt_ids)
+    return list(rollout.prompt_ids) if rollout.are_episodes else prompts
 
 
 def episode_scores(rollout: Rollout) -> list[Score] | None:
     """The environment's score of each episode, or its failure; None if replies are not episodes."""
-    if rollout.episodes is None:
+    if not rollout.are_episodes:
         return None
-    results = zip(rollout.episodes.episode_reward.tolist(), rollout.episodes.failure.tolist(), strict=True)
+    results = zip(rollout.episode_reward.tolist(), rollout.failure.tolist(), strict=True)
     return [failure(why) if why else Score(reward) for reward, why in results]
 
 
 def shown_episodes(tokenizer: Any, rollout: Rollout) -> list[str]:
     """Each episode for display, an agent's as a conversation with its branches."""
-    episodes = rollout.episodes
-    assert episodes is not None
-    if episodes.branches is None:
-        return [transcript(tokenizer, *row) for row in zip(rollout.response_ids, episodes.response_mask, strict=True)]
+    if "branches" not in rollout:
+        return [transcript(tokenizer, *row) for row in zip(rollout.response_ids, rollout.response_mask, strict=True)]
     decode = partial(decode_reply, tokenizer)
-    rows = zip(episodes.answers.tolist(), rollout.version.tolist(), strict=True)
+    rows = zip(rollout.answers.tolist(), rollout.version.tolist(), strict=True)
     records = ((json.loads(text), version) for text, version in rows)
     return [conversation_text(record, conversation(record, decode, version)) for record, version in records]
 
@@ -86,7 +88,7 @@ class ScoredRollout:
     """Replies with their scores, row by row."""
 
     rollout: Rollout
-    text: Text
+    text: TextBatch
     replies: list[str]
     scores: Scores
     sources: SourceScores
@@ -116,6 +118,9 @@ def _gathered(parts: Sequence[ScoredRollout], places: Sequence[int]) -> ScoredRo
     """The rows at `places` of the parts, which follow one another."""
     index, sources = torch.tensor(places), [part.sources for part in parts]
 
+    def batched(batches: Sequence[B]) -> B:
+        return type(batches[0]).concat(batches).take(places)
+
     def tensors(columns: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         return {name: torch.cat([of[name] for of in columns])[index] for name in columns[0]}
 
@@ -124,10 +129,10 @@ def _gathered(parts: Sequence[ScoredRollout], places: Sequence[int]) -> ScoredRo
         return [every[place] for place in places]
 
     return ScoredRollout(
-        rows_at(rows_joined([part.rollout for part in parts]), places),
-        rows_at(rows_joined([part.text for part in parts]), places),
+        batched([part.rollout for part in parts]),
+        batched([part.text for part in parts]),
         listed([part.replies for part in parts]),
-        rows_at(rows_joined([part.scores for part in parts]), places),
+        batched([part.scores for part in parts]),
         SourceScores(
             tensors([of.values for of in sources]),
             tensors([of.applies for of in sources]),
@@ -156,7 +161,7 @@ class Scorer:
         tokenizer: Any,
         stops: tuple[int, ...],
         prompts: UniquePrompts,
-        first_minibatch: Callable[[Rows, int], np.ndarray],
+        first_minibatch: Callable[[TextBatch, int], np.ndarray],
         one_trunk: bool = False,
     ) -> None:
         self._models, self._config, self._rewards, self._one_trunk = models, config, rewards, one_trunk
@@ -171,15 +176,15 @@ class Scorer:
         messages = [message for message, _ in contents]
         prompt_ids = prompt_tokens(rollout, [tokens for _, tokens in contents])
         replies = own_texts(self._tokenizer, rollout)
-        text = Text(**text_rows(prompt_ids, ids), id=np.arange(first_id, first_id + len(ids)))
-        whole = text_rows(prompt_ids, (with_end_of_turn(reply, self._stops) for reply in ids))
-        read = whole if rollout.episodes is not None else answer_rows(self._tokenizer, messages, replies, whole)
-        branches = None if rollout.episodes is None else rollout.episodes.branches
-        rows, merged = split_branches(to_rows(text), branches)
+        text = TextBatch.of(prompt_ids, ids).with_columns(id=np.arange(first_id, first_id + len(ids)))
+        whole = TextBatch.of(prompt_ids, [with_end_of_turn(reply, self._stops) for reply in ids])
+        read = whole if rollout.are_episodes else answer_rows(self._tokenizer, messages, replies, whole)
+        branches = rollout.branches if "branches" in rollout else None
+        rows, merged = split_branches(text, branches)
         inputs, scored = self._inputs(rows, whole), np.arange(len(ids))
         if branches is None and self._config.step_scores:
             scored = np.setdiff1d(scored, self._first_minibatch(rows, iteration))
-            inputs |= {"policy": take(rows, scored)}
+            inputs |= {"policy": rows.take(scored)}
         if not len(scored):
             del inputs["policy"]
         # With a lag, the generator works at the same time.
@@ -189,14 +194,14 @@ class Scorer:
         again = [models["policy"].score.remote(read)] if rewards.branches and read is not whole else []
 
         @cache
-        def outputs() -> Rows:
-            found: Rows = {}
+        def outputs() -> Scores:
+            found = Scores()
             for answer in get_all(calls):
-                found |= merged(answer)
+                found = found.with_columns(**merged(answer).columns())
             for answer in get_all(again):
-                found |= {role: answer[role] for role in rewards.branches}
-            logprobs = found.get("logprobs", Ragged.of([], np.float32))
-            return found | {"logprobs": logprobs.spread(scored, len(ids))}
+                found = found.with_columns(**{role: answer.by_role(role) for role in rewards.branches})
+            logprobs = found.logprobs if "logprobs" in found else Ragged.of([], np.float32)
+            return found.with_columns(logprobs=logprobs.spread(scored, len(ids)))
 
         sources = rewards.scores(
             rewards.requests(models, messages, replies, read, at_once),
@@ -209,16 +214,17 @@ class Scorer:
             tokens=read,
         )
         lengths = reasoning_lengths(self._tokenizer, rollout)
-        return ScoredRollout(rollout, text, replies, Scores.read(outputs()), sources, lengths)
+        return ScoredRollout(rollout, text, replies, outputs(), sources, lengths)
 
-    def _inputs(self, rows: Rows, whole: Rows) -> dict[str, Rows]:
+    def _inputs(self, rows: TextBatch, whole: TextBatch) -> dict[str, TextBatch]:
         """Role → the rows that its model scores; `rows` are as sampled, `whole` end each turn, for reward models."""
         models = self._models
         inputs = {role: rows for role in ("policy", "reference", "critic") if role in models}
         if self._rewards.branches:
-            inputs["policy"] = rows | whole | {"added_ends": rows["input_ids"].lengths < whole["input_ids"].lengths}
+            added_ends = rows.input_ids.lengths < whole.input_ids.lengths
+            inputs["policy"] = rows.with_columns(**whole.columns(), added_ends=added_ends)
         if self._one_trunk:
-            trunk_rows = {name: inputs["policy"][name] for name in ("input_ids", "prompt_lengths", "id")}
-            states = get(models["policy"].trunk.remote(trunk_rows, 1 + bool(self._config.lag)))["trunk"]
-            inputs["critic"] = rows | {"trunk": states.heads(rows["input_ids"].lengths)}
+            trunk_rows = TextBatch.of_columns(inputs["policy"].pick("input_ids", "prompt_lengths", "id"))
+            states = get(models["policy"].trunk.remote(trunk_rows, 1 + bool(self._config.lag))).trunk
+            inputs["critic"] = rows.with_columns(trunk=states.heads(rows.input_ids.lengths))
         return inputs

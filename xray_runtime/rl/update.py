@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from xray_runtime.algorithms.schedules import learning_rate
-from xray_runtime.data.rows import Ragged, Rows, alike_prompts, join_column, num_response_tokens, take
-from xray_runtime.rl.agent_rows import BRANCHES, BranchRows
+from xray_runtime.data.batch import PolicyBatch, TextBatch
+from xray_runtime.data.ragged import Ragged, join_ragged
+from xray_runtime.rl.agent_rows import BranchRows
 from xray_runtime.rl.experience import measured
-from xray_runtime.rl.types import Experience, to_rows
+from xray_runtime.rl.types import Experience
 from xray_runtime.seeding import derive_seed
 from xray_runtime.training.finite import SkippedSteps
 from xray_runtime.training.steps import PolicySums, StepStatistics, StepTotals, ValueSums, read_step
@@ -67,9 +68,9 @@ class Updater:
             RuntimeError: a model has more ranks than there are replies with a reward.
             NonFiniteError: a model skipped more steps than `max_skipped_steps`.
         """
-        config, rows, count = self._config, to_rows(experience.rows), experience.num_rows
+        config, count = self._config, experience.num_rows
         num_minibatches = self._num_minibatches(count)
-        epochs = _minibatches(self._stage, alike_prompts(rows), num_minibatches, iteration)
+        epochs = _minibatches(self._stage, experience.rows.alike_prompts(), num_minibatches, iteration)
         steps: list[MinibatchStep] = []
         times_trained, stopped_early = np.zeros(count, np.int32), False
         for epoch, minibatches in zip(range(config.epochs), epochs, strict=False):
@@ -77,7 +78,7 @@ class Updater:
                 at = (iteration * config.epochs + epoch) * self._per_epoch + number
                 if not steps:
                     experience = self._score_later(experience, index)
-                step, logprobs = self._step(take(to_rows(experience.rows), index), at, kl_coef)
+                step, logprobs = self._step(experience.rows.take(index), at, kl_coef)
                 if logprobs is not None:
                     experience = measured(config, experience, _replaced(experience, index, logprobs))
                 steps.append(step)
@@ -93,10 +94,12 @@ class Updater:
         """Score the rows outside the `first` minibatch if some of them are not: replies without a reward, which are
         left out, move the others to other minibatches than were expected."""
         later = np.setdiff1d(np.arange(experience.num_rows), first)
-        if not _unscored(take(to_rows(experience.rows), later)):
+        rows = experience.rows.take(later)
+        if not _unscored(rows):
             return experience
-        answer = get(self._policy.score.remote(take(to_rows(experience.rows.text), later), 1 + bool(self._config.lag)))
-        return measured(self._config, experience, _replaced(experience, later, answer["logprobs"]))
+        text = TextBatch.of_columns(rows.pick("input_ids", "prompt_lengths", "id"))
+        answer = get(self._policy.score.remote(text, 1 + bool(self._config.lag)))
+        return measured(self._config, experience, _replaced(experience, later, answer.logprobs))
 
     def _num_minibatches(self, num_replies: int) -> int:
         """Fewer minibatches than planned if few replies have a reward."""
@@ -107,65 +110,63 @@ class Updater:
             raise RuntimeError(f"{few}, fewer than the model's data-parallel ranks")
         return count
 
-    def _step(self, batch: Rows, at: int, kl_coef: float) -> tuple[MinibatchStep, Ragged | None]:
+    def _step(self, batch: PolicyBatch, at: int, kl_coef: float) -> tuple[MinibatchStep, Ragged | None]:
         """(the step, the policy's log-probabilities before it if the batch lacks them)."""
-        first = _unscored(batch)
-        for name in ("old_logprobs", "weights") if first else ("rollout_logprobs",):
-            del batch[name]
-        batch = BranchRows.of(batch).rows if BRANCHES in batch else batch
-        config, tokens = self._config, float(num_response_tokens(batch))
-        totals = StepTotals(tokens=tokens, rows=len(batch["id"]), kl_coef=kl_coef).to_wire()
+        unread = ("old_logprobs", "weights") if _unscored(batch) else ("rollout_logprobs",)
+        batch = batch.with_columns(**dict.fromkeys(unread))
+        batch = BranchRows.of(batch, batch.branches).rows if "branches" in batch else batch
+        config, tokens = self._config, float(batch.num_response_tokens())
+        totals = StepTotals(tokens=tokens, rows=len(batch), kl_coef=kl_coef).to_wire()
         at_once = (1 if self._critic is None else 2) + bool(config.lag)
         lr = learning_rate(config, at, self._planned)
-        train = self._policy.train_and_score if first else self._policy.train
-        calls: list[Any] = [train.remote(batch, totals, lr, at_once)]
+        calls = [self._policy.train.remote(batch, totals, lr, at_once)]
         if self._critic is not None:
             critic_lr = learning_rate(config, at, self._planned, peak=config.critic_lr)
             calls.append(self._critic.train.remote(batch, totals, critic_lr, at_once))
         answers = get_all(calls)
-        sums, columns = answers[0] if first else (answers[0], {})
-        policy = read_step(PolicySums, sums)
+        policy, scores = read_step(PolicySums, answers[0]), answers[0].scores
         critic = read_step(ValueSums, answers[1]) if self._critic is not None else None
         # Each model steps or skips on its own, so both are counted.
         taken = self._skipped.check_step(self._stage, "policy", at, policy)
         if critic is not None:
             taken = self._skipped.check_step(self._stage, "critic", at, critic) and taken
-        return MinibatchStep(tokens, lr, policy, critic, taken), columns.get("old_logprobs")
+        logprobs = scores.old_logprobs if "old_logprobs" in scores else None
+        return MinibatchStep(tokens, lr, policy, critic, taken), logprobs
 
     def _moved_too_far(self, step: MinibatchStep) -> bool:
         limit = self._config.stop_kl
         return limit is not None and not step.policy.sums.approx_kl_sum / step.num_tokens <= limit  # NaN too
 
 
-def first_minibatch(stage: Stage[PPOConfig, PPOInputs], rows: Rows, iteration: int) -> np.ndarray:
+def first_minibatch(stage: Stage[PPOConfig, PPOInputs], rows: TextBatch, iteration: int) -> np.ndarray:
     """The rows of a rollout that an iteration's first step trains on if all get a reward; none if tied groups may be
     replaced before the rollout is split into minibatches."""
     config = stage.config
     count = config.rollout_size // config.minibatch_size
     if count > 1 and config.resample_rounds:
         return np.zeros(0, np.int64)
-    return next(_minibatches(stage, alike_prompts(rows), count, iteration))[0]
+    return next(_minibatches(stage, rows.alike_prompts(), count, iteration))[0]
 
 
 def _minibatches(
     stage: Stage[PPOConfig, PPOInputs], prompts: np.ndarray, count: int, iteration: int
 ) -> Iterator[list[np.ndarray]]:
-    """The places of each minibatch's rows, epoch after epoch; `prompts` [B] as from `alike_prompts`."""
+    """The places of each minibatch's rows, epoch after epoch; `prompts` [B] as from `TextBatch.alike_prompts`."""
     order = np.random.default_rng(derive_seed(stage.seed, stage.name, "minibatches", iteration))
     while True:
         yield np.array_split(shuffled(prompts, order), count)
 
 
-def _unscored(rows: Rows) -> bool:
+def _unscored(rows: PolicyBatch) -> bool:
     """Whether some rows lack the policy's log-probabilities."""
-    return bool((rows["old_logprobs"].lengths < rows["rollout_logprobs"].lengths).any())
+    return bool((rows.old_logprobs.lengths < rows.rollout_logprobs.lengths).any())
 
 
 def _replaced(experience: Experience, places: np.ndarray, by: Ragged) -> Ragged:
     """The experience's `old_logprobs` with `by` at `places`."""
     others = np.setdiff1d(np.arange(experience.num_rows), places)
-    kept: Ragged = experience.rows.old_logprobs[others]
-    return cast("Ragged", join_column([kept, by], [others.tolist(), places.tolist()]))
+    kept = experience.rows.old_logprobs[others]
+    return join_ragged([kept, by], [others.tolist(), places.tolist()])
 
 
 def shuffled(groups: np.ndarray, order: np.random.Generator) -> np.ndarray:

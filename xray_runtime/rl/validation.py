@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from xray_runtime.data.rows import Rows, text_rows, with_end_of_turn
+from xray_runtime.data.batch import Rollout, Scores, TextBatch, with_end_of_turn
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.rl.episode import EpisodeBatch
 from xray_runtime.rl.reward_reader import answer_rows
@@ -23,7 +23,6 @@ from xray_runtime.rl.reward_sources import RewardSources
 from xray_runtime.rl.sampled_replies import prompt_rows
 from xray_runtime.rl.scoring import episode_scores, own_texts, prompt_tokens
 from xray_runtime.rl.turns import sampling_turn, trained_models
-from xray_runtime.rl.types import Rollout
 from xray_runtime.training.dataset import validation_file
 from xray_runtime.training.policy_versions import BestVersion, save_policy
 from xray_runtime.training.prompts import UniquePrompts, drawn
@@ -87,8 +86,8 @@ class Validation:
             keep = kept.keep != "none" and kept.tokens == "kept"
             return episodes.sample(EpisodeBatch(self._prompts, self._columns, version, "validation", keep=keep))
         rows, count = prompt_rows(self._stage, [ids for _, ids in self._prompts], "validation"), len(self._prompts)
-        columns = {"seed": rows["seed"], "version": np.full(count, version), "prompt": np.arange(count)}
-        return Rollout.read(get(generator.generate.remote(rows, self._sampling, version)) | columns)
+        replies = get(generator.generate.remote(rows, self._sampling, version))
+        return replies.as_kind(Rollout, seed=rows.seed, version=np.full(count, version), prompt=np.arange(count))
 
     def score(self, models: Mapping[str, ModelHandle], replies: Rollout | None, iteration: int) -> dict[str, float]:
         """Score the replies of `sample`, keep the policy if it is the best so far, and return metrics."""
@@ -103,10 +102,10 @@ class Validation:
         ids, messages = replies.response_ids, [messages for messages, _ in self._prompts]
         texts = own_texts(self._tokenizer, replies)
         begun = prompt_tokens(replies, [p for _, p in self._prompts])
-        whole = text_rows(begun, [with_end_of_turn(reply, self._stops) for reply in ids])
-        read = whole if replies.episodes is not None else answer_rows(self._tokenizer, messages, texts, whole)
+        whole = TextBatch.of(begun, [with_end_of_turn(reply, self._stops) for reply in ids])
+        read = whole if replies.are_episodes else answer_rows(self._tokenizer, messages, texts, whole)
         requests = self._sources.requests(models, messages, texts, read)
-        branches: Callable[[], Rows] | None = None
+        branches: Callable[[], Scores] | None = None
         if self._sources.branches:
             branches = partial(get, models["policy"].score.remote(read))
         scores = self._sources.scores(

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 from xray_runtime.algorithms.schedules import learning_rate
+from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.heldout import draw_left_out
 from xray_runtime.data.pairs import HELDOUT, TRAIN
 from xray_runtime.data.replies import Replies, both_sides
-from xray_runtime.data.rows import Rows
 from xray_runtime.data.tokens import Tokens
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.preference_objectives import DPOObjective
@@ -65,7 +65,7 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
         for step in range(state.restore(), steps):
             index = trained[cursor.take(config.batch_size)]
             lr = learning_rate(config, step, steps)
-            rows = _batch(train, index, known) | states.columns(index)
+            rows = _batch(train, index, known).with_columns(**states.columns(index))
             totals = StepTotals(pairs=config.batch_size)
             result = read_step(DPOSums, get(policy.train.remote(rows, totals.to_wire(), lr)))
             skipped.check_step(stage, "policy", step, result)
@@ -96,12 +96,12 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
     return steps
 
 
-def _batch(pairs: Tokens, index: np.ndarray, known: dict[str, np.ndarray] | None) -> Rows:
+def _batch(pairs: Tokens, index: np.ndarray, known: dict[str, np.ndarray] | None) -> TextBatch:
     """Rows of whole pairs, so that both replies are in one micro-batch."""
     rows = pairs.take(index)
-    if known is not None:
-        rows |= {"ref_chosen": known[TRAIN][2 * index], "ref_rejected": known[TRAIN][2 * index + 1]}
-    return rows
+    if known is None:
+        return rows
+    return rows.with_columns(ref_chosen=known[TRAIN][2 * index], ref_rejected=known[TRAIN][2 * index + 1])
 
 
 def _without_training(
@@ -112,9 +112,9 @@ def _without_training(
     # All chosen replies, then all rejected ones.
     numbers = np.concatenate([2 * pairs, 2 * pairs + 1])
     rows = replies.take(numbers)
-    logprobs = torch.tensor(get(policy.score.remote(rows))["logprobs"]).double()
+    logprobs = torch.tensor(get(policy.score.remote(rows)).reply_logprobs).double()
     ref_logprobs = torch.tensor(reference[numbers]).double() if reference is not None else None
-    num_tokens = torch.from_numpy(rows["input_ids"].lengths - rows["prompt_lengths"])
+    num_tokens = torch.from_numpy(rows.input_ids.lengths - rows.prompt_lengths)
     _, stats = objective.of_pairs(logprobs, ref_logprobs, num_tokens)
     names = {"loss": "loss", "correct": "accuracy", "margin": "margin"}
     return {shown: float(stats[name].mean()) for name, shown in names.items()}

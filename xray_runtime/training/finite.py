@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xray_runtime.data.rows import Rows, non_finite
+from xray_runtime.data.ragged import non_finite
 from xray_runtime.errors import NonFiniteError, root_cause
 
 if TYPE_CHECKING:
+    from xray_runtime.data.batch import Replies
     from xray_runtime.engines.generation.sampling import Sampling
     from xray_runtime.graph.kind import Stage
     from xray_runtime.training.steps import StepStatistics
@@ -76,20 +77,20 @@ class SkippedSteps:
         return finite | {"training/skipped_steps": float(self.count)}
 
 
-def check_rollout(sampled: Rows, num_prompts: int, sampling: Sampling) -> None:
+def check_rollout(sampled: Replies, num_prompts: int, sampling: Sampling) -> None:
     """Reject answers of a generator that it cannot have sampled for `num_prompts` prompts.
 
     Raises:
         NonFiniteError: a log-probability is NaN or infinite.
         RuntimeError: a reply is missing, empty, too long, or has an impossible token or log-probability.
     """
-    ids, logprobs = sampled["response_ids"], sampled["rollout_logprobs"]
+    ids, logprobs, num_ended = sampled.response_ids, sampled.rollout_logprobs, len(sampled.ended)
     wrong = non_finite({"rollout_logprobs": logprobs})
     if wrong is not None:
         raise NonFiniteError(f"the rollout: {wrong} are not finite")
     lengths = ids.lengths
     faults = {
-        f"{len(ids)} replies to {num_prompts} prompts": len(ids) != num_prompts or len(sampled["ended"]) != num_prompts,
+        f"{len(ids)} replies to {num_prompts} prompts": len(ids) != num_prompts or num_ended != num_prompts,
         "tokens and log-probabilities differ in number": not np.array_equal(ids.offsets, logprobs.offsets),
         f"a reply of {lengths.min(initial=1)} tokens": lengths.min(initial=1) < 1,
         f"a reply of {lengths.max(initial=0)} tokens, where max_new_tokens = {sampling.max_new_tokens}": (

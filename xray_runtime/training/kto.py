@@ -23,6 +23,7 @@ import torch
 from xray_runtime.algorithms.preference_losses import kto_baseline
 from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.algorithms.statistics import wins
+from xray_runtime.data.batch import LabelledBatch
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.heldout import draw_left_out, held_out_prompts, refuse_held
 from xray_runtime.data.pairs import HELDOUT, TRAIN, prompt_text
@@ -88,8 +89,8 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
             index = trained[cursor.take(config.batch_size)]
             lr = learning_rate(config, step, steps)
             baseline = kto_baseline(_ratios(policy, parts, known, MISMATCHED, index, mismatched_states))
-            rows = train.take(index) | {"ref_logprobs": known[TRAIN][index], "desirable": desirable[index]}
-            rows |= states.columns(index)
+            labels = {"ref_reply_logprobs": known[TRAIN][index], "desirable": desirable[index]}
+            rows = train.take(index).as_kind(LabelledBatch, **labels, **states.columns(index))
             totals = StepTotals(rows=config.batch_size, baseline=baseline)
             result = read_step(KTOSums, get(policy.train.remote(rows, totals.to_wire(), lr)))
             skipped.check_step(stage, "policy", step, result)
@@ -171,8 +172,8 @@ def _ratios(
     states: TrunkStates | None = None,
 ) -> torch.Tensor:
     """Current log-ratios of some replies of a part [len(numbers)]."""
-    rows = parts[part].take(numbers) | (states.columns(numbers) if states is not None else {})
-    logprobs = get(policy.score.remote(rows))["logprobs"]
+    rows = parts[part].take(numbers).with_columns(**(states.columns(numbers) if states is not None else {}))
+    logprobs = get(policy.score.remote(rows)).reply_logprobs
     return torch.from_numpy(logprobs - known[part][numbers])
 
 

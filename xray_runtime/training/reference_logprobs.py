@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xray_runtime.data.derived import Derived, computed_key
+from xray_runtime.data.ragged import load_columns, save_columns
 from xray_runtime.data.replies import Replies
-from xray_runtime.data.rows import Rows, load_rows, save_rows
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import MANIFEST
 from xray_runtime.workers.model_spec import trained_model
@@ -54,21 +54,21 @@ class ReferenceLogprobs:
     def load(self) -> dict[str, np.ndarray] | None:
         """Part → log-probabilities [size], float32; None if they are not computed yet."""
         path = self._derived.find(self._name)
-        return load_rows(path) if path is not None else None
+        return _read(path) if path is not None else None
 
     def compute(self, model: ModelHandle) -> dict[str, np.ndarray]:
         """Score all replies with the reference and keep the result."""
         total, done = sum(part.size for part in self._parts.values()), 0
-        found: Rows = {}
+        found: dict[str, np.ndarray] = {}
         for name, part in self._parts.items():
             scores = []
             for numbers in _chunks(part.size):
                 self._recorder.progress(done, total, "replies", "scored by the reference")
-                scores.append(get(model.score.remote(part.take(numbers)))["logprobs"])
+                scores.append(get(model.score.remote(part.take(numbers))).reply_logprobs)
                 done += len(numbers)
             found[name] = np.concatenate(scores).astype(np.float32)
         # If another process was faster, its bytes count.
-        return load_rows(self._derived.make(self._name, lambda path: save_rows(path, found)))
+        return _read(self._derived.make(self._name, lambda path: save_columns(path, found)))
 
 
 @contextmanager
@@ -90,11 +90,15 @@ def open_policy(
         yield models["policy"], known
 
 
+def _read(path: Path) -> dict[str, np.ndarray]:
+    return {name: part for name, part in load_columns(path).items() if isinstance(part, np.ndarray)}
+
+
 def _digest(part: Replies) -> str:
     digest = hashlib.sha256(str(part.size).encode())
     for numbers in _chunks(part.size):
         rows = part.take(numbers)
-        for array in (rows["input_ids"].values, rows["input_ids"].offsets, rows["prompt_lengths"]):
+        for array in (rows.input_ids.values, rows.input_ids.offsets, rows.prompt_lengths):
             digest.update(array.tobytes())
     return digest.hexdigest()
 

@@ -11,11 +11,11 @@ import torch
 
 from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.algorithms.statistics import wins
+from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.length_baseline import length_baseline_accuracy
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample
 from xray_runtime.data.replies import both_sides
-from xray_runtime.data.rows import Rows
 from xray_runtime.graph.artifacts import REWARD_HEAD
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.reward_objective import RewardObjective
@@ -56,7 +56,7 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
         state = Resumable(recorder, models, cursor=cursor, skipped=skipped)
         for step in range(state.restore(), steps):
             index = cursor.take(config.batch_size)
-            batch = train.take(index) | states.columns(index)
+            batch = train.take(index).with_columns(**states.columns(index))
             lr, totals = learning_rate(config, step, steps), StepTotals(rows=config.batch_size)
             result = read_step(PairSums, get(reward.train.remote(batch, totals.to_wire(), lr)))
             skipped.check_step(stage, "reward", step, result)
@@ -95,9 +95,9 @@ def _summary(stage: str, chosen: np.ndarray, rejected: np.ndarray) -> dict[str, 
     }
 
 
-def _scores(reward: ModelHandle, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+def _scores(reward: ModelHandle, rows: TextBatch) -> tuple[np.ndarray, np.ndarray]:
     # One call: both sides share their prompts, and a model caches only the trunk states of the last call.
-    chosen, rejected = np.split(get(reward.score.remote(rows))["scores"], 2)
+    chosen, rejected = np.split(get(reward.score.remote(rows)).scores, 2)
     return chosen, rejected
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.algorithms.schedules import learning_rate
+from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.conversations import ConversationTokens
 from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.pairs import HELDOUT, TRAIN
-from xray_runtime.data.rows import Rows, num_response_tokens, num_rows
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.seeding import derive_seed
@@ -57,8 +57,8 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
         for step in range(done, config.steps):
             start = time.perf_counter()
             index = cursor.take(config.batch_size)
-            batch = train.take(index) | states.columns(index)
-            tokens, lr = num_response_tokens(batch), learning_rate(config, step, config.steps)
+            batch = train.take(index).with_columns(**states.columns(index))
+            tokens, lr = batch.num_response_tokens(), learning_rate(config, step, config.steps)
             result = read_step(SFTSums, get(policy.train.remote(batch, StepTotals(tokens=tokens).to_wire(), lr)))
             skipped.check_step(stage, "policy", step, result)
             seconds = time.perf_counter() - start
@@ -67,7 +67,7 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
                 "sft/loss": loss,
                 "sft/grad_norm": result.grad_norm,
                 "sft/lr": lr,
-                "speed/train_tokens_per_s": len(batch["input_ids"].values) / seconds,
+                "speed/train_tokens_per_s": batch.num_tokens() / seconds,
             }
             if step + 1 == config.steps or step % max(config.steps // 5, 1) == 0:
                 metrics["sft/heldout_loss"] = _loss(policy, heldout_rows)
@@ -79,7 +79,7 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
             state.step_done(step + 1, config.steps)
         done = config.steps
         if validation_rows is not None:
-            done = best.save(models, out, config.steps, {"conversations": num_rows(validation_rows)})
+            done = best.save(models, out, config.steps, {"conversations": len(validation_rows)})
         else:
             get(policy.save.remote(out))
     with DroppedRows(out) as dropped:
@@ -89,7 +89,7 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
 
 def _data(
     stage: Stage[SFTConfig, SFTInputs], tokenizer: Any, limits: tuple[int, int], recorder: Recorder
-) -> tuple[ConversationTokens, Rows, Rows | None]:
+) -> tuple[ConversationTokens, TextBatch, TextBatch | None]:
     """(training rows, first held-out rows, rows for `validation`). Raises ValueError if no row of one side fits."""
 
     def tokens(file: Path) -> ConversationTokens:
@@ -122,6 +122,6 @@ def _data_metrics(train: ConversationTokens, limits: tuple[int, int]) -> dict[st
     return metrics | {f"sft/dropped_{reason}": count for reason, count in train.num_dropped.items()}
 
 
-def _loss(policy: ModelHandle, rows: Rows) -> float:
+def _loss(policy: ModelHandle, rows: TextBatch) -> float:
     """Nats per response token of `rows`."""
-    return float(get(policy.score.remote(rows))["nll"].sum()) / num_response_tokens(rows)
+    return float(get(policy.score.remote(rows)).nll.sum()) / rows.num_response_tokens()

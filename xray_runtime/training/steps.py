@@ -1,19 +1,21 @@
 """Input and output of an optimizer step besides its rows: counts and sums over the whole step, all micro-batches and
 ranks.
 
-`WholeModel.train` takes and returns dictionaries: `StepTotals.to_wire` makes the first, `read_step` reads the second.
-Each objective has one dataclass of sums, in units of one row or token.
+`StepTotals.to_wire` makes what `WholeModel.train` takes, `read_step` reads its answer. Each objective has one dataclass
+of sums, in units of one row or token.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+    from xray_runtime.data.batch import StepAnswer
 
 S = TypeVar("S", bound="DataclassInstance")
 
@@ -108,12 +110,13 @@ class StepStatistics(Generic[S]):
                 yield name, value
 
 
-def read_step(kind: type[S], answer: Mapping[str, float]) -> StepStatistics[S]:
+def read_step(kind: type[S], answer: StepAnswer) -> StepStatistics[S]:
     """The result of `WholeModel.train`; `kind` is the dataclass of the objective's sums."""
-    refused = answer.get("refused_by")
+    sums = answer.sums
+    refused = sums.get("refused_by")
     return StepStatistics(
-        kind(**{field.name: answer[field.name] for field in fields(kind) if field.name in answer}),
-        answer["grad_norm"],
+        kind(**{field.name: sums[field.name] for field in fields(kind) if field.name in sums}),
+        sums["grad_norm"],
         None if refused is None else int(refused),
-        answer.get("computed_tokens", 0.0),
+        sums.get("computed_tokens", 0.0),
     )

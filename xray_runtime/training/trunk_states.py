@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 import numpy as np
 
 from xray_runtime.config.engines import with_precision
+from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.derived import Derived, computed_key
-from xray_runtime.data.rows import Ragged, Rows, join_column
+from xray_runtime.data.ragged import Ragged, join_ragged
 from xray_runtime.models.weight_files import trunk_digest
 from xray_runtime.workers.protocols import ModelHandle, get
 
@@ -38,9 +39,7 @@ CHUNK_ROWS = 4096
 
 
 class TrainingRows(Protocol):
-    """Rows with `input_ids`, and for pairs `rejected_ids`."""
-
-    def take(self, rows: np.ndarray) -> Rows: ...
+    def take(self, rows: np.ndarray) -> TextBatch: ...
 
 
 class TrunkStates:
@@ -101,7 +100,7 @@ class TrunkStates:
             # Read, not mapped: mapped pages would count as this process's memory.
             self._file = path.open("rb", buffering=0)
 
-    def columns(self, rows: Sequence[int] | np.ndarray) -> Rows:
+    def columns(self, rows: Sequence[int] | np.ndarray) -> dict[str, Ragged]:
         """The state columns of these rows; empty if states are not kept."""
         if self._file is None:
             return {}
@@ -110,9 +109,9 @@ class TrunkStates:
 
     def _sequences(self, rows: np.ndarray) -> Ragged:
         """Token ids of some rows; for a pair, the chosen side, then the rejected one."""
-        taken, width = self._rows.take(rows), len(self._names)
-        sides = [taken[name] for name in self._names]
-        return join_column(sides, [range(side, len(rows) * width, width) for side in range(width)])
+        sides = self._rows.take(rows).sides()
+        width = len(sides)
+        return join_ragged(sides, [range(side, len(rows) * width, width) for side in range(width)])
 
     def _write(self, path: Path, model: ModelHandle) -> None:
         num_bytes = int(self._bounds[-1]) * self._hidden * self._dtype.itemsize
@@ -122,7 +121,7 @@ class TrunkStates:
         with path.open("wb") as file:
             for part in np.array_split(self._used, min(max(num_bytes // CHUNK_BYTES, 1), most)):
                 self._recorder.progress(done, len(self._used), "rows", "through the frozen trunk")
-                states = get(model.trunk.remote({"input_ids": self._sequences(part)}))["trunk"].values
+                states = get(model.trunk.remote(TextBatch(input_ids=self._sequences(part)))).trunk.values
                 if (states.dtype, states.shape[1]) != (self._dtype, self._hidden):
                     raise TypeError(f"the trunk's states are {states.dtype} {states.shape}")
                 file.write(np.ascontiguousarray(states).data)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.engines import GeneratorConfig
-from xray_runtime.data.rows import Rows
+from xray_runtime.data.batch import PromptBatch, Replies
 from xray_runtime.processes import at_low_priority, without_collection
 from xray_runtime.workers.plain_errors import plain_errors
 from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
@@ -91,7 +91,7 @@ class Generator(Workhorse):
         """One step of a transfer from GPU to GPU, which the trainer drives."""
         self._engine.receive(step, info, version)
 
-    def generate(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
-        """Sample a reply to each prompt (`input_ids`) with its `seed`; see `Generation.generate`."""
-        prompts = [ids.tolist() for ids in rows["input_ids"]]
-        return self._engine.generate(prompts, rows["seed"].tolist(), sampling, version)
+    def generate(self, rows: PromptBatch, sampling: Sampling, version: int) -> Replies:
+        """Sample a reply to each prompt with its `seed`; see `Generation.generate`."""
+        prompts = [ids.tolist() for ids in rows.input_ids]
+        return self._engine.generate(prompts, rows.seed.tolist(), sampling, version)

@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from xray_runtime.data.rows import Ragged, Rows, num_rows, take
+from xray_runtime.data.batch import Scores, StepAnswer, TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.processes import at_low_priority, return_freed_memory, without_collection
 from xray_runtime.signs import part_done
 from xray_runtime.store.shards import read_shards, shard_problem
-from xray_runtime.workers.micro_batches import Columns, as_tensors, row_groups
+from xray_runtime.workers.micro_batches import as_arrays, as_tensors, joined, row_groups
 from xray_runtime.workers.plain_errors import plain_errors
 from xray_runtime.workers.published_checks import PublishedChecks
 from xray_runtime.workers.trunk_memory import TrunkMemory
@@ -120,8 +119,8 @@ class Learner(PublishedChecks, Workhorse):
 
         onload()
 
-    def score(self, rows: Rows, at_once: int = 1) -> Rows:
-        """The objective's scores of `rows`, in their order; those of response tokens are `Ragged`.
+    def score(self, rows: TextBatch, at_once: int = 1) -> Scores:
+        """The objective's scores of `rows`, in their order.
 
         Remembers the output of a frozen trunk for updates on rows with the same `id`, and for scoring the same rows.
         `at_once`: number of models that work at the same time, this one included; they share `runtime.threads`.
@@ -130,60 +129,53 @@ class Learner(PublishedChecks, Workhorse):
 
         if self.module.has_trunk:
             rows = self._trunks.identified(rows)
-        columns = Columns(num_rows(rows))
         batches = self._micro_batches(rows, self.spec.score_tokens)
         with self._turn(at_once), torch.no_grad():
-            for batch, scores in self.scorer.evaluate(self.spec.objective.score, batches):
-                for name, of_rows in scores.items():
-                    columns.add(name, batch.rows, of_rows)
-        return columns.rows()
+            passes = self.scorer.evaluate(self.spec.objective.score, batches)
+            return joined((batch, as_arrays(scores)) for batch, scores in passes)
 
-    def trunk(self, rows: Rows, at_once: int = 1) -> Rows:
-        """The frozen trunk's output for `input_ids`: `trunk`, ragged [N, H], remembered as by `score`.
+    def trunk(self, rows: TextBatch, at_once: int = 1) -> Scores:
+        """The frozen trunk's output for `input_ids`: `trunk`, remembered as by `score`.
 
         bfloat16 comes as bits in uint16, since numpy lacks the type.
         """
         import torch
 
-        states: list[np.ndarray] = [np.zeros(0)] * num_rows(rows)
+        found: list[tuple[MicroBatch, Scores]] = []
         with self._turn(at_once):
             for batch in self._micro_batches(self._trunks.identified(rows), self.spec.score_tokens):
-                found = batch.tensors["trunk"].cpu()
-                bits = found.view(torch.uint16) if found.dtype == torch.bfloat16 else found
-                for row, of_row in zip(batch.rows, bits.split(batch.tensors["lengths"].tolist()), strict=False):
-                    states[row] = of_row.numpy()
-        return {"trunk": Ragged(np.concatenate(states), rows["input_ids"].offsets)}
+                states = batch.tensors.trunk.values.cpu()
+                bits = states.view(torch.uint16) if states.dtype == torch.bfloat16 else states
+                offsets = batch.tensors.input_ids.offsets.cpu()
+                found.append((batch, Scores(trunk=Ragged(bits.numpy(), offsets.numpy()))))
+        return joined(found)
 
-    def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
-        """One optimizer step over `rows`; returns this rank's sums for the log, the number of tokens that it computed,
-        and `grad_norm`. `at_once` as above.
+    def train(self, rows: TextBatch, totals: dict[str, float], lr: float, at_once: int = 1) -> StepAnswer:
+        """One optimizer step over `rows`; answers with this rank's sums for the log, the number of tokens that it
+        computed, `grad_norm`, and the columns that the objective gives back. `at_once` as above.
 
         If this rank's loss or the whole gradient is not finite, no rank steps, and `grad_norm` is not finite. Raises
         NonFiniteError if a weight is not finite.
         """
-        return self.train_and_score(rows, totals, lr, at_once)[0]
-
-    def train_and_score(
-        self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1
-    ) -> tuple[dict[str, float], Rows]:
-        """`train`, and the columns of response tokens that the objective gives back with its sums."""
         import torch
 
-        from xray_runtime.models.objectives import by_row, num_computed_tokens
+        from xray_runtime.models.objectives import num_computed_tokens, of_responses, training_loss
 
         assert self.engine is not None
         assert self.spec.training is not None
-        layout, columns = self.spec.training.engine, Columns(num_rows(rows))
+        layout, columns = self.spec.training.engine, list[tuple[MicroBatch, Scores]]()
         found: dict[int, dict[str, torch.Tensor]] = {}
 
         def loss(batch: MicroBatch) -> torch.Tensor:
-            value, stats = self.scorer.forward(self.spec.objective.loss, batch.tensors, totals)
+            value, stats = self.scorer.forward(training_loss, self.spec.objective, batch.tensors, totals)
             # Other stages of a pipeline have no loss.
             part_done(common=layout.pipeline_parallel == 1)
             if not batch.rows:
                 return value * 0.0
-            for name in [name for name, stat in stats.items() if stat.dim()]:
-                columns.add(name, batch.rows, by_row(stats.pop(name), batch.tensors))
+            flat = {name: stats.pop(name) for name in [name for name, stat in stats.items() if stat.dim()]}
+            if flat:
+                of_rows = {name: of_responses(values, batch.tensors) for name, values in flat.items()}
+                columns.append((batch, as_arrays(Scores.of_columns(of_rows))))
             num_tokens = torch.tensor(num_computed_tokens(self.module, batch.tensors))
             found[batch.number] = stats | {"computed_tokens": num_tokens}
             finite = torch.stack([value.detach().float(), *(stat.float() for stat in stats.values())]).isfinite().all()
@@ -197,9 +189,9 @@ class Learner(PublishedChecks, Workhorse):
                 deque(self._weights(head=True), maxlen=0)
         in_order = [found[number] for number in sorted(found)] or [{}]
         sums = {name: float(sum(stats[name] for stats in in_order)) for name in in_order[0]}
-        return sums | {"grad_norm": norm}, columns.rows()
+        return StepAnswer(sums | {"grad_norm": norm}, joined(columns))
 
-    def _micro_batches(self, rows: Rows, max_tokens: int) -> Iterator[MicroBatch]:
+    def _micro_batches(self, rows: TextBatch, max_tokens: int) -> Iterator[MicroBatch]:
         """Micro-batches of rows with the same prompts or similar lengths; the same number on every rank."""
         import torch
 
@@ -217,28 +209,30 @@ class Learner(PublishedChecks, Workhorse):
         for number in range(count):
             index = groups[number] if number < len(groups) else []
             # A rank without rows still joins the collectives, with a row of weight 0.
-            batch = take(rows, index or [0])
+            batch = rows.take(index or [0])
             tensors = as_tensors(batch, self.device)
             if self.module.has_trunk and "id" in batch:
-                tensors["trunk"] = self._trunk(batch["id"].tolist(), tensors)
+                states = self._trunk(batch.id.tolist(), tensors)
+                tensors = tensors.with_columns(trunk=tensors.input_ids.like(states))
             part_done(common=True)
             yield MicroBatch(number, index, tensors)
         part_done(common=True)
 
-    def _trunk(self, ids: list[int], tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _trunk(self, ids: list[int], tensors: TextBatch[torch.Tensor]) -> torch.Tensor:
         """Trunk states of a micro-batch: given, remembered or new."""
         import torch
 
         from xray_runtime.models.objectives import prompts_of
 
-        lengths, states = tensors["lengths"].tolist(), tensors.get("trunk")
+        lengths = tensors.input_ids.lengths.tolist()
+        states = tensors.trunk.values if "trunk" in tensors else None
         if states is None:
             missing = torch.tensor(int(self._trunks.lacks(ids)), device=self.device)
             if self.rank_info.world_size > 1:
                 # A sharded trunk's pass is a collective: either all ranks make it or none.
                 torch.distributed.all_reduce(missing, torch.distributed.ReduceOp.MAX)
             if missing:
-                entering = tensors["input_ids"], tensors["lengths"], prompts_of(tensors)
+                entering = tensors.input_ids.values, tensors.input_ids.lengths, prompts_of(tensors)
                 states = self.scorer.forward(type(self.module).trunk, *entering)
         if states is not None:
             self._trunks.add(ids, states, lengths)

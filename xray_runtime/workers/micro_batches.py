@@ -1,22 +1,24 @@
-"""Rows as micro-batches of tensors."""
+"""Rows as micro-batches of tensors, and back."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from xray_runtime.data.batch import PairBatch, Scores, TextBatch
 from xray_runtime.data.batching import micro_batches, packed_micro_batches
-from xray_runtime.data.rows import Ragged, Rows, alike_prompts, num_rows
 
 if TYPE_CHECKING:
     import torch
 
+    from xray_runtime.engines.engine import MicroBatch
 
-def row_groups(rows: Rows, max_tokens: int, *, packed: bool, at_once: int = 1) -> list[list[int]]:
+
+def row_groups(rows: TextBatch, max_tokens: int, *, packed: bool, at_once: int = 1) -> list[list[int]]:
     """Rows of each micro-batch: it computes no more than `max_tokens` tokens unless it is a single row.
 
     Args:
@@ -24,15 +26,15 @@ def row_groups(rows: Rows, max_tokens: int, *, packed: bool, at_once: int = 1) -
         at_once: micro-batches that are computed at the same time. If more than 1, a multiple of it of about equal size
             where the rows allow.
     """
-    tokens, count = rows["input_ids"].lengths, num_rows(rows)
-    rejected = rows["rejected_ids"].lengths if "rejected_ids" in rows else None
+    tokens, count = rows.input_ids.lengths, len(rows)
+    rejected = rows.rejected_ids.lengths if isinstance(rows, PairBatch) else None
     if not packed:
         tokens = tokens if rejected is None else 2 * np.maximum(tokens, rejected)
         return _even(partial(micro_batches, tokens.tolist()), int(tokens.sum()), max_tokens, at_once)
     tokens = tokens if rejected is None else tokens + rejected
     shared, alike = np.zeros(count, np.int64), np.arange(count)
     if "prompt_lengths" in rows:
-        shared, sides = rows["prompt_lengths"], alike_prompts(rows)
+        shared, sides = rows.prompt_lengths, rows.alike_prompts()
         alike = sides[:count]
         if rejected is not None:
             tokens = tokens - np.where(sides[count:] == alike, shared, 0)
@@ -52,38 +54,33 @@ def _even(split: Callable[[int], list[list[int]]], num_tokens: int, max_tokens: 
     return fewest
 
 
-def as_tensors(rows: Rows, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+def as_tensors(rows: TextBatch, device: torch.device | str = "cpu") -> TextBatch[torch.Tensor]:
     """Rows as objectives read them."""
     import torch
 
-    columns = {name: column.values if isinstance(column, Ragged) else column for name, column in rows.items()}
-    columns["lengths"] = rows["input_ids"].lengths
-    if "rejected_ids" in rows:
-        columns["rejected_lengths"] = rows["rejected_ids"].lengths
-    if "prompt_lengths" in rows:
-        columns["alike"] = alike_prompts(rows)
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(column)) for name, column in columns.items()}
-    # uint16 is bfloat16, see `Learner.trunk`.
-    bits = {name: tensor.view(torch.bfloat16) for name, tensor in tensors.items() if tensor.dtype == torch.uint16}
-    return {name: tensor.to(device) for name, tensor in (tensors | bits).items()}
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        found = torch.from_numpy(np.ascontiguousarray(array))
+        # uint16 is bfloat16, see `Learner.trunk`.
+        return (found.view(torch.bfloat16) if found.dtype == torch.uint16 else found).to(device)
+
+    batch = rows.with_columns(alike=rows.alike_prompts()) if "prompt_lengths" in rows else rows
+    return cast("TextBatch[torch.Tensor]", batch.map(tensor))
 
 
-class Columns:
-    """Columns of `count` rows, filled micro-batch by micro-batch."""
+def as_arrays(scores: Scores[torch.Tensor]) -> Scores:
+    """Scores as they are sent: float32."""
+    import torch
 
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._columns: dict[str, list[np.ndarray]] = {}
+    def array(tensor: torch.Tensor) -> np.ndarray:
+        # Offsets are whole numbers.
+        found = tensor.detach() if tensor.dtype == torch.int64 else tensor.detach().float()
+        numbers: np.ndarray = found.cpu().numpy()
+        return numbers
 
-    def add(self, name: str, places: Sequence[int], of_rows: Iterable[torch.Tensor]) -> None:
-        """Put a number, or the numbers of its response tokens, in each row of `places`."""
-        column = self._columns.setdefault(name, [np.zeros(0)] * self._count)
-        for row, tensor in zip(places, of_rows, strict=False):
-            column[row] = tensor.float().cpu().numpy()
+    return cast("Scores", scores.map(array))
 
-    def rows(self) -> Rows:
-        """The columns; those of response tokens are `Ragged`."""
-        return {
-            name: np.array(column) if column[0].ndim == 0 else Ragged.of(column, np.float32)
-            for name, column in self._columns.items()
-        }
+
+def joined(parts: Iterable[tuple[MicroBatch, Scores]]) -> Scores:
+    """The scores of all micro-batches, in the order of the rows."""
+    given = [(batch.rows, scores) for batch, scores in parts if batch.rows]
+    return Scores.join([scores for _, scores in given], [rows for rows, _ in given])

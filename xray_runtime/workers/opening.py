@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
@@ -18,6 +18,7 @@ from xray_runtime.store.identity import environment_digest
 from xray_runtime.workers.acquisition import Acquisition, Request
 from xray_runtime.workers.generator import Generator
 from xray_runtime.workers.generator_spec import GeneratorSpec, libraries_of
+from xray_runtime.workers.handles import ModelProxy
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.libraries import TRAINING
 from xray_runtime.workers.liveness import answered
@@ -117,7 +118,7 @@ def _open(
             ]
             workers |= zip(roles, get_all(builds), strict=True)
         note_placement(log_dir, workers)
-        yield dict(models)
+        yield {role: _handle(model, role, specs[role], requests[role]) for role, model in models.items()}
         unloaded = _unload(models, requests)
     finally:
         # Proxies are kept between the stages of a run, not after a script's only model.
@@ -127,6 +128,10 @@ def _open(
                 ray.kill(model)
         acquisition.release(unloaded)
         _idle_proxies.extend(kept)
+
+
+def _handle(model: WholeModelHandle, role: str, spec: ModelSpec | GeneratorSpec, request: Request) -> ModelHandle:
+    return cast("ModelHandle", ModelProxy(model, role, spec.layout, request.demand.num_replicas))
 
 
 def _build_order(specs: Mapping[str, ModelSpec | GeneratorSpec], where: str) -> list[list[str]]:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeAlias, 
 
 if TYPE_CHECKING:
     from xray_runtime.config.runtime import RuntimeConfig
-    from xray_runtime.data.rows import Rows
+    from xray_runtime.data.batch import PromptBatch, Replies, Scores, StepAnswer, TextBatch
     from xray_runtime.engines.generation.sampling import Sampling
     from xray_runtime.weights.device_transfer import Device, Transport
     from xray_runtime.weights.object_store import WeightUpdate
     from xray_runtime.workers.generator_spec import GeneratorSpec
+    from xray_runtime.workers.handles import Scattered
     from xray_runtime.workers.heartbeat import Heartbeat
     from xray_runtime.workers.model_spec import ModelSpec
     from xray_runtime.workers.nodes import WorkerInfo
@@ -85,17 +86,11 @@ class Pingable(Protocol):
 
 
 class Score(Protocol):
-    def remote(self, rows: Rows, at_once: int = 1) -> Ref[Rows]: ...
+    def remote(self, rows: TextBatch, at_once: int = 1) -> Ref[Scores]: ...
 
 
 class Train(Protocol):
-    def remote(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> Ref[dict[str, float]]: ...
-
-
-class TrainAndScore(Protocol):
-    def remote(
-        self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1
-    ) -> Ref[tuple[dict[str, float], Rows]]: ...
+    def remote(self, rows: TextBatch, totals: dict[str, float], lr: float, at_once: int = 1) -> Ref[StepAnswer]: ...
 
 
 class ExportWeights(Protocol):
@@ -116,8 +111,7 @@ class ModelHandle(Protocol):
     score: Score
     trunk: Score
     train: Train
-    train_and_score: TrainAndScore
-    generate: Method[[Rows, Sampling, int], Rows]
+    generate: Method[[PromptBatch, Sampling, int], Replies]
     follow: Method[[ModelHandle, int], str | None]
     load_weights: Method[[WeightUpdate], int]
     load_checkpoint: Method[[Path, int], None]
@@ -129,9 +123,32 @@ class ModelHandle(Protocol):
     wake_up: Method[[], None]
 
 
-class WholeModelHandle(ModelHandle, Protocol):
-    """All calls of a WholeModel, also those of `opening` and of other WholeModels."""
+class ScoreShards(Protocol):
+    def remote(self, rows: Scattered[TextBatch], at_once: int = 1) -> Ref[Scores]: ...
 
+
+class TrainShards(Protocol):
+    def remote(
+        self, rows: Scattered[TextBatch], totals: dict[str, float], lr: float, at_once: int = 1
+    ) -> Ref[StepAnswer]: ...
+
+
+class WholeModelHandle(Protocol):
+    """All calls of a WholeModel itself: of its `handles.ModelProxy`, of `opening` and of other WholeModels."""
+
+    score: ScoreShards
+    trunk: ScoreShards
+    train: TrainShards
+    generate: Method[[Scattered[PromptBatch], Sampling, int], Replies]
+    follow: Method[[WholeModelHandle, int], str | None]
+    load_weights: Method[[WeightUpdate], int]
+    load_checkpoint: Method[[Path, int], None]
+    save: Save
+    save_state: Method[[Path], None]
+    check_state: Method[[Path], str | None]
+    load_state: Method[[Path], None]
+    sleep: Sleep
+    wake_up: Method[[], None]
     ping: Method[[], None]
     build: Method[
         [str, RuntimeConfig, Path, ModelSpec | GeneratorSpec, list[WorkhorseHandle], int, str, str], list[WorkerInfo]
@@ -166,10 +183,9 @@ class WorkhorseHandle(Protocol):
     remove_directories: Method[[], None]
 
     # Learner
-    score: Method[[Rows, int], Rows]
-    trunk: Method[[Rows, int], Rows]
-    train: Method[[Rows, dict[str, float], float, int], dict[str, float]]
-    train_and_score: Method[[Rows, dict[str, float], float, int], tuple[dict[str, float], Rows]]
+    score: Method[[TextBatch, int], Scores]
+    trunk: Method[[TextBatch, int], Scores]
+    train: Method[[TextBatch, dict[str, float], float, int], StepAnswer]
     export_weights: Method[[int, bool, str | None], WeightUpdate]
     weight_names: Method[[], set[str]]
     send_weights: Method[[int, Transport, tuple[str, int], list[WorkhorseHandle], int], None]
@@ -188,7 +204,7 @@ class WorkhorseHandle(Protocol):
 
     # Generator
     layers_of: Method[[set[str]], set[str]]
-    generate: Method[[Rows, Sampling, int], Rows]
+    generate: Method[[PromptBatch, Sampling, int], Replies]
     verify_weights: Method[[WeightUpdate, int, int], None]
     load_weights: Method[[WeightUpdate, bool], int]
     load_checkpoint: Method[[Path, int], None]

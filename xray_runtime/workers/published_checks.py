@@ -28,19 +28,19 @@ class PublishedChecks:
         import torch
 
         from xray_runtime.config.engines import with_precision
-        from xray_runtime.data.rows import text_rows
+        from xray_runtime.data.batch import TextBatch
         from xray_runtime.models.objectives import ReferenceObjective
         from xray_runtime.models.published_check import tried_ids
+        from xray_runtime.workers.micro_batches import as_arrays, joined
 
         tried = tried_ids(self.spec.directory)
-        rows, found = text_rows([row[:1] for row in tried], [row[1:] for row in tried]), dict[int, list[float]]()
+        rows = TextBatch.of([row[:1] for row in tried], [row[1:] for row in tried])
         with torch.no_grad():
-            for batch, scores in self.scorer.evaluate(ReferenceObjective(1.0).score, self._micro_batches(rows, 2**20)):
-                of_rows = zip(batch.rows, scores["ref_logprobs"], strict=False)
-                found |= {row: logprobs.float().tolist() for row, logprobs in of_rows}
+            passes = self.scorer.evaluate(ReferenceObjective(1.0).score, self._micro_batches(rows, 2**20))
+            scores = joined((batch, as_arrays(found)) for batch, found in passes)
         assert self.spec.training is not None
         precision = with_precision(self.spec.training, self.device.type).engine.precision
-        return precision, [logprob for row in sorted(found) for logprob in found[row]]
+        return precision, scores.ref_logprobs.values.tolist() if len(scores) else []
 
     def check_saved(self, directory: Path, head_file: str | None, written: dict[str, str], tried: Tried) -> None:
         """`published_check.check_published` of what all ranks wrote."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from xray_runtime.data.rows import Rows
+from xray_runtime.data.batch import TextBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,17 +24,17 @@ class TrunkMemory:
     def forget(self) -> None:
         self._states, self._digest = {}, ""
 
-    def identified(self, rows: Rows) -> Rows:
+    def identified(self, rows: TextBatch) -> TextBatch:
         """`rows` with an `id` each; drops the states of other rows.
 
         States are not remembered by row: batching may change the last bits of a row's states.
         """
-        ids = rows["input_ids"]
+        ids = rows.input_ids
         digest = xxhash.xxh3_128_hexdigest(ids.values.tobytes() + ids.offsets.tobytes())
         if digest != self._digest:
             self.forget()
         self._digest = digest
-        return {"id": np.arange(len(ids))} | rows
+        return rows if "id" in rows else rows.with_columns(id=np.arange(len(ids)))
 
     def lacks(self, ids: Sequence[int]) -> bool:
         """Whether the states of any of the rows are missing."""

@@ -17,11 +17,13 @@ import ray
 
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.rows import Rows, balance, join, merge, non_finite, num_rows, shard, take
+from xray_runtime.data.batch import PromptBatch, Replies, Scores, StepAnswer, TextBatch
+from xray_runtime.data.columnar import Batch
 from xray_runtime.engines.topology import Topology
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.store.shards import WEIGHTS_INDEX
 from xray_runtime.weights.device_transfer import Device, Route, Transport, choose_route
+from xray_runtime.workers.handles import Scattered
 from xray_runtime.workers.health import HealthMonitor, WorkhorseError
 from xray_runtime.workers.liveness import answered
 from xray_runtime.workers.nodes import WorkerInfo, check_environment
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from xray_runtime.workers.model_spec import ModelSpec
 
 T = TypeVar("T")
+B = TypeVar("B", bound=Batch)
 
 
 @plain_errors
@@ -118,32 +121,28 @@ class WholeModel:
         self._call(lambda w: w.unload.remote() if reused else w.remove_directories.remote())
         self._workhorses, self._routes = [], {}
 
-    def score(self, rows: Rows, at_once: int = 1) -> Rows:
+    def score(self, rows: Scattered[TextBatch], at_once: int = 1) -> Scores:
         """`Learner.score` of all rows, in order. Raises NonFiniteError if a score is not finite."""
         answers = self._scatter(rows, lambda w, shard: w.score.remote(shard, at_once))
         self._check_finite(answers, self._reporting())
-        return merge(answers, rows)
+        return _in_order(answers, rows)
 
-    def trunk(self, rows: Rows, at_once: int = 1) -> Rows:
+    def trunk(self, rows: Scattered[TextBatch], at_once: int = 1) -> Scores:
         """`Learner.trunk` of all rows, in order."""
-        return merge(self._scatter(rows, lambda w, shard: w.trunk.remote(shard, at_once)), rows)
+        return _in_order(self._scatter(rows, lambda w, shard: w.trunk.remote(shard, at_once)), rows)
 
-    def train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
-        """One optimizer step over all rows; returns sums over the rows, and `grad_norm`.
+    def train(self, rows: Scattered[TextBatch], totals: dict[str, float], lr: float, at_once: int = 1) -> StepAnswer:
+        """One optimizer step over all rows; answers with sums over the rows, `grad_norm`, and the columns that the
+        objective gives back, in order. Raises NonFiniteError as `score`.
 
         If a loss or the gradient is not finite, no rank steps and `grad_norm` is not finite; then `refused_by` is the
         first rank with such a loss.
         """
-        return self._summed(self._scatter(rows, lambda w, shard: w.train.remote(shard, totals, lr, at_once)))
-
-    def train_and_score(
-        self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1
-    ) -> tuple[dict[str, float], Rows]:
-        """`train`, and `Learner.train_and_score`'s columns of all rows, in order. Raises NonFiniteError as `score`."""
-        answers = self._scatter(rows, lambda w, shard: w.train_and_score.remote(shard, totals, lr, at_once))
-        columns = [columns for _, columns in answers]
-        self._check_finite(columns, self._reporting())
-        return self._summed([sums for sums, _ in answers]), merge(columns, rows)
+        totals = totals | {"step_rows": float(sum(map(len, rows.places)))}
+        answers = self._scatter(rows, lambda w, shard: w.train.remote(shard, totals, lr, at_once))
+        scores = [answer.scores for answer in answers]
+        self._check_finite(scores, self._reporting())
+        return StepAnswer(self._summed([answer.sums for answer in answers]), _in_order(scores, rows))
 
     def _summed(self, stats: list[dict[str, float]]) -> dict[str, float]:
         sums = {name: sum(s.get(name, 0.0) for s in stats) for name in {name for s in stats for name in s}}
@@ -154,23 +153,21 @@ class WholeModel:
                 return sums | {"refused_by": float(rank)}
         return sums
 
-    def generate(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
-        """`Generator.generate` with prompts spread over replicas by predicted tokens; replies in order. Raises
-        NonFiniteError: a log-probability is not finite."""
-        loads = balance(rows["input_ids"].lengths + sampling.max_new_tokens, self._num_replicas)
+    def generate(self, rows: Scattered[PromptBatch], sampling: Sampling, version: int) -> Replies:
+        """`Generator.generate` with a shard of the prompts a replica; replies in order. Raises NonFiniteError: a
+        log-probability is not finite."""
         size = len(self._workhorses) // self._num_replicas
-        calls: list[Ref[Rows]] = []
-        answers: list[tuple[list[int], int]] = []
-        for replica, load in enumerate(loads):
-            if load:
+        calls: list[Ref[Replies]] = []
+        firsts: list[int] = []
+        for replica, shard in enumerate(rows.shards):
+            if shard is not None:
                 # Every rank of a replica gets the same prompts; the first rank answers for it.
                 ranks = self._workhorses[replica * size : (replica + 1) * size]
-                answers.append((load, len(calls)))
-                calls += [w.generate.remote(take(rows, load), sampling, version) for w in ranks]
+                firsts.append(len(calls))
+                calls += [w.generate.remote(shard, sampling, version) for w in ranks]
         replies = self._get(calls)
-        firsts = [first for _, first in answers]
         self._check_finite([replies[first] for first in firsts], firsts)
-        return join([replies[first] for first in firsts], [load for load, _ in answers])
+        return _in_order([replies[first] for first in firsts], rows)
 
     def export_weights(self, version: int, shared: bool = False, dtype: str | None = None) -> WeightUpdate:
         """The trainable weights as version `version`, in shared memory of this machine or in the object store."""
@@ -307,26 +304,19 @@ class WholeModel:
         self._get([w.load_state.remote(own) for w, own in zip(self._workhorses, directories, strict=True)])
         self._stager.forget(directory)
 
-    def _check_finite(self, answers: Sequence[Rows], ranks: Iterable[int]) -> None:
+    def _check_finite(self, answers: Sequence[Batch], ranks: Iterable[int]) -> None:
         for rank, answer in zip(ranks, answers, strict=True):
-            if (wrong := non_finite(answer)) is not None:
+            if (wrong := answer.non_finite()) is not None:
                 raise NonFiniteError(f"{self._role!r}, rank {rank}: {wrong} are not finite")
 
     def _reporting(self) -> list[int]:
         """The rank that answers for each replica."""
         return [rank for rank in range(len(self._workhorses)) if self._topology.reports(rank)]
 
-    def _scatter(self, rows: Rows, call: Callable[[WorkhorseHandle, Rows], Ref[T]]) -> list[T]:
+    def _scatter(self, rows: Scattered[TextBatch], call: Callable[[WorkhorseHandle, Any], Ref[T]]) -> list[T]:
         """The answer of each replica. All Workhorses of a replica get the same rows; one answers for it."""
-        replicas = self._topology.data
-        if num_rows(rows) < replicas:
-            raise ValueError(f"{self._role}: {num_rows(rows)} rows are too few for {replicas} replicas")
-        shards: list[Any] = shard(rows, replicas)
-        if len(self._workhorses) > replicas:
-            # Several ranks read one copy. A single reader gets small rows with the call itself, which is faster.
-            shards = [ray.put(each) for each in shards]
         ranks = enumerate(self._workhorses)
-        answers = self._get([call(w, shards[self._topology.data_rank(rank)]) for rank, w in ranks])
+        answers = self._get([call(w, rows.shards[self._topology.data_rank(rank)]) for rank, w in ranks])
         return [answers[rank] for rank in self._reporting()]
 
     def _call(self, call: Callable[[WorkhorseHandle], Ref[T]]) -> list[T]:
@@ -348,3 +338,10 @@ class WholeModel:
     def _kill(self) -> None:
         for workhorse in self._workhorses:
             ray.kill(workhorse)
+
+
+def _in_order(answers: list[B], rows: Scattered[Any]) -> B:
+    """What was made of the shards, in the order of the batch."""
+    if len(rows.shards) == 1:
+        return answers[0]
+    return type(answers[0]).join(answers, [places.tolist() for places in rows.places if len(places)])

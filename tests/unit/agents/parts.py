@@ -15,8 +15,9 @@ import numpy as np
 from xray_runtime.agents.episode import AgentEpisode, EpisodeLimits, Policy
 from xray_runtime.agents.gateway import Gateway
 from xray_runtime.agents.segments import Call
+from xray_runtime.data.batch import PromptBatch, Replies
 from xray_runtime.data.chat_format import ChatFormat, chat_format
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.seeding import derive_seed
@@ -46,14 +47,14 @@ class FakeGenerator:
     error: Exception | None = None
     batches: list[int] = field(default_factory=list)
 
-    def __call__(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
+    def __call__(self, rows: PromptBatch, sampling: Sampling, version: int) -> Replies:
         if self.pause is not None:
             assert self.pause.wait(20)
         if self.error is not None:
             raise self.error
-        self.batches.append(len(rows["seed"]))
+        self.batches.append(len(rows.seed))
         replies, logprobs, ended = [], [], []
-        for prompt, seed in zip(rows["input_ids"], rows["seed"].tolist(), strict=True):
+        for prompt, seed in zip(rows.input_ids, rows.seed.tolist(), strict=True):
             draw = random.Random(seed)
             text = self.text(seed) if callable(self.text) else self.text
             text = "".join(draw.choices("anthoi", k=draw.randint(1, 6))) if text is None else text
@@ -66,11 +67,11 @@ class FakeGenerator:
             replies.append(ids)
             logprobs.append(found)
             ended.append(ids[-1] == self.tokenizer.eos_token_id)
-        return {
-            "response_ids": Ragged.of(replies),
-            "rollout_logprobs": Ragged.of(logprobs, np.float32),
-            "ended": np.array(ended),
-        }
+        return Replies(
+            response_ids=Ragged.of(replies),
+            rollout_logprobs=Ragged.of(logprobs, np.float32),
+            ended=np.array(ended),
+        )
 
     @cached_property
     def _bytes(self) -> list[int]:

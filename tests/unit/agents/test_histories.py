@@ -20,8 +20,9 @@ from xray_runtime.agents.request import Request
 from xray_runtime.agents.sampler import BatchSampler
 from xray_runtime.agents.segments import Call, Place, Row, Tree, rows
 from xray_runtime.config.base import FreshBase
+from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.chat_format import chat_format
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.causal_lm import fresh_llama
 from xray_runtime.seeding import derive_seed
@@ -40,11 +41,11 @@ class TinyGenerator(FakeGenerator):
         sizes = FreshBase(hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, max_positions=8192)
         self.model = fresh_llama(sizes, tokenizer, seed=1).eval()
 
-    def __call__(self, rows: Rows, sampling: Sampling, version: int) -> Rows:
+    def __call__(self, rows: TextBatch, sampling: Sampling, version: int) -> TextBatch:
         found = super().__call__(rows, sampling, version)
-        pairs = zip(rows["input_ids"], found["response_ids"], strict=True)
+        pairs = zip(rows.input_ids, found.response_ids, strict=True)
         logprobs = [self.logprobs([*prompt, *reply])[len(prompt) - 1 :] for prompt, reply in pairs]
-        return found | {"rollout_logprobs": Ragged.of(logprobs, np.float32)}
+        return found.with_columns(rollout_logprobs=Ragged.of(logprobs, np.float32))
 
     @torch.no_grad()
     def logprobs(self, ids: list[int]) -> list[float]:

@@ -13,9 +13,11 @@ from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, _validate_metric_name
 
 from tests.unit.agents.parts import World
 from xray_runtime.agents.posted import read_posted
+from xray_runtime.data.batch import Rollout
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.environments.protocol import Step, as_step
 from xray_runtime.rewards.source import MAX_NAMES
-from xray_runtime.rl.episode import Episode, EpisodeColumns, episode_means
+from xray_runtime.rl.episode import Episode, episode_means
 
 BAD_NAMES = [
     *(
@@ -118,13 +120,12 @@ def test_environments_inform_by_names_that_metrics_can_have() -> None:
 
 def test_a_rollout_has_few_metrics_of_names() -> None:
     infos = [{f"only{number}": 1.0, "all": 2.0, **{f"own{number}-{i}": 1.0 for i in range(50)}} for number in range(40)]
-    columns = EpisodeColumns.__new__(EpisodeColumns)
-    for field, value in {
-        "failure": np.array([""] * 40, object),
-        "info": np.array([json.dumps(info) for info in infos], object),
-        "turns": np.ones(40, np.int32),
-    }.items():
-        object.__setattr__(columns, field, value)
-    means = episode_means(columns)
+    rollout = Rollout(
+        response_ids=Ragged.of([[]] * 40),
+        failure=np.array([""] * 40, object),
+        info=np.array([json.dumps(info) for info in infos], object),
+        turns=np.ones(40, np.int32),
+    )
+    means = episode_means(rollout)
     assert len(means) == MAX_NAMES + 1
     assert means["info/all"] == 2.0

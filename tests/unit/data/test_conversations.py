@@ -17,7 +17,6 @@ from xray_runtime.data.conversations import ConversationTokens, conversations
 from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.pairs import Example, Pairs, write_pairs
 from xray_runtime.data.records import prompt_and_replies
-from xray_runtime.data.rows import num_response_tokens
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.store.seal import process_seal
 from xray_runtime.training import sft
@@ -59,7 +58,7 @@ def test_a_conversation_is_one_row() -> None:
 def test_a_walk_in_order_begins_again_in_order() -> None:
     cursor = Cursor(5, seed=3, shuffled=False)
     assert cursor.take(3) == [0, 1, 2]
-    assert Cursor.from_state(cursor.state(), 5).take(9) == [3, 4, 0, 1, 2, 3, 4, 0, 1]
+    assert cursor.take(9) == [3, 4, 0, 1, 2, 3, 4, 0, 1]
 
 
 def test_a_reply_that_was_dropped_is_read_and_not_learned() -> None:
@@ -100,11 +99,11 @@ def test_the_mask_is_what_the_assistant_said(dataset: Path, tokenizer: Any) -> N
     found = ConversationTokens(dataset, tokenizer, 10_000, 10_000, process_seal())
     assert (len(found), found.num_replies, sum(found.num_dropped.values())) == (7, 13, 0)
     rows = found.take([3, 6, 0])
-    masks = list(rows["response_mask"])
-    assert [len(mask) for mask in masks] == (rows["input_ids"].lengths - rows["prompt_lengths"]).tolist()
-    assert num_response_tokens(rows) == sum(int(mask.sum()) for mask in masks)
+    masks = list(rows.response_mask)
+    assert [len(mask) for mask in masks] == (rows.input_ids.lengths - rows.prompt_lengths).tolist()
+    assert rows.num_response_tokens() == sum(int(mask.sum()) for mask in masks)
     said = []
-    for ids, prompt, mask in zip(rows["input_ids"], rows["prompt_lengths"], masks, strict=True):
+    for ids, prompt, mask in zip(rows.input_ids, rows.prompt_lengths, masks, strict=True):
         assert mask[0]
         assert mask[-1]
         parts = np.split(ids[prompt:], np.flatnonzero(np.diff(mask)) + 1)
@@ -119,12 +118,12 @@ def test_the_mask_is_what_the_assistant_said(dataset: Path, tokenizer: Any) -> N
     encoded = tokenizer.apply_chat_template(whole, tools=TOOLS)["input_ids"]
     # Up to what the last one spells, which transformers would make a token of.
     same = len(encoded) - 1
-    assert next(iter(rows["input_ids"]))[:same].tolist() == encoded[:same]
+    assert next(iter(rows.input_ids))[:same].tolist() == encoded[:same]
 
 
-def test_what_has_too_many_tokens_is_not_learned(dataset: Path, tokenizer: Any) -> None:
+def test_conversations_with_too_many_tokens_are_left_out(dataset: Path, tokenizer: Any) -> None:
     whole = ConversationTokens(dataset, tokenizer, 10_000, 10_000, process_seal()).take(range(7))
-    first = int(whole["prompt_lengths"][1])
+    first = int(whole.prompt_lengths[1])
     # Only the first reply has so few tokens before it: rows end with it.
     found = ConversationTokens(dataset, tokenizer, first, 10_000, process_seal())
     assert (len(found), found.num_replies, found.num_dropped) == (7, 7, {"prompt_too_long": 6, "reply_too_long": 0})
@@ -132,12 +131,12 @@ def test_what_has_too_many_tokens_is_not_learned(dataset: Path, tokenizer: Any) 
         found.list_dropped(dropped)
     listed = [json.loads(line) for line in (dataset.parent / "dropped.jsonl").read_text().splitlines()]
     names = [example.id for example in Pairs(dataset, Example) if len(example.prompt) > 2]
-    assert sorted(row["id"] for row in listed) == sorted(names)
+    assert sorted(row.id for row in listed) == sorted(names)
     assert {row["reason"] for row in listed} == {"prompt_too_long"}
-    assert {tokenizer.decode(ids[-1:]) for ids in found.take(range(7))["input_ids"]} == {"<|end|>"}
+    assert {tokenizer.decode(ids[-1:]) for ids in found.take(range(7)).input_ids} == {"<|end|>"}
     # The call is longer than any of the other replies; what follows it is learned with it in view.
     of_reply = len(tokenizer("sunny <|end|> it is", split_special_tokens=True)["input_ids"]) + 1
     found = ConversationTokens(dataset, tokenizer, 10_000, of_reply, process_seal())
     assert (len(found), found.num_replies, found.num_dropped["reply_too_long"]) == (7, 10, 3)
-    assert found.take([1])["input_ids"].lengths.tolist() == whole["input_ids"].lengths[1:2].tolist()
+    assert found.take([1]).input_ids.lengths.tolist() == whole.input_ids.lengths[1:2].tolist()
     assert len(ConversationTokens(dataset, tokenizer, 1, 10_000, process_seal())) == 0

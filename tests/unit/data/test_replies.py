@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.unit.data.encoding import encode_replies
+from xray_runtime.data.batch import PairBatch, TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.replies import Replies, both_sides, encoded, from_verdicts, joined, mismatched
-from xray_runtime.data.rows import Ragged, Rows, take
 from xray_runtime.data.text_set import TextSet
-from xray_runtime.data.tokenizing import encode_prompts, encode_replies
+from xray_runtime.data.tokenizing import encode_prompts
 
 CHOSEN, REJECTED, LENGTHS = [[1, 2, 10], [3, 11, 12], [4, 5, 13]], [[1, 2, 20, 21], [3, 22], [4, 5, 23]], [2, 1, 2]
 
@@ -21,15 +23,15 @@ class Three:
     def __len__(self) -> int:
         return 3
 
-    def take(self, rows: np.ndarray) -> Rows:
-        columns = {"input_ids": Ragged.of(CHOSEN), "rejected_ids": Ragged.of(REJECTED)}
-        return take(columns | {"prompt_lengths": np.array(LENGTHS)}, rows)
+    def take(self, rows: np.ndarray) -> TextBatch:
+        sides = Ragged.of(CHOSEN), Ragged.of(REJECTED)
+        return PairBatch(input_ids=sides[0], rejected_ids=sides[1], prompt_lengths=np.array(LENGTHS)).take(rows)
 
 
 def read(replies: Replies, *numbers: int) -> list[tuple[list[int], int]]:
     rows = replies.take(np.array(numbers))
-    assert set(rows) == {"input_ids", "prompt_lengths"}
-    return [(ids.tolist(), int(n)) for ids, n in zip(rows["input_ids"], rows["prompt_lengths"], strict=True)]
+    assert set(rows.columns()) == {"input_ids", "prompt_lengths"}
+    return [(ids.tolist(), int(n)) for ids, n in zip(rows.input_ids, rows.prompt_lengths, strict=True)]
 
 
 def test_pairs_are_two_replies_each() -> None:
@@ -105,7 +107,7 @@ def test_verdicts_have_the_tokens_that_pairs_have(tiny_tokenizer: Any) -> None:
 @pytest.mark.parametrize("size", [2, 3, 50])
 def test_mismatches_of_few(size: int) -> None:
     ids = Ragged.of([[7, number] for number in range(size)])
-    replies = Replies(size, lambda at: take({"input_ids": ids, "prompt_lengths": np.ones(size, np.int64)}, at))
+    replies = Replies(size, TextBatch(input_ids=ids, prompt_lengths=np.ones(size, np.int64)).take)
     found = [row[0][1] for row in read(mismatched(replies, seed=0), *range(size))]
     assert sorted(found) == list(range(size))
     assert all(number != own for own, number in enumerate(found))

@@ -21,7 +21,7 @@ from xray_runtime.data.ledger import (
     shard_path,
     table_of,
 )
-from xray_runtime.data.rows import Ragged
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
 
 
@@ -80,7 +80,7 @@ def test_iterations_are_those_of_whole_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"x" * 200])
-def test_what_is_no_shard_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_invalid_shards_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "000000.parquet").write_bytes(content)
     with pytest.raises(ValueError, match="damaged, or not a shard"):
         read_shard(tmp_path / "000000.parquet")
@@ -122,7 +122,7 @@ def test_rows_are_readable() -> None:
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in ("hello", "there", "hello", "there")]
     rows = list(readable(shard(reply_ids=lists(Ragged.of(ids), pa.int32())).table, tokenizer))
     assert [row["reply"] for row in rows] == ["hello", "there", "hello", "there"]
-    assert [row["scores"] for row in rows[:3]] == [
+    assert [row.scores for row in rows[:3]] == [
         {"judge": 0.75, "length": 2.0},
         {"judge": -1.0, "length": None},
         {"judge": "failed", "length": 1.0},

@@ -11,7 +11,8 @@ import pytest
 import transformers
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from xray_runtime.data.tokenizing import decode_replies, encode_prompts, encode_replies, train_tokenizer
+from tests.unit.data.encoding import encode_replies
+from xray_runtime.data.tokenizing import decode_replies, encode_prompts, train_tokenizer
 
 TEXTS = ["hello there, how are you?", "i am fine, thanks!", "what do you like?", "i like cats and dogs"] * 20
 

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.unit.data.encoding import encode_replies
 from xray_runtime.data import tokens as module
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
-from xray_runtime.data.tokenizing import encode_prompts, encode_replies, train_tokenizer
+from xray_runtime.data.tokenizing import encode_prompts, train_tokenizer
 from xray_runtime.data.tokens import Tokens
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.store.seal import Seal, process_seal
@@ -146,7 +147,7 @@ def test_damaged_tokens_are_made_again(
     assert len(tokens) == 23
 
 
-def test_what_a_killed_process_left_is_no_tokens(dataset: Path, tokenizer: Any) -> None:
+def test_files_of_a_killed_process_are_not_used(dataset: Path, tokenizer: Any) -> None:
     Tokens(dataset, Example, tokenizer, process_seal())
     [path] = files(dataset)
     building = path.with_name(f"{path.name}.building")

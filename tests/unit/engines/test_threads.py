@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from xray_runtime.data.rows import Ragged
+from xray_runtime.data.batch import PairBatch, TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.training.threads import SMALLEST, add_gradients, in_threads, micro_batches_at_once
 
 SECONDS = 30
@@ -107,8 +108,8 @@ def test_gradients_of_a_shared_model_equal_those_of_the_whole_batch(four_threads
 def test_little_work_stays_whole(four_threads: None, one_thread: None) -> None:
     model = nn.Linear(64, 64, bias=False)
     enough = SMALLEST // 64**2
-    rows = [{"input_ids": Ragged.of([[0] * 5, [0] * (tokens - 5)])} for tokens in (enough - 1, enough)]
-    pairs = {"input_ids": rows[0]["input_ids"], "rejected_ids": Ragged.of([[0], []])}
+    rows = [TextBatch(input_ids=Ragged.of([[0] * 5, [0] * (tokens - 5)])) for tokens in (enough - 1, enough)]
+    pairs = PairBatch(input_ids=rows[0].input_ids, rejected_ids=Ragged.of([[0], []]))
     assert micro_batches_at_once(model, rows[1]) == 1  # one thread
     torch.set_num_threads(3)
     assert [micro_batches_at_once(model, some) for some in (*rows, pairs)] == [1, 2, 2]

@@ -18,8 +18,9 @@ from tests.unit.rl.fake_model import FakeModel
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.data.batch import PromptBatch, Replies, Scores, TextBatch
 from xray_runtime.data.pairs import Example, write_pairs
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.evaluation import benchmark
 from xray_runtime.graph.artifacts import Dataset, Model
@@ -39,20 +40,20 @@ class Answering(FakeModel):
     def __init__(self, root: Path, said: Callable[[str, int], str]) -> None:
         self.tokenizer, self.said, self.count = load_tokenizer(root / "model"), said, 0
 
-    def do_generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
+    def do_generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
         replies = []
-        for ids in rows["input_ids"]:
+        for ids in rows.input_ids:
             question = self.tokenizer.decode(ids)
             text = self.said(question, self.count)
             self.count += 1
             replies.append([*self.tokenizer(text, add_special_tokens=False)["input_ids"], sampling.stop_token_ids[0]])
         ids = Ragged.of(replies)
         logprobs = Ragged(np.full(len(ids.values), -1.0, np.float32), ids.offsets)
-        return {"response_ids": ids, "rollout_logprobs": logprobs, "ended": np.ones(len(replies), bool)}
+        return Replies(response_ids=ids, rollout_logprobs=logprobs, ended=np.ones(len(replies), bool))
 
-    def do_score(self, rows: Rows) -> Rows:
-        tokens = rows["input_ids"].lengths - rows["prompt_lengths"]
-        return {"nll": (tokens * tokens).astype(np.float32)}
+    def do_score(self, rows: TextBatch) -> Scores:
+        tokens = rows.input_ids.lengths - rows.prompt_lengths
+        return Scores(nll=(tokens * tokens).astype(np.float32))
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def attempt(root: Path, said: Callable[[str, int], str] = lambda question, row: 
     found: dict[str, Any] = json.loads((out / "benchmark.json").read_text())
     asked = json.loads((out / "prompts.json").read_text())
     assert found["samples"] == len(asked) == len(set(asked))
-    assert {sample["prompt"] for sample in json.loads((out / "samples.json").read_text())} <= set(asked)
+    assert {sample.prompt for sample in json.loads((out / "samples.json").read_text())} <= set(asked)
     side = range(ASKED, 2 * ASKED) if fields.get("split") == "validation" else range(ASKED)
     assert set(asked) <= {f"question {number}" for number in side}
     assert recorder.points[-1] == {
@@ -103,17 +104,17 @@ def test_perplexity_is_of_all_tokens_together(root: Path) -> None:
     lengths = sorted({len(ids) for ids in _reply_lengths(root)})
     [a, b] = lengths
     assert tokens == ASKED // 2 * (a + b)
-    assert found["nll"] == pytest.approx((a * a + b * b) / (a + b), rel=1e-6)
-    assert found["perplexity"] == pytest.approx(math.exp(found["nll"]))
+    assert found.nll == pytest.approx((a * a + b * b) / (a + b), rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(found.nll))
     assert found["perplexity_ci95"][0] <= found["perplexity"] <= found["perplexity_ci95"][1]
     alone = attempt(root, suite="perplexity", max_response_tokens=a)
-    assert (alone["rows"], alone["left_out_too_long"], alone["nll"]) == (ASKED // 2, ASKED // 2, a)
+    assert (alone["rows"], alone["left_out_too_long"], alone.nll) == (ASKED // 2, ASKED // 2, a)
     with pytest.raises(ValueError, match=r"^stage: no row of the dataset fits$"):
         attempt(root, suite="perplexity", max_response_tokens=1)
 
 
 def _reply_lengths(root: Path) -> list[list[int]]:
-    from xray_runtime.data.tokenizing import encode_replies
+    from tests.unit.data.encoding import encode_replies
 
     return encode_replies(load_tokenizer(root / "model"), ["yes ", "yes yes "])
 
@@ -174,16 +175,16 @@ def test_episodes_of_an_environment(root: Path) -> None:
     said = attempt(root, lambda question, row: "yes" if row < 2 * ASKED and row % 2 == 0 else "no", **fields)
     # Those about question 3 fail in their second turn. Of the others the rewards are 0 + ½ + 1, and 2 for a yes.
     assert (said["episodes"], said["failed"], said["samples"]) == (2 * ASKED, 1 / ASKED, ASKED)
-    assert (said["success"], said["reward"], said["ended"]) == (0.5, 2.5, 1.0)
+    assert (said["success"], said["reward"], said.ended) == (0.5, 2.5, 1.0)
     assert (said["turns"], said["info/tool_errors"], said["info/is_last"]) == (3.0, 3.0, 1.0)
     assert [name for name in said if name.startswith("info/")] == ["info/is_last", "info/tool_errors"]
     # Each prompt has one of each kind, so resampling prompts changes nothing.
     assert said["success_ci95"] == [0.5, 0.5]
     short = attempt(root, **fields | {"environment": fields["environment"] | {"max_turns": 1}})
-    assert (short["success"], short["ended"], short["failed"]) == (0.0, 0.0, 0.0)
+    assert (short["success"], short.ended, short["failed"]) == (0.0, 0.0, 0.0)
     samples = json.loads((root / "out-2" / "samples.json").read_text())
     assert {tuple(sample) for sample in samples} == {("prompt", "episode", "reward")}
-    failed = [sample for sample in samples if sample["prompt"] == "question 3"]
+    failed = [sample for sample in samples if sample.prompt == "question 3"]
     assert [sample["reward"] for sample in failed] == [None]
 
 
@@ -205,7 +206,7 @@ def test_a_dataset_without_validation_rows_says_so(root: Path) -> None:
         ({"suite": "mmlu"}, "suite: \"mmlu\" is not allowed: must be one of 'perplexity', "),
     ],
 )
-def test_what_cannot_be_measured_is_refused_as_the_graph_is_written(fields: dict[str, Any], reason: str) -> None:
+def test_impossible_benchmarks_are_refused_in_the_graph(fields: dict[str, Any], reason: str) -> None:
     with recording(), pytest.raises(ConfigError) as caught:
         xray.benchmark(xray.base(model="m"), xray.prepare(source="x.jsonl"), **fields)
     assert reason in str(caught.value)

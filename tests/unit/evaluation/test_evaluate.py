@@ -16,8 +16,9 @@ from tests.unit.rl.fake_model import FakeModel
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.batch import PromptBatch, Replies, Scores, TextBatch
 from xray_runtime.data.pairs import Example, write_pairs
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.evaluation import evaluate
 from xray_runtime.graph.artifacts import Dataset, Model, RewardModel
@@ -39,24 +40,24 @@ class Judged(FakeModel):
     def __init__(self, role: str, root: Path) -> None:
         self.role, self.tokenizer = role, load_tokenizer(root / "before")
 
-    def do_generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
+    def do_generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
         reply = [*self.tokenizer(SAID[version], add_special_tokens=False)["input_ids"], sampling.stop_token_ids[0]]
-        count = len(rows["seed"])
+        count = len(rows.seed)
         ids = Ragged.of([reply] * count)
         logprobs = Ragged(np.full(len(ids.values), -1.0, np.float32), ids.offsets)
-        return {"response_ids": ids, "rollout_logprobs": logprobs, "ended": np.ones(count, bool)}
+        return Replies(response_ids=ids, rollout_logprobs=logprobs, ended=np.ones(count, bool))
 
     def do_load_checkpoint(self, directory: Path, version: int) -> None:
         assert (directory.name, version) == ("after", 1)
 
-    def do_score(self, rows: Rows, at_once: int = 1) -> Rows:
+    def do_score(self, rows: TextBatch, at_once: int = 1) -> Scores:
         if self.role.startswith(("rewards", "judges")):
-            likes, cut = SAID[self.role.startswith("rewards")], rows["prompt_lengths"]
-            texts = [self.tokenizer.decode(ids[n:]) for ids, n in zip(rows["input_ids"], cut, strict=True)]
-            return {"scores": np.array([3.0 if likes in text else 1.0 for text in texts], np.float32)}
-        lengths = rows["input_ids"].lengths - rows["prompt_lengths"]
+            likes, cut = SAID[self.role.startswith("rewards")], rows.prompt_lengths
+            texts = [self.tokenizer.decode(ids[n:]) for ids, n in zip(rows.input_ids, cut, strict=True)]
+            return Scores(scores=np.array([3.0 if likes in text else 1.0 for text in texts], np.float32))
+        lengths = rows.input_ids.lengths - rows.prompt_lengths
         each = np.full(lengths.sum(), -1.0 if self.role == "after" else -1.5, np.float32)
-        return {"ref_logprobs": Ragged(each, np.concatenate([[0], lengths.cumsum()]))}
+        return Scores(ref_logprobs=Ragged(each, np.concatenate([[0], lengths.cumsum()])))
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ def test_the_judge_says_who_wins_and_the_reward_is_shown(root: Path) -> None:
     assert {(s["reward_after"], s["judges.0_after"], s["f_before"]) for s in found["shown"]} == {(1.0, 0.0, 2.0)}
 
 
-def test_where_only_the_reward_speaks_nobody_wins(root: Path) -> None:
+def test_without_a_judge_no_side_wins(root: Path) -> None:
     found, recorder = evaluated(root, [])
     assert (found["win_rate"], found["judge"], found["judges"], found["reward_delta"]) == (None, None, {}, 1.0)
     assert "evaluate/win_rate" not in recorder.points[-1]
@@ -159,10 +160,10 @@ def test_equal_replies_tie(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return [float(calls + row) for row in range(len(replies))]
 
     class Rounds(Judged):
-        def do_score(self, rows: Rows, at_once: int = 1) -> Rows:
+        def do_score(self, rows: TextBatch, at_once: int = 1) -> Scores:
             scores = super().do_score(rows, at_once)
             if "scores" in scores:
-                scores["scores"] += np.float32(1e-6) * (moody([], ["x"] * len(scores["scores"]))[0])
+                scores.scores += np.float32(1e-6) * (moody([], ["x"] * len(scores.scores))[0])
             return scores
 
     monkeypatch.setitem(globals(), "Judged", Rounds)

@@ -17,7 +17,8 @@ from tests.unit.rl.fake_model import FakeModel
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.lm_eval import LMEvalConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.batch import PromptBatch, Replies, Scores, TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.evaluation import harness_task
 from xray_runtime.evaluation.harness_files import read_tasks
@@ -36,17 +37,17 @@ class Even(FakeModel):
         self.tokenizer = load_tokenizer(root / "model")
         self.asked: list[tuple[str, str]] = []
 
-    def do_score(self, rows: Rows) -> Rows:
-        parts = zip(rows["input_ids"], rows["prompt_lengths"], strict=True)
+    def do_score(self, rows: TextBatch) -> Scores:
+        parts = zip(rows.input_ids, rows.prompt_lengths, strict=True)
         said = [(self.tokenizer.decode(ids[:n]), self.tokenizer.decode(ids[n:])) for ids, n in parts]
         self.asked += said
         scores = [-1.0 if "even" in continuation else -2.0 for _, continuation in said]
-        return {"loglikelihood": np.array(scores, np.float32), "greedy": np.zeros(len(scores), np.float32)}
+        return Scores(loglikelihood=np.array(scores, np.float32), greedy=np.zeros(len(scores), np.float32))
 
-    def do_generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
+    def do_generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
         assert (sampling.top_k, sampling.stop, sampling.max_new_tokens) == (1, (".",), 8)
         ids = self.tokenizer("even. and so on", add_special_tokens=False)["input_ids"]
-        return {"response_ids": Ragged.of([ids] * len(rows["seed"]))}
+        return Replies(response_ids=Ragged.of([ids] * len(rows.seed)))
 
 
 @pytest.fixture
@@ -211,7 +212,7 @@ def test_a_group_that_is_not_whole_is_refused(group: Path, name: str, text: str,
         ),
     ],
 )
-def test_what_does_not_lie_whole_on_disk_is_refused(task: str, reason: str, root: Path) -> None:
+def test_incomplete_tasks_are_refused(task: str, reason: str, root: Path) -> None:
     (root / "task" / "task.yaml").write_text(task)
     with pytest.raises(ValueError, match=r"^x\.task: ") as caught:
         read_tasks(root / "task", "x.task")

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.data.encoding import encode_replies
 from tests.unit.environments import samples
 from tests.unit.lineage.synthetic import comparison
 from xray_runtime.config.base import FreshBase
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Messages, prompt_text
-from xray_runtime.data.tokenizing import encode_prompts, encode_replies
+from xray_runtime.data.tokenizing import encode_prompts
 from xray_runtime.engines.generation.sampling import EngineRank
 from xray_runtime.engines.generation.transformers_generate import TransformersSampler, stream
 from xray_runtime.environments.pool import EnvironmentPool
@@ -133,7 +134,7 @@ def test_verdicts_do_not_wait_for_a_log_that_has_not_changed(tmp_path: Path, mon
     assert len(read) == 2
 
 
-def test_a_line_that_nobody_signed_is_refused(tmp_path: Path) -> None:
+def test_an_unsigned_line_is_refused(tmp_path: Path) -> None:
     session = Session.read(session_directory(tmp_path, SETUP))
     session.add_judgement(said(0, "a"))
     path = session.directory / JUDGEMENTS
@@ -229,7 +230,7 @@ def test_an_episode_ends_where_nothing_can_follow(limits: PromptLimits, pool: En
         list(play(model, limits, prompt("three " * 900), 0, pool, 2))  # type: ignore[arg-type]
 
 
-def test_what_does_not_fit_is_cut_or_not_asked(saved: Path) -> None:
+def test_long_prompts_are_shortened_or_left_out(saved: Path) -> None:
     limits = PromptLimits(saved, 24, 1.0)
     long = "how are you today " * 16
     sizes = [

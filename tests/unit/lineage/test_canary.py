@@ -185,7 +185,7 @@ def test_records_that_cannot_be_verified_end_it(live: tuple[Path, Canary], attac
     assert outcome[0] == "rolled back"
 
 
-def test_a_night_waits_for_its_canary_and_two_never_run(live: tuple[Path, Canary]) -> None:
+def test_a_cycle_waits_for_its_canary_and_two_never_run(live: tuple[Path, Canary]) -> None:
     output, canary = live
     with pytest.raises(ConfigError, match="must wait: the canary of"):
         begin(output, NAME, "c" * 64, canary.began.champion, 1, canary.began.rules)

@@ -126,7 +126,7 @@ def test_nor_one_of_pairs_that_the_policy_learnt_from_itself(life: Lifecycle) ->
         assert leaky_judges(*evaluated(life, "far", policy=policy)) == {}
 
 
-def test_nor_one_whose_pairs_nobody_can_read(life: Lifecycle) -> None:
+def test_a_judge_whose_pairs_are_unreadable_is_refused(life: Lifecycle) -> None:
     pairs(life, "other-pairs", range(30, 50))
     reward_model(life, "other", "other-pairs")
     graph, evaluation = evaluated(life, "other")
@@ -177,7 +177,7 @@ def test_people_count_where_their_verdicts_are_an_input(life: Lifecycle) -> None
 
 
 @pytest.mark.parametrize("judges", [None, [], "gold", {"gold": None}, {"gold": {"judges": 1}}])
-def test_what_is_no_word_of_a_judge_opens_no_gate(life: Lifecycle, judges: Any) -> None:
+def test_scores_that_are_no_judges_open_no_gate(life: Lifecycle, judges: Any) -> None:
     _, evaluation = evaluated(life, None, gold="vader")
     assert failed(*said_anew(life, evaluation)) == {}
     gates = failed(*said_anew(life, evaluation, judges=judges))

@@ -201,7 +201,7 @@ def test_the_gates_are_those_of_the_lifecycle_that_made_the_candidate(fresh: Cal
     assert [gate["name"] for gate in last["gates"]] == ["max_kl", "max_length_ratio"]
 
 
-def test_gates_that_nobody_signed_do_not_count(fresh: Callable[[], Path]) -> None:
+def test_unsigned_gates_do_not_count(fresh: Callable[[], Path]) -> None:
     output = fresh()
     path = next(output.glob("checkpoints/evaluate-*/attestation/statement.json"))
     content = json.loads(path.read_text())
@@ -276,7 +276,7 @@ def test_a_candidate_worse_than_the_champion_is_stopped(fresh: Callable[[], Path
     promoted(output, stage, "compare", min_win_rate=None, max_regression=0.15)
 
 
-def test_a_comparison_that_was_changed_is_none(fresh: Callable[[], Path]) -> None:
+def test_a_changed_comparison_is_not_used(fresh: Callable[[], Path]) -> None:
     output = fresh()
     promoted(output, "ppo-2", min_win_rate=None)
     stage = second_candidate(output, win_rate=0.3)

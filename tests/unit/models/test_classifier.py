@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from xray_runtime.config.reward_model import RewardBaseConfig
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.pairs import Example, Messages, write_pairs
-from xray_runtime.data.rows import alike_prompts, text_rows
 from xray_runtime.data.tokenizing import encode_conversations, encode_prompts, train_tokenizer
 from xray_runtime.graph.artifacts import REWARD_HEAD, Dataset
 from xray_runtime.graph.inputs import RewardBaseInputs
@@ -30,7 +30,7 @@ from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.preparation.reward_base import run
 from xray_runtime.rl.reward_reader import RewardReader
-from xray_runtime.workers.micro_batches import as_tensors
+from xray_runtime.workers.micro_batches import as_arrays, as_tensors
 from xray_runtime.workers.protocols import Ready
 
 SIZES = {
@@ -106,7 +106,7 @@ def in_process(specs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
         def score(rows: Any) -> Ready[Any]:
             with torch.no_grad():
-                return Ready({n: t.numpy() for n, t in spec.objective.score(module, as_tensors(rows)).items()})
+                return Ready(as_arrays(spec.objective.score(module, as_tensors(rows))))
 
         return SimpleNamespace(score=SimpleNamespace(remote=score))
 
@@ -129,7 +129,7 @@ def scores_of(out: Path, rows: Any) -> torch.Tensor:
     assert module.scalar is not None
     module.scalar.load_state_dict(load_file(out / REWARD_HEAD))
     with torch.no_grad():
-        scores = RewardObjective().score(module, as_tensors(rows))["scores"]
+        scores = RewardObjective().score(module, as_tensors(rows)).scores
     assert isinstance(scores, torch.Tensor)
     return scores
 
@@ -162,7 +162,7 @@ def test_the_score_is_the_one_that_transformers_gives(
     rows = [[7, 40, 11, 95, 6], [8, 100, 33], [12, 5, 5, 61, 9, 77, 31, 2]]
     expected = transformers_scores(source, rows)
     assert expected.std() > 0.01
-    torch.testing.assert_close(scores_of(out, text_rows([[]] * len(rows), rows)), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scores_of(out, TextBatch.of([[]] * len(rows), rows)), expected, rtol=1e-5, atol=1e-5)
     assert "lm_head.weight" not in load_file(out / "model.safetensors")
 
 
@@ -203,7 +203,7 @@ def test_it_reads_whole_conversations_under_its_own_template(make: Make, tmp_pat
     ids = [tokenizer.apply_chat_template(c, tokenize=True, return_dict=False) for c in conversations]
     # Whatever tokens the policy made of it: here another tokenizer's.
     rows = RewardReader(out, "judge", train_tokenizer(["x"], 280)).rows(PROMPTS, REPLIES)
-    assert [row.tolist() for row in rows["input_ids"]] == ids
+    assert [row.tolist() for row in rows.input_ids] == ids
     assert tokenizer.decode(ids[0]) == "<|user|>how are you today<|end|>\n<|assistant|>fine thanks<|end|>\n"
     torch.testing.assert_close(scores_of(out, rows), transformers_scores(source, ids), rtol=1e-5, atol=1e-5)
 
@@ -216,14 +216,14 @@ def test_conversations_of_one_prompt_share_its_computation(make: Make, tmp_path:
     replies = ["fine thanks", "hello", "fine", "hello there", "fine"]
     rows = RewardReader(out, "judge").rows(prompts, replies)
     begun = len(encode_prompts(tokenizer, [PROMPTS[0]])[0])
-    assert rows["prompt_lengths"].tolist() == [begun, 0, begun, begun, begun]
-    assert alike_prompts(rows).tolist() == [0, 1, 0, 0, 0]
+    assert rows.prompt_lengths.tolist() == [begun, 0, begun, begun, begun]
+    assert rows.alike_prompts().tolist() == [0, 1, 0, 0, 0]
     ids = encode_conversations(tokenizer, prompts, replies)
-    assert [row.tolist() for row in rows["input_ids"]] == ids
+    assert [row.tolist() for row in rows.input_ids] == ids
     torch.testing.assert_close(scores_of(out, rows), transformers_scores(source, ids), rtol=1e-5, atol=1e-5)
 
     same = RewardReader(out, "judge").rows(prompts[2:], ["fine"] * 3)
-    assert same["prompt_lengths"].tolist() == same["input_ids"].lengths.tolist()
+    assert same.prompt_lengths.tolist() == same.input_ids.lengths.tolist()
     torch.testing.assert_close(scores_of(out, same), transformers_scores(source, [ids[2]] * 3), rtol=1e-5, atol=1e-5)
 
 
@@ -234,7 +234,7 @@ def test_where_the_end_token_pads_the_score_is_read_before_it(make: Make, tmp_pa
     rows = RewardReader(out, "judge").rows(PROMPTS, REPLIES)
     ids = encode_conversations(load_tokenizer(out), PROMPTS, REPLIES)
     assert [row[-1] for row in ids] == [tokenizer.eos_token_id] * 2
-    assert rows["input_ids"].lengths.tolist() == [len(row) - 1 for row in ids]
+    assert rows.input_ids.lengths.tolist() == [len(row) - 1 for row in ids]
     torch.testing.assert_close(scores_of(out, rows), transformers_scores(source, ids), rtol=1e-5, atol=1e-5)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.models.tensors import batch
 from xray_runtime.algorithms.importance import importance_weights
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.models.heads import HeadedLM
@@ -36,7 +37,7 @@ def columns(seed: int) -> dict[str, Tensor]:
 
 
 def padded(flat: Tensor, rows: dict[str, Tensor]) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(by_row(flat, rows), batch_first=True)
+    return torch.nn.utils.rnn.pad_sequence(by_row(flat, batch(rows)), batch_first=True)
 
 
 @pytest.mark.parametrize("level", ["token", "reply"])
@@ -52,17 +53,17 @@ def test_loss_gradients_and_weights_are_those_of_scoring_beforehand(
     objective = PPOObjective(config)
 
     with torch.no_grad():
-        scored = torch.cat(objective.score(module, rows)["logprobs"])  # type: ignore[arg-type]
+        scored = objective.score(module, batch(rows)).logprobs.values  # type: ignore[arg-type]
     mask, valid = padded(rows["response_mask"], rows), padded(torch.ones(NUM_TOKENS, dtype=torch.bool), rows)
     both = padded(scored, rows), padded(rows["rollout_logprobs"], rows)
     weights, stats = importance_weights(*both, mask, mode=correction, cap=1.2, level=level)  # type: ignore[arg-type]
     assert stats["capped_share"] > 0
     expected, expected_stats = objective.loss(
-        module, rows | {"old_logprobs": scored, "weights": weights[valid]}, TOTALS
+        module, batch(rows | {"old_logprobs": scored, "weights": weights[valid]}), TOTALS
     )
     wanted = gradients(module, expected)
 
-    loss, found = objective.loss(module, rows, TOTALS)
+    loss, found = objective.loss(module, batch(rows), TOTALS)
     torch.testing.assert_close(found.pop("old_logprobs"), scored, **EXACT)
     torch.testing.assert_close(loss, expected, **EXACT)
     torch.testing.assert_close(found, expected_stats, **EXACT)

@@ -14,7 +14,8 @@ from torch import Tensor
 from tests.unit.models.families import PACKED, model
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.ppo import PPOStageConfig
-from xray_runtime.data.rows import Ragged, Rows, take, text_rows
+from xray_runtime.data.batch import PairBatch, PolicyBatch, TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.models import packing
 from xray_runtime.models.heads import Branch, HeadedLM
 from xray_runtime.models.objectives import Objective, ReferenceObjective, num_computed_tokens
@@ -68,29 +69,29 @@ def test_every_token_finds_itself_in_the_row(groups: list[int], prompts: list[in
     assert len(row) == int(trees.stems.sum() + trees.branches.sum())
 
 
-def rows_of(objective: Objective) -> Rows:
+def rows_of(objective: Objective) -> TextBatch:
     """Rows with all columns that any objective reads, in float64."""
-    rows = text_rows(PROMPTS, REPLIES)
+    rows = TextBatch.of(PROMPTS, REPLIES)
     noise = np.random.default_rng(0).normal(size=(6, 15))
     names = ("old_logprobs", "ref_logprobs", "advantages", "weights", "values", "returns")
     offsets = Ragged.of(REPLIES).offsets
-    rows |= {name: Ragged(column - 4.8 * ("log" in name), offsets) for name, column in zip(names, noise, strict=True)}
     if isinstance(objective, DPOObjective | RewardObjective):
-        rows["rejected_ids"] = text_rows(PROMPTS, REJECTED)["input_ids"]
-        rows |= {"ref_chosen": noise[0, :7] - 9, "ref_rejected": noise[1, :7] - 9}
-    return rows
+        rejected, of_pairs = TextBatch.of(PROMPTS, REJECTED).input_ids, noise[:2, :7] - 9
+        return rows.as_kind(PairBatch, rejected_ids=rejected, ref_chosen=of_pairs[0], ref_rejected=of_pairs[1])
+    columns = zip(names, noise, strict=True)
+    return rows.as_kind(PolicyBatch, **{n: Ragged(column - 4.8 * ("log" in n), offsets) for n, column in columns})
 
 
 def outcome(
-    module: HeadedLM, objective: Objective, rows: Rows, batches: Sequence[Sequence[int]], shared: bool
+    module: HeadedLM, objective: Objective, rows: TextBatch, batches: Sequence[Sequence[int]], shared: bool
 ) -> tuple[float, list[Tensor]]:
     """Loss and gradients over micro-batches."""
     total = 0.0
     module.zero_grad()
     for batch in batches:
-        tensors = as_tensors(take(rows, batch))
+        tensors = as_tensors(rows.take(batch))
         if not shared:
-            del tensors["alike"]
+            tensors = tensors.with_columns(alike=None)
         loss, _ = objective.loss(module, tensors, TOTALS)
         loss.backward()
         total += loss.item()
@@ -175,13 +176,15 @@ def test_trunks_and_their_branches() -> None:
     module = headed(trainable_layers=1, branches=[Branch("reference", exact())])
     whole = headed()
     tensors = as_tensors(rows)
-    trunk = module.trunk(tensors["input_ids"], tensors["lengths"])
+    trunk = module.trunk(tensors.input_ids.values, tensors.input_ids.lengths)
     with torch.no_grad():
-        apart = {name: tensor for name, tensor in tensors.items() if name != "alike"}
-        expected = objective.score(whole, apart) | ReferenceObjective(1.0).score(whole, apart)
-        found = objective.score(module, tensors | {"trunk": trunk})
-    for name, values in expected.items():
-        torch.testing.assert_close(found[name], values, rtol=0, atol=1e-12)
+        apart = tensors.with_columns(alike=None)
+        expected = objective.score(whole, apart).columns() | ReferenceObjective(1.0).score(whole, apart).columns()
+        found = objective.score(module, tensors.with_columns(trunk=tensors.input_ids.like(trunk))).columns()
+    assert found.keys() == expected.keys()
+    for name, column in expected.items():
+        theirs, ours = (of.values if isinstance(of, Ragged) else of for of in (column, found[name]))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     batches = [list(range(7))]
     expected_outcome = outcome(module, objective, rows, batches, shared=False)
     assert_equal_outcomes(outcome(module, objective, rows, batches, shared=True), expected_outcome)
@@ -195,7 +198,8 @@ def test_computed_tokens_by_hand() -> None:
     tensors = as_tensors(rows_of(OBJECTIVES["policy"]()))
     seen: list[int] = []
     module.lm.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
-    module.hidden(tensors["input_ids"], tensors["lengths"], None, Prompts(tensors["alike"], tensors["prompt_lengths"]))
+    ids, prompts = tensors.input_ids, Prompts(tensors.alike, tensors.prompt_lengths)
+    module.hidden(ids.values, ids.lengths, None, prompts)
     assert seen == [8 + 15]
     module.packs = False
     assert num_computed_tokens(module, tensors) == 7 * 7
@@ -216,22 +220,22 @@ def test_groups_stay_together() -> None:
 def test_micro_batches_at_once_are_even(packed: bool, lengths: list[tuple[int, int, int]]) -> None:
     """Every row once; no larger than without, and where there are several, as many as run at once or a multiple."""
     prompts = [[group] * length for length, _, group in lengths]
-    rows = text_rows(prompts, [[99] * length for _, length, _ in lengths])
+    rows = TextBatch.of(prompts, [[99] * length for _, length, _ in lengths])
     for max_tokens in (4, 30, 400):
         fewest = row_groups(rows, max_tokens, packed=packed)
         even = row_groups(rows, max_tokens, packed=packed, at_once=2)
         assert sorted(row for group in even for row in group) == list(range(len(lengths)))
         assert len(fewest) <= len(even) <= len(fewest) + 1 or even == fewest
-    similar = text_rows([[row] * 5 for row in range(40)], [[99] * 6] * 40)
+    similar = TextBatch.of([[row] * 5 for row in range(40)], [[99] * 6] * 40)
     assert [len(group) for group in row_groups(similar, 10_000, packed=packed, at_once=2)] == [20, 20]
 
 
 def test_pairs_count_both_replies() -> None:
     """The pair of row 1: 3 + 1 + 2 tokens, and of row 4 in the same group 2 + 1 more; with nothing shared 9 and 9."""
-    pairs = take(rows_of(RewardObjective()), [1, 4])
+    pairs = rows_of(RewardObjective()).take([1, 4])
     assert row_groups(pairs, 9, packed=True) == [[0, 1]]
     assert row_groups(pairs, 8, packed=True) == [[0], [1]]
-    apart = {name: pairs[name] for name in ("input_ids", "rejected_ids")}
+    apart = PairBatch.of_columns(pairs.pick("input_ids", "rejected_ids"))
     assert row_groups(apart, 18, packed=True) == [[0, 1]]
     assert row_groups(apart, 17, packed=True) == [[0], [1]]
     assert row_groups(apart, 20, packed=False) == [[0, 1]]

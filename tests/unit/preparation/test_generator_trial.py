@@ -17,7 +17,8 @@ import transformers
 from xray_runtime.config.base import HubBase
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.batch import Replies, TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.models.family import family_of
 from xray_runtime.preparation.generator_trial import check_sampled
@@ -47,15 +48,15 @@ class Generator:
         self._lm = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self._off_by, self.generate = off_by, SimpleNamespace(remote=self._generate)
 
-    def _generate(self, rows: Rows, sampling: Sampling, version: int) -> Ready[Rows]:
+    def _generate(self, rows: TextBatch, sampling: Sampling, version: int) -> Ready[TextBatch]:
         found = []
-        for prompt in rows["input_ids"]:
+        for prompt in rows.input_ids:
             with torch.no_grad():
                 logits = self._lm(input_ids=torch.tensor([[*prompt.tolist(), *REPLY]])).logits[0]
             logprobs = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(REPLY)[:, None])[:, 0]
             found.append(logprobs.numpy() + np.float32(self._off_by))
         count = len(found)
-        return Ready({"response_ids": Ragged.of([REPLY] * count), "rollout_logprobs": Ragged.of(found, np.float32)})
+        return Ready(Replies(response_ids=Ragged.of([REPLY] * count), rollout_logprobs=Ragged.of(found, np.float32)))
 
 
 Opened = Callable[[dict[str, Any]], Any]

@@ -46,6 +46,7 @@ def stage(name: str, parents: list[str], cached: bool = False) -> dict[str, Any]
         "checkpoint": checkpoint,
         "parents": parents,
         "cached": cached,
+        "findings": [],
         "seconds": 0.2 if cached else 12.34,
         "computed_seconds": 48.0 if cached else 12.34,
         "computed_at": "2026-11-23T08:00:00+00:00",
@@ -73,6 +74,7 @@ def lifecycle(**evaluation: Any) -> dict[str, Any]:
             "gold_delta": 0.15,
             "gold_delta_ci95": [0.05, 0.25],
             "judge": "gold",
+            "judges": {},
             "win_rate": 0.625,
             "win_rate_ci95": [0.55, 0.7],
             "samples": 64,
@@ -283,7 +285,7 @@ def test_the_report_says_what_happened(tmp_path: Path) -> None:
 def test_only_what_is_certain_is_coloured(tmp_path: Path, interval: list[float], verdict: str) -> None:
     page = Page(write(tmp_path, gold_delta_ci95=interval))
     classes = [a.get("class") for tag, a in page.elements if tag == "span" and "class" in a]
-    assert classes == [verdict]
+    assert classes == ["quiet", verdict]
 
 
 def test_without_a_gold_score_there_is_none(tmp_path: Path) -> None:
@@ -295,7 +297,7 @@ def test_without_a_gold_score_there_is_none(tmp_path: Path) -> None:
     assert "win rate over the model before (by judges.0)" in text
 
 
-def test_what_was_not_judged_is_left_out(tmp_path: Path) -> None:
+def test_results_without_a_judge_are_left_out(tmp_path: Path) -> None:
     null = ("win_rate", "win_rate_ci95", "judge", "reward_before", "reward_after", "gold_before", "gold_after")
     text = Page(write(tmp_path, [sample(**dict.fromkeys(null[3:]))], **dict.fromkeys(null))).text
     assert "KL to the model before" in text

@@ -19,8 +19,9 @@ import pytest
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.ppo import KLConfig, PPOConfig, RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.batch import PromptBatch, Replies, Scores, StepAnswer, TextBatch
 from xray_runtime.data.pairs import Example, write_pairs
-from xray_runtime.data.rows import Ragged, Rows, num_rows
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.graph.artifacts import Dataset, Model, RewardModel
 from xray_runtime.graph.inputs import PPOInputs
@@ -66,7 +67,7 @@ class Method(Generic[P, T]):
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Ready[T]:
         model, world = self._model, self._model.world
         answer = self._function(*args, **kwargs)
-        work = num_rows(args[0]) if self._name in ("score", "train", "generate") else 1
+        work = len(args[0]) if self._name in ("score", "train", "generate") else 1
         if self._name == "generate":
             work *= args[1].max_new_tokens
         model.busy_until = max(model.busy_until, world.now) + work * world.seconds.get(self._name, 0.0)
@@ -83,7 +84,7 @@ class World:
 
     calls: list[str] = field(default_factory=list)
     """Role and method of each call, in order; of `follow` and `generate` also the version."""
-    batches: list[tuple[str, Rows, dict[str, float], float]] = field(default_factory=list)
+    batches: list[tuple[str, TextBatch, dict[str, float], float]] = field(default_factory=list)
     """Role and arguments of each `train`."""
     value_head: bool = True
     """Whether the policy has one."""
@@ -106,15 +107,15 @@ def logprob(tokens: np.ndarray) -> np.ndarray:
     return (-0.25 * (tokens % 7) - 2.0).astype(np.float32)
 
 
-def words(rows: Rows) -> np.ndarray:
+def words(rows: TextBatch) -> np.ndarray:
     """The last token but one of each row [B]."""
-    return np.array([ids[-2] for ids in rows["input_ids"]])
+    return np.array([ids[-2] for ids in rows.input_ids])
 
 
-def plain(batch: tuple[str, Rows, dict[str, float], float]) -> tuple[Any, ...]:
+def plain(batch: tuple[str, TextBatch, dict[str, float], float]) -> tuple[Any, ...]:
     """What a model was asked to learn, in a form that can be compared."""
     role, rows, *rest = batch
-    columns = {name: c if isinstance(c, np.ndarray) else [c.values, c.offsets] for name, c in rows.items()}
+    columns = {name: c if isinstance(c, np.ndarray) else [c.values, c.offsets] for name, c in rows.columns().items()}
     return role, columns, *rest
 
 
@@ -126,7 +127,7 @@ class PPOModel:
         self.version = self.updates = 0
         self.busy_until = 0.0
         self.score, self.train = Method(self, "score", self._score), Method(self, "train", self._train)
-        self.train_and_score = Method(self, "train", self._train_and_score)
+
         self.generate, self.follow = Method(self, "generate", self._generate), Method(self, "follow", self._follow)
         self.save, self.save_state = Method(self, "save", self._save), Method(self, "save_state", self._save_state)
         self.check_state = Method(self, "check_state", lambda directory: None)
@@ -148,53 +149,49 @@ class PPOModel:
         self.version, self.updates = version, policy.updates  # type: ignore[attr-defined]
         return f"{self.updates} steps, {self.surer:g}"
 
-    def _generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
-        probe = num_rows(rows) != REPLIES
+    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
+        probe = len(rows) != REPLIES
         self._note(f"{'probe' if probe else 'generate'} {version}")
         assert version == self.version
-        self.world.seeds += rows["seed"].tolist()
-        tokens = Ragged.of([20 + seed % 50, sampling.stop_token_ids[0]] for seed in rows["seed"])
+        self.world.seeds += rows.seed.tolist()
+        tokens = Ragged.of([20 + seed % 50, sampling.stop_token_ids[0]] for seed in rows.seed)
         logprobs = logprob(tokens.values) + np.float32(self.world.generator_off_by + self.surer)
         ended = np.ones(len(tokens), bool)
-        return {"response_ids": tokens, "rollout_logprobs": Ragged(logprobs, tokens.offsets), "ended": ended}
+        return Replies(response_ids=tokens, rollout_logprobs=Ragged(logprobs, tokens.offsets), ended=ended)
 
-    def _score(self, rows: Rows, at_once: int = 1) -> Rows:
+    def _score(self, rows: TextBatch, at_once: int = 1) -> Scores:
         self._note("score")
         self.world.shares.append(at_once)
-        self.world.scored[self.role] += num_rows(rows)
+        self.world.scored[self.role] += len(rows)
         if self.role == "rewards.0":
             # The word decides; the last token is the end token.
-            return {"scores": (words(rows) % 5).astype(np.float32)}
+            return Scores(scores=(words(rows) % 5).astype(np.float32))
         logprobs = self._logprobs(rows)
         if self.role == "reference":
-            return {"ref_logprobs": Ragged(logprobs.values - np.float32(KL_PER_TOKEN), logprobs.offsets)}
+            return Scores(ref_logprobs=Ragged(logprobs.values - np.float32(KL_PER_TOKEN), logprobs.offsets))
         zeros = Ragged(np.zeros_like(logprobs.values), logprobs.offsets)
-        values = {"values": zeros, "final_values": np.zeros(len(logprobs), np.float32)}
+        values = Scores(values=zeros, final_values=np.zeros(len(logprobs), np.float32))
         if self.role == "critic":
             return values
-        return {"logprobs": logprobs} | (values if self.world.value_head else {})
+        return (values if self.world.value_head else Scores()).with_columns(logprobs=logprobs)
 
-    def _train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
+    def _train(self, rows: TextBatch, totals: dict[str, float], lr: float, at_once: int = 1) -> StepAnswer:
         self._note("train")
         self.world.shares.append(at_once)
         self.world.batches.append((self.role, rows, totals, lr))
         kl = self.world.approx_kl(self.updates) * totals["tokens"]
+        logprobs = self._logprobs(rows)
         self.updates += 1
         values = {"value_loss": 1.0, "value_clip_count": 0.0}
         if self.role == "critic":
-            return values | {"grad_norm": 3.0}
+            return StepAnswer(values | {"grad_norm": 3.0}, Scores())
         counts = dict.fromkeys(("policy_loss", "entropy_sum", "clip_count", "dual_clip_count"), 1.0)
-        return counts | values | {"approx_kl_sum": kl, "grad_norm": 2.0}
+        sums = counts | values | {"approx_kl_sum": kl, "grad_norm": 2.0}
+        return StepAnswer(sums, Scores() if "old_logprobs" in rows else Scores(old_logprobs=logprobs))
 
-    def _train_and_score(
-        self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1
-    ) -> tuple[dict[str, float], Rows]:
-        logprobs = self._logprobs(rows)
-        return self._train(rows, totals, lr, at_once), {"old_logprobs": logprobs}
-
-    def _logprobs(self, rows: Rows) -> Ragged:
+    def _logprobs(self, rows: TextBatch) -> Ragged:
         """The policy's."""
-        replies = [ids[n:] for ids, n in zip(rows["input_ids"], rows["prompt_lengths"], strict=True)]
+        replies = [ids[n:] for ids, n in zip(rows.input_ids, rows.prompt_lengths, strict=True)]
         return Ragged.of((logprob(reply) + np.float32(self.surer) for reply in replies), np.float32)
 
     def _save(self, directory: Path, head_file: str | None = None) -> None:

@@ -23,9 +23,10 @@ from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.ppo import KLConfig, PPOConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError, validate_as
+from xray_runtime.data.batch import PolicyBatch, PromptBatch, Replies, Scores
 from xray_runtime.data.ledger import read_shard, readable, shard_path
 from xray_runtime.data.pairs import Example, Pairs, write_pairs
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.graph.artifacts import EPISODES, Dataset
 from xray_runtime.graph.inputs import BestOfNInputs, PPOInputs
 from xray_runtime.graph.kind import Stage
@@ -43,12 +44,12 @@ HERE = sample_agents.__name__
 class Policy(PPOModel):
     """Says a few letters, which the seed decides, and checks that each token is scored after its own history."""
 
-    def _generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
+    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
         self._note(f"generate {version}")
-        self.world.seeds += rows["seed"].tolist()
+        self.world.seeds += rows.seed.tolist()
         found = FakeGenerator(self.world.tokenizer)(rows, sampling, version)  # type: ignore[attr-defined]
-        ids = found["response_ids"]
-        return found | {"rollout_logprobs": Ragged(logprob(ids.values), ids.offsets)}
+        ids = found.response_ids
+        return found.with_columns(rollout_logprobs=ids.like(logprob(ids.values)))
 
 
 def played(
@@ -85,17 +86,17 @@ def test_branches_are_rows_for_the_models_and_one_row_in_the_ledger(inputs: PPOI
         assert 2 <= reward < len(sampled)
     # A batch of two episodes is four rows, each with the episode's advantage on its sampled tokens alone.
     for _, rows, totals, _ in world.batches:
-        assert len(rows["input_ids"]) == 4
-        assert len(set(rows["id"].tolist())) == 4
+        assert len(rows.input_ids) == 4
+        assert len(set(rows.id.tolist())) == 4
         assert "branches" not in rows
-        assert totals["tokens"] == rows["response_mask"].values.sum()
-        for advantage, mask in zip(rows["advantages"], rows["response_mask"], strict=True):
+        assert totals["tokens"] == rows.response_mask.values.sum()
+        for advantage, mask in zip(rows.advantages, rows.response_mask, strict=True):
             assert len(set(advantage[mask].tolist())) == 1
             assert not advantage[~mask].any()
     sampled = [
         token
         for _, rows, *_ in world.batches
-        for ids, start, mask in zip(rows["input_ids"], rows["prompt_lengths"], rows["response_mask"], strict=True)
+        for ids, start, mask in zip(rows.input_ids, rows.prompt_lengths, rows.response_mask, strict=True)
         for token in ids[start:][mask].tolist()
     ]
     assert sorted(sampled) == sorted(token for record in records for call in record["calls"] for token in call["ids"])
@@ -106,26 +107,28 @@ def test_branches_are_rows_for_the_models_and_one_row_in_the_ledger(inputs: PPOI
 
 
 def test_a_split_into_branches_is_undone() -> None:
-    rows: Rows = {
-        "input_ids": Ragged.of([[1, 2, 5, 6, 7, 8], [3, 9]]),
-        "prompt_lengths": np.array([2, 1]),
-        "id": np.array([10, 11]),
-        "response_mask": Ragged.of([[True, False, True, True], [True]], np.bool_),
-        "branches": Ragged.of([[2, 3, 1, 2, 3, 1, 1, 2, 4], [1, 1, 3]]),
-    }
-    split = BranchRows.of(rows)
-    assert [row.tolist() for row in split.rows["input_ids"]] == [[1, 2, 5, 6, 7], [1, 2, 4, 8], [3, 9]]
-    assert split.rows["prompt_lengths"].tolist() == [2, 3, 1]
-    assert [row.tolist() for row in split.rows["response_mask"]] == [[True, False, True], [True], [True]]
-    assert len(set(split.rows["id"].tolist())) == 3
+    branches = Ragged.of([[2, 3, 1, 2, 3, 1, 1, 2, 4], [1, 1, 3]])
+    rows = PolicyBatch(
+        input_ids=Ragged.of([[1, 2, 5, 6, 7, 8], [3, 9]]),
+        prompt_lengths=np.array([2, 1]),
+        id=np.array([10, 11]),
+        response_mask=Ragged.of([[True, False, True, True], [True]], np.bool_),
+        branches=branches,
+    )
+    split = BranchRows.of(rows, branches)
+    assert "branches" not in split.rows
+    assert [row.tolist() for row in split.rows.input_ids] == [[1, 2, 5, 6, 7], [1, 2, 4, 8], [3, 9]]
+    assert split.rows.prompt_lengths.tolist() == [2, 3, 1]
+    assert [row.tolist() for row in split.rows.response_mask] == [[True, False, True], [True], [True]]
+    assert len(set(split.rows.id.tolist())) == 3
     logprobs = Ragged.of([[0.1, 0.2, 0.3], [0.4], [0.5]], np.float32)
-    merged = split.merged({"logprobs": logprobs, "final_values": np.array([1.0, 2.0, 3.0])})
-    assert [row.tolist() for row in merged["logprobs"]] == [
+    merged = split.merged(Scores(logprobs=logprobs, final_values=np.array([1.0, 2.0, 3.0])))
+    assert [row.tolist() for row in merged.logprobs] == [
         pytest.approx([0.1, 0.2, 0.3, 0.4]),
         pytest.approx([0.5]),
     ]
-    assert merged["final_values"].tolist() == [2.0, 3.0]
-    assert [length for _, length in decoded_branches(rows["branches"].values[:9])] == [3, 1]
+    assert merged.final_values.tolist() == [2.0, 3.0]
+    assert [length for _, length in decoded_branches(branches.values[:9])] == [3, 1]
 
 
 def test_a_run_again_reads_the_journal_and_gives_the_same_bytes(inputs: PPOInputs, tmp_path: Path) -> None:
@@ -235,7 +238,7 @@ def test_two_sides_of_a_comparison_are_two_rollouts(inputs: PPOInputs, tmp_path:
     prompts = [([{"role": "user", "content": "question number 1"}], [5, 6])]
 
     class Says(Policy):
-        def _generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
+        def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
             return FakeGenerator(tokenizer, texts[self.role])(rows, sampling, version)
 
     for side, text in texts.items():

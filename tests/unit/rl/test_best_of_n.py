@@ -20,8 +20,9 @@ from xray_runtime.config.best_of_n import BestOfNConfig
 from xray_runtime.config.ppo import RewardTerm
 from xray_runtime.config.preferences import RewardedPreferences
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.batch import Replies, TextBatch
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, prompt_text, write_pairs
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.graph.artifacts import Dataset, Model
 from xray_runtime.graph.graph import recording
@@ -55,13 +56,13 @@ class FakeGenerator:
         self.tokenizer, self.calls = tokenizer, 0
         self.generate = self
 
-    def remote(self, rows: Rows, sampling: Any, version: int) -> Ready[Rows]:
+    def remote(self, rows: TextBatch, sampling: Any, version: int) -> Ready[TextBatch]:
         self.calls += 1
-        letters = [WORDS[int(seed) % 26] for seed in rows["seed"]]
+        letters = [WORDS[int(seed) % 26] for seed in rows.seed]
         ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in letters]
-        ended = np.array([int(seed) % 3 != 0 for seed in rows["seed"]])
+        ended = np.array([int(seed) % 3 != 0 for seed in rows.seed])
         replies = [[*row, sampling.stop_token_ids[0]] if end else row for row, end in zip(ids, ended, strict=True)]
-        return Ready({"response_ids": Ragged.of(replies), "ended": ended})
+        return Ready(Replies(response_ids=Ragged.of(replies), ended=ended))
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def written(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(out.iterdir())}
 
 
-def test_what_is_kept_and_why_not() -> None:
+def test_kept_replies_and_reasons_for_the_others() -> None:
     rewards = torch.tensor([[1.0, 5.0], [2.0, 2.0], [NAN, NAN], [0.0, 1.0], [NAN, 3.0]])
     best, counts = kept(rewards, None, skip_tied=False)
     assert best.tolist() == [1, 0, -1, 1, 1]
@@ -170,7 +171,7 @@ def test_a_function_of_any_name_has_metrics(root: Path, body: Any, name: str) ->
         ),
     ],
 )
-def test_what_cannot_be_scored_is_refused_before_anything_is_sampled(
+def test_rewards_that_cannot_score_are_refused_before_sampling(
     root: Path, fields: dict[str, Any], function: Any, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeGenerator, "remote", lambda *_: pytest.fail("sampled"))
@@ -208,7 +209,7 @@ def test_a_reply_whose_score_failed_is_as_if_absent() -> None:
     assert [row[place] for row, place in zip(groups.replies, best.tolist(), strict=True)] == ["b", "e"]
 
 
-def test_nothing_kept_is_said(root: Path) -> None:
+def test_a_stage_that_keeps_no_reply_says_so(root: Path) -> None:
     with pytest.raises(
         ValueError, match=r"no reply to any of the 12 prompts was kept \(.*'skipped_below_min_reward': 12.0"
     ):

@@ -20,9 +20,10 @@ from tests.unit.rl.loop import MINIBATCH, REPLIES, PPOModel, World, attempt, log
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.ppo import KLConfig, PPOConfig
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.data.batch import PromptBatch, Replies
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.ledger import read_shard, readable, shard_path
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.environments import worker
 from xray_runtime.graph.graph import recording
 from xray_runtime.graph.inputs import PPOInputs
@@ -38,17 +39,17 @@ OF_TURNS = (0.0, 0.5, 1.0)
 class Policy(PPOModel):
     """Says each word in the bytes of "an", which the tokenizer itself would write as one token."""
 
-    def _generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
-        self._note(f"generate {len(rows['seed'])}")
-        self.world.seeds += rows["seed"].tolist()
+    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
+        self._note(f"generate {len(rows)}")
+        self.world.seeds += rows.seed.tolist()
         tokenizer = self.world.tokenizer  # type: ignore[attr-defined]
         word = tokenizer.convert_tokens_to_ids(["a", "n"])
-        ids = Ragged.of([*word, sampling.stop_token_ids[0]] for _ in rows["seed"])
-        return {
-            "response_ids": ids,
-            "rollout_logprobs": Ragged(logprob(ids.values), ids.offsets),
-            "ended": np.ones(len(ids), bool),
-        }
+        ids = Ragged.of([*word, sampling.stop_token_ids[0]] for _ in rows.seed)
+        return Replies(
+            response_ids=ids,
+            rollout_logprobs=Ragged(logprob(ids.values), ids.offsets),
+            ended=np.ones(len(ids), bool),
+        )
 
 
 def played(
@@ -84,16 +85,16 @@ def test_turns_and_observations_lie_in_one_row(inputs: PPOInputs, tmp_path: Path
     turn = [*word, tokenizer.eos_token_id]
     for _, rows, totals, _ in world.batches:
         assert totals["tokens"] == 2 * 9
-        masks = list(rows["response_mask"])
-        for ids, start, mask in zip(rows["input_ids"], rows["prompt_lengths"], masks, strict=True):
+        masks = list(rows.response_mask)
+        for ids, start, mask in zip(rows.input_ids, rows.prompt_lengths, masks, strict=True):
             assert ids[start:][mask].tolist() == turn * 3
             between = tokenizer.decode(ids[start:][~mask])
             assert between.count("go on") == 2
             # λ = 1, values 0: each token returns what is still to come, 0 + ½ + 1, ½ + 1 and 1.
-        returns = [of_row[mask].tolist() for of_row, mask in zip(rows["returns"], masks, strict=True)]
+        returns = [of_row[mask].tolist() for of_row, mask in zip(rows.returns, masks, strict=True)]
         assert returns == [[1.5] * 3 + [1.5] * 3 + [1.0] * 3] * 2
         for name in ("advantages", "returns", "weights"):
-            assert all((of_row[~mask] == 0).all() for of_row, mask in zip(rows[name], masks, strict=True))
+            assert all((of_row[~mask] == 0).all() for of_row, mask in zip(getattr(rows, name), masks, strict=True))
     [point] = recorder.points
     assert point["rollout/turns"] == 3
     assert point["reward/source/environment/mean"] == sum(OF_TURNS)
@@ -113,13 +114,13 @@ def _of(table: Any) -> list[tuple[list[float], np.ndarray]]:
     return list(zip(table["turn_rewards"].to_pylist(), masks, strict=True))
 
 
-def test_what_an_environment_begins_with_takes_the_place_of_the_prompt(inputs: PPOInputs, tmp_path: Path) -> None:
+def test_an_environments_opening_replaces_the_prompt(inputs: PPOInputs, tmp_path: Path) -> None:
     world, _ = played(inputs, tmp_path / "out", "Opens")
     [opening] = chat_format(world.tokenizer).prompts(  # type: ignore[attr-defined]
         [[{"role": "system", "content": "a game"}, {"role": "user", "content": "your move"}]]
     )
     for _, rows, *_ in world.batches:
-        starts = zip(rows["input_ids"], rows["prompt_lengths"], strict=True)
+        starts = zip(rows.input_ids, rows.prompt_lengths, strict=True)
         assert [ids[:length].tolist() for ids, length in starts] == [opening] * MINIBATCH
     assert read_shard(shard_path(tmp_path / "out" / "ledger", 0)).table["prompt_ids"].to_pylist() == [opening] * REPLIES
 
@@ -135,7 +136,7 @@ def test_a_turn_has_a_seed_of_its_own_and_a_group_one_environment(inputs: PPOInp
     assert table["seed"].to_pylist() == [seed for seed in environments for _ in range(2)]
 
 
-def test_in_whatever_order_an_environment_names_numbers_the_ledger_has_the_same_bytes(
+def test_the_order_of_an_environments_numbers_does_not_change_the_ledger(
     inputs: PPOInputs,
     tmp_path: Path,
 ) -> None:
@@ -148,7 +149,7 @@ def test_in_whatever_order_an_environment_names_numbers_the_ledger_has_the_same_
     assert all(list(info) == sorted(info) for info in told)
 
 
-def test_what_is_read_between_turns_is_what_the_template_writes(inputs: PPOInputs) -> None:
+def test_tokens_between_turns_are_those_of_the_template(inputs: PPOInputs) -> None:
     tokenizer = load_tokenizer(inputs.policy.path)
     chat = chat_format(tokenizer)
     asked, said = {"role": "user", "content": "question"}, {"role": "assistant", "content": "an answer"}
@@ -175,7 +176,7 @@ def test_neither_delays_nor_processes_change_a_byte(
     np.testing.assert_equal(taught(slowly), taught(at_once))
 
 
-def test_what_a_clock_said_is_read_again_by_the_next_attempt(
+def test_recorded_times_are_read_by_the_next_attempt(
     inputs: PPOInputs,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -243,7 +244,7 @@ def test_beside_updates_the_next_episodes_are_played(inputs: PPOInputs, tmp_path
     assert shards[0] == shards[1]
 
 
-def test_what_environments_say_while_they_are_ended_is_no_answer(
+def test_answers_of_ending_environments_are_discarded(
     inputs: PPOInputs,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -268,7 +269,7 @@ def test_what_environments_say_while_they_are_ended_is_no_answer(
 
 
 @pytest.mark.parametrize("call", [1, 3, 4, 6])
-def test_what_dies_in_mid_episode_changes_no_byte(
+def test_a_death_within_an_episode_changes_no_byte(
     inputs: PPOInputs,
     tmp_path: Path,
     call: int,
@@ -282,7 +283,7 @@ def test_what_dies_in_mid_episode_changes_no_byte(
     class Struck(Policy):
         calls, generator_dies = 0, True
 
-        def _generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
+        def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
             Struck.calls += 1
             if Struck.calls == call:
                 [process] = [p for p in psutil.Process().children() if worker.__name__ in p.cmdline()]
@@ -307,7 +308,7 @@ def test_an_episode_that_fails_costs_its_row_alone(inputs: PPOInputs, tmp_path: 
     [point] = recorder.points
     assert point["reward/failed"] == 1
     [(_, rows, _, _)] = world.batches
-    assert len(rows["id"]) == 9
+    assert len(rows.id) == 9
     with pytest.raises(RuntimeError, match=r"1 of 10 replies have no reward; environment failed for 1: .*OSError: the"):
         played(inputs, tmp_path / "strict", "Breaks", max_failed=0.05, **fields)
 
@@ -344,7 +345,7 @@ def test_only_what_is_allowed_is_imported() -> None:
         ({"max_new_tokens": 16}, r"environment.max_tokens = 8 must be at least max_new_tokens = 16"),
     ],
 )
-def test_what_does_not_go_with_an_environment_is_said(fields: dict[str, Any], message: str) -> None:
+def test_options_that_exclude_an_environment_are_named(fields: dict[str, Any], message: str) -> None:
     environment = {"path": f"{HERE}:ThreeTurns", "max_tokens": 8}
     with pytest.raises(ValueError, match=message):
         PPOConfig(**{"environment": environment, "max_new_tokens": 4} | fields)

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.rl.parts import typed
+from tests.unit.rl.parts import Columns, typed
 from xray_runtime.algorithms.rewards import RunningMoments, SourceScores
 from xray_runtime.config.ppo import KLConfig, PPOStageConfig
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.rl.experience import build_experience, scaled_rewards
 from xray_runtime.rl.metrics import reward_metrics
-from xray_runtime.rl.types import Experience, to_rows
+from xray_runtime.rl.types import Experience
 from xray_runtime.stages.findings import policy_findings
 
 NAN = float("nan")
@@ -51,7 +51,7 @@ def ragged(rows: Any) -> Ragged:
     return Ragged.of(rows, np.float32)
 
 
-def inputs(**changes: Any) -> tuple[Rows, Rows, Rows]:
+def inputs(**changes: Any) -> tuple[Columns, Columns, Columns]:
     """(rows, rollout, scores)."""
     rows = {
         "input_ids": Ragged.of([[5, 6, 7], [5, 8, 9, 10]]),
@@ -71,7 +71,7 @@ def inputs(**changes: Any) -> tuple[Rows, Rows, Rows]:
 
 
 def column(experience: Experience, name: str) -> list[list[float]]:
-    return [row.tolist() for row in to_rows(experience.rows)[name]]
+    return [row.tolist() for row in experience.rows.columns()[name]]
 
 
 def build(rewards: Sequence[float] = SCORES, data: Any = None, **options: Any) -> Experience:
@@ -239,7 +239,7 @@ def test_a_reply_without_a_reward_is_as_if_it_was_absent(advantages: Any, whiten
     lengths, rewards, left = [2, 4, 3, 1, 2, 3], [1.0, NAN, 0.5, NAN, -2.0, 0.75], [0, 2, 4, 5]
     tokens = [[0.1 * (i + j) for j in range(n)] for i, n in enumerate(lengths)]
 
-    def data(index: list[int]) -> tuple[Rows, Rows, Rows]:
+    def data(index: list[int]) -> tuple[Columns, Columns, Columns]:
         one = ragged([tokens[i] for i in index])
         rows = {
             "input_ids": Ragged.of([list(range(lengths[i] + 1)) for i in index]),
@@ -253,13 +253,13 @@ def test_a_reply_without_a_reward_is_as_if_it_was_absent(advantages: Any, whiten
 
     found = build(rewards, data(list(range(6))), samples_per_prompt=3, **fields)
     absent = build([rewards[i] for i in left], data(left), samples_per_prompt=2, **fields)
-    assert found.rows.text.id.tolist() == left
+    assert found.rows.id.tolist() == left
     assert (found.num_tokens, found.metrics) == (absent.num_tokens, absent.metrics)
     for name in ("advantages", "weights", "old_logprobs"):
-        np.testing.assert_array_equal(to_rows(found.rows)[name].values, to_rows(absent.rows)[name].values)
+        np.testing.assert_array_equal(found.rows.columns()[name].values, absent.rows.columns()[name].values)
     assert found.rows.advantages.values.any()
     assert all(
-        np.isfinite(column.values).all() for name, column in to_rows(found.rows).items() if isinstance(column, Ragged)
+        np.isfinite(column.values).all() for name, column in found.rows.columns().items() if isinstance(column, Ragged)
     )
 
 
@@ -276,7 +276,7 @@ def test_one_of_four_failed() -> None:
         [1.0, NAN, 0.0, 1.0], data, advantages="rloo", samples_per_prompt=4, truncated="penalize", max_new_tokens=2
     )
     assert column(experience, "advantages") == [[0.5], [-1.0], [0.5]]
-    assert experience.rows.text.id.tolist() == [0, 2, 3]
+    assert experience.rows.id.tolist() == [0, 2, 3]
     # Of a whole group nothing is left: it is no group.
     lost = build([NAN, NAN, 0.0, 1.0], data, advantages="rloo", samples_per_prompt=2, truncated="penalize")
     assert column(lost, "advantages") == [[-1.0], [1.0]]
@@ -357,7 +357,7 @@ def test_neither_longer_replies_beside_it_nor_the_order_of_rows_shows(whiten: bo
     assert swapped.metrics == pytest.approx(plain.metrics, abs=1e-6)
 
 
-def test_what_comes_from_the_object_store_is_only_read() -> None:
+def test_objects_of_the_store_are_only_read() -> None:
     data = inputs()
     experience = build(data=data)
     for part, untouched in zip(data, inputs(), strict=True):
@@ -368,8 +368,8 @@ def test_what_comes_from_the_object_store_is_only_read() -> None:
                 found, expected = found.values, expected.values
             np.testing.assert_array_equal(found, expected)
     given = data[0] | {"rollout_logprobs": data[1]["rollout_logprobs"]}
-    assert all(to_rows(experience.rows)[name] is given[name] for name in given)
-    made = {name: column for name, column in to_rows(experience.rows).items() if name not in given}
+    assert all(experience.rows.columns()[name] is given[name] for name in given)
+    made = {name: column for name, column in experience.rows.columns().items() if name not in given}
     assert set(made) == {"old_logprobs", "values", "advantages", "returns", "weights"}
     assert all(c.values.dtype == np.float32 and tuple(c.lengths) == LENGTHS for c in made.values())
 
@@ -386,7 +386,7 @@ def test_replies_to_one_prompt_are_compared() -> None:
     # Scores 2 and 5 − 1. The KL of whole replies is ½ − 1 = −½ and 0 nats, half of which is charged: 2.25 against 4.
     in_reward = without_critic(advantages="rloo")
     assert column(in_reward, "advantages") == [[-1.75] * 2, [1.75] * 3]
-    assert not {"values", "returns", "ref_logprobs"} & set(to_rows(in_reward.rows))
+    assert not {"values", "returns", "ref_logprobs"} & set(in_reward.rows.columns())
     assert not any(name.startswith("value/") for name in in_reward.metrics)
     assert in_reward.metrics["rollout/tied_groups"] == 0.0
     in_loss = without_critic(advantages="dr_grpo", kl=KLConfig(place="loss"))
@@ -433,7 +433,7 @@ def test_reinforce_takes_what_is_still_to_come() -> None:
     assert statistics.pstdev(flat) == pytest.approx(1.0, abs=1e-6)
 
 
-def test_of_episodes_each_turn_has_its_own_reward() -> None:
+def test_each_turn_of_an_episode_has_its_own_reward() -> None:
     """Turns gave row 0 nothing and 2, row 1 the 1 and 2 at its ends; what it read in between is no token of its own."""
     rows, rollout, scored = inputs(ended=np.array([True, True]))
     rollout["response_mask"] = Ragged.of([[True, True], [True, False, True]], np.bool_)

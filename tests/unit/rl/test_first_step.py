@@ -89,7 +89,7 @@ def test_rows_that_move_to_a_later_minibatch_are_scored_after_all(
     before, expected = run("before")
     assert len(world.batches) == len(before.batches) == 3 * 4
     for ours, theirs in zip(world.batches, before.batches, strict=True):
-        np.testing.assert_equal(ours[1]["id"], theirs[1]["id"])
+        np.testing.assert_equal(ours[1].id, theirs[1].id)
     for row, wanted in zip(rows, expected, strict=True):
         assert row["weights"] == wanted["weights"]
         assert row["logprobs"] in (wanted["logprobs"], [] if row["reward"] is None else wanted["logprobs"])

@@ -13,7 +13,8 @@ import pytest
 from tests.unit.rl.loop import PPOModel, World, attempt, logprob
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.watch import WatchConfig
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.batch import PromptBatch, Replies
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.graph.inputs import PPOInputs
 from xray_runtime.graph.kind import Answer
 from xray_runtime.rl.hacking_monitor import ANSWERS, RECORD, read_answers
@@ -24,12 +25,12 @@ ITERATIONS = 12
 class Longer(PPOModel):
     """Replies have a token more each iteration, and no two pairs of tokens alike."""
 
-    def _generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
+    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
         found = super()._generate(rows, sampling, version)
-        starts = [20 + seed % 50 for seed in rows["seed"].tolist()]
+        starts = [20 + seed % 50 for seed in rows.seed.tolist()]
         ids = [[*range(start, start + 1 + version), sampling.stop_token_ids[0]] for start in starts]
         tokens = Ragged.of(ids)
-        return found | {"response_ids": tokens, "rollout_logprobs": Ragged(logprob(tokens.values), tokens.offsets)}
+        return found.with_columns(response_ids=tokens, rollout_logprobs=tokens.like(logprob(tokens.values)))
 
     def _save(self, directory: Path, head_file: str | None = None) -> None:
         super()._save(directory)
@@ -109,7 +110,7 @@ def test_a_person_lets_it_go_on(inputs: PPOInputs, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("answer", [None, Answer(False, "Ada", "no")], ids=["nobody", "end"])
-def test_a_person_ends_it_or_nobody_can_be_asked(
+def test_a_person_ends_the_stage_or_cannot_be_asked(
     inputs: PPOInputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Answer | None
 ) -> None:
     monkeypatch.setattr(FakeRecorder, "ask", lambda self, question: answer)

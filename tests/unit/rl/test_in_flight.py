@@ -17,8 +17,8 @@ from tests.unit.rl.loop import MINIBATCH, REPLIES, PPOModel, World, attempt, log
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.ppo import KLConfig, PPOConfig
 from xray_runtime.config.validation import ConfigError, validate_as
+from xray_runtime.data.batch import PromptBatch, Replies
 from xray_runtime.data.ledger import read_shard, shard_path
-from xray_runtime.data.rows import Ragged, Rows
 from xray_runtime.graph.inputs import PPOInputs
 from xray_runtime.lineage.recorded_answers import restore_answers
 from xray_runtime.models.causal_lm import load_tokenizer
@@ -37,13 +37,13 @@ class Policy(PPOModel):
         (self.world.versions / str(version)).touch()  # type: ignore[attr-defined]
         return found
 
-    def _generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
+    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
         assert version == self.version
-        self.world.seeds += rows["seed"].tolist()
-        seeds = rows["seed"] + version
-        found = FakeGenerator(self.world.tokenizer)(rows | {"seed": seeds}, sampling, version)  # type: ignore[attr-defined]
-        ids = found["response_ids"]
-        return found | {"rollout_logprobs": Ragged(logprob(ids.values) + self.surer, ids.offsets)}
+        self.world.seeds += rows.seed.tolist()
+        seeds = rows.seed + version
+        found = FakeGenerator(self.world.tokenizer)(rows.with_columns(seed=seeds), sampling, version)  # type: ignore[attr-defined]
+        ids = found.response_ids
+        return found.with_columns(rollout_logprobs=ids.like(logprob(ids.values) + self.surer))
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def tokens_of(row: dict[str, Any]) -> Iterator[tuple[int, float]]:
     return zip(versions, weights, strict=True)
 
 
-def test_a_slow_agent_holds_nobody_up_and_each_token_is_weighted_by_its_own_version(
+def test_a_slow_agent_delays_no_other_and_tokens_are_weighted_by_version(
     inputs: PPOInputs, tmp_path: Path, versions: Path
 ) -> None:
     """The wait ends with version 2, which comes after two iterations: those have other prompts than the slow one's."""
@@ -206,7 +206,7 @@ def test_an_episode_that_ended_begins_anew_when_its_group_is_complete_too_late(
         ({"environment": {"path": "a:b"}}, "in_flight_updates = True must be False without an agent"),
     ],
 )
-def test_what_cannot_run_across_updates_is_refused_in_one_line(fields: dict[str, Any], reason: str) -> None:
+def test_options_that_exclude_in_flight_updates_are_refused(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as error:
         validate_as(PPOConfig, options(**fields), "ppo")
     assert "\n" not in str(error.value)

@@ -46,7 +46,7 @@ def test_a_row_says_what_was_sampled_scored_and_learned(inputs: PPOInputs, tmp_p
         rows = shard.table.to_pylist()
         assert [row["row"] for row in rows] == list(range(REPLIES))
         of_iteration = learned[number * 6 : number * 6 + 2]
-        trained = {int(id): (batch, i) for _, batch, *_ in of_iteration for i, id in enumerate(batch["id"])}
+        trained = {int(id): (batch, i) for _, batch, *_ in of_iteration for i, id in enumerate(batch.id)}
         for row in rows:
             assert (row["iteration"], row["version"], row["round"], row["ended"]) == (number, number, 0, True)
             assert row["reply_ids"][0] == 20 + row["seed"] % 50
@@ -59,8 +59,8 @@ def test_a_row_says_what_was_sampled_scored_and_learned(inputs: PPOInputs, tmp_p
             assert row["scaled_reward"] == row["reward"]
             batch, place = trained[row["row"]]
             for name in ("advantages", "weights"):
-                np.testing.assert_array_equal(row[name], list(batch[name])[place])
-            ids, length = list(batch["input_ids"])[place], batch["prompt_lengths"][place]
+                np.testing.assert_array_equal(row[name], list(getattr(batch, name))[place])
+            ids, length = list(batch.input_ids)[place], batch.prompt_lengths[place]
             assert row["prompt_ids"] + row["reply_ids"] == ids.tolist()
             assert len(row["prompt_ids"]) == length
             assert row["times_trained"] == 3
@@ -73,7 +73,7 @@ def test_rows_that_updates_did_not_come_to_are_marked(inputs: PPOInputs, tmp_pat
     first, second = shards(tmp_path / "out")
     assert sorted(first.table["times_trained"].to_pylist()) == [0] * MINIBATCH + [1] * MINIBATCH
     used = first.table["row"].to_numpy()[first.table["times_trained"].to_numpy() == 1]
-    assert sorted(used) == sorted(world.batches[0][1]["id"])
+    assert sorted(used) == sorted(world.batches[0][1].id)
     assert second.table["times_trained"].to_pylist() == [3] * REPLIES
 
 

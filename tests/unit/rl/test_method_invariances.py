@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.rl.parts import typed
+from tests.unit.rl.parts import Columns, taken, typed
 from xray_runtime.config.methods import METHODS
 from xray_runtime.config.ppo import PPOStageConfig
-from xray_runtime.data.rows import Ragged, Rows, take
+from xray_runtime.data.batch import PolicyBatch, TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.rl.experience import build_experience
-from xray_runtime.rl.types import to_rows
 
 MakeLM = Callable[[int], Any]
 NAN = math.nan
@@ -47,37 +47,37 @@ class Setting:
         if self.module.scalar is not None:
             torch.nn.init.constant_(self.module.scalar.weight, 0.1)
 
-    def rollout(self, seed: int = 0) -> tuple[Rows, Rows, Rows]:
+    def rollout(self, seed: int = 0) -> tuple[Columns, Columns, Columns]:
         """(rows, rollout, scores): log-probabilities near the model's own, so that few ratios are clipped."""
-        pairs = list(zip(PROMPTS, REPLIES, strict=True))
-        rows: Rows = {"input_ids": Ragged.of([prompt + reply for prompt, reply in pairs])}
-        rows["prompt_lengths"] = np.array([len(prompt) for prompt, _ in pairs])
+        rows = TextBatch.of(PROMPTS, REPLIES)
         with torch.no_grad():
             own = PPOObjective(self.config).score(self.module, as_tensors(rows))
-        logprobs, draws = torch.cat(list(own["logprobs"])).numpy(), np.random.default_rng(seed)
+        logprobs, draws = own.logprobs.values.numpy(), np.random.default_rng(seed)
         offsets = np.cumsum([0, *map(len, REPLIES)])
 
         def near(scale: float) -> Ragged:
             return Ragged((logprobs + scale * draws.normal(size=len(logprobs))).astype(np.float32), offsets)
 
-        scores: Rows = {"logprobs": near(1e-4), "ref_logprobs": near(0.3)}
+        scores: Columns = {"logprobs": near(1e-4), "ref_logprobs": near(0.3)}
         if self.has_critic:
             scores |= {"values": Ragged(near(0.0).values * 0.1, offsets), "final_values": np.zeros(8, np.float32)}
         ended = np.array([reply[-1] == 1 for reply in REPLIES])
-        return rows | {"id": np.arange(8)}, {"rollout_logprobs": near(0.05), "ended": ended}, scores
+        return rows.columns() | {"id": np.arange(8)}, {"rollout_logprobs": near(0.05), "ended": ended}, scores
 
-    def experience(self, rewards: Sequence[float], order: Sequence[int] = range(8)) -> tuple[Rows, int]:
+    def experience(self, rewards: Sequence[float], order: Sequence[int] = range(8)) -> tuple[PolicyBatch, int]:
         """(what the update reads, its tokens) of the replies in this order."""
-        parts = (take(part, list(order)) for part in self.rollout())
+        parts = (taken(part, list(order)) for part in self.rollout())
         scaled = torch.tensor([rewards[i] for i in order])
         found = build_experience(self.config, *typed(*parts), scaled, KL_COEF)
-        return to_rows(found.rows), found.num_tokens
+        return found.rows, found.num_tokens
 
-    def gradient(self, rows: Rows, totals: dict[str, float], parts: Sequence[Sequence[int]] | None = None) -> Tensor:
+    def gradient(
+        self, rows: PolicyBatch, totals: dict[str, float], parts: Sequence[Sequence[int]] | None = None
+    ) -> Tensor:
         """Of the policy's loss, summed over micro-batches, all weights in one vector."""
         self.module.zero_grad()
-        for part in parts or [range(len(rows["prompt_lengths"]))]:
-            loss, _ = PPOObjective(self.config).loss(self.module, as_tensors(take(rows, list(part))), totals)
+        for part in parts or [range(len(rows))]:
+            loss, _ = PPOObjective(self.config).loss(self.module, as_tensors(rows.take(list(part))), totals)
             loss.backward()
         found = [p.grad.flatten() for p in self.module.parameters() if p.grad is not None]
         return torch.cat(found).clone()
@@ -85,14 +85,16 @@ class Setting:
     def of(self, rewards: Sequence[float], order: Sequence[int] = range(8), parts: Any = None) -> Tensor:
         """The gradient of these rewards."""
         rows, tokens = self.experience(rewards, order)
-        totals = {"tokens": float(tokens), "rows": float(len(rows["id"])), "kl_coef": KL_COEF}
+        totals = {"tokens": float(tokens), "rows": float(len(rows)), "kl_coef": KL_COEF}
         return self.gradient(rows, totals, parts)
 
 
-def as_tensors(rows: Rows) -> dict[str, Tensor]:
-    found = {name: torch.from_numpy(np.asarray(getattr(column, "values", column))) for name, column in rows.items()}
-    found = {name: x.double() if x.is_floating_point() else x for name, x in found.items()}
-    return found | {"lengths": torch.from_numpy(rows["input_ids"].lengths)}
+def as_tensors(rows: TextBatch) -> TextBatch[Tensor]:
+    def tensor(array: np.ndarray) -> Tensor:
+        found = torch.from_numpy(array)
+        return found.double() if found.is_floating_point() else found
+
+    return rows.map(tensor)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -122,7 +124,7 @@ def test_a_reply_whose_score_failed_is_absent(make_lm: MakeLM, method: str) -> N
     setting = Setting(make_lm, method)
     lost = [NAN, *REWARDS[1:]]
     rows, _ = setting.experience(lost)
-    assert rows["id"].tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert rows.id.tolist() == [1, 2, 3, 4, 5, 6, 7]
     found = setting.of(lost)
     assert found.isfinite().all()
     assert (found - setting.of(REWARDS)).abs().max() > 1e-5
@@ -135,7 +137,7 @@ def test_replies_that_were_all_cut_leave_a_finite_gradient(make_lm: MakeLM, meth
     rollout["ended"] = np.zeros(8, bool)
     made = build_experience(setting.config, *typed(rows, rollout, scores), torch.tensor(REWARDS), KL_COEF)
     totals = {"tokens": float(made.num_tokens), "rows": 8.0, "kl_coef": KL_COEF}
-    assert setting.gradient(to_rows(made.rows), totals).isfinite().all()
+    assert setting.gradient(made.rows, totals).isfinite().all()
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 100.3])
@@ -146,15 +148,15 @@ def test_rewards_that_are_all_the_same_teach_nothing(make_lm: MakeLM, method: st
     plain = {"truncated": "penalize", "truncation_penalty": 0.0, "overlong_buffer": None}
     setting = Setting(make_lm, method, kl=without_kl, entropy_coef=0.0, **plain)
     rows, tokens = setting.experience([reward] * 8)
-    assert not rows["advantages"].values.any()
+    assert not rows.advantages.values.any()
     assert not setting.gradient(rows, {"tokens": float(tokens), "rows": 8.0, "kl_coef": 0.0}).any()
 
 
 @pytest.mark.parametrize("method", GROUPED)
-def test_of_a_group_of_one_nothing_is_learned(make_lm: MakeLM, method: str) -> None:
+def test_a_group_of_one_teaches_nothing(make_lm: MakeLM, method: str) -> None:
     """Of whose others the scores failed: peers learn from its raw reward."""
     setting = Setting(make_lm, method, whiten_advantages=False)
     rows, _ = setting.experience([NAN, NAN, NAN, 5.0, *REWARDS[4:]])
-    assert rows["id"].tolist() == [3, 4, 5, 6, 7]
-    assert not next(iter(rows["advantages"])).any()
-    assert rows["advantages"].values.any()
+    assert rows.id.tolist() == [3, 4, 5, 6, 7]
+    assert not next(iter(rows.advantages)).any()
+    assert rows.advantages.values.any()

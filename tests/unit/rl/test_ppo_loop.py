@@ -17,7 +17,7 @@ from tests.unit.rl.loop import MINIBATCH, REPLIES, World, attempt, logprob, plai
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.ppo import RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.rows import Rows
+from xray_runtime.data.batch import TextBatch
 from xray_runtime.graph.inputs import PPOInputs
 from xray_runtime.rl.rollouts import PROBE_ROWS
 from xray_runtime.workers.protocols import Ready, get, get_all
@@ -61,7 +61,7 @@ def test_other_prompts_take_the_place_of_those_whose_replies_tie(inputs: PPOInpu
     assert recorder.points[0]["rollout/resampled_groups"] == 2
     assert recorder.points[0]["rollout/tied_groups"] == 0
     assert len(set(world.seeds)) == 8
-    trained = [row for _, rows, *_ in world.batches for row in rows["id"].tolist()]
+    trained = [row for _, rows, *_ in world.batches for row in rows.id.tolist()]
     assert sorted(trained) == [4, 5, 6, 7]
 
     _, recorder = attempt_with("kept", 0)
@@ -137,8 +137,8 @@ def test_groups_are_compared_without_a_critic(inputs: PPOInputs, tmp_path: Path)
     advantages: dict[bytes, list[float]] = {}
     for _, rows, totals, _ in world.batches:
         assert totals == {"tokens": 2.0 * MINIBATCH, "rows": MINIBATCH, "kl_coef": 0.1}
-        assert not {"values", "returns"} & set(rows)
-        for ids, prompt, of_tokens in zip(rows["input_ids"], rows["prompt_lengths"], rows["advantages"], strict=True):
+        assert not {"values", "returns"} & rows.columns().keys()
+        for ids, prompt, of_tokens in zip(rows.input_ids, rows.prompt_lengths, rows.advantages, strict=True):
             assert of_tokens[0] == of_tokens[1]
             advantages.setdefault(ids[:prompt].tobytes(), []).append(float(of_tokens[0]))
     assert [len(group) for group in advantages.values()] == [2, 2]
@@ -178,10 +178,10 @@ def test_the_weight_of_kl_is_steered_towards_its_target(inputs: PPOInputs, tmp_p
     _, rows, totals, _ = recorder_batches(inputs, tmp_path)[0]
     assert totals == {"tokens": 2.0 * MINIBATCH, "rows": MINIBATCH, "kl_coef": 0.1}
     expected = np.clip(words(rows) % 5, -5, 5) - 2 * 0.11
-    np.testing.assert_allclose(rows["returns"].dense()[:, 0], expected, rtol=1e-5)
+    np.testing.assert_allclose(rows.returns.dense()[:, 0], expected, rtol=1e-5)
 
 
-def recorder_batches(inputs: PPOInputs, tmp_path: Path) -> list[tuple[str, Rows, dict[str, float], float]]:
+def recorder_batches(inputs: PPOInputs, tmp_path: Path) -> list[tuple[str, TextBatch, dict[str, float], float]]:
     """Batches of a run without discounting: with values of 0 the return is the sum of the rewards to come."""
     world = World()
     attempt(inputs, tmp_path / "plain", world, iterations=1, gamma=1.0, gae_lambda=1.0)
@@ -207,19 +207,19 @@ def test_a_generator_that_does_not_hold_the_policy_is_found(inputs: PPOInputs, t
     assert not world.batches
 
 
-def test_what_an_update_changed_is_weighed_and_not_taken_for_wrong_weights(inputs: PPOInputs, tmp_path: Path) -> None:
+def test_changes_by_an_update_are_no_weight_mismatch(inputs: PPOInputs, tmp_path: Path) -> None:
     # Each update makes the policy 0.3 nats surer of every token. Replies one update old: weights e^0.3, and no error.
     world = World(surer_by=0.3 / (REPLIES // MINIBATCH))
     recorder = attempt(inputs, tmp_path / "out", world, lag=1, iterations=3)
     assert [point["rollout/mismatch"] for point in recorder.points] == pytest.approx([0.0, 0.3, 0.3], abs=1e-6)
     assert [point["sync/mismatch"] for point in recorder.points] == pytest.approx([0.0] * 3, abs=1e-6)
-    weights = [batch[1]["weights"].values for batch in world.batches]
+    weights = [batch[1].weights.values for batch in world.batches]
     np.testing.assert_allclose(np.concatenate(weights[:2]), 1.0, rtol=1e-6)
     np.testing.assert_allclose(np.concatenate(weights[2:]), 1.3498588, rtol=1e-6)
     # The proximal policy of the clipped ratio is the one that learns, not the one that sampled.
     last = world.batches[-1][1]
-    tokens = np.concatenate([ids[n:] for ids, n in zip(last["input_ids"], last["prompt_lengths"], strict=True)])
-    np.testing.assert_allclose(last["old_logprobs"].values, logprob(tokens) + 0.6, rtol=1e-5)
+    tokens = np.concatenate([ids[n:] for ids, n in zip(last.input_ids, last.prompt_lengths, strict=True)])
+    np.testing.assert_allclose(last.old_logprobs.values, logprob(tokens) + 0.6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("lag", [2, 4])
@@ -234,7 +234,7 @@ def test_each_rollout_is_sampled_by_the_policy_of_as_many_updates_before(
     assert [point["rollout/mismatch"] for point in recorder.points] == pytest.approx(0.1 * np.array(ages), abs=1e-6)
     # Each update makes the policy 0.1 nats surer: the weights are those of each rollout's own version.
     steps = REPLIES // MINIBATCH
-    weights = [batch[1]["weights"].values for batch in world.batches]
+    weights = [batch[1].weights.values for batch in world.batches]
     for iteration, age in enumerate(ages):
         of_iteration = np.concatenate(weights[iteration * steps : (iteration + 1) * steps])
         np.testing.assert_allclose(of_iteration, np.exp(0.1 * age), rtol=1e-5)
@@ -244,7 +244,7 @@ def test_each_rollout_is_sampled_by_the_policy_of_as_many_updates_before(
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2, 4])
-def test_a_resumed_stage_goes_on_as_if_nothing_had_happened(inputs: PPOInputs, tmp_path: Path, lag: int) -> None:
+def test_a_resumed_stage_ends_with_the_same_bytes(inputs: PPOInputs, tmp_path: Path, lag: int) -> None:
     whole, resumed = World(surer_by=0.1), World(surer_by=0.1)
     fields: dict[str, Any] = {"iterations": 6, "epochs": 2, "reward_scaling": "running", "lag": lag}
     first = attempt(inputs, tmp_path / "whole", whole, **fields)
@@ -262,9 +262,7 @@ def test_a_resumed_stage_goes_on_as_if_nothing_had_happened(inputs: PPOInputs, t
                 assert value == point[name], name
 
 
-def test_a_stage_that_samples_other_prompts_goes_on_as_if_nothing_had_happened(
-    inputs: PPOInputs, tmp_path: Path
-) -> None:
+def test_a_stage_that_samples_other_prompts_resumes_exactly(inputs: PPOInputs, tmp_path: Path) -> None:
     """Which prompts were taken for others is in the snapshot with the cursor: the next iteration asks the same."""
     groups = {"prompts_per_iteration": 2, "samples_per_prompt": 2, "minibatch_size": 2, "resample_rounds": 2}
     fields: dict[str, Any] = groups | {"advantages": "rloo", "iterations": 3, "rewards": [RewardTerm(function="odd")]}

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.pairs import Messages
-from xray_runtime.data.rows import text_rows
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.rl.reward_reader import RewardReader, answer_rows
 
@@ -28,16 +28,16 @@ def test_the_policys_own_tokens_are_read_as_they_were_sampled(trained: tuple[Pat
     directory, tokenizer = trained
     # A spelling that the tokenizer itself would not choose.
     letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "fine"]
-    sampled = text_rows([[7, 8]], [[*letters, tokenizer.eos_token_id]])
+    sampled = TextBatch.of([[7, 8]], [[*letters, tokenizer.eos_token_id]])
     assert RewardReader(directory, "ppo.rewards.0", tokenizer).rows(PROMPT, ["fine"], sampled) is sampled
 
 
 @pytest.mark.parametrize("other", [train_tokenizer(["something else"] * 5, 290), None], ids=["other", "texts alone"])
 def test_another_tokenizers_text_is_read_as_the_model_was_trained(trained: tuple[Path, Any], other: Any) -> None:
     directory, tokenizer = trained
-    foreign = text_rows([[99, 98]], [[97]])
+    foreign = TextBatch.of([[99, 98]], [[97]])
     rows = RewardReader(directory, "ppo.rewards.0", other).rows(PROMPT, ["fine thanks"], foreign)
-    [ids] = rows["input_ids"]
+    [ids] = rows.input_ids
     text = tokenizer.decode(ids)
     assert text == "<|user|>how are you<|end|><|assistant|>fine thanks<|end|>"
 
@@ -46,20 +46,20 @@ def test_another_template_is_another_tokenizer(trained: tuple[Path, Any]) -> Non
     directory, _ = trained
     policy = train_tokenizer(["how are you", "fine thanks"] * 5, 300)
     policy.chat_template = policy.chat_template.replace("<|end|>", "\n")
-    foreign = text_rows([[99, 98]], [[97]])
+    foreign = TextBatch.of([[99, 98]], [[97]])
     rows = RewardReader(directory, "ppo.rewards.0", policy).rows(PROMPT, ["fine"], foreign)
-    assert rows["input_ids"].lengths[0] > 3
+    assert rows.input_ids.lengths[0] > 3
 
 
 def test_a_reward_model_reads_answers_without_reasoning(trained: tuple[Path, Any]) -> None:
     directory, tokenizer = trained
     thought = "<think>\nhow\n</think>\n\nfine"
     rows = RewardReader(directory, "ppo.rewards.0").rows(PROMPT, [thought])
-    [ids] = rows["input_ids"]
+    [ids] = rows.input_ids
     assert tokenizer.decode(ids) == "<|user|>how are you<|end|><|assistant|>fine<|end|>"
     # In the policy's tokens: only rows with reasoning are written again.
-    sampled = text_rows([[7, 8], [7, 9]], [[5, tokenizer.eos_token_id], [6]])
-    plain, short = answer_rows(tokenizer, PROMPT * 2, ["fine", thought], sampled)["input_ids"]
+    sampled = TextBatch.of([[7, 8], [7, 9]], [[5, tokenizer.eos_token_id], [6]])
+    plain, short = answer_rows(tokenizer, PROMPT * 2, ["fine", thought], sampled).input_ids
     assert plain.tolist() == [7, 8, 5, tokenizer.eos_token_id]
     assert tokenizer.decode(short[2:]) == "fine<|end|>"
     assert short[:2].tolist() == [7, 9]

@@ -24,8 +24,9 @@ from xray_runtime.config.engines import FrozenConfig
 from xray_runtime.config.ppo import JudgingConfig
 from xray_runtime.config.rewards import JSONSchemaVerifier, JudgeConfig, RegexVerifier, RewardTerm, Route, ServiceConfig
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.batch import PromptBatch, Replies, Scores, TextBatch
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
-from xray_runtime.data.rows import Ragged, Rows, num_rows
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.graph.artifacts import REWARD_HEAD, Dataset, Model, RewardModel
@@ -42,7 +43,7 @@ PROMPT = [{"role": "user", "content": "p"}]
 Function = Callable[[list[str], list[str]], list[Any]]
 
 
-def score(found: RewardSources, replies: Sequence[str], answers: Sequence[Rows] = (), **more: Any) -> SourceScores:
+def score(found: RewardSources, replies: Sequence[str], answers: Sequence[Scores] = (), **more: Any) -> SourceScores:
     given = {"prompts": [PROMPT] * len(replies), "columns": {}} | more
     return found.scores([Ready(answer) for answer in answers], replies=replies, **given)
 
@@ -51,7 +52,7 @@ def as_is(prompts: list[str], replies: list[str]) -> list[Any]:
     return [None if reply == "lost" else float(reply) for reply in replies]
 
 
-def test_what_a_source_has_no_score_for_is_masked() -> None:
+def test_replies_a_source_does_not_score_are_masked() -> None:
     terms = RewardTerm(function="f"), RewardTerm(function="g", weight=0.5)
     found = sources(*terms, f=as_is, g=lambda prompts, replies: [2.0] * 3)
     scores = score(found, ["1", "lost", "3"])
@@ -145,7 +146,7 @@ def test_models_are_opened_with_their_heads(models: list[Path]) -> None:
 def test_a_source_by_itself_has_its_weight_and_its_deviations(models: list[Path]) -> None:
     terms = RewardTerm(model="rewards.1", weight=-0.5), RewardTerm(function="f", weight=0.0)
     found = sources(*terms, models=models, f=as_is)
-    each = found.each(score(found, ["3", "lost"], [{"scores": np.array([5.0, 1.0], np.float32)}]))
+    each = found.each(score(found, ["3", "lost"], [Scores(scores=np.array([5.0, 1.0], np.float32))]))
     # Mean 1 and deviation 2: −½ · (5 − 1) / 2. What is only logged is as it scores.
     assert each["rewards.1"].tolist() == [-1.0, 0.0]
     assert each["f"][0] == 3.0
@@ -156,10 +157,10 @@ def test_functions_score_while_models_do(models: list[Path]) -> None:
     """A model that answers only after the function was called."""
     called = []
 
-    class Later(Future[Rows]):
-        def result(self, timeout: float | None = None) -> Rows:
+    class Later(Future[Scores]):
+        def result(self, timeout: float | None = None) -> Scores:
             assert called == [["3", "4"]]
-            return {"scores": np.array([5.0, 1.0], np.float32)}
+            return Scores(scores=np.array([5.0, 1.0], np.float32))
 
     def function(prompts: list[str], replies: list[str]) -> list[Any]:
         called.append(replies)
@@ -177,7 +178,7 @@ def test_an_ensemble_is_one_source(models: list[Path]) -> None:
     found = sources(ensemble, RewardTerm(model="rewards.1"), models=models)
     assert found.roles == roles
     # In their own deviations 1, 2, 3: mean 2 − ½ · 2/3; the second by itself is 2.
-    answers = [{"scores": np.array(raw, np.float32)} for raw in ([2.0, 1.0], [5.0, 1.0], [13.0, 4.0])]
+    answers = [Scores(scores=np.array(raw, np.float32)) for raw in ([2.0, 1.0], [5.0, 1.0], [13.0, 4.0])]
     scores = score(found, ["a", "b"], answers)
     assert list(scores.values) == ["rewards.0+rewards.1+rewards.2", "rewards.1"]
     assert float(scores.values["rewards.0+rewards.1+rewards.2"][0]) == pytest.approx(5 / 3)
@@ -186,17 +187,17 @@ def test_an_ensemble_is_one_source(models: list[Path]) -> None:
     apart = scores.disagreements["rewards.0+rewards.1+rewards.2"]
     assert float(apart[0]) == pytest.approx((2 / 3) ** 0.5)
     # A member that computes NaN is broken, which is no reply's fault.
-    answers[2] = {"scores": np.array([13.0, NAN], np.float32)}
+    answers[2] = Scores(scores=np.array([13.0, NAN], np.float32))
     with pytest.raises(NonFiniteError, match=r"the reward model rewards.2: scores of 1 of 2 rows"):
         score(found, ["a", "b"], answers)
 
 
-def test_replies_alike_have_one_score_whatever_they_went_through_with(models: list[Path]) -> None:
+def test_equal_replies_have_one_score_in_any_batch(models: list[Path]) -> None:
     """A model's last bits depend on the rows beside; divided by a group's deviation they would be advantages of 1."""
     found = sources(RewardTerm(model="rewards.0"), RewardTerm(models=["rewards.0", "rewards.1"]), models=models)
     raw = np.array([0.5, 0.5, 0.5, 1.5], np.float32)
     raw[1:3] = np.nextafter(raw[1:3], np.float32(1.0))
-    replies, answers = ["yes", "yes", "yes", "no"], [{"scores": raw}, {"scores": raw[::-1].copy()}]
+    replies, answers = ["yes", "yes", "yes", "no"], [Scores(scores=raw), Scores(scores=raw[::-1].copy())]
 
     def rewards(**more: Any) -> torch.Tensor:
         scaled = found.scaled(score(found, replies, answers, **more))
@@ -210,7 +211,7 @@ def test_replies_alike_have_one_score_whatever_they_went_through_with(models: li
     texts = [[{"role": "user", "content": text}] for text in "aabb"]
     alike = rewards(prompts=texts)[:3].tolist()
     assert alike[0] == alike[1] != alike[2]
-    ids = {"input_ids": Ragged.of([[5, 6], [5, 7], [5, 6], [5, 6]]), "prompt_lengths": np.array([1, 1, 1, 2])}
+    ids = TextBatch(input_ids=Ragged.of([[5, 6], [5, 7], [5, 6], [5, 6]]), prompt_lengths=np.array([1, 1, 1, 2]))
     alike = rewards(tokens=ids)[:3].tolist()
     assert alike[0] == alike[2] != alike[1]
 
@@ -321,11 +322,13 @@ def test_a_flaky_source_is_masked_counted_and_bounded(inputs: PPOInputs, tmp_pat
     assert [point["reward/failed"] for point in recorder.points] == [0.0, 1.0]
     assert [point["reward/source/flaky/failed"] for point in recorder.points] == [0.0, 1.0]
     # Two minibatches as before, one of them a row short; no NaN in any.
-    assert [num_rows(rows) for _, rows, _, _ in world.batches] == [MINIBATCH] * 3 + [MINIBATCH - 1]
-    assert sorted(np.concatenate([rows["id"] for _, rows, _, _ in world.batches[2:]])) == [1, 2, 3]
-    assert all(totals["rows"] == num_rows(rows) for _, rows, totals, _ in world.batches)
+    assert [len(rows) for _, rows, _, _ in world.batches] == [MINIBATCH] * 3 + [MINIBATCH - 1]
+    assert sorted(np.concatenate([rows.id for _, rows, _, _ in world.batches[2:]])) == [1, 2, 3]
+    assert all(totals["rows"] == len(rows) for _, rows, totals, _ in world.batches)
     assert all(
-        np.isfinite(rows[name].values).all() for _, rows, _, _ in world.batches for name in ("advantages", "returns")
+        np.isfinite(getattr(rows, name).values).all()
+        for _, rows, _, _ in world.batches
+        for name in ("advantages", "returns")
     )
     # KL of 2.2 where 2 are wanted: 10%, times 4 replies and then 3, of 8.
     assert [point["kl/coef"] for point in recorder.points] == pytest.approx([0.105, 0.105 * (1 + 0.1 * 3 / 8)])
@@ -375,7 +378,7 @@ def test_a_service_that_fails_in_every_way_costs_rows_and_not_the_loop(inputs: P
     assert [point["reward/source/service/failed"] for point in recorder.points] == lost
     assert [point["reward/failed"] for point in recorder.points] == lost
     # Whose score failed is in no minibatch, nor in a mean: the others scored 1, 2, 0 or so by their numbers.
-    trained = [sum(num_rows(rows) for _, rows, _, _ in world.batches[i : i + 2]) for i in range(0, 2 * len(ways), 2)]
+    trained = [sum(len(rows) for _, rows, _, _ in world.batches[i : i + 2]) for i in range(0, 2 * len(ways), 2)]
     assert trained == [REPLIES - int(one) for one in lost]
     assert [point["reward/raw"] for point in recorder.points[:2]] == [1.0, pytest.approx(1.0)]
     assert all(math.isfinite(value) for point in recorder.points for value in point.values())
@@ -396,7 +399,7 @@ def test_too_few_replies_for_a_minibatch_each(inputs: PPOInputs, tmp_path: Path)
         iterations=1,
         rewards=[RewardTerm(function="one")],
     )
-    assert [num_rows(rows) for _, rows, _, _ in world.batches] == [1]
+    assert [len(rows) for _, rows, _, _ in world.batches] == [1]
     assert recorder.points[0]["policy/updates"] == 1.0
 
 
@@ -477,13 +480,13 @@ class Wordier(PPOModel):
 
     tokenizer: Any = None
 
-    def _generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
+    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
         found = super()._generate(rows, sampling, version)
         good, other = (self.tokenizer.encode(sign)[0] for sign in (GOOD, "D"))
-        ids = [[good] * (6 - version) + [other] * 3 * version + [sampling.stop_token_ids[0]]] * num_rows(rows)
+        ids = [[good] * (6 - version) + [other] * 3 * version + [sampling.stop_token_ids[0]]] * len(rows)
         tokens = Ragged.of(ids)
         logprobs = Ragged((-0.25 * (tokens.values % 7) - 2.0).astype(np.float32), tokens.offsets)
-        return found | {"response_ids": tokens, "rollout_logprobs": logprobs}
+        return found.with_columns(response_ids=tokens, rollout_logprobs=logprobs)
 
 
 def test_a_planted_length_bonus_is_seen_in_the_statistics_of_the_sources(inputs: PPOInputs, tmp_path: Path) -> None:
@@ -520,6 +523,6 @@ def test_a_planted_length_bonus_is_seen_in_the_statistics_of_the_sources(inputs:
 @pytest.mark.parametrize("value", [NAN, math.inf])
 def test_a_score_of_a_model_that_is_no_number_is_a_fault(models: list[Path], value: float) -> None:
     found = sources(RewardTerm(model="rewards.0"), models=models[:1])
-    answers: list[Rows] = [{"scores": np.array([2.0, value, 3.0], np.float32)}]
+    answers = [Scores(scores=np.array([2.0, value, 3.0], np.float32))]
     with pytest.raises(NonFiniteError, match=r"the reward model rewards.0: scores of 1 of 3 rows \(the first: row 1"):
         score(found, ["a", "b", "c"], answers)

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from tests.unit.data.encoding import encode_replies
 from tests.unit.rl.loop import REPLIES, PPOModel, World, attempt, logprob
 from xray_runtime.config.ppo import RewardTerm
+from xray_runtime.data.batch import Replies
 from xray_runtime.data.ledger import read_shard, readable, shard_path
-from xray_runtime.data.rows import Ragged
-from xray_runtime.data.tokenizing import decode_prompts, encode_replies, train_tokenizer
+from xray_runtime.data.ragged import Ragged
+from xray_runtime.data.tokenizing import decode_prompts, train_tokenizer
 from xray_runtime.graph.inputs import PPOInputs
 
 WHOLE = ["<think>\nis it 7\n</think>\n\nan answer", "an answer", "<think>\nis it 8", "<think>\n7\n</think>\n\n7"]
@@ -25,17 +27,17 @@ class Thinking(PPOModel):
     """A policy that replies `WHOLE`, the third one cut off."""
 
     def _generate(self, rows: Any, sampling: Any, version: int) -> Any:
-        if len(rows["seed"]) != REPLIES:
+        if len(rows.seed) != REPLIES:
             return super()._generate(rows, sampling, version)
         ids = encode_replies(TOKENIZER, WHOLE)
         ids[2] = ids[2][:-1]
         tokens = Ragged.of(ids)
         ended = np.array([True, True, False, True])
-        return {
-            "response_ids": tokens,
-            "rollout_logprobs": Ragged(logprob(tokens.values), tokens.offsets),
-            "ended": ended,
-        }
+        return Replies(
+            response_ids=tokens,
+            rollout_logprobs=Ragged(logprob(tokens.values), tokens.offsets),
+            ended=ended,
+        )
 
     def _score(self, rows: Any, at_once: int = 1) -> Any:
         if self.role == "rewards.0":
@@ -56,7 +58,7 @@ def test_each_reads_its_part(inputs: PPOInputs, tmp_path: Path) -> None:
     recorder = attempt(inputs, tmp_path / "out", World(), functions={"f": function}, **given)
     assert seen == {"replies": WHOLE, "reasoning": REASONING, "answers": ANSWERS}
     [rows] = READ
-    read = [ids[n:].tolist() for ids, n in zip(rows["input_ids"], rows["prompt_lengths"], strict=True)]
+    read = [ids[n:].tolist() for ids, n in zip(rows.input_ids, rows.prompt_lengths, strict=True)]
     assert decode_prompts(TOKENIZER, read) == ANSWERS
     assert [ids[-1] for ids in read] == [TOKENIZER.eos_token_id] * 4
     # "<think>" is spelled by letters here: the reasoning of a reply ends with its last ">".

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import given, strategies as st
 
-from xray_runtime.data.rows import first_alike
+from xray_runtime.data.ragged import first_alike
 from xray_runtime.rl.update import shuffled
 
 

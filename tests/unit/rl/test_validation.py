@@ -18,8 +18,9 @@ from xray_runtime.config.engines import FrozenConfig
 from xray_runtime.config.ppo import RewardTerm
 from xray_runtime.config.rewards import Route
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.data.batch import Scores, TextBatch
 from xray_runtime.data.pairs import Example, write_pairs
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.graph.artifacts import Dataset
 from xray_runtime.graph.graph import recording
 from xray_runtime.graph.inputs import PPOInputs
@@ -40,7 +41,7 @@ class Saving(PPOModel):
         (directory / "updates").write_text(str(self.updates))
 
     def _generate(self, rows: Any, sampling: Any, version: int) -> Any:
-        if len(rows["seed"]) == ASKED:
+        if len(rows.seed) == ASKED:
             self.world.seeds.append(-1)  # of validation
         return super()._generate(rows, sampling, version)
 
@@ -131,9 +132,9 @@ def test_looking_changes_nothing_that_is_trained(validated: PPOInputs, tmp_path:
     looked, _, _ = trained(validated, tmp_path / "looked", Judge())
     alone = World()
     attempt(validated, tmp_path / "alone", alone, iterations=3)
-    assert [rows["id"].tolist() for _, rows, *_ in looked.batches] == [r["id"].tolist() for _, r, *_ in alone.batches]
+    assert [rows.id.tolist() for _, rows, *_ in looked.batches] == [r.id.tolist() for _, r, *_ in alone.batches]
     for (_, rows, *_), (_, other, *_) in zip(looked.batches, alone.batches, strict=True):
-        assert rows["input_ids"].values.tolist() == other["input_ids"].values.tolist()
+        assert rows.input_ids.values.tolist() == other.input_ids.values.tolist()
 
 
 def test_without_judges_the_rewards_score(validated: PPOInputs, tmp_path: Path) -> None:
@@ -169,10 +170,10 @@ def test_judges_read_columns_of_the_rows_they_look_at(validated: PPOInputs, tmp_
 class OnTrunk(Saving):
     """A policy that holds reference and reward model too."""
 
-    def _score(self, rows: Rows, at_once: int = 1) -> Rows:
+    def _score(self, rows: TextBatch, at_once: int = 1) -> Scores:
         found = super()._score(rows, at_once)
-        below = Ragged(found["logprobs"].values - np.float32(KL_PER_TOKEN), found["logprobs"].offsets)
-        return found | {"ref_logprobs": below, "rewards.0": (words(rows) % 5).astype(np.float32)}
+        below = Ragged(found.logprobs.values - np.float32(KL_PER_TOKEN), found.logprobs.offsets)
+        return found.with_columns(ref_logprobs=below, **{"rewards.0": (words(rows) % 5).astype(np.float32)})
 
 
 def test_a_reward_model_on_the_policys_trunk_scores_the_same(
@@ -207,7 +208,7 @@ def test_after_a_crash_the_version_of_before_it_is_found(validated: PPOInputs, t
     assert (tmp_path / "there" / "updates").read_text() == "2"
 
 
-def test_what_cannot_be_validated_is_refused(inputs: PPOInputs, tmp_path: Path) -> None:
+def test_a_validation_without_rows_is_refused(inputs: PPOInputs, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^ppo.validation: the dataset has no validation rows"):
         attempt(inputs, tmp_path / "out", World(), validation={"every": 1})
     with recording():

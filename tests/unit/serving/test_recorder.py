@@ -274,7 +274,7 @@ def test_a_recorder_that_is_killed_while_it_writes_continues(moment: str, tmp_pa
     assert list((tmp_path / RECORDED).glob("*writing*")) == []
 
 
-def test_what_is_older_than_the_retention_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_older_than_the_retention_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(tmp_path, exchange(1))
     first = (tmp_path / RECORDED / "00000001.parquet").read_bytes()
     now = time.time()

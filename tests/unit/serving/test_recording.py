@@ -190,7 +190,7 @@ def test_an_answer_that_breaks_off_is_kept_as_far_as_it_came() -> None:
     assert [(kept.answer, kept.complete) for kept in store.kept] == [(b"half", False)]
 
 
-def test_what_was_refused_is_not_kept() -> None:
+def test_refused_requests_are_not_recorded() -> None:
     store = Store()
 
     async def refuses(scope: Any, receive: Any, send: Any) -> None:

@@ -210,7 +210,7 @@ def asking(tmp_path: Path) -> tuple[Path, Store]:
     return output, open_store(output, SharedStore(shared.as_uri()))
 
 
-def test_what_is_signed_is_used(tmp_path: Path) -> None:
+def test_signed_results_are_used(tmp_path: Path) -> None:
     made = publish(tmp_path / "there", tmp_path / "shared")
     output, store = asking(tmp_path)
     found = find_result("sft", KEY, output, store)

@@ -17,8 +17,8 @@ import numpy as np
 from tests.unit.rl.fake_model import FakeModel
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.batch import Scores, StepAnswer, TextBatch
 from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
-from xray_runtime.data.rows import Rows
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.graph.kind import Stage
 from xray_runtime.store.snapshots import Snapshot
@@ -35,7 +35,7 @@ class World:
     """What happened, in order."""
 
     calls: list[str] = field(default_factory=list)
-    batches: list[tuple[Rows, dict[str, float], float]] = field(default_factory=list)
+    batches: list[tuple[TextBatch, dict[str, float], float]] = field(default_factory=list)
 
 
 class Likelier(FakeModel):
@@ -44,18 +44,19 @@ class Likelier(FakeModel):
     def __init__(self, directory: Path, world: World) -> None:
         self.name, self.world, self.updates = directory.name, world, 0
 
-    def do_score(self, rows: Rows) -> Rows:
-        self.world.calls.append(f"{self.name} scores {len(rows['prompt_lengths'])}")
-        tokens = rows["input_ids"].lengths - rows["prompt_lengths"]
+    def do_score(self, rows: TextBatch) -> Scores:
+        self.world.calls.append(f"{self.name} scores {len(rows)}")
+        tokens = rows.input_ids.lengths - rows.prompt_lengths
         bias = -1.0 if self.name == "reference" else STEP * self.updates
-        return {"logprobs": (bias - tokens).astype(np.float32)}
+        return Scores(reply_logprobs=(bias - tokens).astype(np.float32))
 
-    def do_train(self, rows: Rows, totals: dict[str, float], lr: float) -> dict[str, float]:
+    def do_train(self, rows: TextBatch, totals: dict[str, float], lr: float) -> StepAnswer:
         self.world.calls.append(f"{self.name} learns")
         self.world.batches.append((rows, totals, lr))
         self.updates += 1
         names = ("loss", "correct", "margin", "chosen_logprobs", "rejected_logprobs")
-        return dict.fromkeys((*names, "desirable_rewards", "undesirable_rewards", "grad_norm"), 2.0)
+        sums = dict.fromkeys((*names, "desirable_rewards", "undesirable_rewards", "grad_norm"), 2.0)
+        return StepAnswer(sums, Scores())
 
     def do_save(self, directory: Path, head_file: str | None = None) -> None:
         self.world.calls.append(f"{self.name} saves")
@@ -114,8 +115,8 @@ def attempt(
     return recorder
 
 
-def plain(batches: list[tuple[Rows, dict[str, float], float]]) -> list[Any]:
-    def columns(rows: Rows) -> dict[str, Any]:
-        return {name: c if isinstance(c, np.ndarray) else [c.values, c.offsets] for name, c in rows.items()}
+def plain(batches: list[tuple[TextBatch, dict[str, float], float]]) -> list[Any]:
+    def columns(rows: TextBatch) -> dict[str, Any]:
+        return {name: c if isinstance(c, np.ndarray) else [c.values, c.offsets] for name, c in rows.columns().items()}
 
     return [(columns(rows), totals, lr) for rows, totals, lr in batches]

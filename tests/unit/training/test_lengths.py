@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, PreferenceExample, write_pairs
 from xray_runtime.data.replies import LabelledReply, Replies, mismatched, within
-from xray_runtime.data.rows import text_rows
 from xray_runtime.models.causal_lm import max_positions
 from xray_runtime.stages.findings import pairs_findings
 from xray_runtime.store.seal import process_seal
@@ -112,11 +112,11 @@ def test_pairs_beyond_the_context_are_left_out_and_counted(tmp_path: Path, tiny_
     whole, _ = preference_tokens(stage(), data, tiny_tokenizer, Notes(), model(tmp_path / "big"))  # type: ignore[arg-type]
     for place, row in enumerate([0, 2, 4]):
         one, other = train.take([place]), whole.take([row])
-        assert [one[name].values.tolist() for name in ("input_ids", "rejected_ids")] == [
-            other[name].values.tolist() for name in ("input_ids", "rejected_ids")
+        assert [getattr(one, name).values.tolist() for name in ("input_ids", "rejected_ids")] == [
+            getattr(other, name).values.tolist() for name in ("input_ids", "rejected_ids")
         ]
         assert train.prompt(place) == whole.prompt(row)
-    assert int(max(train.take(range(3))["input_ids"].lengths)) <= 60
+    assert int(max(train.take(range(3)).input_ids.lengths)) <= 60
     assert [text.count("hello") for text in fitting_prompts(data, train)] == [1, 3, 5]
     series = {name: [(0, value)] for name, value in recorder.values.items()}
     assert pairs_findings(series) == ["dropped 3 pairs longer than the model's context of 60 tokens"]
@@ -135,16 +135,9 @@ def test_verdicts_beyond_the_context_are_left_out(tiny_tokenizer: Any) -> None:
 
 
 def test_another_prompts_reply_is_cut_to_the_context() -> None:
-    rows = text_rows([[1] * 3, [2] * 18], [[7] * 17, [8] * 2])
-    read = Replies(2, lambda numbers: {name: rows[name] for name in rows} if len(numbers) == 2 else rows).take
-    found = mismatched(Replies(2, lambda numbers: _taken(read, numbers)), seed=0, max_tokens=20).take(np.arange(2))
-    assert sorted(found["input_ids"].lengths.tolist()) == [5, 20]
-
-
-def _taken(read: Any, numbers: Any) -> Any:
-    from xray_runtime.data.rows import take
-
-    return take(read(np.arange(2)), np.asarray(numbers))
+    rows = TextBatch.of([[1] * 3, [2] * 18], [[7] * 17, [8] * 2])
+    found = mismatched(Replies(2, rows.take), seed=0, max_tokens=20).take(np.arange(2))
+    assert sorted(found.input_ids.lengths.tolist()) == [5, 20]
 
 
 @pytest.mark.parametrize(

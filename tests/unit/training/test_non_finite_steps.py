@@ -20,7 +20,8 @@ from tests.unit.training import preference_loop
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.kto import KTOConfig
 from xray_runtime.config.ppo import RewardTerm
-from xray_runtime.data.rows import Ragged, Rows, take
+from xray_runtime.data.batch import PromptBatch, Replies, Scores, StepAnswer, TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.generation.sampling import Sampling
 from xray_runtime.errors import NonFiniteError, may_retry
 from xray_runtime.graph.artifacts import Dataset, Model, Preferences
@@ -37,22 +38,26 @@ def setting(column: str, value: float) -> Change:
     """Puts `value` in the last place of a column of scores or of statistics."""
 
     def change(answer: Any) -> Any:
-        old = answer[column]
-        if isinstance(old, float):
-            return answer | {column: value}
+        if isinstance(answer, StepAnswer):
+            return StepAnswer(answer.sums | {column: value}, answer.scores)
+        old = getattr(answer, column)
         values = (old.values if isinstance(old, Ragged) else old).copy()
         values[-1] = value
-        return answer | {column: Ragged(values, old.offsets) if isinstance(old, Ragged) else values}
+        return answer.with_columns(**{column: old.like(values) if isinstance(old, Ragged) else values})
 
     return change
+
+
+def with_sums(**sums: float) -> Change:
+    return lambda answer: StepAnswer(answer.sums | sums, answer.scores)
 
 
 def replies(change: Callable[[list[np.ndarray]], list[Any]]) -> Change:
     """Other tokens than were sampled; log-probabilities to match."""
 
-    def changed(answer: Rows) -> Rows:
-        ids = Ragged.of(change(list(answer["response_ids"])))
-        return answer | {"response_ids": ids, "rollout_logprobs": Ragged(np.full(len(ids.values), -1.0), ids.offsets)}
+    def changed(answer: Replies) -> Replies:
+        ids = Ragged.of(change(list(answer.response_ids)))
+        return answer.with_columns(response_ids=ids, rollout_logprobs=ids.like(np.full(len(ids.values), -1.0)))
 
     return changed
 
@@ -81,13 +86,13 @@ class Broken(PPOModel):
         self.calls += 1
         return world.change(answer) if self.calls == world.at + 1 else answer
 
-    def _generate(self, rows: Rows, sampling: Any, version: int) -> Rows:
+    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
         return self._broken("generate", super()._generate(rows, sampling, version))
 
-    def _score(self, rows: Rows, at_once: int = 1) -> Rows:
+    def _score(self, rows: TextBatch, at_once: int = 1) -> Scores:
         return self._broken("score", super()._score(rows, at_once))
 
-    def _train(self, rows: Rows, totals: dict[str, float], lr: float, at_once: int = 1) -> dict[str, float]:
+    def _train(self, rows: TextBatch, totals: dict[str, float], lr: float, at_once: int = 1) -> StepAnswer:
         return self._broken("train", super()._train(rows, totals, lr, at_once))
 
 
@@ -100,7 +105,7 @@ CASES: dict[str, tuple[str, str, Change, str]] = {
         *(setting("rollout_logprobs", 0.5), CORRUPT + "a log-probability above 0"),
     ),
     "rollout: a reply is missing": (
-        *("generator", "generate", lambda rows: take(rows, [0, 1, 2])),
+        *("generator", "generate", lambda rows: rows.take([0, 1, 2])),
         CORRUPT + "3 replies to 4 prompts",
     ),
     "rollout: an empty reply": (
@@ -117,7 +122,7 @@ CASES: dict[str, tuple[str, str, Change, str]] = {
     ),
     "rollout: log-probabilities are missing": (
         *("generator", "generate"),
-        lambda rows: rows | {"rollout_logprobs": rows["rollout_logprobs"][np.array([0, 1, 2])]},
+        lambda rows: rows.with_columns(rollout_logprobs=rows.rollout_logprobs[np.array([0, 1, 2])]),
         CORRUPT + "tokens and log-probabilities differ in number",
     ),
     "rollout: other tokens": (
@@ -139,7 +144,7 @@ CASES: dict[str, tuple[str, str, Change, str]] = {
     "policy's gradient: NaN": ("policy", "train", setting("grad_norm", NAN), r"'policy' .* gradient's norm is nan"),
     "policy's gradient: inf": ("policy", "train", setting("grad_norm", INF), r"'policy' .* gradient's norm is inf"),
     "a loss on one rank": (
-        *("policy", "train", lambda stats: stats | {"policy_loss": NAN, "grad_norm": NAN, "refused_by": 3.0}),
+        *("policy", "train", with_sums(policy_loss=NAN, grad_norm=NAN, refused_by=3.0)),
         r"policy_loss is nan on rank 3",
     ),
     "critic's loss: NaN": ("critic", "train", setting("value_loss", NAN), r"step 1: 'critic' .* value_loss is nan"),
@@ -148,7 +153,7 @@ CASES: dict[str, tuple[str, str, Change, str]] = {
 
 
 @pytest.mark.parametrize(("role", "method", "change", "cause"), CASES.values(), ids=list(CASES))
-def test_what_is_not_finite_is_refused_by_its_cause(
+def test_non_finite_values_are_refused_by_their_cause(
     inputs: PPOInputs, tmp_path: Path, role: str, method: str, change: Change, cause: str
 ) -> None:
     world = Faulty(role=role, method=method, change=change)
@@ -161,12 +166,12 @@ def test_what_is_not_finite_is_refused_by_its_cause(
         assert not may_retry(caught.value)
 
 
-def rollout(ids: list[list[int]], logprob: float = -1.0, ended: int | None = None) -> Rows:
+def rollout(ids: list[list[int]], logprob: float = -1.0, ended: int | None = None) -> TextBatch:
     """What a generator gives, every token with the same log-probability."""
     tokens = Ragged.of(ids)
     logprobs = Ragged(np.full(len(tokens.values), logprob, np.float32), tokens.offsets)
     done = np.ones(len(ids) if ended is None else ended, bool)
-    return {"response_ids": tokens, "rollout_logprobs": logprobs, "ended": done}
+    return Replies(response_ids=tokens, rollout_logprobs=logprobs, ended=done)
 
 
 LONGEST = Sampling(max_new_tokens=3, temperature=1.0, stop_token_ids=(1,), pad_token_id=0)
@@ -187,12 +192,12 @@ def test_replies_up_to_the_bounds_are_taken() -> None:
     ],
     ids=["one too many", "ends of others", "a token too many", "above rounding"],
 )
-def test_a_rollout_beyond_them_is_refused(sampled: Rows, cause: str) -> None:
+def test_a_rollout_beyond_them_is_refused(sampled: TextBatch, cause: str) -> None:
     with pytest.raises(RuntimeError, match=CORRUPT + cause):
         check_rollout(sampled, 1, LONGEST)
 
 
-def test_where_it_happened_is_said_once() -> None:
+def test_the_place_of_an_error_is_named_once() -> None:
     where = "ppo, iteration 3"
     with pytest.raises(NonFiniteError, match=rf"^{where}: x is nan$"), naming(where), naming(where):
         raise NonFiniteError("x is nan")
@@ -226,7 +231,7 @@ def test_rewards_that_are_not_finite_are_refused(
 
 
 def test_a_reward_model_that_gives_all_replies_one_score_is_refused(inputs: PPOInputs, tmp_path: Path) -> None:
-    world = Faulty(role="rewards.0", method="score", change=lambda a: {"scores": np.full_like(a["scores"], 0.5)}, at=0)
+    world = Faulty(role="rewards.0", method="score", change=lambda a: Scores(scores=np.full_like(a.scores, 0.5)), at=0)
     cause = "the reward model rewards.0 gave [89] different replies the same score, 0.5: it is not informative"
     with pytest.raises(RuntimeError, match=cause):
         attempt(inputs, tmp_path / "out", world, model=Broken, prompts_per_iteration=9, minibatch_size=3)
@@ -250,8 +255,8 @@ def test_steps_that_may_be_left_out_are_counted_and_change_nothing_else(inputs: 
 
 def test_an_iteration_may_lose_all_its_steps(inputs: PPOInputs, tmp_path: Path) -> None:
     class Always(Broken):
-        def _train(self, *args: Any, **keywords: Any) -> dict[str, float]:
-            return super()._train(*args, **keywords) | {"policy_loss": NAN}
+        def _train(self, *args: Any, **keywords: Any) -> StepAnswer:
+            return setting("policy_loss", NAN)(super()._train(*args, **keywords))  # type: ignore[no-any-return]
 
     recorder = attempt(inputs, tmp_path / "out", Faulty(), model=Always, iterations=1, max_skipped_steps=2)
     assert recorder.points[0]["training/skipped_steps"] == 2.0
@@ -287,9 +292,9 @@ def test_stages_of_preferences_refuse_too(root: Path, kind: str, monkeypatch: py
     learns = preference_loop.Likelier.do_train
     wrong = {2}
 
-    def train(self: Any, *args: Any) -> dict[str, float]:
-        stats = learns(self, *args)
-        return stats | ({"loss": NAN, "grad_norm": NAN} if self.updates in wrong else {})
+    def train(self: Any, *args: Any) -> StepAnswer:
+        answer = learns(self, *args)
+        return with_sums(loss=NAN, grad_norm=NAN)(answer) if self.updates in wrong else answer
 
     monkeypatch.setattr(preference_loop.Likelier, "do_train", train)
     world = preference_loop.World()

@@ -17,7 +17,7 @@ from tests.unit.training.preference_loop import PAIRS, STEP, Likelier, World, at
 from xray_runtime.config.dpo import DPOConfig, DPOValidation
 from xray_runtime.config.kto import KTOConfig, KTOValidation
 from xray_runtime.config.reward_model import RewardConfig
-from xray_runtime.data.rows import Rows, alike_prompts
+from xray_runtime.data.batch import Scores, TextBatch
 from xray_runtime.graph.artifacts import Dataset, Judgements, Model, Preferences
 from xray_runtime.graph.inputs import DPOInputs, KTOInputs, RewardModelInputs
 from xray_runtime.store.snapshots import Snapshot
@@ -47,8 +47,9 @@ def test_the_policy_as_it_begins_is_its_reference_and_scores_once(root: Path) ->
         assert totals == {"pairs": 5}
         sides = (("input_ids", "ref_chosen"), ("rejected_ids", "ref_rejected"))
         for ids, ref in sides:
-            np.testing.assert_array_equal(rows[ref], -(rows[ids].lengths - rows["prompt_lengths"]).astype(float))
-    assert len({ids.tobytes() for rows, _, _ in world.batches[:2] for ids in rows["input_ids"]}) == PAIRS
+            lengths = getattr(rows, ids).lengths
+            np.testing.assert_array_equal(getattr(rows, ref), -(lengths - rows.prompt_lengths).astype(float))
+    assert len({ids.tobytes() for rows, _, _ in world.batches[:2] for ids in rows.input_ids}) == PAIRS
     # Every reply became 2 nats likelier: no margin grew, and of 3 held-out pairs none is in order or out of it.
     assert recorder.points[-1]["dpo/heldout_accuracy"] == 0.5
     assert recorder.points[-1]["dpo/heldout_loss"] == pytest.approx(np.log(2))
@@ -64,14 +65,14 @@ def test_another_reference_scores_before_the_policy_is_opened(root: Path) -> Non
     attempt(dpo, pairs_of(root, "reference"), DPOConfig(batch_size=10), root / "out", world)
     assert world.calls[:3] == ["reference scores 20", "reference scores 6", "model learns"]
     rows = world.batches[0][0]
-    np.testing.assert_array_equal(rows["ref_chosen"], -1 - (rows["input_ids"].lengths - rows["prompt_lengths"]))
+    np.testing.assert_array_equal(rows.ref_chosen, -1 - (rows.input_ids.lengths - rows.prompt_lengths))
     assert len(kept(root)) == 1
     # Another reference has another key.
     attempt(dpo, pairs_of(root), DPOConfig(batch_size=10), root / "own", World())
     assert len(kept(root)) == 2
 
 
-def test_what_is_damaged_or_of_other_bytes_is_scored_again(root: Path) -> None:
+def test_damaged_or_outdated_scores_are_computed_again(root: Path) -> None:
     config = DPOConfig(batch_size=10)
     attempt(dpo, pairs_of(root), config, root / "out", World())
     [path] = kept(root)
@@ -92,7 +93,7 @@ def test_simpo_opens_no_reference(root: Path) -> None:
     world = World()
     attempt(dpo, pairs_of(root), DPOConfig(loss="simpo", beta=2.0, batch_size=10), root / "out", world)
     assert world.calls[0] == "model learns"
-    assert set(world.batches[0][0]) == {"input_ids", "rejected_ids", "prompt_lengths"}
+    assert set(world.batches[0][0].columns()) == {"input_ids", "rejected_ids", "prompt_lengths"}
     assert not kept(root)
 
 
@@ -101,12 +102,12 @@ class Sharper(Likelier):
 
     MARGINS = (0.0, 1.0, 2.0, 1.5)
 
-    def do_score(self, rows: Rows) -> Rows:
+    def do_score(self, rows: TextBatch) -> Scores:
         found = super().do_score(rows)
         # "no" is shorter than every answer.
-        tokens = rows["input_ids"].lengths - rows["prompt_lengths"]
+        tokens = rows.input_ids.lengths - rows.prompt_lengths
         margin = self.MARGINS[self.updates] * (tokens > tokens.min())
-        return {"logprobs": (found["logprobs"] - STEP * self.updates + margin).astype(np.float32)}
+        return Scores(reply_logprobs=(found.reply_logprobs - STEP * self.updates + margin).astype(np.float32))
 
 
 def chosen_by_validation(root: Path, out: str, newest: Snapshot | None = None, **looks: Any) -> tuple[World, Any]:
@@ -127,11 +128,11 @@ def test_the_version_of_the_lowest_loss_on_pairs_left_out_is_kept(root: Path) ->
     assert [p["dpo/validation_loss"] for p in recorder.points] == pytest.approx(losses)
     assert (record["kept"], (root / "out" / "updates").read_text()) == (2, "2")
     # What a version is chosen by is not trained on, and no pair is lost.
-    trained = {ids.tobytes() for rows, _, _ in world.batches for ids in rows["input_ids"]}
+    trained = {ids.tobytes() for rows, _, _ in world.batches for ids in rows.input_ids}
     assert len(trained) <= PAIRS - record["pairs"]
     _, whole = World(), World()
     attempt(dpo, pairs_of(root), DPOConfig(batch_size=10), root / "all", whole)
-    everything = {ids.tobytes() for rows, _, _ in whole.batches for ids in rows["input_ids"]}
+    everything = {ids.tobytes() for rows, _, _ in whole.batches for ids in rows.input_ids}
     assert trained < everything
 
 
@@ -157,7 +158,7 @@ def test_pairs_to_train_on_must_be_left(root: Path, num_pairs: int) -> None:
 
 
 @pytest.mark.parametrize("lose_what_is_kept", [False, True])
-def test_dpo_goes_on_as_if_nothing_had_happened(root: Path, lose_what_is_kept: bool) -> None:
+def test_dpo_resumes_exactly(root: Path, lose_what_is_kept: bool) -> None:
     whole, resumed, config = World(), World(), DPOConfig(batch_size=4, epochs=2)
     first = attempt(dpo, pairs_of(root), config, root / "whole", whole)
     assert [snapshot.step for snapshot in first.snapshots] == [1, 2, 3, 4]
@@ -195,7 +196,7 @@ def test_kto_learns_from_pairs_and_verdicts(root: Path) -> None:
     learned = {
         (ids.tobytes(), bool(desirable))
         for rows, _, _ in world.batches[:2]
-        for ids, desirable in zip(rows["input_ids"], rows["desirable"], strict=True)
+        for ids, desirable in zip(rows.input_ids, rows.desirable, strict=True)
     }
     assert len(learned) == 28
     assert sum(desirable for _, desirable in learned) == 14
@@ -211,13 +212,13 @@ def test_kto_learns_from_verdicts_alone(root: Path) -> None:
     world = World()
     recorder = attempt(kto, replies_of(root, verdicts=True), KTOConfig(batch_size=8), root / "out", world)
     rows = world.batches[0][0]
-    np.testing.assert_array_equal(rows["ref_logprobs"], -(rows["input_ids"].lengths - rows["prompt_lengths"]))
-    assert sorted(rows["desirable"].tolist()) == [False] * 4 + [True] * 4
+    np.testing.assert_array_equal(rows.ref_reply_logprobs, -(rows.input_ids.lengths - rows.prompt_lengths))
+    assert sorted(rows.desirable.tolist()) == [False] * 4 + [True] * 4
     assert "kto/heldout_accuracy" not in recorder.points[-1]
     assert len(kept(root, "judged")) == 1
 
 
-def test_kto_goes_on_as_if_nothing_had_happened(root: Path) -> None:
+def test_kto_resumes_exactly(root: Path) -> None:
     whole, resumed, config = World(), World(), KTOConfig(batch_size=6, epochs=1)
     inputs = replies_of(root, preferences=True)
     first = attempt(kto, inputs, config, root / "whole", whole)
@@ -231,12 +232,12 @@ class Parting(Likelier):
 
     MARGINS = (0.0, 1.0, 3.0, 2.0)
 
-    def do_score(self, rows: Rows) -> Rows:
+    def do_score(self, rows: TextBatch) -> Scores:
         found = super().do_score(rows)
         # "no" is shorter than every answer, under whatever prompt.
-        tokens = rows["input_ids"].lengths - rows["prompt_lengths"]
+        tokens = rows.input_ids.lengths - rows.prompt_lengths
         margin = self.MARGINS[min(self.updates, 3)] * np.where(tokens > tokens.min(), 1.0, -1.0)
-        return {"logprobs": (found["logprobs"] - STEP * self.updates + margin).astype(np.float32)}
+        return Scores(reply_logprobs=(found.reply_logprobs - STEP * self.updates + margin).astype(np.float32))
 
 
 def kto_chosen_by_validation(root: Path, out: str, newest: Snapshot | None = None, **looks: Any) -> tuple[World, Any]:
@@ -273,10 +274,10 @@ def test_ktos_version_of_the_lowest_loss_on_replies_left_out_is_kept(
         assert record["scores"][str(step + 1)] == -point["kto/validation_loss"]
     assert (record["kept"], (root / "out" / "updates").read_text()) == (2, "2")
     # Nothing that a version is chosen by is trained on.
-    trained = {ids.tobytes() for rows, _, _ in world.batches for ids in rows["input_ids"]}
+    trained = {ids.tobytes() for rows, _, _ in world.batches for ids in rows.input_ids}
     whole = World()
     attempt(kto, replies_of(root, preferences=True), KTOConfig(batch_size=20), root / "all", whole)
-    everything = {ids.tobytes() for rows, _, _ in whole.batches for ids in rows["input_ids"]}
+    everything = {ids.tobytes() for rows, _, _ in whole.batches for ids in rows.input_ids}
     assert trained < everything
     assert len(everything - trained) >= left
 
@@ -300,19 +301,19 @@ def test_replies_to_train_on_must_be_left(root: Path) -> None:
         kto_chosen_by_validation(root, "out", num_replies=99)
 
 
-def test_all_that_was_said_of_a_prompt_is_left_out_together(root: Path) -> None:
+def test_all_feedback_on_a_prompt_is_left_out_together(root: Path) -> None:
     both = replies_of(root, preferences=True, verdicts=True)
     config = KTOConfig(batch_size=4, epochs=9, validation=KTOValidation(every=1, num_replies=8))
     world = World()
     attempt(kto, both, config, root / "out", world)
     left = json.loads((root / "out" / "validation.json").read_text())["replies"]
     prompts = {ids[:n].tobytes() for rows, _, _ in world.batches
-               for ids, n in zip(rows["input_ids"], rows["prompt_lengths"], strict=True)}  # fmt: skip
+               for ids, n in zip(rows.input_ids, rows.prompt_lengths, strict=True)}  # fmt: skip
     # Ten prompts of pairs and four of verdicts, each with two replies.
     assert len(prompts) == 14 - left // 2
 
 
-def test_too_few_replies_are_said(root: Path) -> None:
+def test_too_few_replies_are_reported(root: Path) -> None:
     (root / "judged" / "judgements.jsonl").write_text("")
     with pytest.raises(ValueError, match="0 replies are too few, must be at least 2"):
         attempt(kto, replies_of(root, verdicts=True), KTOConfig(), root / "out", World())
@@ -324,8 +325,8 @@ def test_too_few_replies_are_said(root: Path) -> None:
 class Longer(Likelier):
     """A reward model: a reply's score is its number of tokens."""
 
-    def do_score(self, rows: Rows) -> Rows:
-        return {"scores": super().do_score(rows)["logprobs"] * -1 + STEP * self.updates}
+    def do_score(self, rows: TextBatch) -> Scores:
+        return Scores(scores=super().do_score(rows).reply_logprobs * -1 + STEP * self.updates)
 
 
 def test_both_sides_of_a_pair_come_with_the_prompt_that_they_share(root: Path) -> None:
@@ -335,8 +336,8 @@ def test_both_sides_of_a_pair_come_with_the_prompt_that_they_share(root: Path) -
     assert world.calls == ["model learns", "model scores 6"] * 2 + ["model saves"]
     for rows, totals, _ in world.batches:
         assert totals == {"rows": 5}
-        assert (rows["prompt_lengths"] > 1).all()
-        chosen, rejected = alike_prompts(rows).reshape(2, -1)
+        assert (rows.prompt_lengths > 1).all()
+        chosen, rejected = rows.alike_prompts().reshape(2, -1)
         assert (chosen == rejected).all()
         assert len(set(chosen.tolist())) == 5
     summary = json.loads((root / "out" / "reward.json").read_text())

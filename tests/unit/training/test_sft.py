@@ -17,8 +17,8 @@ from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig, SFTValidation
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.data.batch import Scores, StepAnswer, TextBatch
 from xray_runtime.data.pairs import Example, write_pairs
-from xray_runtime.data.rows import Rows, num_response_tokens, num_rows
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.graph.artifacts import Dataset, Model
 from xray_runtime.graph.graph import recording
@@ -39,14 +39,14 @@ class Learner(FakeModel):
         self.updates = 0
         self.scored: list[int] = []
 
-    def do_train(self, rows: Rows, totals: dict[str, float], lr: float) -> dict[str, float]:
+    def do_train(self, rows: TextBatch, totals: dict[str, float], lr: float) -> StepAnswer:
         self.updates += 1
-        return {"nll": totals["tokens"], "grad_norm": 1.0}
+        return StepAnswer({"nll": totals["tokens"], "grad_norm": 1.0}, Scores())
 
-    def do_score(self, rows: Rows) -> Rows:
-        self.scored.append(num_rows(rows))
-        each = LOSSES[self.updates] * num_response_tokens(rows) / num_rows(rows)
-        return {"nll": np.full(num_rows(rows), each)}
+    def do_score(self, rows: TextBatch) -> Scores:
+        self.scored.append(len(rows))
+        each = LOSSES[self.updates] * rows.num_response_tokens() / len(rows)
+        return Scores(nll=np.full(len(rows), each))
 
     def do_save(self, directory: Path, head_file: str | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)

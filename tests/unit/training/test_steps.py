@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.models.tensors import batch
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.kto import KTOConfig
 from xray_runtime.config.ppo import PPOStageConfig
+from xray_runtime.data.batch import Scores, StepAnswer
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import Objective, SFTObjective, Tensors
 from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
@@ -52,7 +54,7 @@ def rows_of(role: str, as_rows: Callable[..., Tensors]) -> Tensors:
     rows, rejected = as_rows(REPLIES), as_rows(REJECTED)
     if role in ("reward model", "dpo"):
         rows |= {"rejected_ids": rejected["input_ids"], "rejected_lengths": rejected["lengths"]}
-    of_rows = {name: torch.tensor([-3.0, -4.0]) for name in ("ref_chosen", "ref_rejected", "ref_logprobs")}
+    of_rows = {name: torch.tensor([-3.0, -4.0]) for name in ("ref_chosen", "ref_rejected", "ref_reply_logprobs")}
     if role in ("dpo", "kto"):
         return rows | of_rows | {"desirable": torch.tensor([True, False])}
     names = ("old_logprobs", "advantages", "weights", "values", "returns", "ref_logprobs")
@@ -65,22 +67,24 @@ def test_objectives_return_the_sums_that_are_named(
 ) -> None:
     objective, kind, head, totals = OBJECTIVES[role]
     module = HeadedLM(make_lm(1), scalar_head=head).double()
-    loss, sums = objective.loss(module, rows_of(role, as_rows), totals.to_wire())
+    loss, sums = objective.loss(module, batch(rows_of(role, as_rows)), totals.to_wire())
     assert loss.isfinite()
     optional = {"value_loss", "value_clip_count"} if role == "policy" else set()
     assert sums.keys() == {field.name for field in fields(kind)} - optional
-    read = read_step(kind, {name: float(value) for name, value in sums.items()} | {"grad_norm": 1.5})
+    numbers = {name: float(value) for name, value in sums.items()} | {"grad_norm": 1.5}
+    read = read_step(kind, StepAnswer(numbers, Scores()))
     assert (read.grad_norm, read.refused_by) == (1.5, None)
     assert all(getattr(read.sums, name) == float(value) for name, value in sums.items())
 
 
-def test_what_is_not_given_is_not_sent() -> None:
+def test_absent_fields_are_not_sent() -> None:
     assert StepTotals(rows=3, baseline=0.0).to_wire() == {"rows": 3.0, "baseline": 0.0}
 
 
 def test_the_sums_that_are_not_finite_are_named_in_order() -> None:
-    answer = {"policy_loss": math.nan, "entropy_sum": 1.0, "clip_count": math.inf, "dual_clip_count": 0.0}
-    read = read_step(PolicySums, answer | {"approx_kl_sum": 0.0, "grad_norm": math.nan, "refused_by": 3.0})
+    sums = {"policy_loss": math.nan, "entropy_sum": 1.0, "clip_count": math.inf, "dual_clip_count": 0.0}
+    sums |= {"approx_kl_sum": 0.0, "grad_norm": math.nan, "refused_by": 3.0}
+    read = read_step(PolicySums, StepAnswer(sums, Scores()))
     assert [name for name, _ in read.non_finite()] == ["clip_count", "policy_loss"]
     assert read.refused_by == 3
     assert list(StepStatistics(SFTSums(1.0), math.inf).non_finite()) == []
@@ -88,4 +92,4 @@ def test_the_sums_that_are_not_finite_are_named_in_order() -> None:
 
 def test_a_sum_that_is_missing_is_an_error() -> None:
     with pytest.raises(TypeError, match="nll"):
-        read_step(SFTSums, {"grad_norm": 1.0})
+        read_step(SFTSums, StepAnswer({"grad_norm": 1.0}, Scores()))

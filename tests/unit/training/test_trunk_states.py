@@ -16,7 +16,8 @@ from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.rows import Ragged, Rows, take
+from xray_runtime.data.batch import PairBatch, Scores, TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.graph.kind import Stage
 from xray_runtime.training import trunk_states
 from xray_runtime.training.trunk_states import TrunkStates
@@ -28,13 +29,13 @@ USED = np.array([0, 2, 3])
 
 
 class Pairs:
-    def take(self, rows: np.ndarray) -> Rows:
-        return take({"input_ids": Ragged.of(CHOSEN), "rejected_ids": Ragged.of(REJECTED)}, rows)
+    def take(self, rows: np.ndarray) -> TextBatch:
+        return PairBatch(input_ids=Ragged.of(CHOSEN), rejected_ids=Ragged.of(REJECTED)).take(rows)
 
 
 class Chosen:
-    def take(self, rows: np.ndarray) -> Rows:
-        return {"input_ids": Pairs().take(rows)["input_ids"]}
+    def take(self, rows: np.ndarray) -> TextBatch:
+        return TextBatch(input_ids=Pairs().take(rows).input_ids)
 
 
 class Trunk(FakeModel):
@@ -43,10 +44,10 @@ class Trunk(FakeModel):
     def __init__(self, dtype: Any = np.float32) -> None:
         self.dtype, self.asked = dtype, list[int]()
 
-    def do_trunk(self, rows: Rows) -> Rows:
-        ids = rows["input_ids"]
+    def do_trunk(self, rows: TextBatch) -> Scores:
+        ids = rows.input_ids
         self.asked.append(len(ids))
-        return {"trunk": Ragged(np.repeat(ids.values[:, None], HIDDEN, 1).astype(self.dtype), ids.offsets)}
+        return Scores(trunk=Ragged(np.repeat(ids.values[:, None], HIDDEN, 1).astype(self.dtype), ids.offsets))
 
 
 def states(root: Path, rows: Any, used: np.ndarray = USED, layers: int | None = 1, **engine: Any) -> TrunkStates:
@@ -132,7 +133,7 @@ def test_without_a_frozen_trunk_there_are_none(root: Path) -> None:
     assert (model.asked, found.columns([0]), files(root)) == ([], {}, [])
 
 
-def test_what_decides_them_is_their_key(root: Path) -> None:
+def test_the_key_of_trunk_states(root: Path) -> None:
     def computed(*args: Any, **fields: Any) -> bool:
         model = Trunk()
         states(root, *args, **fields).compute(model)  # type: ignore[arg-type]

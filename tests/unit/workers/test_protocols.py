@@ -24,7 +24,7 @@ ACTORS: list[tuple[type, tuple[type, ...]]] = [
     (ReservationsHandle, (Reservations,)),
     (ProgressHandle, (ProgressActor,)),
 ]
-WIDER = {"ModelSpec | GeneratorSpec": {"ModelSpec", "GeneratorSpec"}, "ModelHandle": {"WholeModelHandle"}}
+WIDER = {"ModelSpec | GeneratorSpec": {"ModelSpec", "GeneratorSpec"}}
 """What a handle takes → what its actor says it takes: a caller never mixes the two kinds of models up."""
 
 

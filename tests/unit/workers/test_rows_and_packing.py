@@ -9,39 +9,49 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from xray_runtime.data.batch import PairBatch, PolicyBatch, TextBatch, with_end_of_turn
 from xray_runtime.data.batching import micro_batches
-from xray_runtime.data.rows import (
-    Ragged,
-    Rows,
-    balance,
-    load_rows,
-    merge,
-    num_response_tokens,
-    num_rows,
-    save_rows,
-    shard,
-    take,
-    text_rows,
-    with_end_of_turn,
-)
+from xray_runtime.data.columnar import Batch
+from xray_runtime.data.ragged import Ragged, balance
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 50_000), max_size=12), max_size=20)
 NUM_ROWS = st.integers(1, 30)
 PARTS = st.integers(1, 8)
 
 
-def table(n: int) -> Rows:
+def table(n: int) -> PolicyBatch:
     """Columns of each kind that travels, every row different."""
     ids = np.arange(n)
-    return {
-        "input_ids": Ragged.of(i * 100 + np.arange(i % 4) for i in range(n)),
-        "prompt_lengths": ids + 1,
-        "old_logprobs": Ragged.of((-i - np.linspace(0, 0.5, 3) for i in range(n)), np.float32),
-        "ended": ids % 3 == 0,
-    }
+    return PolicyBatch(
+        input_ids=Ragged.of(i * 100 + np.arange(i % 4) for i in range(n)),
+        prompt_lengths=ids + 1,
+        old_logprobs=Ragged.of((-i - np.linspace(0, 0.5, 3) for i in range(n)), np.float32),
+        others={"ended": ids % 3 == 0},
+    )
 
 
-def assert_same(a: Rows, b: Rows) -> None:
+def numbered(n: int, **columns: Any) -> Batch:
+    """Rows with a number each."""
+    return Batch(others={"id": np.arange(n)} | columns)
+
+
+def dealt(rows: Batch, count: int) -> list[Batch]:
+    """The shards of a batch."""
+    return [rows.take(places) for places in rows.shard_places(count)]
+
+
+def together(parts: list[Batch], rows: Batch) -> Batch:
+    """What was made of the shards of `rows`, in their order."""
+    return type(parts[0]).join(parts, [places.tolist() for places in rows.shard_places(len(parts))])
+
+
+def ids_of(parts: list[Batch]) -> list[list[int]]:
+    return [part.others["id"].tolist() for part in parts]  # type: ignore[union-attr]
+
+
+def assert_same(one: Batch, other: Batch) -> None:
+    assert type(one) is type(other)
+    a, b = one.columns(), other.columns()
     assert list(a) == list(b)
     for name in a:
         assert type(a[name]) is type(b[name])
@@ -67,12 +77,12 @@ def test_ragged_by_hand() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 9])
 def test_rows_come_back_from_a_file_as_they_were(tmp_path: Path, count: int) -> None:
-    rows = table(count) | {"part": np.arange(2 * count)[::2]}
-    rows["said"] = np.array(["é" * row for row in range(count)], object)
-    save_rows(tmp_path / "rows.safetensors", rows)
-    found = load_rows(tmp_path / "rows.safetensors")
-    assert found.keys() == rows.keys()
-    assert_same({name: found[name] for name in rows}, rows)
+    said = np.array(["é" * row for row in range(count)], object)
+    rows = table(count).with_columns(part=np.arange(2 * count)[::2], said=said)
+    rows.save(tmp_path / "rows.safetensors")
+    found = PolicyBatch.load(tmp_path / "rows.safetensors")
+    assert found.columns().keys() == rows.columns().keys()
+    assert_same(PolicyBatch.of_columns({name: found.columns()[name] for name in rows.columns()}), rows)
 
 
 @given(sequences=SEQUENCES, data=st.data())
@@ -87,88 +97,89 @@ def test_ragged_rows_are_lists(sequences: list[list[int]], data: st.DataObject) 
         assert [row.tolist() for row in rows[np.array(index, dtype=int)]] == [sequences[i] for i in index]
 
 
-def test_rows_are_dealt_like_cards() -> None:
-    parts = shard({"id": np.arange(7)}, 3)
-    assert [part["id"].tolist() for part in parts] == [[0, 3, 6], [1, 4], [2, 5]]
-    assert [part["id"].tolist() for part in shard({"id": np.arange(2)}, 3)] == [[0], [1], []]
-    assert merge(parts, {"id": np.arange(7)})["id"].tolist() == list(range(7))
+def test_rows_are_divided_in_turn() -> None:
+    parts = dealt(numbered(7), 3)
+    assert ids_of(parts) == [[0, 3, 6], [1, 4], [2, 5]]
+    assert ids_of(dealt(numbered(2), 3)) == [[0], [1], []]
+    assert ids_of([together(parts, numbered(7))]) == [list(range(7))]
 
 
-def test_rows_with_the_same_prompts_are_dealt_together() -> None:
+def test_rows_with_the_same_prompts_stay_together() -> None:
     prompts, replies = [[1], [1, 2], [1], [3], [1, 2], [1], [3]], [[n] for n in range(7)]
-    rows = text_rows(prompts, replies) | {"id": np.arange(7)}
-    parts = shard(rows, 3)
+    rows = TextBatch.of(prompts, replies).with_columns(id=np.arange(7))
+    parts = dealt(rows, 3)
     # By prompt: 0 2 5, 1 4, 3 6.
-    assert [part["id"].tolist() for part in parts] == [[0, 2, 5], [1, 4], [3, 6]]
-    assert_same(merge(parts, rows), rows)
-    assert [part["id"].tolist() for part in shard(rows, 2)] == [[0, 2, 5, 1], [4, 3, 6]]
-    pairs = rows | {"rejected_ids": rows["input_ids"]}
-    assert [part["id"].tolist() for part in shard(pairs, 3)] == [[0, 2, 5], [1, 4], [3, 6]]
-    different = text_rows([[n] for n in range(5)], replies[:5]) | {"id": np.arange(5)}
-    assert [part["id"].tolist() for part in shard(different, 2)] == [[0, 2, 4], [1, 3]]
+    assert [part.id.tolist() for part in parts] == [[0, 2, 5], [1, 4], [3, 6]]
+    assert_same(together(parts, rows), rows)
+    assert [part.id.tolist() for part in dealt(rows, 2)] == [[0, 2, 5, 1], [4, 3, 6]]
+    pairs = rows.as_kind(PairBatch, rejected_ids=rows.input_ids)
+    assert [part.id.tolist() for part in dealt(pairs, 3)] == [[0, 2, 5], [1, 4], [3, 6]]
+    different = TextBatch.of([[n] for n in range(5)], replies[:5]).with_columns(id=np.arange(5))
+    assert [part.id.tolist() for part in dealt(different, 2)] == [[0, 2, 4], [1, 3]]
 
 
 @given(n=NUM_ROWS, parts=PARTS)
-def test_what_is_dealt_comes_together_again(n: int, parts: int) -> None:
+def test_shards_merge_to_the_same_rows(n: int, parts: int) -> None:
     rows = table(n)
-    dealt = shard(rows, parts)
-    assert sum(map(num_rows, dealt)) == n
-    assert max(map(num_rows, dealt)) - min(map(num_rows, dealt)) <= 1
-    assert_same(merge(dealt, rows), rows)
+    shards = dealt(rows, parts)
+    assert sum(map(len, shards)) == n
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+    assert_same(together(shards, rows), rows)
 
 
 @given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=40).map(sorted), parts=PARTS)
 def test_sorted_rows_are_shared_out_fairly(lengths: list[int], parts: int) -> None:
     """No part has more work than another by more than one longest row, however uneven the rows are."""
-    work = [int(part["lengths"].sum()) for part in shard({"lengths": np.array(lengths)}, parts)]
+    work = [int(part.others["lengths"].sum()) for part in dealt(Batch(others={"lengths": np.array(lengths)}), parts)]
     assert max(work) - min(work) <= lengths[-1]
 
 
 @given(n=NUM_ROWS, parts=PARTS, data=st.data())
-def test_what_is_computed_of_each_row_keeps_its_place(n: int, parts: int, data: st.DataObject) -> None:
+def test_results_of_rows_keep_their_order(n: int, parts: int, data: st.DataObject) -> None:
     """As in a WholeModel: each Workhorse answers for its own rows, in micro-batches of like length, in any order."""
     lengths = np.array(data.draw(st.lists(st.integers(1, 20), min_size=n, max_size=n)))
     max_tokens = data.draw(st.integers(1, 60))
 
-    def answer(rows: Rows) -> Rows:
-        out = np.zeros(num_rows(rows), dtype=np.int64)
-        for index in micro_batches(rows["lengths"].tolist(), max_tokens):
-            batch = take(rows, index)
-            out[index] += batch["id"] * 1000 + batch["lengths"]
-        return {"score": out}
+    def answer(rows: Batch) -> Batch:
+        out = np.zeros(len(rows), dtype=np.int64)
+        for index in micro_batches(rows.others["lengths"].tolist(), max_tokens):
+            batch = rows.take(index)
+            out[index] += batch.others["id"] * 1000 + batch.others["lengths"]
+        return Batch(others={"score": out})
 
-    rows = {"id": np.arange(n), "lengths": lengths}
-    scores = merge([answer(part) for part in shard(rows, parts)], rows)["score"]
+    rows = numbered(n, lengths=lengths)
+    scores = together([answer(part) for part in dealt(rows, parts)], rows).others["score"]
     assert scores.tolist() == [i * 1000 + length for i, length in enumerate(lengths.tolist())]
 
 
 def test_take_by_hand() -> None:
-    rows = {"id": np.arange(4), "pair": np.arange(8).reshape(4, 2)}
-    assert_same(take(rows, [2, 0, 2]), {"id": np.array([2, 0, 2]), "pair": np.array([[4, 5], [0, 1], [4, 5]])})
+    rows = numbered(4, pair=np.arange(8).reshape(4, 2))
+    again = {"id": np.array([2, 0, 2]), "pair": np.array([[4, 5], [0, 1], [4, 5]])}
+    assert_same(rows.take([2, 0, 2]), Batch(others=again))
     # An empty list has no type of its own: it must not turn into an index of floats.
-    assert_same(take(rows, []), {"id": np.zeros(0, int), "pair": np.zeros((0, 2), int)})
+    assert_same(rows.take([]), Batch(others={"id": np.zeros(0, int), "pair": np.zeros((0, 2), int)}))
     with pytest.raises(IndexError):
-        take(rows, [4])
+        rows.take([4])
 
 
 @given(n=NUM_ROWS, data=st.data())
 def test_taking_twice_is_taking_once(n: int, data: st.DataObject) -> None:
     first = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20))
     second = data.draw(st.lists(st.integers(0, len(first) - 1), max_size=20))
-    assert_same(take(take(table(n), first), np.array(second)), take(table(n), [first[i] for i in second]))
+    assert_same(table(n).take(first).take(np.array(second)), table(n).take([first[i] for i in second]))
 
 
 def test_taking_copies() -> None:
-    rows: Any = {"id": np.arange(3)}
-    take(rows, [0, 1])["id"][0] = 99
-    assert rows["id"].tolist() == [0, 1, 2]
+    rows = table(3)
+    rows.take([0, 1]).prompt_lengths[0] = 99
+    assert rows.prompt_lengths.tolist() == [1, 2, 3]
 
 
 def test_rows_of_prompt_and_reply() -> None:
-    rows = text_rows([[5, 6], [8], [4]], [[7], np.array([9, 10, 1]), []])
-    assert [ids.tolist() for ids in rows["input_ids"]] == [[5, 6, 7], [8, 9, 10, 1], [4]]
-    assert rows["prompt_lengths"].tolist() == [2, 1, 1]
-    assert num_response_tokens(rows) == 4
+    rows = TextBatch.of([[5, 6], [8], [4]], [[7], np.array([9, 10, 1]), []])
+    assert [ids.tolist() for ids in rows.input_ids] == [[5, 6, 7], [8, 9, 10, 1], [4]]
+    assert rows.prompt_lengths.tolist() == [2, 1, 1]
+    assert rows.num_response_tokens() == 4
 
 
 def test_a_reply_ends_with_one_end_of_turn() -> None:

@@ -26,6 +26,7 @@ from xray.deployments.local_services import Health
 from xray.deployments.server_home import LOOPBACK, check_free, clients_address
 from xray.tasks.output_directory import saved_config
 from xray.tasks.preflight import check_ray_address, is_loopback
+from xray_runtime.config.extras import require_extra
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.processes import kill_tagged, start_reaper
 from xray_runtime.serving import NotServedError
@@ -73,6 +74,7 @@ def command(
 
     Exit codes: 0 stopped (Ctrl-C, SIGTERM), 1 refused, 2 bad input.
     """
+    require_extra("live")
     for number in STOPS:
         signal.signal(number, signal.default_int_handler)
     # Child processes inherit the environment and must not get the key.

@@ -11,7 +11,8 @@ import numpy as np
 
 from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.rows import Ragged, Rows
+from xray_runtime.data.batch import Replies
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.generation.sampling import EngineRank, Reply, Sampler, Sampling
 from xray_runtime.models.weight_files import weight_files
 from xray_runtime.weights.versioned import VersionedWeights
@@ -62,12 +63,11 @@ class Generation:
         """`Sampler.sleep`; weights that an update brings before the next sample (`synced_next`) are not kept."""
         self._sampler.sleep(drop=synced_next and self.weights.drop())
 
-    def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, version: int) -> Rows:
+    def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, version: int) -> Replies:
         """Sample one reply a prompt with policy version `version`.
 
-        Returns columns over B prompts: ragged `response_ids` int64 and `rollout_logprobs` float32 (at the sampling
-        temperature), `ended` [B] bool (False: cut off at `max_new_tokens`). Raises StaleWeightsError: another version
-        is loaded, or a load failed midway.
+        Log-probabilities are at the sampling temperature. Raises StaleWeightsError: another version is loaded, or a
+        load failed midway.
         """
         self.weights.use(version)
         replies = self._sampler.sample(prompts, seeds, sampling)
@@ -79,11 +79,11 @@ class Generation:
             cut = [up_to_stop(reply, sampling.stop, tokenizer) for reply in replies]
             ended = [before or after is not None for before, after in zip(ended, cut, strict=True)]
             replies = [after or before for before, after in zip(replies, cut, strict=True)]
-        return {
-            "response_ids": Ragged.of(reply.token_ids for reply in replies),
-            "rollout_logprobs": Ragged.of((reply.logprobs for reply in replies), np.float32),
-            "ended": np.array(ended),
-        }
+        return Replies(
+            response_ids=Ragged.of(reply.token_ids for reply in replies),
+            rollout_logprobs=Ragged.of((reply.logprobs for reply in replies), np.float32),
+            ended=np.array(ended),
+        )
 
 
 def up_to_stop(reply: Reply, stop: tuple[str, ...], tokenizer: Any) -> Reply | None:

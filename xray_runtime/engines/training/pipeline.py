@@ -19,11 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from xray_runtime.data.batch import TextBatch
 from xray_runtime.engines.engine import MicroBatch, Scorer
 from xray_runtime.engines.training.mesh import Mesh
 from xray_runtime.engines.training.zero import ZeroEngine
-from xray_runtime.models.heads import BorrowedHead, HeadedLM, check_parts
+from xray_runtime.models.heads import BorrowedHead, HeadedLM
 from xray_runtime.models.objectives import prompts_of, sequences
+from xray_runtime.models.parts import check_parts
 
 
 def check_stages(module: HeadedLM, stages: int, field: str) -> None:
@@ -60,22 +62,21 @@ class StageScorer(Scorer):
                 self._send_up(self._stage_output(batch, states))
         self._wait_for_sends()
 
-    def _with_states(self, batch: MicroBatch, states: Tensor | None) -> dict[str, Tensor]:
+    def _with_states(self, batch: MicroBatch, states: Tensor | None) -> TextBatch[Tensor]:
         assert states is not None
-        return batch.tensors | {"trunk": states}
+        return batch.tensors.with_columns(trunk=sequences(batch.tensors).input_ids.like(states))
 
     def _stage_output(self, batch: MicroBatch, states: Tensor | None) -> Tensor:
-        ids, lengths = sequences(batch.tensors)
-        prompts = prompts_of(batch.tensors)
-        entering = {"input_ids": ids} if states is None else {"inputs_embeds": states}
-        out: Tensor = self.forward(lambda module: module.stage_states(lengths, prompts, **entering))
+        ids, prompts = sequences(batch.tensors).input_ids, prompts_of(batch.tensors)
+        entering = {"input_ids": ids.values} if states is None else {"inputs_embeds": states}
+        out: Tensor = self.forward(lambda module: module.stage_states(ids.lengths, prompts, **entering))
         return out
 
     def _receive_states(self, batch: MicroBatch) -> Tensor | None:
         if self._mesh.is_first:
             return None
-        ids, _ = sequences(batch.tensors)
-        states = torch.empty((len(ids), self._hidden), dtype=self._dtype, device=self._device)
+        count = batch.tensors.num_tokens()
+        states = torch.empty((count, self._hidden), dtype=self._dtype, device=self._device)
         dist.recv(states, self._mesh.at_stage(self._mesh.stage - 1), group=self._mesh.up_group)
         return states
 

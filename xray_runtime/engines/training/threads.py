@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from xray_runtime.data.rows import Rows
+from xray_runtime.data.batch import TextBatch
 
 AT_ONCE = 2
 SMALLEST = 2**25
@@ -25,10 +25,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def micro_batches_at_once(module: nn.Module, rows: Rows) -> int:
+def micro_batches_at_once(module: nn.Module, rows: TextBatch) -> int:
     """The number of micro-batches of `rows` to compute at the same time."""
-    num_tokens = sum(len(rows[name].values) for name in ("input_ids", "rejected_ids") if name in rows)
-    work = num_tokens * sum(parameter.numel() for parameter in module.parameters())
+    work = rows.num_tokens() * sum(parameter.numel() for parameter in module.parameters())
     return _at_once() if work >= SMALLEST else 1
 
 

@@ -111,7 +111,8 @@ class MegatronEngine(Scorer):
 
         def forward(coming: Iterator[MicroBatch], module: MegatronLM) -> tuple[Any, Any]:
             batch = next(coming)
-            return task(batch) if module.post_process else module.states(pad(*sequences(batch.tensors))), result
+            ids = sequences(batch.tensors).input_ids
+            return task(batch) if module.post_process else module.states(pad(ids.values, ids.lengths)), result
 
         def result(out: Any, non_loss_data: bool = False) -> Any:
             # A loss comes with a token count, which Megatron does not use here.

@@ -39,6 +39,7 @@ class MegatronLM(GPTModel):
     """
 
     has_trunk = packs = False
+    auxiliary = None
     branches = ()
 
     def __init__(

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 
 from xray.studio.access import Fields
-from xray.studio.pages import DAMAGED, Studio, page, studio_of
+from xray.studio.studio import DAMAGED, Link, Pages, Studio, page, studio_of
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.evidence.kinds.canary import Canaries
 from xray_runtime.evidence.log import view
@@ -26,6 +26,9 @@ from xray_runtime.store.identity import digest
 from xray_runtime.tracking.mlflow_tracker import flatten
 
 router = APIRouter()
+PAGES = Pages(
+    router, (Link("/lineage", "Lineage", 40), Link("/evaluations", "Evaluations", 50), Link("/promote", "Promote", 60))
+)
 
 
 @router.get("/lineage")

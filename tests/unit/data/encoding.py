@@ -1,0 +1,15 @@
+"""Replies as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from xray_runtime.data.pairs import reply_message
+from xray_runtime.data.template_text import USER_TURN
+from xray_runtime.data.tokenizing import encode_replies_to
+
+
+def encode_replies(tokenizer: Any, replies: Sequence[str]) -> list[list[int]]:
+    """Each text as a reply to a user's message, with the end of its turn."""
+    return encode_replies_to(tokenizer, [([USER_TURN], reply_message(reply)) for reply in replies])

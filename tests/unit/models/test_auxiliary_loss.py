@@ -1,0 +1,103 @@
+"""The auxiliary loss of mixtures of experts, against transformers' own loss and closed forms, in float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.models.families import model
+from xray_runtime.config.engines import EngineConfig
+from xray_runtime.engines.make import build_engine
+from xray_runtime.models.families._mixture import load_balancing
+from xray_runtime.models.family import FAMILIES
+from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.objectives import SFTObjective, training_loss
+
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ON = EXPERTS | {"output_router_logits": True, "router_aux_loss_coef": 0.7}
+MIXTURES = ["granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"]
+IDS, LENGTHS = torch.tensor([5, 9, 7, 42, 11, 6, 8, 8, 100, 3]), torch.tensor([6, 4])
+
+
+def mixture(kind: str, **options: Any) -> Any:
+    lm = model(kind, **options)
+    lm.set_experts_implementation("eager")  # the others have no float64
+    return lm
+
+
+def rows(lengths: torch.Tensor = LENGTHS) -> dict[str, torch.Tensor]:
+    """Each row but its first token is a response."""
+    return {"input_ids": IDS[: int(lengths.sum())], "lengths": lengths, "prompt_lengths": torch.ones_like(lengths)}
+
+
+def test_families_with_the_loss_are_those_tested() -> None:
+    families = [FAMILIES.get(name) for name in FAMILIES]
+    assert sorted(kind for f in families if f.auxiliary for kind in f.model_types) == ["granite", *MIXTURES]
+
+
+def test_routers_that_treat_experts_alike_pay_the_number_chosen() -> None:
+    # Four experts, each token's two chosen in turn: f = (1/2, 1/2, 1/2, 1/2), P = 1/4 each: 4 · 4 · 1/8 = 2.
+    even = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]], dtype=torch.float64)
+    config = SimpleNamespace(num_experts_per_tok=2)
+    assert float(load_balancing((even, even), config)) == pytest.approx(2.0, abs=1e-12)
+    # One expert takes all: f = (1, 0), P = (σ(20), σ(-20)) of two experts: 2 · σ(20).
+    greedy = torch.tensor([[20.0, 0.0]] * 3, dtype=torch.float64)
+    assert float(load_balancing((greedy,), SimpleNamespace(num_experts_per_tok=1))) == pytest.approx(2.0, abs=1e-8)
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_sft_of_a_mixture_has_transformers_loss(kind: str) -> None:
+    lm = mixture(kind, **ON)
+    ids = IDS[None, :6]
+    expected = lm(input_ids=ids, labels=ids, use_cache=False)
+    wanted = torch.autograd.grad(expected.loss, list(lm.parameters()))
+    module, totals = HeadedLM(lm), {"tokens": 5.0, "step_rows": 1.0}
+    loss, stats = training_loss(module, SFTObjective(), rows(LENGTHS[:1]), totals)
+    # transformers sums in float32.
+    torch.testing.assert_close(loss.float(), expected.loss.float(), rtol=1e-6, atol=0)
+    for gradient, other in zip(torch.autograd.grad(loss, list(lm.parameters())), wanted, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=0, atol=1e-5 * float(other.abs().max()) + 1e-12)
+    without, _ = SFTObjective().loss(module, rows(LENGTHS[:1]), totals)
+    difference = float((loss - without).detach())
+    assert difference == pytest.approx(0.7 * float(expected.aux_loss), rel=1e-6)
+    assert difference > 0.1
+    assert stats.keys() == {"nll"}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_padding_does_not_count_and_micro_batches_count_by_their_rows(kind: str) -> None:
+    lm = mixture(kind, **ON)
+    mask = torch.arange(6) < LENGTHS[:, None]
+    padded = torch.zeros(2, 6, dtype=torch.int64).masked_scatter(mask, IDS)
+    expected = lm(input_ids=padded, attention_mask=mask.long(), use_cache=False).aux_loss
+    module, totals = HeadedLM(lm), {"tokens": 8.0, "step_rows": 2.0}
+
+    def auxiliary(part: dict[str, torch.Tensor]) -> float:
+        loss, _ = training_loss(module, SFTObjective(), part, totals)
+        return float((loss - SFTObjective().loss(module, part, totals)[0]).detach())
+
+    assert auxiliary(rows()) == pytest.approx(0.7 * float(expected), rel=1e-5)
+    first = lm(input_ids=IDS[None, :6], use_cache=False).aux_loss
+    assert auxiliary(rows(LENGTHS[:1])) == pytest.approx(0.7 * float(first) / 2, rel=1e-5)
+
+
+def test_only_a_config_that_asks_has_the_loss_and_scoring_has_none() -> None:
+    module = HeadedLM(mixture("mixtral", **EXPERTS))
+    assert module.auxiliary is None
+    loss, _ = training_loss(module, SFTObjective(), rows(), {"tokens": 8.0})
+    torch.testing.assert_close(loss, SFTObjective().loss(module, rows(), {"tokens": 8.0})[0], rtol=0, atol=0)
+    scoring = HeadedLM(mixture("mixtral", **ON))
+    with torch.no_grad():
+        assert float(SFTObjective().score(scoring, rows())["nll"][0]) > 0
+
+
+def test_a_cut_model_with_the_loss_is_refused(tmp_path: Any) -> None:
+    from xray_runtime.config.sft import SFTConfig
+
+    engine = EngineConfig(num_workhorses=2, tensor_parallel=2, precision="float32")
+    module = HeadedLM(mixture("mixtral", **ON))
+    with pytest.raises(ValueError, match="set output_router_logits to false"):
+        build_engine(module, SFTConfig(engine=engine), tmp_path, torch.device("cpu"))

@@ -1,0 +1,226 @@
+"""Batches: B rows in columns, from the sampled reply to the micro-batch, and the one list of all columns.
+
+    B  rows         P  tokens of a prompt     R  tokens of a reply     T  tokens of a row, P and R together
+    H  size of a hidden state
+
+A column of shape [B] is an array. All others are `Ragged`: their rows have different lengths and are never padded. An
+objective gets the same batch with tensors in place of arrays, where the values of a ragged column are one flat axis.
+
+A new column is one field here. Splitting, joining, sharding, sending and storing follow from the fields; only its
+writer and its reader have to know it. A column that a batch lacks raises an AttributeError as it is read;
+`name in batch` tells whether it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from xray_runtime.data.columnar import Batch, column
+from xray_runtime.data.ragged import A, Ragged, first_alike
+
+_BATCHES, _LOOP, _EPISODE, _EXPERIENCE = "data.batch, data.tokens", "rl.rollouts", "rl.episode", "rl.experience"
+_POLICY, _CRITIC = "models.ppo_objectives", "models.ppo_objectives, critic"
+_OBJECTIVES, _PAIRS = "models.objectives", "models.preference_objectives"
+
+# Columns of two kinds of batch.
+_SEED = column("[B]", "int64", _LOOP, "engines.generation", "seed of a reply or an environment")
+_ROLLOUT_LOGPROBS = column(
+    "[B, R]", "float32", "engines.generation", "rl.experience, models", "by the generator, at its temperature"
+)
+_RESPONSE_MASK = column(
+    "[B, R]", "bool", "rl.episode, data.conversations", _OBJECTIVES, "True: counted; what an episode's policy sampled"
+)
+_BRANCHES = column("[B, …]", "int64", "rl.agent_records", "rl.agent_rows", "of an agent's episode", wire=False)
+_REF_LOGPROBS = column("[B, R]", "float32", _OBJECTIVES, "rl.experience, models", "by the reference")
+_VALUES = column("[B, R]", "float32", _CRITIC, "rl.experience", "of the state before each token")
+_OLD_LOGPROBS = column("[B, R]", "float32", "rl.experience, models", _POLICY, "where the ratio is 1; or the step's own")
+_TRUNK = column("[B, T, H]", "float32 or uint16", "workers.learner", _OBJECTIVES, "the frozen layers' output")
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class PromptBatch(Batch[A]):
+    """Input of a generator."""
+
+    input_ids: Ragged[A] = column("[B, P]", "int64", _LOOP, "engines.generation", "the prompt", required=True)
+    seed: A = _SEED
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class TextBatch(Batch[A]):
+    """Input of a model: prompts and replies together. bfloat16 is sent as its bits, in uint16."""
+
+    input_ids: Ragged[A] = column("[B, T]", "int64", _BATCHES, "every model", "prompt and reply", required=True)
+    prompt_lengths: A = column("[B]", "int64", _BATCHES, _OBJECTIVES, "tokens of the prompt")
+    id: A = column("[B]", "int64", "rl.scoring", "workers.learner, rl.ledger_writer", "a row's own number")
+    response_mask: Ragged[A] = _RESPONSE_MASK
+    added_ends: A = column("[B]", "bool", "rl.scoring", _POLICY, "the last token was added for reward models alone")
+    trunk: Ragged[A] = _TRUNK
+    alike: A = column(
+        "[B']", "int64", "workers.learner", _OBJECTIVES, "the first sequence with the same prompt", wire=False
+    )
+
+    @staticmethod
+    def of(
+        prompts: Sequence[Sequence[int] | np.ndarray], replies: Sequence[Sequence[int] | np.ndarray] | Ragged
+    ) -> TextBatch:
+        """Each prompt with its reply."""
+        ids = Ragged.of([*prompt, *reply] for prompt, reply in zip(prompts, replies, strict=True))
+        return TextBatch(input_ids=ids, prompt_lengths=np.array([len(p) for p in prompts], dtype=np.int64))
+
+    def sides(self) -> list[Ragged[A]]:
+        """The columns of token ids: one, or of pairs two."""
+        return [self.input_ids]
+
+    def row_keys(self: TextBatch) -> list[bytes]:
+        """The tokens of each row, prompt and reply separate, as a key."""
+        both = zip(self.input_ids, self.prompt_lengths, strict=True)
+        return [np.append(ids, length).astype(np.int64).tobytes() for ids, length in both]
+
+    def alike_prompts(self: TextBatch) -> np.ndarray:
+        """For each sequence, the first one with the same prompt: of rows [B], of pairs all chosen ones and then all
+        rejected ones [2B]."""
+        lengths = self.prompt_lengths
+        prompts = (ids for side in self.sides() for ids in side.heads(np.minimum(lengths, side.lengths)))
+        return first_alike(prompt.tobytes() for prompt in prompts)
+
+    def first_with_prompt(self: TextBatch) -> np.ndarray:
+        return self.alike_prompts()[: len(self)] if "prompt_lengths" in self else np.arange(len(self))
+
+    def num_tokens(self) -> int:
+        """Tokens of all sides."""
+        return sum(len(side.values) for side in self.sides())
+
+    def num_response_tokens(self: TextBatch) -> int:
+        """The number of response tokens; with a `response_mask`, of those where it is True."""
+        if "response_mask" in self:
+            return int(self.response_mask.values.sum())
+        return int(len(self.input_ids.values) - self.prompt_lengths.sum())
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class PairBatch(TextBatch[A]):
+    """Pairs: `input_ids` have the chosen reply."""
+
+    rejected_ids: Ragged[A] = column(
+        "[B, T]", "int64", "data.tokens", _OBJECTIVES, "the same prompt with the rejected reply", required=True
+    )
+    rejected_trunk: Ragged[A] = column(
+        "[B, T, H]", "float32 or uint16", "training.trunk_states", _OBJECTIVES, "as `trunk`, of the rejected"
+    )
+    ref_chosen: A = column("[B]", "float32", "training.dpo", _PAIRS, "log-probability of the reply by the reference")
+    ref_rejected: A = column("[B]", "float32", "training.dpo", _PAIRS, "of the rejected reply")
+
+    def sides(self) -> list[Ragged[A]]:
+        return [self.input_ids, self.rejected_ids]
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class LabelledBatch(TextBatch[A]):
+    """Single replies with a label (KTO)."""
+
+    ref_reply_logprobs: A = column("[B]", "float32", "training.kto", _PAIRS, "of the reply by the reference")
+    desirable: A = column("[B]", "bool", "training.kto", _PAIRS, "the label")
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class PolicyBatch(TextBatch[A]):
+    """Input of the update: the replies that have a reward."""
+
+    old_logprobs: Ragged[A] = _OLD_LOGPROBS
+    """Empty in rows that the first step scores; so is `weights`."""
+    advantages: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _POLICY, "0 at tokens that do not count")
+    weights: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _POLICY, "old policy over generator; or the step's")
+    rollout_logprobs: Ragged[A] = _ROLLOUT_LOGPROBS
+    values: Ragged[A] = _VALUES
+    """Absent without a critic; so is `returns`."""
+    returns: Ragged[A] = column("[B, R]", "float32", _EXPERIENCE, _CRITIC, "targets of the values")
+    ref_logprobs: Ragged[A] = _REF_LOGPROBS
+    """Only if the KL is in the loss."""
+    branches: Ragged[A] = _BRANCHES
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Replies(Batch[A]):
+    """Answer of a generator."""
+
+    response_ids: Ragged[A] = column("[B, R]", "int64", "engines.generation", "rl.scoring", "the reply", required=True)
+    rollout_logprobs: Ragged[A] = _ROLLOUT_LOGPROBS
+    ended: A = column("[B]", "bool", "engines.generation", "rl.experience", "False: cut off")
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Rollout(Replies[A]):
+    """Sampled replies; those to one prompt follow one another. Columns from `prompt_ids` on are those of episodes."""
+
+    seed: A = _SEED
+    version: A = column("[B]", "int64", _LOOP, "rl.metrics, rl.ledger_writer", "updates of its policy, the oldest")
+    prompt: A = column("[B]", "int64", _LOOP, "rl.scoring, rl.ledger_writer", "index of the stage's prompt")
+    prompt_ids: Ragged[A] = column("[B, P]", "int64", _EPISODE, "rl.scoring", "the environment's first prompt")
+    response_mask: Ragged[A] = _RESPONSE_MASK
+    turn_rewards: Ragged[A] = column("[B, R]", "float32", _EPISODE, _EXPERIENCE, "of a turn, on its last token")
+    turns: A = column("[B]", "int32", _EPISODE, "rl.metrics", "number of the policy's turns")
+    episode_reward: A = column("[B]", "float64", _EPISODE, "rl.reward_sources", "sum of rewards; NaN: failed")
+    failure: A = column("[B]", "str", _EPISODE, "rl.reward_sources", "reason of the failure, or empty")
+    info: A = column("[B]", "str", _EPISODE, "rl.metrics", "JSON: the environment's numbers, summed over the turns")
+    answers: A = column("[B]", "str", _EPISODE, "lineage.replay", "JSON: the environment's answers, an agent's record")
+    branches: Ragged[A] = _BRANCHES
+    ran_again: A = column("[B]", "int32", "rl.agent_records", "rl.metrics", "how often infrastructure failed an agent")
+    """Not in the ledger, whose bytes no failed process changes."""
+
+    @property
+    def are_episodes(self) -> bool:
+        return "prompt_ids" in self
+
+    def own_tokens(self: Rollout) -> Ragged:
+        """The tokens that the policy sampled."""
+        if not self.are_episodes:
+            return self.response_ids
+        return Ragged.of(row[chosen] for row, chosen in zip(self.response_ids, self.response_mask, strict=True))
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Scores(Batch[A]):
+    """Output of a model. A reward model that is a branch of the policy has a column under its role in `others`."""
+
+    logprobs: Ragged[A] = column("[B, R]", "float32", _POLICY, _EXPERIENCE, "by the policy before the update")
+    """Empty in rows whose log-probabilities the update's first step computes."""
+    old_logprobs: Ragged[A] = _OLD_LOGPROBS
+    ref_logprobs: Ragged[A] = _REF_LOGPROBS
+    values: Ragged[A] = _VALUES
+    """Absent without a critic; so is `final_values`."""
+    final_values: A = column("[B]", "float32", _CRITIC, _EXPERIENCE, "of the state after the last token")
+    scores: A = column("[B]", "float32", "models.reward_objective", "rl.reward_sources", "of a reward model")
+    reply_logprobs: A = column("[B]", "float32", _PAIRS, "training.dpo, training.kto", "of a whole reply")
+    nll: A = column("[B]", "float32", _OBJECTIVES, "training.sft", "−log-probability of the counted tokens")
+    loglikelihood: A = column("[B]", "float32", "models.likelihood_objective", "evaluation", "of the whole reply")
+    greedy: A = column("[B]", "float32", "models.likelihood_objective", "evaluation", "1: all tokens are the likeliest")
+    trunk: Ragged[A] = _TRUNK
+
+    def by_role(self: Scores, role: str) -> np.ndarray:
+        """The scores [B] of a branch."""
+        found = self.others[role]
+        assert isinstance(found, np.ndarray)
+        return found
+
+
+KINDS = (PromptBatch, TextBatch, PairBatch, LabelledBatch, PolicyBatch, Replies, Rollout, Scores)
+
+
+@dataclass(frozen=True)
+class StepAnswer:
+    """A model's answer to one optimizer step."""
+
+    sums: dict[str, float]
+    """Sums over the rows, `grad_norm`, and more; `training.steps.read_step` reads them."""
+    scores: Scores
+    """Columns that the objective gives back, where it has any."""
+
+
+def with_end_of_turn(reply: Sequence[int] | np.ndarray, stops: Sequence[int]) -> list[int]:
+    """`reply`, with the first stop token (the end of turn) added if it ends with none, as in the reward model's
+    data."""
+    ids = list(reply)
+    return ids if ids and ids[-1] in stops else [*ids, stops[0]]

@@ -1,0 +1,37 @@
+"""The auxiliary loss of mixtures of experts: routers shall use all experts alike (Fedus et al. 2021, eq. 4 to 6)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from xray_runtime.models.family import Auxiliary, HFConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def load_balancing(router_logits: tuple[Tensor, ...], config: HFConfig) -> Tensor:
+    """E · Σ_e f_e · P_e over N tokens and L layers: f_e is how often expert e is among the chosen of a token, P_e its
+    mean probability. It is the number of chosen experts where routers treat all experts alike.
+
+    Args:
+        router_logits: [N, E] of each layer.
+        config: has `num_experts_per_tok`.
+    """
+    import torch
+
+    logits = torch.cat(router_logits)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    probabilities = torch.softmax(logits.to(dtype), -1)
+    chosen = probabilities.topk(config.num_experts_per_tok, dim=-1).indices
+    num_experts = logits.shape[-1]
+    often = chosen.flatten().bincount(minlength=num_experts).to(dtype) / len(logits)
+    return num_experts * (often * probabilities.mean(0)).sum()
+
+
+def _coefficient(config: HFConfig) -> float:
+    # As transformers: the option turns the loss on.
+    return float(config.router_aux_loss_coef) if getattr(config, "output_router_logits", False) else 0.0
+
+
+BALANCE = Auxiliary("output_router_logits", "router_logits", load_balancing, _coefficient)
