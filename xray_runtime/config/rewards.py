@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from xray_runtime.config.engines import Count, NonNegative, Positive, Section
+from xray_runtime.config.section import Count, NonNegative, Positive, Section
 from xray_runtime.config.sources import Function, without_login
 from xray_runtime.errors import shown
 

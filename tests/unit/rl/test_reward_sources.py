@@ -20,7 +20,7 @@ from tests.unit.rl.loop import MINIBATCH, REPLIES, PPOModel, World, attempt, pla
 from tests.unit.rl.sources import sources
 from xray_runtime.algorithms.groups import group_advantages
 from xray_runtime.algorithms.rewards import SourceScores
-from xray_runtime.config.engines import FrozenConfig
+from xray_runtime.config.layouts import FrozenConfig
 from xray_runtime.config.ppo import JudgingConfig
 from xray_runtime.config.rewards import JSONSchemaVerifier, JudgeConfig, RegexVerifier, RewardTerm, Route, ServiceConfig
 from xray_runtime.config.runtime import RuntimeConfig
