@@ -1,4 +1,4 @@
-"""What an engine can do, as data, and the one place that says that something is not supported with it.
+"""Abilities of engines, as data, and the one place that says that something is not supported with an engine.
 
 The planner leaves out what cannot be, checks of a config ask before anything starts, and the site's page of engines
 prints the tables.
@@ -16,7 +16,7 @@ Transport = Literal["plasma", "nccl", "ipc"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """What sharding over data-parallel ranks costs in memory, for the planner: levels as ZeRO's stages (0 nothing, 1
+    """The cost in memory of sharding over data-parallel ranks, for the planner: levels as ZeRO's stages (0 nothing, 1
     optimizer states, 2 gradients too, 3 weights too)."""
 
     levels: tuple[int, ...]
@@ -35,7 +35,7 @@ class Sharding:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerCapabilities:
-    """What a trainer can do."""
+    """Abilities of a trainer."""
 
     tensor_parallel: bool = False
     """Ranks share each layer's matrices."""
@@ -56,14 +56,14 @@ class TrainerCapabilities:
     pipeline_divides: tuple[str, ...] = ()
     """Sizes of a model that the number of pipeline stages must divide."""
     sharding: Sharding | None = None
-    """What its sharding costs; None: the planner does not know it, and `runtime.parallel: auto` refuses it."""
+    """The cost of its sharding; None: the planner does not know it, and `runtime.parallel: auto` refuses it."""
     offload: bool = False
     """Optimizer states may live in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorCapabilities:
-    """What a generator can do."""
+    """Abilities of a generator."""
 
     tensor_parallel: bool = False
     """Workhorses share a model."""
@@ -89,14 +89,14 @@ def can(capabilities: object, capability: str, value: object = True) -> bool:
     return value in has if isinstance(has, tuple) else bool(has)
 
 
-def unsupported(asked: str, where: str, able: Collection[str] = (), why: str = "") -> str:
+def unsupported(feature: str, where: str, able: Collection[str] = (), why: str = "") -> str:
     """The line that says that something is not supported.
 
     Args:
-        asked: a field and its value.
+        feature: a field and its value.
         where: what it is not supported with.
         able: names of the plugs that support it.
         why: the reason or the remedy.
     """
     others = f" ({' and '.join(able)} can)" if able else ""
-    return f"{asked} is not supported with {where}{others}" + (f": {why}" if why else "")
+    return f"{feature} is not supported with {where}{others}" + (f": {why}" if why else "")

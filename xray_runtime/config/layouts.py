@@ -24,7 +24,7 @@ S = TypeVar("S", bound=BaseModel)
 
 
 class TrainerPlug(Protocol):
-    """What configs know of a trainer; `engines.trainer.Trainer` says the rest."""
+    """A trainer, as configs know it; `engines.trainer.Trainer` says the rest."""
 
     @property
     def config(self) -> type[EngineConfig]: ...
@@ -34,7 +34,7 @@ class TrainerPlug(Protocol):
 
 
 class GeneratorPlug(Protocol):
-    """What configs know of a generator; `engines.generator.Generator` says the rest."""
+    """A generator, as configs know it; `engines.generator.Generator` says the rest."""
 
     @property
     def config(self) -> type[GeneratorConfig]: ...
@@ -95,8 +95,8 @@ class PlugSection(Section):
     def plugs(self) -> tuple[str, ...]:
         return (self.registry.module(self.name),)
 
-    def require(self, capability: str, asked: str, field: str = "", value: object = True, why: str = "") -> None:
-        """Raises ValueError unless the plug has the `capability` that `asked`, a field and its value, needs.
+    def require(self, capability: str, feature: str, field: str = "", value: object = True, why: str = "") -> None:
+        """Raises ValueError unless the plug has the `capability` that `feature`, a field and its value, needs.
 
         Args:
             field: the path of this section.
@@ -105,7 +105,7 @@ class PlugSection(Section):
         """
         if not can(self.registry.get(self.name).capabilities, capability, value):
             where = f"{field}{field and '.'}{self.tag} = {self.name!r}"
-            raise ValueError(unsupported(asked, where, able(self.registry, capability, value), why))
+            raise ValueError(unsupported(feature, where, able(self.registry, capability, value), why))
 
 
 def able(registry: Registry[Any], capability: str, value: object = True) -> list[str]:
@@ -135,7 +135,7 @@ class LayoutConfig(Section):
 
     @property
     def libraries(self) -> str:
-        """What the processes of its Workhorses import; see `workers.libraries`."""
+        """Libraries that the processes of its Workhorses import; see `workers.libraries`."""
         return f"trainer:{getattr(self, 'library', EngineConfig.default)}"
 
     @property
@@ -171,8 +171,8 @@ class FrozenConfig(LayoutConfig):
     def _layout(self) -> Self:
         capabilities = TRAINERS.get(self.library).capabilities
         if not capabilities.scoring:
-            asked = "a model that only scores"
-            raise ValueError(unsupported(asked, f"library = {self.library!r}", able(TRAINERS, "scoring")))
+            feature = "a model that only scores"
+            raise ValueError(unsupported(feature, f"library = {self.library!r}", able(TRAINERS, "scoring")))
         self.check_sharding(self.zero_stage, (0,))
         return self
 
@@ -180,7 +180,7 @@ class FrozenConfig(LayoutConfig):
         return (TRAINERS.module(self.library),) if self.is_split or self.zero_stage else ()
 
     def automatic_precision(self, device: str) -> Literal["float32", "bfloat16"]:
-        """What `auto` means on `device` ("cpu" or "cuda")."""
+        """The meaning of `auto` on `device` ("cpu" or "cuda")."""
         return "bfloat16" if device == "cuda" else "float32"
 
 
@@ -211,12 +211,12 @@ class EngineConfig(LayoutConfig, PlugSection):
 
     @property
     def capabilities(self) -> TrainerCapabilities:
-        """What its trainer can do."""
+        """Abilities of its trainer."""
         return TRAINERS.get(self.library).capabilities
 
     @property
     def sharding_level(self) -> int:
-        """What is sharded over data-parallel ranks, as ZeRO's stages."""
+        """The states that are sharded over data-parallel ranks, as ZeRO's stages."""
         return 0
 
     @property
@@ -229,7 +229,7 @@ class EngineConfig(LayoutConfig, PlugSection):
         return False
 
     def automatic_precision(self, device: str) -> Literal["float32", "bfloat16"]:
-        """What `auto` means on `device` ("cpu" or "cuda")."""
+        """The meaning of `auto` on `device` ("cpu" or "cuda")."""
         return "bfloat16" if device == "cuda" else "float32"
 
     def check_written(self) -> None:
@@ -291,12 +291,12 @@ class GeneratorConfig(PlugSection):
 
     @property
     def capabilities(self) -> GeneratorCapabilities:
-        """What its generator can do."""
+        """Abilities of its generator."""
         return GENERATORS.get(self.engine).capabilities
 
     @property
     def libraries(self) -> str:
-        """What the processes of its Workhorses import; see `workers.libraries`."""
+        """Libraries that the processes of its Workhorses import; see `workers.libraries`."""
         return f"generator:{self.engine}"
 
     def check_runtime(self, runtime: RuntimeConfig) -> None:
@@ -307,10 +307,10 @@ class GeneratorConfig(PlugSection):
             ("sleep", True, "generator_sleeps" if runtime.generator_sleeps else None),
         ):
             if field is not None:
-                asked = f"runtime.{field} = {getattr(runtime, field)!r}"
-                self.require(capability, asked, "generator", value)
+                feature = f"runtime.{field} = {getattr(runtime, field)!r}"
+                self.require(capability, feature, "generator", value)
                 if runtime.device == "cpu":
-                    raise ValueError(unsupported(asked, "runtime.device = 'cpu'", why="it needs 'cuda'"))
+                    raise ValueError(unsupported(feature, "runtime.device = 'cpu'", why="it needs 'cuda'"))
 
     def precision(self, device: str) -> Literal["float32", "bfloat16"]:
         """The precision of weights and activations on `device` ("cpu" or "cuda")."""

@@ -98,8 +98,8 @@ def check_trained_part(lora: LoRAConfig | None, layers: int | None, engine: Engi
             where = f"{name}.tensor_parallel = {engine.tensor_parallel} and {name}.pipeline_parallel = "
             raise ValueError(unsupported("lora", f"{where}{engine.pipeline_parallel}", why="adapters are not split"))
     if layers is not None:
-        asked = f"trainable_layers = {layers}"
-        engine.require("trainable_layers", asked, name)
+        feature = f"trainable_layers = {layers}"
+        engine.require("trainable_layers", feature, name)
         if engine.pipeline_parallel > 1:
             where = f"{name}.pipeline_parallel = {engine.pipeline_parallel}"
-            raise ValueError(unsupported(asked, where, why="a frozen trunk is computed once, not in a pipeline"))
+            raise ValueError(unsupported(feature, where, why="a frozen trunk is computed once, not in a pipeline"))

@@ -1,4 +1,4 @@
-"""What a generator must provide: a library, or a server elsewhere, that samples replies.
+"""The protocol of a generator: a library, or a server elsewhere, that samples replies.
 
 A generator is a folder or a file in `generators`, or an entry point of the group `xray.generators`. As with trainers
 (`engines.trainer`), its module is light and imports its library in functions.
@@ -26,7 +26,7 @@ class MemoryPool(Protocol):
     """GPU memory that can be moved to the host and back, at the same addresses."""
 
     def use_memory_pool(self, tag: str) -> AbstractContextManager[object]:
-        """What this thread allocates meanwhile belongs to `tag`."""
+        """Memory that this thread allocates meanwhile belongs to `tag`."""
 
     def sleep(self, offload_tags: tuple[str, ...]) -> None:
         """Move the memory of these tags to the host, and drop the rest."""

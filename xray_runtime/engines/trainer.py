@@ -1,4 +1,4 @@
-"""What a trainer must provide, and how a model comes under the one that its layout names.
+"""The protocol of a trainer, and how a model comes under the one that its layout names.
 
 A trainer is a folder in `trainers`, or an entry point of the group `xray.trainers`. Its module is light: it declares
 the config's fields and what the trainer can do, and imports its library in functions. At module level it imports

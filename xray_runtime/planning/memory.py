@@ -71,11 +71,11 @@ class Options:
     least_zero_stage: int = 0
     """The lowest ZeRO stage that supports these options."""
     sharding: Sharding = field(default_factory=lambda: sharding_of(EngineConfig.default))
-    """What its trainer's sharding costs."""
+    """The cost of its trainer's sharding."""
 
 
 def sharding_of(library: str) -> Sharding:
-    """What the sharding of a trainer costs in memory. Raises ValueError: the planner cannot know."""
+    """The cost in memory of a trainer's sharding. Raises ValueError: the planner cannot know."""
     capabilities = TRAINERS.get(library).capabilities
     if capabilities.sharding is None:
         where = "runtime.parallel = 'auto'"

@@ -57,9 +57,9 @@ def check_left_open(stage: str, roles: Iterable[ModelRole]) -> None:
     """Raise ConfigError if the config of `stage` sets a layout that `auto` would choose."""
     for role in roles:
         if isinstance(role.layout, EngineConfig) and role.layout.capabilities.sharding is None:
-            asked = f"{role.field}.library = {role.layout.library!r}"
+            feature = f"{role.field}.library = {role.layout.library!r}"
             where, others = "runtime.parallel = 'auto'", able(TRAINERS, "sharding")
-            raise ConfigError(f"{stage}.{unsupported(asked, where, others)}")
+            raise ConfigError(f"{stage}.{unsupported(feature, where, others)}")
         for field, info in type(role.layout).model_fields.items():
             value = getattr(role.layout, field)
             if field in CHOSEN and value != info.default:

@@ -18,7 +18,7 @@ from xray_runtime.stages.kinds import find_kind
 
 ROOT = Path(__file__).parents[3]
 README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "tutorial.md"
-MADE = {"kinds.md", "config.md", "cli.md", "columns.md"}
+MADE = {"kinds.md", "config.md", "cli.md", "columns.md", "engines.md"}
 """Pages that `docs/hooks.py` makes from the code."""
 MEASURED = {"identity-table.md", "layouts.md", "planning-table.md"}
 """Pages that a benchmark writes."""
