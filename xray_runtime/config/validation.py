@@ -52,7 +52,9 @@ def _describe(error: ErrorDetails, model: type[BaseModel], where: str) -> str:
         if _is_model(owner) and issubclass(owner, PlugSection) and (line := owner.lacks(names[-1])):
             return f"{path.rpartition('.')[0]}: {line}"
         known = sorted(owner.model_fields) if _is_model(owner) else []
-        elsewhere = ["the top level of the config" if "." not in p else p for p in _places(model, str(loc[-1]))[:3]]
+        here = ".".join("N" if isinstance(part, int) else str(part) for part in loc)
+        places = [place for place in _places(model, str(loc[-1])) if place != here]
+        elsewhere = [place if "." in place else "the top level of the config" for place in places[:3]]
         place = f" (it belongs at {' or '.join(elsewhere)})" if elsewhere and not where else ""
         return f"{path}: unknown field{place or hint(str(loc[-1]), known)}; allowed here: {', '.join(known)}"
     if kind == "missing":
