@@ -37,7 +37,7 @@ from xray_runtime.credentials import strip_credentials
 from xray_runtime.errors import first_line
 from xray_runtime.evidence.log import view
 from xray_runtime.gpus import has_driver
-from xray_runtime.lineage.audit.log import read_log
+from xray_runtime.lineage.audit_check import read_log
 from xray_runtime.lineage.graph import read_graph
 from xray_runtime.lineage.signing import exposed_keys
 from xray_runtime.store.checkpoints import CHECKPOINTS
@@ -49,6 +49,8 @@ MIN_DISK_GB, MIN_MEMORY_GB, MIN_SHARED_GB = 2.0, 2.0, 0.5
 """Enough for the smallest lifecycle (`configs/tiny.yaml`)."""
 ANSWER_SECONDS = 5.0
 MAX_SKEW_S = 120.0
+EXTENSIONS = ("live", "ops", "studio")
+"""Extras that single commands need."""
 MODULES = ("deepspeed", "mlflow", "prefect", "ray", "vllm")
 
 Environment = Mapping[str, str]
@@ -131,6 +133,10 @@ def check_libraries(distribution: str = DISTRIBUTION) -> Iterator[str]:
         for extra, problems in engines.items():
             if requirement.marker.evaluate({"extra": extra}):
                 problems += _unmet(requirement)
+        # Nobody needs every extra; what is installed of one must fit.
+        is_extension = any(requirement.marker.evaluate({"extra": extra}) for extra in EXTENSIONS)
+        if is_extension and _is_installed(requirement.name):
+            yield from _unmet(requirement)
     # One of them is installed: the other's problems are none.
     if all(engines.values()):
         yield from min(engines.values(), key=len)
@@ -142,6 +148,10 @@ def check_libraries(distribution: str = DISTRIBUTION) -> Iterator[str]:
             is_there = False
         if not is_there:
             yield f"{name} is listed as installed, and its files are missing: `make install` installs it again"
+
+
+def _is_installed(name: str) -> bool:
+    return next(iter(metadata.distributions(name=name)), None) is not None
 
 
 def _unmet(requirement: Requirement) -> Iterator[str]:

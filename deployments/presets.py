@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from xray import configs
+from xray_runtime.config.extras import missing_packages
 from xray_runtime.config.loading import read_mapping
 
 CONFIGS = Path(configs.__file__).parent
@@ -32,67 +35,136 @@ VARIABLES = {
     "MLFLOW_TRACKING_URI": "where runs and models are recorded; without a login, since Prefect keeps and shows it",
     "XRAY_TIMEZONE": "time zone of the schedules, such as Europe/Berlin",
 }
-DESCRIPTIONS = {
-    "lifecycle": "Data to registered policy, every night; unchanged stages come from the cache.",
-    "lifecycle-tiny": "The smallest complete lifecycle, to check that everything works.",
-    "flywheel": "What people said since the last night becomes a candidate; a person promotes it.",
-    "tune": "Search over fields of a config. Each trial is a lifecycle; shared stages are computed once.",
-    "audit": "Check every byte, record and alias; fails, with an event, if one was changed.",
-    "plan": "Show where the models of a config would run, and what memory they need.",
-    "promote": "Make the candidate champion if it passes and a person approves on the run's page.",
-    "rollback": "Make the previous champion the champion again.",
-    "export": "Write a checkpoint, its ancestors, their records and the public key to one archive.",
-    "prune": "List checkpoints that nothing needs any more; with `remove`, delete them.",
-}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """A flow with parameters. Packages of other people add theirs as entry points of the group `xray.deployments`."""
+
+    name: str
+    description: str
+    flow: str
+    """`package.module.function`."""
+    parameters: Mapping[str, object] = field(default_factory=dict)
+    has_output: bool = True
+    """Whether the flow takes the output directory of `xray up`, as `output`."""
+    tags: tuple[str, ...] = ()
+    queue: str | None = None
+    schedule: tuple[str, str] | None = None
+    """(slug, cron)."""
+    one_at_a_time: bool = False
+    extra: str | None = None
+    """The extra whose packages the flow needs; without them it is not deployed."""
+
+    def entry(self, values: Mapping[str, str]) -> dict[str, Any]:
+        """The entry of prefect.yaml; `values`: those of VARIABLES."""
+        variables = {name: values[name] for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI")}
+        pool: dict[str, Any] = {"name": POOL, "job_variables": {"env": variables, "working_dir": values["XRAY_HOME"]}}
+        if self.queue is not None:
+            pool["work_queue_name"] = self.queue
+        output = {"output": f"{values['XRAY_HOME']}/output"} if self.has_output else {}
+        entry = {
+            "name": self.name,
+            "description": self.description,
+            "entrypoint": self.flow,
+            "tags": ["xray", self.flow.rpartition(".")[2], *self.tags],
+            "work_pool": pool,
+            "parameters": output | self.parameters,
+        }
+        if self.schedule is not None:
+            slug, cron = self.schedule
+            entry["schedules"] = [{"slug": slug, "cron": cron, "timezone": values["XRAY_TIMEZONE"]}]
+        if self.one_at_a_time:
+            entry["concurrency_limit"] = {"limit": 1, "collision_strategy": "CANCEL_NEW"}
+        return entry
+
+
+def shipped() -> list[Deployment]:
+    """The deployments of X-ray's own flows."""
+    quickstart = {"config": read_mapping(CONFIGS / "quickstart.yaml")}
+    search = {"name": "quickstart-ppo"} | read_mapping(CONFIGS / "search" / "quickstart-ppo.yaml")
+    model = f"{quickstart['config']['project']}-policy"
+    return [
+        Deployment(
+            name="lifecycle",
+            description="Data to registered policy, every night; unchanged stages come from the cache.",
+            flow="xray.flows.lifecycle.lifecycle",
+            parameters=quickstart,
+            queue=QUEUE,
+            schedule=("nightly", "0 2 * * *"),
+        ),
+        Deployment(
+            name="lifecycle-tiny",
+            description="The smallest complete lifecycle, to check that everything works.",
+            flow="xray.flows.lifecycle.lifecycle",
+            parameters={"config": read_mapping(CONFIGS / "tiny.yaml")},
+            tags=("try",),
+            queue=QUEUE,
+        ),
+        Deployment(
+            name="flywheel",
+            description="Make a candidate of the feedback since the last cycle; a person promotes it.",
+            flow="xray.flows.flywheel.flywheel",
+            parameters={"config": {"dpo": {}}},
+            queue=QUEUE,
+            schedule=("nightly", "0 4 * * *"),
+        ),
+        Deployment(
+            name="tune",
+            description="Search over fields of a config. Each trial is a lifecycle; shared stages are computed once.",
+            flow="xray.flows.tune.tune",
+            parameters=quickstart | {"search": search},
+            queue=QUEUE,
+            extra="ops",
+        ),
+        Deployment(
+            name="audit",
+            description="Check every byte, record and alias; fails, with an event, if one was changed.",
+            flow="xray.flows.audit.audit",
+            schedule=("hourly", "17 * * * *"),
+            one_at_a_time=True,
+        ),
+        Deployment(
+            name="plan",
+            description="Show where the models of a config would run, and what memory they need.",
+            flow="xray.flows.plan.plan",
+            parameters=quickstart,
+            has_output=False,
+        ),
+        Deployment(
+            name="promote",
+            description="Make the candidate champion if it passes and a person approves on the run's page.",
+            flow="xray.flows.promote.promote",
+            parameters={"name": model},
+        ),
+        Deployment(
+            name="rollback",
+            description="Make the previous champion the champion again.",
+            flow="xray.flows.promote.rollback",
+            parameters={"name": model},
+        ),
+        Deployment(
+            name="export",
+            description="Write a checkpoint, its ancestors, their records and the public key to one archive.",
+            flow="xray.flows.export.export",
+            parameters={"reference": f"{model}@candidate"},
+        ),
+        Deployment(
+            name="prune",
+            description="List checkpoints that nothing needs any more; with `remove`, delete them.",
+            flow="xray.flows.prune.prune",
+        ),
+    ]
 
 
 def deployments(values: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Every deployment, as an entry of prefect.yaml; `values`: those of VARIABLES."""
-    quickstart = {"config": read_mapping(CONFIGS / "quickstart.yaml")}
-    search = {"name": "quickstart-ppo"} | read_mapping(CONFIGS / "search" / "quickstart-ppo.yaml")
-    tiny = {"config": read_mapping(CONFIGS / "tiny.yaml")}
-    output = {"output": f"{values['XRAY_HOME']}/output"}
-    model = f"{quickstart['config']['project']}-policy"
-    variables = {name: values[name] for name in ("RAY_ADDRESS", "MLFLOW_TRACKING_URI")}
-
-    def deployment(
-        name: str,
-        parameters: dict[str, Any],
-        *tags: str,
-        flow: str = "",
-        queue: str | None = None,
-        schedule: tuple[str, str] | None = None,
-        **more: Any,
-    ) -> dict[str, Any]:
-        """`schedule`: (slug, cron)."""
-        flow = flow or f"{name}.{name}"
-        pool: dict[str, Any] = {"name": POOL, "job_variables": {"env": variables, "working_dir": values["XRAY_HOME"]}}
-        if queue is not None:
-            pool["work_queue_name"] = queue
-        if schedule is not None:
-            more["schedules"] = [{"slug": schedule[0], "cron": schedule[1], "timezone": values["XRAY_TIMEZONE"]}]
-        return {
-            "name": name,
-            "description": DESCRIPTIONS[name],
-            "entrypoint": f"xray.flows.{flow}",
-            "tags": ["xray", flow.rpartition(".")[2], *tags],
-            "work_pool": pool,
-            "parameters": parameters,
-        } | more
-
-    only_one = {"limit": 1, "collision_strategy": "CANCEL_NEW"}
-    return [
-        deployment("lifecycle", output | quickstart, queue=QUEUE, schedule=("nightly", "0 2 * * *")),
-        deployment("lifecycle-tiny", output | tiny, "try", flow="lifecycle.lifecycle", queue=QUEUE),
-        deployment("flywheel", output | {"config": {"dpo": {}}}, queue=QUEUE, schedule=("nightly", "0 4 * * *")),
-        deployment("tune", output | quickstart | {"search": search}, queue=QUEUE),
-        deployment("audit", output, schedule=("hourly", "17 * * * *"), concurrency_limit=only_one),
-        deployment("plan", quickstart),
-        deployment("promote", output | {"name": model}),
-        deployment("rollback", output | {"name": model}, flow="promote.rollback"),
-        deployment("export", output | {"reference": f"{model}@candidate"}),
-        deployment("prune", output),
-    ]
+    """Every deployment, as an entry of prefect.yaml. Raises ValueError: two have one name."""
+    found: dict[str, Deployment] = {}
+    for each in (*shipped(), *(point.load() for point in entry_points(group="xray.deployments"))):
+        if each.name in found:
+            raise ValueError(f"deployment {each.name!r} is there twice: {found[each.name].flow}, {each.flow}")
+        found[each.name] = each
+    return [each.entry(values) for each in found.values() if each.extra is None or not missing_packages(each.extra)]
 
 
 class _Dumper(yaml.SafeDumper):

@@ -16,7 +16,7 @@ from xray.deployments.suspension import ACTIVE, is_suspended
 from xray_runtime.evidence.kinds.canary import Canaries
 from xray_runtime.evidence.log import view
 from xray_runtime.lineage.canary import summary
-from xray_runtime.lineage.promotion import CHAMPION
+from xray_runtime.lineage.reference import CHAMPION
 
 MAX_RUNS = 50
 TITLES = {"runs": "on", "suspended": "suspended", "waiting": "waiting", "next": "next"}

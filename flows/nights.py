@@ -15,8 +15,8 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.evidence.kinds.night import Nights, NightWritten
 from xray_runtime.evidence.log import view
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.gates import Gate
 from xray_runtime.lineage.log import append
+from xray_runtime.lineage.promotion_check import Gate
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.report.rendering import markdown_table
 

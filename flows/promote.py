@@ -31,14 +31,14 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.handles import Handle, RewardSource, reward
 from xray_runtime.graph.stage_identity import identify
 from xray_runtime.lineage import promotion
-from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.gates import NotPromoted, gates_for
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.promotion import Review
+from xray_runtime.lineage.promotion import PromotionReview
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve
 from xray_runtime.stages.kinds import COMPARE
 from xray_runtime.store.digest_memory import DIGESTS, DigestMemory
 from xray_runtime.store.identity import digest
+from xray_runtime.tracking.registry_view import RegistryView
 
 STAGE = "compare"
 MAX_SAMPLES = 6
@@ -52,7 +52,7 @@ class Approval(RunInput):
     note: str = Field(min_length=1, description="Your reason; it is recorded with the decision.")
 
 
-Ask = Callable[[Review, LineageStore], Approval]
+Ask = Callable[[PromotionReview, LineageStore], Approval]
 """Asks a person about a review."""
 
 
@@ -220,7 +220,7 @@ def _source(term: dict[str, Any], roles: dict[str, Handle]) -> RewardSource | di
     return reward([roles[role] for role in read.roles], **fields) if read.roles else term
 
 
-def review_markdown(seen: Review, place: LineageStore, *, samples: bool = True) -> str:
+def review_markdown(seen: PromotionReview, place: LineageStore, *, samples: bool = True) -> str:
     """The review for the person who decides, as Markdown.
 
     Args:
@@ -246,7 +246,7 @@ def review_markdown(seen: Review, place: LineageStore, *, samples: bool = True) 
     return "\n".join(lines)
 
 
-def _ask_on_page(seen: Review, place: LineageStore) -> Approval:
+def _ask_on_page(seen: PromotionReview, place: LineageStore) -> Approval:
     if deployment.id is None:
         raise ConfigError("promote: needs a person to approve: run it as a deployment, or with `xray promote`")
     # The key binds the answer to this review, samples included: after a change, the person is asked again.

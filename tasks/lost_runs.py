@@ -57,12 +57,12 @@ def _close(output: Path, path: Path, content: dict[str, Any]) -> None:
     from xray.tasks.prefect_run import crash_lost_flow_run
     from xray.tasks.run_summary import end_record
     from xray_runtime.credentials import tracking_address
-    from xray_runtime.lineage.keys import seal_of
+    from xray_runtime.lineage.evidence import evidence
     from xray_runtime.tracking.mlflow_tracker import abandon_run
     from xray_runtime.tracking.registry import LOG_TAG, own_store
 
     # Edits of its record by somebody else are not signed.
-    sealed = seal_of(output).read_sealed(path)
+    sealed = evidence().seal(output).read_sealed(path)
     facts = json.loads(sealed) if sealed is not None else _from_log(output, content["run_id"])
     if facts is None:
         log.warning("%s: no run of the signed log wrote it; it is left as it is", path)
@@ -80,9 +80,9 @@ def _close(output: Path, path: Path, content: dict[str, Any]) -> None:
 
 def _from_log(output: Path, run_id: str) -> dict[str, Any] | None:
     """The facts of a run that the signed log has; None without such a run."""
-    from xray_runtime.lineage.trusted_log import trusted_view
+    from xray_runtime.lineage.evidence import evidence
 
-    began = trusted_view(output).runs.get(run_id)
+    began = evidence().trusted_view(output).runs.get(run_id)
     if began is None:
         return None
     return {"run_id": run_id, "flow_run_id": None, "seconds": 0.0, "stages": [], **began.facts}

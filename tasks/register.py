@@ -24,19 +24,19 @@ def register(
         policy: the `StageResult` of the policy, as JSON.
         evaluation: the `StageResult` of its evaluation, for the model card.
     """
-    from xray_runtime.lineage.attestation import publish_card
-    from xray_runtime.lineage.model_page import CANDIDATE, register_policy
+    from xray_runtime.lineage.evidence import evidence
+    from xray_runtime.lineage.reference import CANDIDATE
     from xray_runtime.tracking.mlflow_tracker import Tracker
 
     os.environ |= {k: value.get_secret_value() for k, value in context.variables.items()}
     output = Path(context.output)
     registered = StageResult.model_validate(policy)
     if evaluation is not None:
-        publish_card(StageResult.model_validate(evaluation).checkpoint.path, registered.checkpoint.path)
+        evidence().publish_card(StageResult.model_validate(evaluation).checkpoint.path, registered.checkpoint.path)
     tracker = Tracker(context.tracking_uri, context.experiment, None)
     # When two runs share a directory, the last one to move the alias must also decide last.
     with FileLock(output / LOCKS / "decisions.lock"):
-        version = register_policy(
+        version = evidence().register_policy(
             output,
             tracker.registry,
             name,

@@ -22,9 +22,7 @@ from xray_runtime.credentials import strip_credentials, tracking_address
 from xray_runtime.errors import is_cancelled
 from xray_runtime.evidence.log import LIFECYCLE, REPORT, digests, view
 from xray_runtime.evidence.view import LOCKS, RunBegan, run_lock
-from xray_runtime.lineage.keys import exchange_keys
-from xray_runtime.lineage.log import append
-from xray_runtime.lineage.signing import signing_key
+from xray_runtime.lineage.evidence import evidence
 from xray_runtime.report.evaluations import figure
 from xray_runtime.store.identity import digest, file_sha256, text_sha256
 from xray_runtime.store.shared import open_shared
@@ -67,8 +65,7 @@ class RunRecord:
         (self.output / LOCKS).mkdir(parents=True, exist_ok=True)
         record = dict(self._record) if self._record is not None else flow_parameters()
         record = {"project": self.project, "seed": self._seed} | record
-        signing_key(self.output)
-        exchange_keys(self.output, open_shared(self._storage))
+        evidence().prepare(self.output, open_shared(self._storage))
         self.tracker = self._open_tracker()
         before = unfinished_run(self._place, self.output, record)
         self.flow_run_id, self._trigger = trigger_of_run()
@@ -76,7 +73,7 @@ class RunRecord:
             crash_lost_flow_run(before["flow_run_id"], self.flow_run_id)
         self.run_id = self._start(record, before)
         self._stack.enter_context(run_lock(self.output, self.run_id))
-        append(self.output, signing_key(self.output), self._began(record))
+        evidence().append(self.output, self._began(record))
         self.summary = RunSummary(
             self.output, self._place, record, self.run_id, self.flow_run_id, self.tracker.address(self.run_id)
         )

@@ -19,10 +19,7 @@ from xray_runtime.evidence.statement import read_statement
 from xray_runtime.evidence.view import RunEnded
 from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import Evaluation
-from xray_runtime.lineage.keys import seal_of
-from xray_runtime.lineage.log import append
-from xray_runtime.lineage.signing import signing_key
-from xray_runtime.lineage.trusted_log import read_logged
+from xray_runtime.lineage.evidence import evidence, read_logged
 from xray_runtime.report.evaluations import Measured, SideBySide, as_json, measured, side_by_side
 from xray_runtime.report.figures import StageRecord, parse_metrics
 from xray_runtime.report.rendering import computed_text, markdown_table
@@ -74,7 +71,7 @@ class RunSummary:
             "evaluations": None,
             "registered": None,
         }
-        self._seal = seal_of(output)
+        self._seal = evidence().seal(output)
         self.files: dict[Path, str] = {}
         """Path → sha256 of the report and of curves that this run wrote for it."""
         self._write()
@@ -183,7 +180,7 @@ def end_record(output: Path, path: Path, content: str, files: Mapping[Path, str]
     run = json.loads(content)
     signed = {file.relative_to(output).as_posix(): sha256 for file, sha256 in (files or {}).items()}
     signed[path.relative_to(output).as_posix()] = hashlib.sha256(content.encode()).hexdigest()
-    append(output, signing_key(output), RunEnded(run_id=run["run_id"], status=run["status"]), signed)
+    evidence().append(output, RunEnded(run_id=run["run_id"], status=run["status"]), signed)
     write_atomic(path, content)
     path.with_name(path.name + SEALED).unlink(missing_ok=True)
 

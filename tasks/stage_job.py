@@ -37,15 +37,11 @@ from xray_runtime.errors import (
     is_cancelled,
     is_out_of_memory,
 )
-from xray_runtime.evidence.statement import OutsideSource, RunFacts
+from xray_runtime.evidence.statement import OutsideSource, RunFacts, terms_of
 from xray_runtime.graph.artifacts import dataset_of
 from xray_runtime.graph.kind import Stage, StageKind, config_of
 from xray_runtime.graph.stage_identity import identify
-from xray_runtime.lineage.attestation import attest, open_store
-from xray_runtime.lineage.keys import seal_of
-from xray_runtime.lineage.log import log_checkpoints
-from xray_runtime.lineage.signing import signing_key
-from xray_runtime.lineage.terms import terms_of
+from xray_runtime.lineage.evidence import evidence
 from xray_runtime.models.transformers_import import import_transformers
 from xray_runtime.report.figures import read_metrics, training_figure
 from xray_runtime.rewards.journal import Journal, publish_answers
@@ -86,7 +82,7 @@ class StageJob:
             kind, spec.name, self._config, spec.seed, spec.runtime, sha256s, dict(functions), self._memory
         )
         self._key = self._identity.key
-        self._store = open_store(self._output, open_shared(spec.runtime.storage))
+        self._store = evidence().open_store(self._output, open_shared(spec.runtime.storage))
         self._progress = StageProgress(spec.name, context.run_id)
         self._tracker = Tracker(context.tracking_uri, context.experiment, None)
         self._start, self._started = time.perf_counter(), datetime.now(UTC)
@@ -122,9 +118,7 @@ class StageJob:
         recorder = self._open_recorder(run)
         try:
             checkpoint, attempts = self._build(recorder, run.run_id)
-            log_checkpoints(
-                self._output, signing_key(self._output), {checkpoint.path.name: checkpoint.sha256}, here=True
-            )
+            evidence().log_checkpoints(self._output, {checkpoint.path.name: checkpoint.sha256}, here=True)
             recorder.send()
             series = read_metrics(recorder.metrics_path)
             figure = training_figure(self._kind.panels, series)
@@ -164,7 +158,7 @@ class StageJob:
             run,
             self._progress,
             self._spec.runtime.snapshot_every,
-            seal_of(self._output),
+            evidence().seal(self._output),
             self._store.shared,
             (lambda question: ask_person(self._spec.name, question, self._progress)) if shown else None,
             self._spec.runtime.snapshot_every_s,
@@ -176,7 +170,7 @@ class StageJob:
 
     def _build(self, recorder: StageRecorder, mlflow_run_id: str) -> tuple[CheckpointRef, int]:
         """(the published checkpoint, attempts it took)."""
-        spec, store, key = self._spec, self._store, signing_key(self._output)
+        spec, store = self._spec, self._store
         facts = self._facts(mlflow_run_id, recorder.attempt)
         # An earlier attempt may have published its checkpoint before it was lost.
         if (checkpoint := store.find(spec.name, self._key)) is not None:
@@ -188,7 +182,7 @@ class StageJob:
         for parent in self._parents.values():
             store.ensure_local(parent)
         parents = {parent.path.name: parent.sha256 for parent in self._parents.values()}
-        log_checkpoints(self._output, key, parents, here=False)
+        evidence().log_checkpoints(self._output, parents, here=False)
         with store.building(spec.name, self._key) as built:
             if self._kind.models(self._config):
                 import_transformers()
@@ -208,9 +202,7 @@ class StageJob:
                 type=self._kind.output.__name__,
                 step=step,
                 dataset=dataset_of(self._parents.values()),
-                attest=functools.partial(
-                    attest, parents=self._parents, run=facts, started=self._started, private_key=key
-                ),
+                attest=evidence().attest(self._output, parents=self._parents, run=facts, started=self._started),
             )
         return checkpoint, attempts
 

@@ -21,15 +21,11 @@ from pydantic import ValidationError
 
 from xray.tasks.spec import RunContext, StageResult
 from xray_runtime.errors import first_line
-from xray_runtime.evidence.lines import Record, parse_line
+from xray_runtime.evidence.lines import HOW_TO_TRUST, LogRecord, SignatureProblem, parse_line
 from xray_runtime.evidence.log import digests
 from xray_runtime.evidence.view import Line, Published
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.keys import HOW_TO_TRUST, trusted_keys
-from xray_runtime.lineage.log import log_checkpoints
-from xray_runtime.lineage.signed_lines import signed_line
-from xray_runtime.lineage.signing import SignatureProblem, Verifier, signing_key
-from xray_runtime.lineage.trusted_log import read_as_signed, read_logged, trusted_view
+from xray_runtime.lineage.evidence import evidence, read_as_signed, read_logged
 from xray_runtime.store.checkpoints import CHECKPOINTS, Store, load_manifest
 from xray_runtime.store.manifest import MANIFEST
 from xray_runtime.store.ref import CheckpointRef
@@ -109,7 +105,7 @@ def keep_result(result: StageResult, output: Path, store: Store, *, written: Map
     """
     path, text = _file(output, result.name, result.key), result.model_dump_json()
     path.parent.mkdir(parents=True, exist_ok=True)
-    directory, key = result.checkpoint.path.name, signing_key(output)
+    directory = result.checkpoint.path.name
     if written is None:
         places = [records_directory(output, result.name, result.key)]
         new = digests(output, places)
@@ -117,7 +113,7 @@ def keep_result(result: StageResult, output: Path, store: Store, *, written: Map
         new = {file.relative_to(output).as_posix(): sha256 for file, sha256 in written.items()}
     new[path.relative_to(output).as_posix()] = hashlib.sha256(text.encode()).hexdigest()
     new |= _artifacts(output, result, new)
-    log_checkpoints(output, key, {directory: result.checkpoint.sha256}, new, here=True, renew=True)
+    evidence().log_checkpoints(output, {directory: result.checkpoint.sha256}, new, here=True, renew=True)
     write_atomic(path, text)
     if store.shared is not None:
         store.share(result.checkpoint)
@@ -127,7 +123,7 @@ def keep_result(result: StageResult, output: Path, store: Store, *, written: Map
 def _artifacts(output: Path, result: StageResult, written: Mapping[str, str]) -> dict[str, str]:
     """Artifact of the result's MLflow run → sha256, of those that repeat the checkpoint's manifest or a record that was
     `written` or that the log has. Other files may lie beside those that MLflow was sent."""
-    signed, found = trusted_view(output).files, {}
+    signed, found = evidence().trusted_view(output).files, {}
     records = records_directory(output, result.name, result.key).relative_to(output).as_posix()
     for name, sha256 in digests(output, [output / ARTIFACTS / result.mlflow_run_id]).items():
         path = Path(name)
@@ -152,11 +148,13 @@ def _share_result(path: Path, text: str, result: StageResult, output: Path, shar
     if records.is_dir():
         shared.put(f"{RECORDS}/{path.stem}", records)
     folder = records.relative_to(output).as_posix()
-    files = {name: sha256 for name, sha256 in trusted_view(output).files.items() if name.startswith(f"{folder}/")}
+    files = {
+        name: sha256 for name, sha256 in evidence().trusted_view(output).files.items() if name.startswith(f"{folder}/")
+    }
     files[path.relative_to(output).as_posix()] = hashlib.sha256(text.encode()).hexdigest()
     files[f"{CHECKPOINTS}/{path.stem}/{MANIFEST}"] = result.checkpoint.sha256
     entry = Published(action="publish", directory=path.stem, checkpoint=result.checkpoint.sha256)
-    line = signed_line(Record, entry, files, signing_key(output))
+    line = evidence().sign_line(output, LogRecord, entry, files)
     shared.write(f"{RESULTS}/{path.name}", text.encode())
     shared.write(f"{PUBLISHED}/{path.name}", line)
 
@@ -169,8 +167,8 @@ def _shared_entry(name: str, output: Path, shared: SharedStore) -> Line | None:
             log.warning("%s/%s/%s.json: it is not signed; it is not used", shared.url, RESULTS, name)
         return None
     try:
-        line = parse_line(1, content, Record)
-        Verifier(trusted_keys(output)).check_envelope(content, line.entry.at)
+        line = parse_line(1, content, LogRecord)
+        evidence().verifier(output).check_envelope(content, line.entry.at)
         if not isinstance(line.entry, Published) or line.entry.directory != name:
             raise ValueError("it is an entry about something else")
     except (OSError, ValueError) as error:
@@ -195,13 +193,15 @@ def _bring(entry: Line, checkpoint: CheckpointRef, output: Path) -> None:
         folder = f"{RECORDS}/{checkpoint.path.name}/"
         records = {name: sha256 for name, sha256 in entry.files.items() if name.startswith(folder)}
         published = {checkpoint.path.name: checkpoint.sha256}
-        log_checkpoints(output, signing_key(output), published, records, here=False)
+        evidence().log_checkpoints(output, published, records, here=False)
 
 
 def _fetch_records(stage: str, output: Path, shared: SharedStore) -> None:
     """Fetch curves and tables for the report, those that the log names, unless they exist or are damaged."""
     name, directory = f"{RECORDS}/{stage}", output / RECORDS / stage
-    signed = {path: sha256 for path, sha256 in trusted_view(output).files.items() if path.startswith(f"{name}/")}
+    signed = {
+        path: sha256 for path, sha256 in evidence().trusted_view(output).files.items() if path.startswith(f"{name}/")
+    }
     index = None if directory.exists() or not signed else shared.index(name)
     if index is None:
         return

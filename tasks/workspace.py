@@ -37,7 +37,7 @@ from xray_runtime.graph.artifacts import TYPES, Artifact, Benchmark, Evaluation
 from xray_runtime.graph.graph import Graph, StageCall
 from xray_runtime.graph.handles import Handle
 from xray_runtime.graph.stage_identity import code_of
-from xray_runtime.lineage.adopt import checkpoint_from
+from xray_runtime.lineage.evidence import evidence
 from xray_runtime.planning.auto import choose_layouts
 from xray_runtime.planning.roles import check_left_open
 from xray_runtime.planning.workload import Machine
@@ -256,7 +256,7 @@ class Workspace(Graph):
         Raises:
             ConfigError: `ref` names no checkpoint, or its audit is not sound.
         """
-        found = checkpoint_from(ref, self.output, self.run_record.tracking_uri)
+        found = evidence().checkpoint_from(ref, self.output, self.run_record.tracking_uri)
         name = f"{found.stage}@{found.sha256[:12]}"
         self._references[name] = found
         return Handle(self, name, TYPES.get(found.type, Artifact), None)

@@ -97,7 +97,7 @@ def test_a_rank_that_is_lost_in_a_step(
     )
 
 
-def test_a_rank_that_raises_is_told_from_those_that_wait_for_it(
+def test_a_rank_that_raises_is_distinguished_from_those_that_wait(
     cluster: None, tiny_model: Path, tmp_path: Path
 ) -> None:
     def upset_one() -> None:

@@ -26,7 +26,7 @@ from xray_runtime.rl.ppo import run
 RUNTIME = RuntimeConfig(threads=2, device="cpu")
 
 
-def test_what_has_no_reward_is_left_out(cluster: None, tiny_model: Path, tmp_path: Path) -> None:
+def test_rows_without_a_reward_are_left_out(cluster: None, tiny_model: Path, tmp_path: Path) -> None:
     config = PPOConfig(
         method="grpo",
         iterations=2,

@@ -442,14 +442,14 @@ def test_a_reward_model_learns_pairs_in_any_layout(tiny_model: Path, tmp_path: P
         ({"pipeline_parallel": 3, "num_workhorses": 3}, "engine.pipeline_parallel: 3 is not allowed: the model has 2"),
     ],
 )
-def test_what_the_model_cannot_be_cut_into_is_refused(
+def test_a_split_the_model_does_not_allow_is_refused(
     tiny_model: Path, tmp_path: Path, layout: dict[str, int], message: str
 ) -> None:
     with pytest.raises(RuntimeError, match=message):
         run_ranks(spec_of(tiny_model, layout), tmp_path, part, [], range(0), None, None)
 
 
-def test_what_a_model_can_shard_into_is_known_from_its_config(tiny_model: Path, tmp_path: Path) -> None:
+def test_allowed_splits_are_known_from_the_config(tiny_model: Path, tmp_path: Path) -> None:
     """For the planner: Llama's plan is AutoTP's too; GPT-NeoX has a plan, other parts than Llama; GPT-2 has neither."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
     transformers.GPTNeoXConfig(**sizes).save_pretrained(tmp_path / "neox")

@@ -85,7 +85,7 @@ def test_a_frozen_model_is_on_the_pages_of_its_checkpoint(directory: Path) -> No
     assert torch.equal(score(scorer), torch.cat(ReferenceObjective(1.0).score(copied, ROWS)["ref_logprobs"]))
 
 
-def test_what_is_trained_or_in_another_precision_is_a_copy(directory: Path) -> None:
+def test_trained_or_converted_weights_are_copies(directory: Path) -> None:
     """An optimizer writes in place: neither the file nor a frozen model beside it may change."""
     frozen, trained = scorer_of(directory), HeadedLM(skeleton_of(directory))
     content = (directory / "model.safetensors").read_bytes()

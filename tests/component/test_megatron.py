@@ -135,7 +135,7 @@ def rewarded(learner: Learner, deal: Callable[[TextBatch], TextBatch], rows: Tex
     return {name: t.detach().numpy().copy() for name, t in learner.engine.weights()}
 
 
-def test_what_the_loss_does_not_touch_decays_as_in_one_process(grouped_model: Path, tmp_path: Path) -> None:
+def test_weights_without_a_gradient_decay_as_in_one_process(grouped_model: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     names = ("input_ids", "rejected_ids")
     rows = {n: Ragged.of(rng.integers(5, 280, size=k) for k in rng.integers(5, 15, size=6)) for n in names}
@@ -161,7 +161,7 @@ def test_what_the_loss_does_not_touch_decays_as_in_one_process(grouped_model: Pa
         ),
     ],
 )
-def test_what_needs_cuda_is_refused_on_cpu(
+def test_cuda_options_are_refused_on_cpu(
     tiny_model: Path, tmp_path: Path, layout: dict[str, int], message: str
 ) -> None:
     with pytest.raises(RuntimeError, match=message):

@@ -157,7 +157,7 @@ def nan_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return directory
 
 
-def test_what_a_model_of_ours_computes_is_refused_with_its_rank(
+def test_non_finite_outputs_are_refused_with_their_rank(
     cluster: None, nan_model: Path, tiny_model: Path, batches: list[TextBatch], tmp_path: Path
 ) -> None:
     """Scores, a step and samples, of WholeModels as a stage opens them."""

@@ -110,7 +110,7 @@ def trunk_files(root: Path, beside: str) -> list[Path]:
     return list((root / f"{beside}.tokens-").glob("trunk-*.states"))
 
 
-def test_what_a_frozen_trunk_gives_is_computed_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_of_a_frozen_trunk_are_computed_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = RewardModelInputs(Model(root / "model"), Preferences(root / "pairs"))
     config = RewardConfig(batch_size=BATCH, epochs=2, lr=5e-3, trainable_layers=1)
     kept = attempt(root, "kept", reward_model, config, inputs)

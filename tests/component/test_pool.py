@@ -122,7 +122,7 @@ def test_the_next_stage_finds_its_processes_ready(pool: Any, holders: Any) -> No
     assert num_idle(pool) == before
 
 
-def test_what_a_killed_holder_left_is_ended(pool: Any, holders: Any) -> None:
+def test_workers_of_a_killed_holder_end(pool: Any, holders: Any) -> None:
     runtime, lost, busy = a_runtime(), holders(), holders()
     left, kept = lease(pool, lost, runtime), lease(pool, busy, runtime)
     ray.kill(lost)
@@ -135,7 +135,7 @@ def test_what_a_killed_holder_left_is_ended(pool: Any, holders: Any) -> None:
     assert psutil.pid_exists(kept)
 
 
-def test_what_was_released_outlives_its_holder(pool: Any, holders: Any) -> None:
+def test_a_released_worker_outlives_its_holder(pool: Any, holders: Any) -> None:
     runtime, first = a_runtime(), holders()
     before = lease(pool, first, runtime)
     ray.get(pool.release.remote(first))

@@ -119,9 +119,7 @@ def test_a_stage_of_another_run_is_waited_for_with_a_limit(
     ray.get(waiting, timeout=SECONDS)
 
 
-def test_a_stage_that_waits_hears_that_it_should_stop(
-    controller: Callable[[], Any], tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_waiting_stage_is_told_to_stop(controller: Callable[[], Any], tiny_model: Path, tmp_path: Path) -> None:
     layout, cpus = LAYOUTS["single"]
     specs = two_models(tiny_model, layout)
     progress = open_progress("stopped")
@@ -145,7 +143,7 @@ def test_a_holder_that_is_killed_in_its_turn_does_not_block_the_next(controller:
 
 
 @pytest.mark.parametrize(("layout", "cpus"), LAYOUTS.values(), ids=LAYOUTS)
-def test_what_a_killed_stage_held_is_free_for_the_next(
+def test_devices_of_a_killed_stage_are_free_for_the_next(
     controller: Callable[[], Any], tiny_model: Path, tmp_path: Path, layout: FrozenConfig, cpus: float
 ) -> None:
     specs, victim = two_models(tiny_model, layout), controller()

@@ -223,7 +223,7 @@ def test_a_split_model_answers_like_a_whole_one_and_a_dead_replica_is_replaced(
 
 
 @pytest.mark.long
-def test_what_a_model_calls_is_given_as_calls_whole_and_in_pieces(cluster: None, calling: ServedModel) -> None:
+def test_tool_calls_are_returned_whole_and_streamed(cluster: None, calling: ServedModel) -> None:
     asked, _, _, _ = conversation()
     tools = asked.pop("tools")
     flat = [{"type": "function", **tool["function"]} for tool in tools]

@@ -85,7 +85,7 @@ def test_a_server_that_is_away_delays(shared: SharedStore, server: S3Server, tmp
     assert files(tmp_path / "y") == files(tmp_path / "x")
 
 
-def test_what_cannot_work_is_said_at_once(shared: SharedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_store_is_named_at_once(shared: SharedStore, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StorageError, match="'s3://absent/x' cannot be used: The specified bucket does not exist"):
         SharedStore("s3://absent/x").check()
     monkeypatch.setitem(os.environ, "AWS_SECRET_ACCESS_KEY", "wrong")

@@ -89,7 +89,7 @@ def test_where_all_share_a_disk_nothing_moves(cluster: None, tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's directory")
-def test_what_another_user_made_is_not_written_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_of_another_user_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     theirs = tmp_path / f"xray-staged-{os.getuid()}"
     theirs.mkdir()

@@ -63,7 +63,7 @@ def begin(client: SyncPrefectClient, deployment: Any) -> Callable[..., FlowRun]:
     return begin
 
 
-def test_what_is_at_work_is_suspended_and_goes_on_as_it_was(
+def test_running_flows_are_suspended_and_resumed(
     client: SyncPrefectClient, api: str, begin: Callable[..., FlowRun]
 ) -> None:
     running = begin(Running(), number=7)

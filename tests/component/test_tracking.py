@@ -254,7 +254,7 @@ def test_a_checkpoint_is_registered_once_and_the_alias_follows(tracker: Tracker,
     assert tracker.registry.register("other-policy", second, lifecycle, "candidate") == "1"
 
 
-def test_what_a_stage_records_is_in_files_and_in_mlflow(tracker: Tracker, lifecycle: str, tmp_path: Path) -> None:
+def test_a_stage_records_to_files_and_mlflow(tracker: Tracker, lifecycle: str, tmp_path: Path) -> None:
     key = "ef" * 32
     run = tracker.stage_run(lifecycle, "sft", key, {})
     seen: list[Any] = []

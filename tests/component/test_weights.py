@@ -235,7 +235,7 @@ def test_two_updates_take_turns_in_memory_that_is_mapped_once(engine: Engine) ->
     assert sorted(mapped_files(files)) == sorted(files)
 
 
-def test_what_a_follower_does_not_take_over_stays_as_it_was(engine: Engine) -> None:
+def test_a_follower_that_fails_keeps_its_old_weights(engine: Engine) -> None:
     """Another follower of the same trainer goes on while this one fails, and goes back."""
     writer, other = SharedWriter(), SharedReader()
     engine.held.load(pack(weights(1).items(), 1, writer))

@@ -18,7 +18,7 @@ from xray_runtime.files import write_atomic
 from xray_runtime.lineage.reference import resolve
 from xray_runtime.processes import kill_tagged, start_reaper
 from xray_runtime.serving.middleware import key_digest
-from xray_runtime.serving.recorder import Recorder
+from xray_runtime.serving.recorder import AnswerRecorder
 
 PROJECT = "nights"
 NAME = f"{PROJECT}-policy"
@@ -80,7 +80,7 @@ def record(output: Path, night: int) -> None:
         feedback = {"thumb": "down", "correction": better} if n % 2 else {"thumb": "up"}
         said.append({"answer": f"{n:032x}", "user": f"person {person}"} | feedback)
 
-    async def work(recorder: Recorder) -> None:
+    async def work(recorder: AnswerRecorder) -> None:
         await recorder.keep(exchanges, {}, True)
         bodies = [json.dumps(body).encode() for body in said]
         for status, content in await asyncio.gather(*(recorder.feedback(b, key_digest(KEYS["shop"])) for b in bodies)):

@@ -30,7 +30,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_night_makes_a_candidate(way: str, place: Path) -> None:
+def test_a_cycle_makes_a_candidate(way: str, place: Path) -> None:
     night = read_nights(place)[list(WAYS).index(way)]
     assert (night.state, night.reasons) == ("candidate", [])
     assert set(night.gates) == {"fixed", "recorded"}

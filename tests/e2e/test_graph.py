@@ -128,7 +128,7 @@ def test_killed_while_both_judges_train_it_goes_on_to_the_same_bytes(
     assert shas(again) == shas(judged[1])
 
 
-def test_a_project_of_ones_own_runs_is_cached_and_audited(tmp_path: Path) -> None:
+def test_a_users_project_runs_is_cached_and_audited(tmp_path: Path) -> None:
     project = tmp_path / "project"
     shutil.copytree(ROOT / "examples" / "own_project", project)
     output = project / "runs" / "short-replies"
@@ -173,7 +173,7 @@ def shared_ray(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_of_two_lifecycles_on_one_ray_one_is_interrupted_and_the_other_ends_as_alone(
+def test_interrupting_one_of_two_lifecycles_leaves_the_other_unchanged(
     first: Outcome, shared_ray: dict[str, str], tmp_path: Path
 ) -> None:
     variables = environment() | shared_ray

@@ -26,7 +26,7 @@ from tests.unit.lineage.promoting import aliases
 from tests.unit.lineage.synthetic import NAME, Lifecycle
 from tests.unit.studio.world import compared, recorded, with_rollouts
 from xray.deployments.service import free_port
-from xray.studio.chat import EXAMPLE
+from xray.studio.pages.chat import EXAMPLE
 from xray.tasks.output_directory import saved_config
 from xray_runtime.evidence.log import view
 from xray_runtime.feedback.collection import collect, sound_chain

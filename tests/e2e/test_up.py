@@ -58,7 +58,7 @@ def pages(operator: Operator) -> Iterator[Pages]:
         assert found.asked - {None} == {"127.0.0.1"}
 
 
-def test_what_died_is_repaired_while_a_lifecycle_goes_on(operator: Operator, scheduled: str) -> None:
+def test_dead_services_restart_while_a_lifecycle_runs(operator: Operator, scheduled: str) -> None:
     first = operator.pids()
     nightly = operator.ask("deployments/name/lifecycle/lifecycle")
     assert [schedule["schedule"]["cron"] for schedule in nightly["schedules"]] == ["0 2 * * *"]
@@ -242,7 +242,7 @@ def checkpoints(output: Path) -> dict[str, str]:
     return {stage["name"]: stage["checkpoint"]["sha256"] for stage in stages}
 
 
-def test_a_stage_asks_a_person_and_hears_the_answer(operator: Operator, scheduled: str) -> None:
+def test_a_stage_asks_a_person_and_gets_the_answer(operator: Operator, scheduled: str) -> None:
     """From its Ray worker, on the page of its run; the run is lost before anybody answers, and the question stands."""
     operator.ended(scheduled)
     parameters = operator.ask("deployments/name/lifecycle/lifecycle-tiny")["parameters"]
@@ -313,7 +313,7 @@ def test_a_search_runs_like_a_lifecycle_and_its_best_is_served(operator: Operato
     assert operator.status()["up"]
 
 
-def test_what_could_be_pruned_is_said(operator: Operator, scheduled: str, pages: Pages) -> None:
+def test_prune_lists_what_it_would_remove(operator: Operator, scheduled: str, pages: Pages) -> None:
     operator.ended(scheduled)
     before = sorted((operator.home / "output" / "checkpoints").iterdir())
     pages.form("prune")

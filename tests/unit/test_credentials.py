@@ -23,7 +23,7 @@ from xray_runtime.lineage.reference import check_tracking_uri
         ("a sentence? with @ signs", "a sentence? with @ signs"),
     ],
 )
-def test_what_is_shown_of_an_address(text: str, left: str) -> None:
+def test_addresses_are_shown_without_credentials(text: str, left: str) -> None:
     assert strip_credentials(text) == left
 
 
@@ -79,7 +79,7 @@ def test_records_hold_what_matters_and_no_secret() -> None:
     assert recorded == environment | {"MLFLOW_TRACKING_URI": "http://host:5000/"}
 
 
-def test_a_command_line_is_no_place_for_a_password() -> None:
+def test_passwords_on_command_lines_are_refused() -> None:
     check_tracking_uri(None)
     check_tracking_uri("sqlite:////a@b.db")
     with pytest.raises(ConfigError, match=r"--tracking-uri: .*set MLFLOW_TRACKING_USERNAME and MLFLOW_TRAC") as caught:

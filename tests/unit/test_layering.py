@@ -79,8 +79,8 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imported_modules(node: ast.AST, known: Container[str]) -> Iterator[str]:
-    """Modules of ours that code imports when it is imported or run; what only type checkers import does not count."""
+def imported_modules(node: ast.AST, known: Container[str], typing: bool = False) -> Iterator[str]:
+    """Modules of ours that code imports when it is imported or run; with `typing` also those for type checkers."""
     match node:
         case ast.Import(names=names):
             yield from (alias.name for alias in names if alias.name in known)
@@ -89,12 +89,14 @@ def imported_modules(node: ast.AST, known: Container[str]) -> Iterator[str]:
             yield from (name for name in submodules if name in known)
             if module in known and not all(name in known for name in submodules):
                 yield module
-        case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING"), orelse=orelse):
+        case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING"), orelse=orelse) if (
+            not typing
+        ):
             for statement in orelse:
                 yield from imported_modules(statement, known)
         case _:
             for child in ast.iter_child_nodes(node):
-                yield from imported_modules(child, known)
+                yield from imported_modules(child, known, typing)
 
 
 def rings(graph: dict[str, set[str]]) -> set[frozenset[str]]:
@@ -152,9 +154,10 @@ def function():
     assert list(imported_modules(ast.parse(code), {*"abcdfg", "d.e"})) == ["a", "c", "d.e", "d", "f", "g"]
 
 
-def imports_of(files: dict[str, Path]) -> dict[str, set[str]]:
+def imports_of(files: dict[str, Path], typing: bool = False) -> dict[str, set[str]]:
     return {
-        name: set(imported_modules(ast.parse(path.read_text(encoding="utf-8")), files)) for name, path in files.items()
+        name: set(imported_modules(ast.parse(path.read_text(encoding="utf-8")), files, typing))
+        for name, path in files.items()
     }
 
 
@@ -172,6 +175,62 @@ def test_a_ring_inside_functions_is_found(tmp_path: Path) -> None:
     found = rings(imports_of(files | {"xray_runtime.files": changed}))
     assert len(found) == 1
     assert {"xray_runtime.files", "xray_runtime.store.checkpoints"} <= next(iter(found))
+
+
+LINEAGE = "xray_runtime.lineage"
+KERNEL = {
+    f"{LINEAGE}.{name}"
+    for name in ("audit_check", "evidence", "graph", "promotion_check", "prompts", "reference", "render")
+}
+"""What live services, tasks and methods may import of lineage: the history, and the protocols of what plugs in."""
+LIVE = {f"{LINEAGE}.{name}" for name in ("canary", "comparisons", "erasure", "recorded", "signed_files", "withdrawal")}
+LIVE |= {f"xray_runtime.audit_checks.{name}" for name in ("comparisons", "recorded")}
+LIVE_FOLDERS = ("xray_runtime.feedback.", "xray_runtime.serving.", "xray_runtime.promotion_checks.")
+TRUST_FOLDERS = (f"{LINEAGE}.", "xray_runtime.audit_checks.", "xray_runtime.attesters.")
+
+
+def extension(module: str) -> str:
+    """`live` (serving, recording, feedback), `trust` (signing, log, audit, promotion, replay), or neither."""
+    if module in LIVE or module.startswith(LIVE_FOLDERS):
+        return "live"
+    return "trust" if module.startswith(TRUST_FOLDERS) and module not in KERNEL else ""
+
+
+def against_extensions(imports: dict[str, set[str]]) -> set[tuple[str, str]]:
+    """(module, what it imports) where one extension imports the other, or a module below them imports either."""
+    return {
+        (name, other)
+        for name, others in imports.items()
+        if name.startswith(("xray_runtime.", "xray.tasks."))
+        for other in others
+        if extension(other) not in ("", extension(name))
+    }
+
+
+def test_live_and_trust_do_not_import_each_other_and_nothing_below_imports_them() -> None:
+    files = modules()
+    assert files.keys() >= KERNEL | LIVE
+    assert {extension(name) for name in files} == {"live", "trust", ""}
+    assert against_extensions(imports_of(files, typing=True)) == set()
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("xray_runtime.serving.choice", "xray_runtime.lineage.signing"),
+        ("xray_runtime.lineage.recorded", "xray_runtime.lineage.log"),
+        ("xray_runtime.lineage.promotion", "xray_runtime.lineage.withdrawal"),
+        ("xray_runtime.lineage.graph", "xray_runtime.lineage.log"),
+        ("xray_runtime.rl.ppo", "xray_runtime.lineage.audit.checkpoints"),
+        ("xray.tasks.stage_job", "xray_runtime.lineage.keys"),
+    ],
+)
+@pytest.mark.parametrize("how", ["import {}", "if TYPE_CHECKING:\n    import {}", "def later():\n    import {}"])
+def test_an_import_against_the_extensions_is_found(module: str, imported: str, how: str) -> None:
+    files = modules()
+    text = files[module].read_text(encoding="utf-8")
+    imports = set(imported_modules(ast.parse(f"{text}\n{how.format(imported)}\n"), files, typing=True))
+    assert against_extensions({module: imports}) == {(module, imported)}
 
 
 def test_folders_keep_their_order(tmp_path: Path) -> None:

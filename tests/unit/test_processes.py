@@ -121,7 +121,7 @@ def test_who_ignores_the_request_is_killed(start: Start) -> None:
     assert time.monotonic() - begin >= 0.5
 
 
-def test_what_was_started_by_a_child_that_is_gone_is_found(start: Start) -> None:
+def test_orphans_of_a_dead_child_are_found(start: Start) -> None:
     parent = start(ORPHAN, "tag-e")
     orphan = int(said(parent))
     assert parent.wait(60) == 0

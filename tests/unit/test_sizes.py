@@ -25,7 +25,7 @@ def too_long(name: str, source: str) -> Iterator[str]:
                 yield f"{name}:{node.name}"
 
 
-def test_what_is_too_long_is_found() -> None:
+def test_long_functions_are_found() -> None:
     body = "\n".join(["    x = 1"] * (MAX_FUNCTION_LINES - 1))
     assert list(too_long("f", f"def f():\n{body}\n")) == []
     assert list(too_long("f", f"class C:\n  async def f():\n{body}\n    y = 2\n")) == ["f:f"]

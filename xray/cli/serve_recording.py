@@ -87,7 +87,7 @@ def recording_lock(recording: Recording | None, store: LineageStore) -> contextl
 def start(recording: Recording, store: LineageStore, logs: Path) -> RecorderHandle:
     """Start the recorder, once what is there was checked. Raises NotServedError if it is not sound."""
     from xray_runtime.audit_checks.recorded import check_recorded
-    from xray_runtime.lineage.audit.log import read_log
+    from xray_runtime.lineage.audit_check import read_log
     from xray_runtime.lineage.keys import trusted_keys
     from xray_runtime.lineage.signing import Verifier, signing_key
     from xray_runtime.serving import NotServedError

@@ -12,9 +12,8 @@ from fastapi.responses import PlainTextResponse, RedirectResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
-from xray.studio import chat, metrics, models, review, rollouts, runs, withdrawals
 from xray.studio.access import Access, Fields
-from xray.studio.pages import Studio, page
+from xray.studio.studio import Studio, page
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import first_line
 from xray_runtime.lineage.gates import NotPromoted
@@ -41,8 +40,8 @@ def make_app(studio: Studio, access: Access) -> FastAPI:
 
     app.middleware("http")(replace(access, damaged=damaged))
     app.mount("/static", StaticFiles(directory=STATIC))
-    for module in (runs, rollouts, review, models, withdrawals, chat, metrics):
-        app.include_router(module.router)
+    for pages in studio.pages:
+        app.include_router(pages.router)
 
     @app.get("/login")
     def login_page(request: Request) -> Response:

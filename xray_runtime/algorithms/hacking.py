@@ -28,7 +28,7 @@ PHRASE_RISE = 0.25
 
 
 class Bounds(Protocol):
-    """What a change must exceed for an alert; `WatchConfig` explains the fields."""
+    """The least change for an alert; `WatchConfig` explains the fields."""
 
     reward_rise: float
     judge_share: float

@@ -7,7 +7,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 
-from xray_runtime.evidence.lines import SignatureVerifier
+from xray_runtime.evidence.lines import SignatureProblem, SignatureVerifier
 from xray_runtime.evidence.statement import Statement
 from xray_runtime.lineage.attestation import DIFF, EVALUATED_CARD, RECORD_FILES, foreign_in_record
 from xray_runtime.lineage.audit.sources import check_commits, check_sources
@@ -15,7 +15,6 @@ from xray_runtime.lineage.audit_check import ASK, RECOMPUTE, AuditCheck, Audited
 from xray_runtime.lineage.card import CHECKPOINT_LINE
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.lineage.signing import SignatureProblem
 from xray_runtime.store.checkpoints import MAX_RECORD_BYTES, inspect, read_bounded
 from xray_runtime.store.identity import file_sha256
 from xray_runtime.store.manifest import ATTESTATION, CARD, SIGNATURE, STATEMENT
@@ -73,7 +72,7 @@ def check_checkpoint(audited: Audited, node: Node) -> Iterator[Finding]:
 
 def _commits(audited: Audited) -> Iterator[Finding]:
     statements = [node.statement for node in audited.changed if node.statement is not None]
-    yield from check_commits({found.predicate.build.internal.code.git_commit for found in statements})
+    yield from check_commits({statement.predicate.build.internal.code.git_commit for statement in statements})
 
 
 def _identity(node: Node) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from xray_runtime.data.text_set import TextSet
 from xray_runtime.graph.artifacts import Judgements, Model
 from xray_runtime.lineage.audit_check import ASK, AuditCheck, Audited, Finding, Meaning, is_erased
 from xray_runtime.lineage.graph import Graph, Node
-from xray_runtime.lineage.prompts import Prompts, parents_of, side_of, verdicts
+from xray_runtime.lineage.prompts import DatasetPrompts, parents_of, side_of, verdicts
 from xray_runtime.store.checkpoints import read_bounded
 
 CODES = {
@@ -44,7 +44,7 @@ CODES = {
 }
 
 
-class Spans:
+class EvaluationSpans:
     """Spans of the prompts of several evaluations; each dataset is read once for all of them."""
 
     def __init__(self, graph: Graph, evaluations: Iterable[Node]) -> None:
@@ -93,7 +93,7 @@ def _asked(node: Node) -> list[str]:
     return [text for text in prompts if isinstance(text, str)] if isinstance(prompts, list) else []
 
 
-def check_dataset(node: Node, prompts: Prompts) -> Iterator[Finding]:
+def check_dataset(node: Node, prompts: DatasetPrompts) -> Iterator[Finding]:
     """Prompts on both sides of a dataset."""
     if not node.is_data:
         return
@@ -105,7 +105,7 @@ def check_dataset(node: Node, prompts: Prompts) -> Iterator[Finding]:
         yield Finding(node.name, "heldout-overlap", f"{len(both)} prompts, for example {min(both)[:80]!r}")
 
 
-def check_evaluation(node: Node, graph: Graph, prompts: Prompts, spans: Spans) -> Iterator[Finding]:
+def check_evaluation(node: Node, graph: Graph, prompts: DatasetPrompts, spans: EvaluationSpans) -> Iterator[Finding]:
     """Prompts of an evaluation that are not held out, or that the policy or an ancestor was trained on."""
     if not node.sides:
         return
@@ -159,7 +159,7 @@ def check_contamination(audited: Audited) -> Iterator[Finding]:
     """Every dataset and evaluation whose prompts are there."""
     nodes = [node for node in audited.changed if not is_erased(node, audited.log, "prompts.json")]
     graph = audited.store.graph
-    prompts, spans = Prompts(graph), Spans(graph, [node for node in nodes if node.sides])
+    prompts, spans = DatasetPrompts(graph), EvaluationSpans(graph, [node for node in nodes if node.sides])
     for node in nodes:
         yield from check_dataset(node, prompts)
         yield from check_evaluation(node, graph, prompts, spans)

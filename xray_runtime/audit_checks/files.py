@@ -199,9 +199,9 @@ def _extra(output: Path, view: LogView, is_open: bool) -> Iterator[Finding]:
 def _below(output: Path, folder: str) -> list[str]:
     """Files and links below `folder`; links are not followed."""
     found = []
-    for place, directories, names in os.walk(output / folder):
-        there = [*names, *(name for name in directories if os.path.islink(os.path.join(place, name)))]
-        found += [Path(place, name).relative_to(output).as_posix() for name in there]
+    for folder_path, directories, names in os.walk(output / folder):
+        there = [*names, *(name for name in directories if os.path.islink(os.path.join(folder_path, name)))]
+        found += [Path(folder_path, name).relative_to(output).as_posix() for name in there]
     return sorted(found)
 
 
@@ -220,10 +220,10 @@ def check_kept(output: Path, public_keys: Sequence[Path], hashing: bool) -> Iter
                 if not beside and not seal.is_sealed(path):
                     yield _finding(output, path, "it is not sealed")
     for stage in sorted((output / SNAPSHOTS).glob("*")):
-        for place in sorted(stage.glob("step-" + "[0-9]" * 10)) if hashing else []:
-            problem = snapshot_problem(place, snapshot_purpose(place), seal)
+        for snapshot in sorted(stage.glob("step-" + "[0-9]" * 10)) if hashing else []:
+            problem = snapshot_problem(snapshot, snapshot_purpose(snapshot), seal)
             if problem is not None:
-                yield _finding(output, place, problem)
+                yield _finding(output, snapshot, problem)
         yield from _check_answers(output, stage / ANSWERS, seal)
 
 
@@ -236,8 +236,10 @@ def _check_answers(output: Path, path: Path, seal: Seal) -> Iterator[Finding]:
         yield _finding(output, path, f"it cannot be read ({type(error).__name__})")
         return
     # A line without its end was cut short by a kill and does not count.
-    whole = [line for line in lines if line.endswith(b"\n")]
-    unsealed = [n for n, line in enumerate(whole, 1) if read_entry(line, purpose_of_answers(path.parent), seal) is None]
+    complete = [line for line in lines if line.endswith(b"\n")]
+    unsealed = [
+        n for n, line in enumerate(complete, 1) if read_entry(line, purpose_of_answers(path.parent), seal) is None
+    ]
     if unsealed:
         yield _finding(output, path, f"{len(unsealed)} of its lines are not sealed, the first is {unsealed[0]}")
 

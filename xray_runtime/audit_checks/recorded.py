@@ -11,8 +11,7 @@ from xray_runtime.data.recorded import KEYS, RECORDED, read_segment, segment_nam
 from xray_runtime.evidence.kinds.recorded import RecordedEnd
 from xray_runtime.evidence.lines import SignatureVerifier
 from xray_runtime.evidence.view import LogView
-from xray_runtime.lineage.audit.log import add_sound_lines
-from xray_runtime.lineage.audit_check import ASK, AuditCheck, Audited, Finding, Meaning
+from xray_runtime.lineage.audit_check import ASK, AuditCheck, Audited, Finding, Meaning, add_sound_lines
 from xray_runtime.lineage.recorded import CHAIN, ChainView, read_chain
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.store.identity import file_sha256

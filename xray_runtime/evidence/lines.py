@@ -19,6 +19,7 @@ from xray_runtime.evidence.view import START, Line, SignedEntry
 from xray_runtime.store.checkpoints import read_bounded
 
 MAX_BYTES = 2**30
+HOW_TO_TRUST = "ask its owner for a copy of the key, then: xray keys trust KEY.pub --output DIR"
 KINDS = Registry[tuple[type[SignedEntry], ...]](
     "kind of log entry", "xray_runtime.evidence.kinds", "KINDS", "xray.log_entries"
 )
@@ -41,16 +42,24 @@ def _entry(value: object) -> SignedEntry:
     return kind.model_validate(value)
 
 
-class Record(InTotoRecord[Annotated[SerializeAsAny[SignedEntry], BeforeValidator(_entry)]]):
+class LogRecord(InTotoRecord[Annotated[SerializeAsAny[SignedEntry], BeforeValidator(_entry)]]):
     """A line of the log."""
 
     predicate_type: Literal["urn:xray:log:v1"] = Field("urn:xray:log:v1", alias="predicateType")
 
 
+class SignatureProblem(ValueError):
+    """A signature that is not valid; `code` is `missing`, `malformed`, `foreign`, `invalid` or `retired`."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
 class SignatureVerifier(Protocol):
     """Checks signatures."""
 
-    def check(self, path: Path, signature: Path, made: str | None = None) -> str:
+    def check(self, what: Path, signature: Path, made: str | None = None) -> str:
         """Digest of the key that signed a file, or a directory. Raises as `check_envelope`."""
 
     def check_envelope(self, text: bytes, made: str | None = None) -> str:

@@ -23,7 +23,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from xray_runtime.evidence.lines import MAX_BYTES, ChainCheck, Record, SignatureVerifier, parse_line, read_signed_lines
+from xray_runtime.evidence.lines import (
+    MAX_BYTES,
+    ChainCheck,
+    LogRecord,
+    SignatureVerifier,
+    parse_line,
+    read_signed_lines,
+)
 from xray_runtime.evidence.view import Line, LogView
 from xray_runtime.store.checkpoints import open_bounded, read_bounded
 from xray_runtime.store.identity import file_sha256
@@ -77,7 +84,7 @@ class LogTail:
         view = self._view.copy()
         with contextlib.suppress(ValueError):
             for number, text in enumerate(file.read().splitlines(keepends=True), self._view.head.entries + 1):
-                line = parse_line(number, text, Record)
+                line = parse_line(number, text, LogRecord)
                 if self._verifier is not None:
                     self._check(line)
                 view.add(line)
@@ -104,7 +111,7 @@ def view(output: Path) -> LogView:
 
 def read_lines(output: Path) -> Iterator[Line]:
     """The entries of a log, in order, as `read_signed_lines`."""
-    return read_signed_lines(output / LOG, Record)
+    return read_signed_lines(output / LOG, LogRecord)
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -115,9 +122,9 @@ def read_object(path: Path) -> dict[str, Any]:
     return {}
 
 
-def read_run(place: Path) -> dict[str, Any]:
+def read_run(directory: Path) -> dict[str, Any]:
     """The content of the lifecycle.json in `place`, as `read_object`."""
-    return read_object(place / LIFECYCLE)
+    return read_object(directory / LIFECYCLE)
 
 
 def digests(output: Path, paths: list[Path]) -> dict[str, str]:

@@ -6,6 +6,7 @@ which run, code and machine. Two machines that computed the same checkpoint may 
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypeVar
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from xray_runtime.config.sources import SourceTerms
 from xray_runtime.errors import first_line
 from xray_runtime.store.checkpoints import read_bounded
+from xray_runtime.store.content_digest import Outside
 from xray_runtime.store.manifest import ATTESTATION, CARD, MANIFEST, STATEMENT, Manifest, Sha256
 
 P = TypeVar("P", bound=BaseModel)
@@ -29,7 +31,7 @@ class Digests(_Model):
     sha256: Sha256
 
 
-class Subject(_Model):
+class StatementSubject(_Model):
     """One file the statement is about."""
 
     name: str
@@ -53,7 +55,7 @@ class InTotoRecord(_Model, Generic[P]):
     """An in-toto Statement v1; each kind of record names its type of predicate."""
 
     type: Literal["https://in-toto.io/Statement/v1"] = Field("https://in-toto.io/Statement/v1", alias="_type")
-    subject: list[Subject]
+    subject: list[StatementSubject]
     predicate: P
 
     def to_bytes(self) -> bytes:
@@ -92,7 +94,7 @@ class OutsideSource(_Model):
         return self.field.rpartition(".")[2] == "model"
 
 
-class Code(_Model):
+class CodeFacts(_Model):
     git_commit: str | None
     diff_sha256: Sha256 | None
     """Digest of attestation/code.diff, the changes that were not committed."""
@@ -108,7 +110,7 @@ class Internal(_Model):
     step: int
     config_digest: Sha256
     code_digest: Sha256
-    code: Code
+    code: CodeFacts
     environment: dict[str, Any]
     origins: dict[str, list[str]]
     """`base_models` and `datasets` this goes back to, by their own names."""
@@ -176,8 +178,8 @@ class Statement(InTotoRecord[Predicate]):
     def contradicts(self, manifest: Manifest, sha256: str) -> list[str]:
         """Names of the facts in which this statement and a checkpoint's manifest differ."""
         external, internal = self.predicate.build.external, self.predicate.build.internal
-        own = ("key", "step", "config_digest", "code_digest")
-        mine = dict(external) | {name: getattr(internal, name) for name in own} | {"parents": self.parents}
+        names = ("key", "step", "config_digest", "code_digest")
+        mine = dict(external) | {name: getattr(internal, name) for name in names} | {"parents": self.parents}
         theirs = {name: getattr(manifest, name) for name in mine}
         mine["checkpoint"], theirs["checkpoint"] = internal.checkpoint, sha256
         mine["files"] = {s.name: s.digest.sha256 for s in self.subject if s.name not in (MANIFEST, CARD)}
@@ -199,3 +201,18 @@ def read_statement(directory: Path) -> Statement:
     if (directory / ATTESTATION).is_symlink():
         raise ValueError(f"{directory / ATTESTATION} is a link")
     return Statement.read(directory / ATTESTATION / STATEMENT)
+
+
+def terms_of(outside: Outside, declared: SourceTerms | None) -> SourceTerms:
+    """The declared terms, completed with the licence and name of a package."""
+    terms = declared or SourceTerms()
+    if outside.kind != "package":
+        return terms
+    metadata = importlib.metadata.metadata(outside.digest.partition("==")[0])
+    stated = next((metadata[field] for field in ("License-Expression", "License") if field in metadata), None)
+    return terms.model_copy(
+        update={
+            "license": terms.license or (stated if stated and "\n" not in stated else None),
+            "origin": terms.origin or f"the package {outside.digest}",
+        }
+    )

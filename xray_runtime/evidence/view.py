@@ -231,15 +231,15 @@ class LogView(ChainState):
     def decided(self) -> dict[tuple[str, str], Decision]:
         """(registered model, alias) → the last decision about it. An alias that points elsewhere was moved by hand:
         MLflow lets anybody do that without a trace."""
-        return {(found.name, found.alias): found for found in self.decisions if found.action in MOVES}
+        return {(decision.name, decision.alias): decision for decision in self.decisions if decision.action in MOVES}
 
     @property
     def decisions_by_version(self) -> dict[tuple[str, str], list[Decision]]:
         """(registered model, version) → the decisions about it, in order."""
-        found = defaultdict[tuple[str, str], list[Decision]](list)
+        decisions = defaultdict[tuple[str, str], list[Decision]](list)
         for decision in self.decisions:
-            found[decision.name, decision.version].append(decision)
-        return found
+            decisions[decision.name, decision.version].append(decision)
+        return decisions
 
     def contradicts(self, mark: str) -> str | None:
         """As `lacks`, for a `mark`; the mark of another log says nothing about this one."""

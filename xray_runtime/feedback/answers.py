@@ -21,7 +21,7 @@ SIGNALS = ("thumb", "score", "correction", "better", "text")
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
 
 
-class Feedback(BaseModel):
+class FeedbackBody(BaseModel):
     """The body of a POST to /v1/feedback; it has at least one of SIGNALS."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -55,13 +55,13 @@ class Feedback(BaseModel):
         return {name: value for name in SIGNALS if (value := getattr(self, name)) is not None}
 
 
-def parse_feedback(body: bytes) -> Feedback:
+def parse_feedback(body: bytes) -> FeedbackBody:
     """Raises ConfigError: one line with field, value and what is allowed."""
     try:
         content = json.loads(body)
     except (ValueError, RecursionError):
         raise ConfigError("the body is not allowed: must be a JSON object") from None
-    return validate_as(Feedback, content)
+    return validate_as(FeedbackBody, content)
 
 
 class HourlyLimit:

@@ -71,7 +71,7 @@ class Arm:
         )
 
 
-class Comparison:
+class ArmComparison:
     """Candidate and champion of one canary."""
 
     def __init__(self, canary: Canary) -> None:
@@ -129,7 +129,7 @@ class Monitor:
         self._output, self._tracking_uri, self._public = store.output, store.tracking_uri, public
         self.canary = canary
         self.through = canary.began.first - 1
-        self.comparison = Comparison(canary)
+        self.comparison = ArmComparison(canary)
         self._deadline = datetime.fromisoformat(canary.began.at) + timedelta(hours=canary.began.rules.max_hours)
         self._keys = UserKeys(self._output / RECORDED / KEYS, writable=False)
 

@@ -29,11 +29,10 @@ from xray_runtime.evidence.log import view
 from xray_runtime.feedback.answers import parse_feedback
 from xray_runtime.feedback.dataset import publish_dataset, require_tracking
 from xray_runtime.graph.artifacts import ANSWERS, FEEDBACK, PEOPLE, Feedback
-from xray_runtime.lineage.audit.log import read_log
-from xray_runtime.lineage.keys import trusted_keys
+from xray_runtime.lineage.audit_check import read_log
+from xray_runtime.lineage.evidence import evidence
 from xray_runtime.lineage.recorded import ChainView, read_chain
 from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.lineage.signing import Verifier
 from xray_runtime.lineage.withdrawal import refusal
 from xray_runtime.store.identity import digest
 from xray_runtime.store.ref import CheckpointRef
@@ -64,7 +63,7 @@ def sound_chain(lineage: LineageStore, *, hashing: bool = True) -> ChainView:
         ConfigError: a segment was edited, removed, replayed or put there.
     """
     output = lineage.output
-    verifier = Verifier(trusted_keys(output))
+    verifier = evidence().verifier(output)
     found = sorted(set(check_recorded(lineage, read_log(output, verifier)[0], verifier, hashing)))
     if found:
         raise ConfigError(f"--output: {found[0].subject}: {found[0].detail}; see `xray recorded`")

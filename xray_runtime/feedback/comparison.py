@@ -19,7 +19,7 @@ from xray_runtime.feedback.chat_model import BatchSampler, PromptLimits, fitting
 from xray_runtime.feedback.judgements import Question, tally
 from xray_runtime.feedback.session import PromptSource, Session, Setup
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.prompts import Prompts
+from xray_runtime.lineage.prompts import DatasetPrompts
 from xray_runtime.lineage.reference import LineageStore, require_language_model
 from xray_runtime.planning.workload import this_machine
 from xray_runtime.seeding import derive_seed
@@ -30,7 +30,7 @@ BATCH = 32
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ReplyComparison:
     """The settings of a comparison, fixed before the first question."""
 
     models: tuple[Node, Node]
@@ -92,7 +92,7 @@ def plan_comparison(
     temperature: float,
     max_new_tokens: int,
     seed: int,
-) -> Comparison:
+) -> ReplyComparison:
     """The comparison of two models of `store`.
 
     Args:
@@ -121,7 +121,7 @@ def plan_comparison(
         fit = fitting(found, [a, b], setup.max_prompt_tokens)
         if not fit:
             raise ConfigError(f"--prompts: all of the {len(found)} prompts are too long for the models")
-    return Comparison(models, (a, b), setup, fit, this_machine(config.runtime.device).device)
+    return ReplyComparison(models, (a, b), setup, fit, this_machine(config.runtime.device).device)
 
 
 def _dataset_of(store: LineageStore, models: tuple[Node, Node]) -> Node:
@@ -143,7 +143,7 @@ def of_dataset(store: LineageStore, models: list[Node], setup: Setup) -> list[Me
     assert setup.source is not None
     seen: list[TextSet] = []
     if setup.prompts == "heldout":
-        prompts = Prompts(store.graph)
+        prompts = DatasetPrompts(store.graph)
         ancestors = store.graph.ancestors([model.sha256 for model in models])
         known = [store.graph.nodes[sha] for sha in ancestors if sha in store.graph.nodes]
         seen = [prompts.of(node.sha256, "train") or TextSet() for node in known if node.is_data]
@@ -165,10 +165,10 @@ def _of_file(path: Path) -> list[Messages]:
     return list({prompt_text(prompt): prompt for prompt in found}.values())
 
 
-class Sampler:
+class ReplySampler:
     """Lets both models answer in a thread of `pool`; they are loaded when the first answer is needed."""
 
-    def __init__(self, comparison: Comparison, session: Session, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, comparison: ReplyComparison, session: Session, pool: ThreadPoolExecutor) -> None:
         self._comparison, self._session, self._pool = comparison, session, pool
         self._models: list[BatchSampler] = []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,14 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.evidence.log import digests
 from xray_runtime.evidence.statement import RunFacts, read_statement
 from xray_runtime.graph.artifacts import Artifact, dataset_of
-from xray_runtime.lineage.attestation import attest, open_store
-from xray_runtime.lineage.audit.registry import RegistryView
+from xray_runtime.lineage.evidence import evidence
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.log import log_checkpoints
 from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.lineage.signing import signing_key
 from xray_runtime.store.checkpoints import load_manifest
 from xray_runtime.store.identity import Identity
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.tracking.mlflow_tracker import ARTIFACTS, Tracker
+from xray_runtime.tracking.registry_view import RegistryView
 
 
 def require_tracking(lineage: LineageStore) -> str:
@@ -54,7 +51,7 @@ def publish_dataset(
     Raises:
         ConfigError: no MLflow is known.
     """
-    uri, store = require_tracking(lineage), open_store(lineage.output)
+    uri, store = require_tracking(lineage), evidence().open_store(lineage.output)
     sha256s = {role: node.sha256 for role, node in parents.items()}
     identity = Identity(stage=kind, kind=kind, config=config, seed=0, parents=sha256s, code={}, versions={})
     ref, mlflow = store.find(kind, identity.key), RegistryView(uri)
@@ -67,21 +64,20 @@ def publish_dataset(
     tags = {"xray.output": str(lineage.output.absolute())}
     parent_run = tracker.start_lifecycle(facts.mlflow_parent_run_id, kind, {}, "", tags)
     run = tracker.stage_run(parent_run, kind, identity.key, config)
-    key_file = signing_key(lineage.output)
     if ref is None:
         facts = RunFacts(
             trigger={"kind": "command", "by": by}, mlflow_run_id=run.run_id, mlflow_parent_run_id=parent_run
         )
-        record = partial(attest, parents=refs, run=facts, started=datetime.now(UTC), private_key=key_file)
+        record = evidence().attest(lineage.output, parents=refs, run=facts, started=datetime.now(UTC))
         with store.building(kind, identity.key) as built:
             write(built)
             dataset = dataset_of(refs.values())
             ref = store.publish(built, identity, type=type.__name__, step=0, dataset=dataset, attest=record)
     checkpoint = {ref.path.name: ref.sha256}
-    log_checkpoints(lineage.output, key_file, checkpoint, here=True)
+    evidence().log_checkpoints(lineage.output, checkpoint, here=True)
     ref = run.log_checkpoint(ref, load_manifest(ref.path), list(refs.values()))
     files = digests(lineage.output, [lineage.output / ARTIFACTS / run.run_id])
-    log_checkpoints(lineage.output, key_file, checkpoint, files, here=True, renew=True)
+    evidence().log_checkpoints(lineage.output, checkpoint, files, here=True, renew=True)
     run.finish("FINISHED", 1)
     tracker.finish(parent_run, "FINISHED")
     return ref, True

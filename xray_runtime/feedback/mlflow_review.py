@@ -23,9 +23,9 @@ from xray_runtime.feedback.answers import SIGNALS, parse_feedback
 from xray_runtime.feedback.collection import sound_chain
 from xray_runtime.feedback.dataset import require_tracking
 from xray_runtime.feedback.recorded_review import RecordedAnswer, answer_of, prompt_of
-from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.recorded import ChainView, RecordedReader
 from xray_runtime.lineage.reference import LineageStore
+from xray_runtime.tracking.registry_view import RegistryView
 from xray_runtime.tracking.traces import TRACE, AnswerTraces, Assessment, ShownAnswer, ShownTrace
 
 FIELDS = ("messages", "input", "instructions", "prompt", "tools")

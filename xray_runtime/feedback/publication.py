@@ -24,7 +24,7 @@ from xray_runtime.feedback.session import Session, read_sessions
 from xray_runtime.graph.artifacts import JUDGED_PAIRS, VERDICTS, Judgements
 from xray_runtime.lineage.comparisons import SESSIONS
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.prompts import Prompts
+from xray_runtime.lineage.prompts import DatasetPrompts
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.store.checkpoints import CHECKPOINTS
 from xray_runtime.store.identity import digest
@@ -35,7 +35,7 @@ JUDGEMENTS = "judgements"
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedDataset:
     checkpoint: CheckpointRef
     stats: dict[str, Any]
     heldout: int
@@ -43,7 +43,7 @@ class Published:
     is_new: bool
 
 
-def publish(lineage: LineageStore, project: str, by: str) -> Published:
+def publish(lineage: LineageStore, project: str, by: str) -> PublishedDataset:
     """Publish all judgements of the output directory, unless this very dataset is there already.
 
     Args:
@@ -79,7 +79,7 @@ def publish(lineage: LineageStore, project: str, by: str) -> Published:
         (built / "stats.json").write_text(json.dumps(stats, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     ref, is_new = publish_dataset(lineage, project, by, JUDGEMENTS, Judgements, config, parents, write)
-    return Published(ref, stats, heldout, is_new)
+    return PublishedDataset(ref, stats, heldout, is_new)
 
 
 def _parents(store: LineageStore, sessions: list[Session]) -> dict[str, Node]:
@@ -117,7 +117,7 @@ def _stats(sessions: list[Session], found: list[PreferenceExample]) -> dict[str,
 
 
 def _held_out(store: LineageStore, parents: dict[str, Node], found: list[PreferenceExample]) -> int:
-    prompts = Prompts(store.graph)
+    prompts = DatasetPrompts(store.graph)
     datasets = [node for role, node in parents.items() if role.startswith("dataset")]
     heldout = [prompts.of(node.sha256, "heldout") or TextSet() for node in datasets]
     return sum(any(prompt_text(pair.prompt) in texts for texts in heldout) for pair in found)

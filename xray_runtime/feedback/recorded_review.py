@@ -16,7 +16,6 @@ from typing import Any
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import KEYS, RECORDED, UserKeys, about, feedback_row
 from xray_runtime.lineage.recorded import RecordedReader, SegmentWriter, recorded_lock
-from xray_runtime.lineage.signing import signing_key
 from xray_runtime.seeding import derive_seed
 
 MAX_ROWS = 5000
@@ -157,6 +156,6 @@ def keep_feedback(
                 user, {"feedback": signals}, about("feedback", identity, answer.model), also=answer.user
             )
             rows.append(feedback_row(identity, answer.id, user, application, answer.model, texts))
-        writer = SegmentWriter(output, signing_key(output), NEVER_EXPIRES_DAYS)
+        writer = SegmentWriter(output, None, NEVER_EXPIRES_DAYS)
         writer.write(rows, {}, {})
         writer.anchor()

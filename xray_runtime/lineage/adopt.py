@@ -116,7 +116,7 @@ def _copy(source: LineageStore, node: Node, output: Path, tracking_uri: str | No
 
 
 def _model_of(sha256: str, tracking_uri: str | None) -> str | None:
-    from xray_runtime.lineage.audit.registry import RegistryView
+    from xray_runtime.tracking.registry_view import RegistryView
 
     try:
         return RegistryView(tracking_uri).model_of(sha256) if tracking_uri is not None else None

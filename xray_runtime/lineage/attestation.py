@@ -22,13 +22,21 @@ from typing import Any
 
 from xray_runtime.data.pairs import HELDOUT, TRAIN, pairs_of
 from xray_runtime.errors import first_line
-from xray_runtime.evidence.statement import External, OutsideSource, RunFacts, Statement, Subject, read_statement
+from xray_runtime.evidence.lines import HOW_TO_TRUST, SignatureProblem
+from xray_runtime.evidence.statement import (
+    External,
+    OutsideSource,
+    RunFacts,
+    Statement,
+    StatementSubject,
+    read_statement,
+)
 from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import Dataset, Evaluation, Model, Preferences, RewardModel, is_a
 from xray_runtime.lineage import provenance
 from xray_runtime.lineage.card import model_card
-from xray_runtime.lineage.keys import HOW_TO_TRUST, trusted_keys
-from xray_runtime.lineage.signing import SignatureProblem, Verifier, sign
+from xray_runtime.lineage.keys import trusted_keys
+from xray_runtime.lineage.signing import Verifier, sign
 from xray_runtime.lineage.trusted_log import trusted_view
 from xray_runtime.stages.kinds import find_kind
 from xray_runtime.store.checkpoints import CHECKPOINTS, MAX_RECORD_BYTES, Store, read_bounded, read_manifest
@@ -67,7 +75,7 @@ def attest(
     statement = _statement(manifest, sha256, parents, run, started, code)
     if is_a(manifest.type, Model, RewardModel):
         (directory / CARD).write_text(model_card(manifest, sha256, statement, None), encoding="utf-8")
-        card_entry = Subject.of(CARD, file_sha256(directory / CARD))
+        card_entry = StatementSubject.of(CARD, file_sha256(directory / CARD))
         statement = statement.model_copy(update={"subject": [*statement.subject, card_entry]})
     kind = find_kind(manifest.kind)
     if is_a(manifest.type, Evaluation) and kind is not None and kind.sides and kind.results:
@@ -168,9 +176,9 @@ def _statement(
     build = {
         "external": manifest.model_dump(include=set(External.model_fields)),
         "internal": internal,
-        "dependencies": dependencies + [provenance.outside_source(found) for found in run.outside],
+        "dependencies": dependencies + [provenance.outside_source(source) for source in run.outside],
     }
-    subject = [Subject.of(MANIFEST, sha256), *(Subject.of(f.path, f.sha256) for f in manifest.files)]
+    subject = [StatementSubject.of(MANIFEST, sha256), *(StatementSubject.of(f.path, f.sha256) for f in manifest.files)]
     return Statement.model_validate({"subject": subject, "predicate": {"build": build, "details": details}})
 
 

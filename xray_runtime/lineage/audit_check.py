@@ -5,15 +5,17 @@ The audit runs every check that is registered; the meanings of findings and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from xray_runtime.config.plugs import Registry
-from xray_runtime.evidence.lines import SignatureVerifier
-from xray_runtime.evidence.view import Head, LogView
+from xray_runtime.evidence.lines import ChainProblem, SignatureVerifier, sound_lines
+from xray_runtime.evidence.log import LOG, read_lines
+from xray_runtime.evidence.view import Head, Line, LogView
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.store.checkpoints import CHECKPOINTS
@@ -116,3 +118,32 @@ def meanings() -> dict[str, Meaning]:
 def is_erased(node: Node, log: LogView, path: str) -> bool:
     """Whether a withdrawal erased this file of a checkpoint."""
     return f"{CHECKPOINTS}/{node.directory.name}/{path}" in log.erased
+
+
+class Chain(Protocol):
+    """The state that signed lines describe."""
+
+    def add(self, line: Line) -> None:
+        """Fold the next line into it."""
+
+
+def add_sound_lines(
+    view: Chain, lines: Iterator[Line], verifier: SignatureVerifier | None, name: str, code: str
+) -> list[Finding]:
+    """Add the lines of the file `name` to a view, up to the first that is not sound: a finding with this code."""
+    try:
+        for line in sound_lines(lines, verifier):
+            view.add(line)
+    except ValueError as error:
+        number = f" {error.number}" if isinstance(error, ChainProblem) else ""
+        return [Finding(f"{name}{number}", code, str(error))]
+    return []
+
+
+def read_log(output: Path, verifier: SignatureVerifier | None) -> tuple[LogView, list[Finding]]:
+    """(state that the sound entries describe, findings)."""
+    view = LogView()
+    found = add_sound_lines(view, read_lines(output), verifier, LOG, "log-broken")
+    if not os.path.lexists(output / LOG):
+        found.append(Finding(LOG, "log-missing", f"there is no {LOG} in {output.name}"))
+    return view, found

@@ -97,22 +97,22 @@ def export(store: LineageStore, node: Node, path: Path) -> int:
     return len(chosen)
 
 
-def _add(store: LineageStore, node: Node, chosen: list[str], place: Path) -> None:
+def _add(store: LineageStore, node: Node, chosen: list[str], target: Path) -> None:
     """Write what a bundle has besides checkpoints and keys, signed."""
     for sha in chosen:
         manifest = store.graph.nodes[sha].manifest
         records = records_directory(store.output, manifest.stage, manifest.key)
         if records.is_dir():
-            shutil.copytree(records, records_directory(place, manifest.stage, manifest.key))
+            shutil.copytree(records, records_directory(target, manifest.stage, manifest.key))
     key = signing_key(store.output)
-    write_html(place / PAGE, LineageStore(place, store.graph, None), node, chosen)
+    write_html(target / PAGE, LineageStore(target, store.graph, None), node, chosen)
     statements = [store.graph.nodes[sha].directory / ATTESTATION / STATEMENT for sha in chosen]
     lines = [envelope(read_bounded(path), PAYLOAD_TYPE, key) for path in statements if path.is_file()]
-    (place / PROVENANCE).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    files = digests(place, list(place.iterdir()))
-    log_checkpoints(place, key, {store.graph.nodes[sha].directory.name: sha for sha in chosen}, here=False)
-    append(place, key, Left(note="export"), files)
-    shutil.rmtree(place / LOCKS)
+    (target / PROVENANCE).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    files = digests(target, list(target.iterdir()))
+    log_checkpoints(target, key, {store.graph.nodes[sha].directory.name: sha for sha in chosen}, here=False)
+    append(target, key, Left(note="export"), files)
+    shutil.rmtree(target / LOCKS)
 
 
 @contextlib.contextmanager
@@ -323,8 +323,8 @@ def import_checkpoints(
 
 def _record(store: LineageStore, order: Sequence[str], tracking_uri: str, experiment: str) -> None:
     """Log the checkpoints that MLflow does not know, parents first, with their original inputs and params."""
-    from xray_runtime.lineage.audit.registry import RegistryView
     from xray_runtime.tracking.mlflow_tracker import Tracker
+    from xray_runtime.tracking.registry_view import RegistryView
 
     tracker = Tracker(tracking_uri, experiment, store.artifacts)
     mlflow = RegistryView(tracking_uri)

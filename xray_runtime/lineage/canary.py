@@ -10,11 +10,9 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.evidence.kinds.canary import Canaries, Canary, CanaryBegan, CanaryEnded
 from xray_runtime.evidence.log import view
 from xray_runtime.evidence.view import LogView, lock
-from xray_runtime.lineage.audit.log import read_log
-from xray_runtime.lineage.gates import Gate
-from xray_runtime.lineage.keys import trusted_keys
-from xray_runtime.lineage.log import append_locked
-from xray_runtime.lineage.signing import Verifier, signing_key
+from xray_runtime.lineage.audit_check import read_log
+from xray_runtime.lineage.evidence import evidence
+from xray_runtime.lineage.promotion_check import Gate
 
 
 def running(log: LogView, name: str) -> Canary | None:
@@ -29,7 +27,7 @@ def canary_of(log: LogView, candidate: str) -> Canary | None:
 
 def sound_log(output: Path, public: Path | None = None) -> LogView:
     """The signed log. Raises ValueError unless every line of it is sound."""
-    log, found = read_log(output, Verifier(trusted_keys(output, public)))
+    log, found = read_log(output, evidence().verifier(output, public))
     if found:
         raise ValueError(f"{found[0].subject}: {found[0].detail}")
     return log
@@ -51,7 +49,7 @@ def begin(output: Path, name: str, candidate: str, champion: str, first: int, ru
         entry = CanaryBegan(
             name=name, candidate=candidate, champion=champion, first=first, rules=rules, by=getpass.getuser()
         )
-        append_locked(output, signing_key(output), entry)
+        evidence().append(output, entry, locked=True)
         found = canary_of(view(output), candidate)
     assert found is not None
     return found
@@ -63,7 +61,7 @@ def end(output: Path, decision: CanaryEnded) -> CanaryEnded:
         known = view(output).state(Canaries).get(decision.canary)
         if known is not None and known.ended is not None:
             return known.ended
-        append_locked(output, signing_key(output), decision)
+        evidence().append(output, decision, locked=True)
     return decision
 
 

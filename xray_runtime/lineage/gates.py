@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel
-
 from xray_runtime.config.evaluate import PEOPLE, PromotionConfig
 from xray_runtime.errors import first_line
 from xray_runtime.evidence.statement import read_statement
@@ -22,6 +20,7 @@ from xray_runtime.graph.artifacts import Evaluation
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.keys import trusted_keys
 from xray_runtime.lineage.leaky_judges import leaky_judges
+from xray_runtime.lineage.promotion_check import Gate
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import Verifier
 from xray_runtime.lineage.terms import conflicts
@@ -29,14 +28,6 @@ from xray_runtime.store.manifest import ATTESTATION, SIGNATURE
 
 NOT_EVALUATED = "the candidate has no evaluation in the store"
 NO_JUDGE = "set gold, evaluate.judges or evaluate.heldout_reward_model, or "
-
-
-class Gate(BaseModel):
-    """One gate and its result."""
-
-    name: str
-    passed: bool
-    reason: str
 
 
 class NotPromoted(ValueError):

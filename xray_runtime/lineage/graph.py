@@ -11,7 +11,7 @@ from typing import Any
 
 from xray_runtime.data.derived import SUFFIX as TOKENS
 from xray_runtime.evidence.log import read_object
-from xray_runtime.evidence.statement import RunFacts, Statement, read_statement
+from xray_runtime.evidence.statement import OutsideSource, RunFacts, Statement, read_statement
 from xray_runtime.graph.artifacts import Artifact, Benchmark, Comparison, Dataset, Evaluation, Preferences, is_a
 from xray_runtime.graph.kind import KINDS, StageKind
 from xray_runtime.stages.kinds import find_kind
@@ -151,6 +151,19 @@ class Graph:
     def descendants(self, starts: Iterable[str]) -> list[str]:
         """`starts` and all that was made from them, parents first."""
         return self._walk(starts, lambda sha: [child for _, child in self.children.get(sha, [])])[::-1]
+
+    def own_sources(self, sha256: str) -> list[OutsideSource]:
+        """Outside sources that a checkpoint read itself, without those of its parents; none without a statement."""
+        statements = {
+            sha: self.nodes[sha].statement
+            for sha in [sha256, *(sha for _, sha in self.parents(sha256))]
+            if sha in self.nodes
+        }
+        statement = statements.pop(sha256, None)
+        inherited = [
+            found for parent in statements.values() if parent for found in parent.predicate.build.internal.sources
+        ]
+        return [s for s in statement.predicate.build.internal.sources if s not in inherited] if statement else []
 
     def _walk(self, starts: Iterable[str], following: Any) -> list[str]:
         """Depth first; `following` gives what comes before a checkpoint in the order."""

@@ -25,13 +25,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import first_line
-from xray_runtime.evidence.statement import InTotoRecord, Subject
+from xray_runtime.evidence.lines import SignatureProblem
+from xray_runtime.evidence.statement import InTotoRecord, StatementSubject
 from xray_runtime.files import write_atomic
 from xray_runtime.lineage.log import decide
 from xray_runtime.lineage.signing import (
     KEY_VARIABLE,
     PRIVATE,
-    SignatureProblem,
     TrustedKey,
     Verifier,
     fingerprint,
@@ -50,7 +50,6 @@ from xray_runtime.store.shared import SharedStore
 RETIRED, TRUSTED = "retired", "trusted"
 NEXT = "signing.next.pem"
 DIGITS = 16
-HOW_TO_TRUST = "ask its owner for a copy of the key, then: xray keys trust KEY.pub --output DIR"
 
 
 class Rotation(BaseModel):
@@ -146,8 +145,8 @@ def root_keys(output: Path) -> list[Path]:
     """The public key of an output directory, and those that a person trusts in it."""
     others = output / "keys" / TRUSTED
     imported = [] if others.is_symlink() else sorted(others.glob("*.pub"))
-    own = public_key(output)
-    return imported if imported and not own.exists() else [own, *imported]
+    own_key = public_key(output)
+    return imported if imported and not own_key.exists() else [own_key, *imported]
 
 
 def known_keys(output: Path) -> list[Path]:
@@ -198,9 +197,9 @@ def adopt(output: Path, public: Iterable[Path], source: Path) -> None:
     """
     # mkdir(parents=True) would ignore the mode.
     (output / "keys").mkdir(mode=0o700, parents=True, exist_ok=True)
-    own = fingerprint(public_key(output)) if public_key(output).exists() else ""
+    own_digest = fingerprint(public_key(output)) if public_key(output).exists() else ""
     for path in public:
-        if (sha256 := fingerprint(path)) != own:
+        if (sha256 := fingerprint(path)) != own_digest:
             _keep(output / "keys" / TRUSTED / f"{sha256[:DIGITS]}.pub", path)
     roots = dict(_readable(root_keys(output)))
     replaced = {sha256[:DIGITS] for sha256 in _replaced_by(roots, read_rotations(source, roots)[0])}
@@ -220,10 +219,10 @@ def trust(output: Path, public: Path) -> str:
     return sha256
 
 
-def _keep(place: Path, path: Path) -> None:
-    place.parent.mkdir(mode=0o700, exist_ok=True)
-    if not place.exists():
-        place.write_bytes(read_bounded(path))
+def _keep(target: Path, path: Path) -> None:
+    target.parent.mkdir(mode=0o700, exist_ok=True)
+    if not target.exists():
+        target.write_bytes(read_bounded(path))
 
 
 def exchange_keys(output: Path, shared: SharedStore | None) -> None:
@@ -271,7 +270,7 @@ def _record(output: Path, old: Path, new: Path, by: str, note: str) -> None:
     now = datetime.now(UTC).replace(microsecond=0)
     rotation = Rotation(retired=retired, successor=successor, at=now, by=by, note=note)
     path = folder / f"{name}.json"
-    record = {"subject": [Subject.of("signing.pub", successor)], "predicate": rotation}
+    record = {"subject": [StatementSubject.of("signing.pub", successor)], "predicate": rotation}
     write_atomic(path, _Record.model_validate(record).to_bytes())
     for which, key in (("old", old), ("new", new)):
         sign(path, folder / f"{name}.{which}.sig", key)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.evidence.lines import Record
+from xray_runtime.evidence.lines import LogRecord
 from xray_runtime.evidence.log import END, LOG, digests, view
 from xray_runtime.evidence.view import Decision, Left, Published, SignedEntry, lock
 from xray_runtime.files import write_atomic
@@ -35,7 +35,7 @@ def append_locked(output: Path, private: Path, entry: SignedEntry, files: Mappin
     """As `append`, for a caller that holds the lock."""
     if isinstance(entry, Decision):
         files = {f"{entry.name}/{entry.version}": entry.checkpoint}
-    line = append_signed_line(output / LOG, Record, entry, files or {}, private)
+    line = append_signed_line(output / LOG, LogRecord, entry, files or {}, private)
     # After a crash before this, it names the line before.
     end = json.dumps({"type": "urn:xray:log-end:v1", "sha256": hashlib.sha256(line).hexdigest()})
     write_atomic(output / END, envelope(end.encode(), END_TYPE, private) + "\n")

@@ -18,6 +18,7 @@ from xray_runtime.evidence.view import Decision
 from xray_runtime.lineage.card import result_rows
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.log import decide
+from xray_runtime.lineage.reference import CANDIDATE, CHAMPION
 from xray_runtime.lineage.signing import signer_of, signing_key
 from xray_runtime.report.rendering import template
 from xray_runtime.store.checkpoints import read_manifest, statement_sha256
@@ -25,7 +26,6 @@ from xray_runtime.store.manifest import SIGNATURE
 from xray_runtime.store.ref import CheckpointRef
 from xray_runtime.tracking.registry import LOG_TAG, TRAINING, Registry
 
-CANDIDATE, CHAMPION = "candidate", "champion"
 PROMOTE_TAG = "xray.promote"
 FORM = 1
 """Number of this wording, in the signed registration. A release that changes the wording counts it up: the audit

@@ -14,23 +14,14 @@ from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.evidence.log import view
 from xray_runtime.evidence.view import Action, Decision
-from xray_runtime.lineage import canary
 from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.gates import (
-    NOT_EVALUATED,
-    Gate,
-    NotPromoted,
-    check_gates,
-    check_licenses,
-    evaluation_of,
-    gates_for,
-)
+from xray_runtime.lineage.gates import NOT_EVALUATED, NotPromoted, check_gates, check_licenses, evaluation_of, gates_for
 from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.lineage.log import decide
-from xray_runtime.lineage.model_page import CHAMPION, write_pages
-from xray_runtime.lineage.reference import LineageStore
+from xray_runtime.lineage.model_page import write_pages
+from xray_runtime.lineage.promotion_check import Gate, canary_gates, refusals
+from xray_runtime.lineage.reference import CHAMPION, LineageStore, champion_of
 from xray_runtime.lineage.signing import signing_key
-from xray_runtime.lineage.withdrawal import refusal
 from xray_runtime.network import require_mlflow
 from xray_runtime.stages.kinds import COMPARE
 from xray_runtime.tracking.registry import ADDRESS, Registry, open_client
@@ -43,7 +34,7 @@ OWN = ("policy", "champion", SEEN, VERDICTS)
 
 
 @dataclass(frozen=True)
-class Review:
+class PromotionReview:
     """A candidate that passed all checks, as a person sees it before deciding."""
 
     name: str
@@ -68,11 +59,6 @@ class ComparisonSpec(NamedTuple):
     seed: int
     runtime: dict[str, Any]
     """Device and threads that the evaluation ran with."""
-
-
-def champion_of(store: LineageStore, name: str) -> Decision | None:
-    """The decision that made the present champion of the registered model `name`."""
-    return view(store.output).decided.get((name, CHAMPION))
 
 
 def comparison_spec(graph: Graph, candidate: Node, champion: str, verdicts: str | None = None) -> ComparisonSpec:
@@ -122,7 +108,7 @@ def review(
     gates: PromotionConfig | None = None,
     comparison: Node | None = None,
     public: Path | None = None,
-) -> Review:
+) -> PromotionReview:
     """Audit the candidate and what it is compared with, and check the gates.
 
     Args:
@@ -142,15 +128,14 @@ def review(
     before = champion.checkpoint if champion is not None else None
     checked = check_gates(store.graph, candidate, bounds.evaluation, before, comparison, bounds.config)
     if bounds.config.canary and champion is not None:
-        live = canary.gate(store.output, candidate.sha256, champion.checkpoint, public)
-        checked += [live] if live is not None else []
+        checked += canary_gates(store.output, candidate.sha256, champion.checkpoint, public)
     if bounds.config.allowed_licenses is not None:
         checked.append(check_licenses(store.graph, candidate.sha256, bounds.config.allowed_licenses))
     failed = [gate.reason for gate in checked if not gate.passed]
     if failed:
         raise NotPromoted(failed)
     evidence = {"evaluation": bounds.evaluation, "comparison": comparison}
-    return Review(
+    return PromotionReview(
         name=name,
         version=version,
         candidate=candidate,
@@ -161,7 +146,7 @@ def review(
     )
 
 
-def promote(store: LineageStore, seen: Review, *, by: str, note: str) -> None:
+def promote(store: LineageStore, seen: PromotionReview, *, by: str, note: str) -> None:
     """Write the decision and move the aliases. If the candidate already is champion, the aliases are set again.
 
     Raises NotPromoted where another champion was chosen since the review.
@@ -175,7 +160,7 @@ def promote(store: LineageStore, seen: Review, *, by: str, note: str) -> None:
     _move_aliases(store, seen.name)
 
 
-def decline(store: LineageStore, seen: Review, *, by: str, note: str) -> None:
+def decline(store: LineageStore, seen: PromotionReview, *, by: str, note: str) -> None:
     """Record that a person refused; no alias moves."""
     fields = {"name": seen.name, "alias": CHAMPION, "version": seen.version, "checkpoint": seen.candidate.sha256}
     decide(store.output, signing_key(store.output), by=by, note=note, action="decline", **fields, **_reviewed(seen))
@@ -201,8 +186,8 @@ def roll_back(store: LineageStore, *, name: str, by: str, note: str, public: Pat
 
 
 def _require_not_withdrawn(store: LineageStore, node: Node) -> None:
-    if (refused := refusal(store, node)) is not None:
-        raise NotPromoted([refused])
+    if refused := list(refusals(store, node)):
+        raise NotPromoted(refused)
 
 
 def _require_sound(store: LineageStore, nodes: list[Node], public: Path | None) -> None:
@@ -211,7 +196,7 @@ def _require_sound(store: LineageStore, nodes: list[Node], public: Path | None) 
         raise NotPromoted([f"the audit found {reason}" for reason in broken])
 
 
-def _reviewed(seen: Review) -> dict[str, Any]:
+def _reviewed(seen: PromotionReview) -> dict[str, Any]:
     """Fields of a decision that record the review before it."""
     gates = [gate.model_dump() for gate in seen.gates]
     return {"gates": gates, "gates_from": seen.gates_from, "evidence": seen.evidence}

@@ -15,7 +15,7 @@ from xray_runtime.lineage.graph import Graph, Node
 from xray_runtime.store.checkpoints import read_bounded
 
 
-class Prompts:
+class DatasetPrompts:
     """Prompts of training and held-out data, each file read once; takes 16 bytes of memory for each prompt."""
 
     def __init__(self, graph: Graph) -> None:

@@ -25,8 +25,7 @@ from xray_runtime.evidence.lines import parse_line, read_signed_lines
 from xray_runtime.evidence.statement import InTotoRecord
 from xray_runtime.evidence.view import EMPTY, ChainState, Line, SignedEntry, lock
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.log import append
-from xray_runtime.lineage.signed_lines import append_signed_line
+from xray_runtime.lineage.evidence import evidence
 from xray_runtime.store.identity import file_sha256
 
 CHAIN = "chain.jsonl"
@@ -104,13 +103,14 @@ class SegmentWriter:
     or away, and may then be called again.
 
     Args:
-        private: file of the signing key, read for each segment: it may be rotated meanwhile.
+        private: file of the signing key, by default that of the output directory; read for each segment: it may be
+            rotated meanwhile.
 
     Raises:
         ValueError: the chain cannot be read.
     """
 
-    def __init__(self, output: Path, private: Path, retention_days: int) -> None:
+    def __init__(self, output: Path, private: Path | None, retention_days: int) -> None:
         self._output, self._directory, self._private = output, output / RECORDED, private
         self._retention_s = retention_days * 86400
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -147,11 +147,12 @@ class SegmentWriter:
         """Name the end of the chain in the signed log of the output directory."""
         head = self.view.head
         if head != self._anchored:
-            append(self._output, self._private, Recorded(entries=head.entries, head=head.sha256))
+            evidence().append(self._output, Recorded(entries=head.entries, head=head.sha256), private=self._private)
             self._anchored = head
 
     def _append(self, entry: Segment | Expired, files: Mapping[str, str]) -> None:
-        text = append_signed_line(self._directory / CHAIN, ChainRecord, entry, files, self._private)
+        path = self._directory / CHAIN
+        text = evidence().append_line(self._output, path, ChainRecord, entry, files, self._private)
         self.view.add(parse_line(self.view.head.entries + 1, text, ChainRecord))
 
     def _remove_expired(self) -> None:

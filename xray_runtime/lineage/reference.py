@@ -10,6 +10,7 @@ from pathlib import Path
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.credentials import has_login, strip_credentials, tracking_address
 from xray_runtime.evidence.log import view
+from xray_runtime.evidence.view import Decision
 from xray_runtime.graph.artifacts import TYPES, Model
 from xray_runtime.lineage.graph import Graph, Node, checkpoint_paths, read_graph
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_manifest
@@ -188,6 +189,8 @@ def find(reference: str, store: LineageStore) -> Node:
     return matches[0]
 
 
+CANDIDATE, CHAMPION = "candidate", "champion"
+"""Aliases of a registered model: the newest version, and the one that was promoted."""
 WEIGHTS = {"model.safetensors", WEIGHTS_INDEX}
 """Files of which a model in Hugging Face form has one."""
 
@@ -198,3 +201,8 @@ def require_language_model(node: Node) -> None:
     type, files = node.manifest.type, {entry.path for entry in node.manifest.files}
     if not (node.is_a(Model) or (type not in TYPES and "config.json" in files and files & WEIGHTS)):
         raise ConfigError(f"REF: {node.name} is not allowed: it is a {type}; must be a {Model.__name__}")
+
+
+def champion_of(store: LineageStore, name: str) -> Decision | None:
+    """The decision that made the present champion of the registered model `name`."""
+    return view(store.output).decided.get((name, CHAMPION))

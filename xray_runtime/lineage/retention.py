@@ -39,11 +39,11 @@ def plan_prune(store: LineageStore, keep: Iterable[Node]) -> Prune:
     wanted = {node.sha256 for node in keep}
     wanted |= {sha for sha, node in graph.nodes.items() if node.is_a(Judgements)}
     wanted |= {decision.checkpoint for decision in view(store.output).decided.values()}
-    kept = set(with_history(graph, sorted(wanted)))
+    retained = set(with_history(graph, sorted(wanted)))
     order = graph.ancestors(list(graph.nodes))
     return Prune(
-        remove=[graph.nodes[sha] for sha in reversed(order) if sha in graph.nodes and sha not in kept],
-        keep=[graph.nodes[sha] for sha in order if sha in graph.nodes and sha in kept],
+        remove=[graph.nodes[sha] for sha in reversed(order) if sha in graph.nodes and sha not in retained],
+        keep=[graph.nodes[sha] for sha in order if sha in graph.nodes and sha in retained],
     )
 
 

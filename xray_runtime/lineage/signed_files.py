@@ -21,15 +21,12 @@ from pydantic import Field
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import first_line
 from xray_runtime.evidence.kinds.signed_files import FilesSigned, SignedDirectories
-from xray_runtime.evidence.lines import read_signed_lines, sound_lines
+from xray_runtime.evidence.lines import SignatureVerifier, read_signed_lines, sound_lines
 from xray_runtime.evidence.log import view
 from xray_runtime.evidence.statement import InTotoRecord
 from xray_runtime.evidence.view import START, LogView, SignedEntry
 from xray_runtime.files import sync, write_atomic
-from xray_runtime.lineage.keys import trusted_keys
-from xray_runtime.lineage.log import append
-from xray_runtime.lineage.signed_lines import append_signed_line
-from xray_runtime.lineage.signing import Verifier, signing_key
+from xray_runtime.lineage.evidence import evidence
 from xray_runtime.store.checkpoints import read_bounded
 
 SIGNED = "signed.json"
@@ -62,7 +59,7 @@ class _Signed:
 
 
 def read_signed(
-    output: Path, directory: Path, names: Sequence[str], verifier: Verifier | None = None
+    output: Path, directory: Path, names: Sequence[str], verifier: SignatureVerifier | None = None
 ) -> dict[str, bytes]:
     """Name → content of the files `names` in a directory below `output`; empty where there is none.
 
@@ -85,7 +82,7 @@ def write_signed(output: Path, directory: Path, contents: Mapping[str, bytes]) -
         write_atomic(directory / f"{name}{NEXT}", content)
     statement, changes = directory / f"{SIGNED}{NEXT}", signed.changes + 1
     statement.unlink(missing_ok=True)
-    line = append_signed_line(statement, ChangedRecord, Changed(changes=changes), files, signing_key(output))
+    line = evidence().append_line(output, statement, ChangedRecord, Changed(changes=changes), files)
     for name in (SIGNED, *contents):
         os.replace(directory / f"{name}{NEXT}", directory / name)
     sync(directory)
@@ -104,14 +101,14 @@ def _log(output: Path, directory: Path, log: LogView, signed: _Signed, at_least:
     known = log.state(SignedDirectories).get(name)
     if signed.changes - (known.changes if known is not None else 0) >= at_least:
         entry = FilesSigned(directory=name, changes=signed.changes, statement=signed.statement)
-        append(output, signing_key(output), entry)
+        evidence().append(output, entry)
 
 
-def _signed(output: Path, directory: Path, log: LogView, verifier: Verifier | None = None) -> _Signed:
+def _signed(output: Path, directory: Path, log: LogView, verifier: SignatureVerifier | None = None) -> _Signed:
     path, found = directory / SIGNED, _Signed()
     if os.path.lexists(path):
         try:
-            verifier = verifier or Verifier(trusted_keys(output))
+            verifier = verifier or evidence().verifier(output)
             [line] = sound_lines(read_signed_lines(path, ChangedRecord), verifier)
         except (OSError, ValueError) as error:
             reason = first_line(error)
@@ -127,13 +124,13 @@ def _signed(output: Path, directory: Path, log: LogView, verifier: Verifier | No
 
 def _content(output: Path, path: Path, expected: str | None, log: LogView) -> bytes:
     change = path.with_name(f"{path.name}{NEXT}")
-    for place in (path, change):
+    for candidate in (path, change):
         try:
-            found = read_bounded(place, MAX_BYTES)
+            content = read_bounded(candidate, MAX_BYTES)
         except (OSError, ValueError):
-            found = None
-        if found is not None and expected == sha256(found).hexdigest():
-            return found
+            content = None
+        if content is not None and expected == sha256(content).hexdigest():
+            return content
     is_erased = path.relative_to(output).as_posix() in log.erased
     if not os.path.lexists(path) and (expected is None or is_erased):
         return b""

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.evidence.statement import InTotoRecord, Subject
+from xray_runtime.evidence.statement import InTotoRecord, StatementSubject
 from xray_runtime.evidence.view import START
 from xray_runtime.files import sync
 from xray_runtime.lineage.signing import PAYLOAD_TYPE, envelope
@@ -22,7 +22,7 @@ def signed_line(
 ) -> bytes:
     """A line as `append_signed_line` writes it, after the line with the digest `previous`."""
     at = datetime.now(UTC).isoformat(timespec="seconds")
-    subject = [Subject.of(name, sha) for name, sha in sorted(files.items())]
+    subject = [StatementSubject.of(name, sha) for name, sha in sorted(files.items())]
     dated = entry.model_copy(update={"previous": previous, "at": at})
     content = record.model_validate({"subject": subject, "predicate": dated}).to_bytes()
     return envelope(content, PAYLOAD_TYPE, private).encode() + b"\n"
@@ -62,5 +62,5 @@ def _whole_end(file: Any) -> tuple[int, bytes]:
         step = min(position, 1 << 16)
         position = file.seek(position - step)
         tail = file.read(step) + tail
-    whole = tail[: tail.rfind(b"\n") + 1]
-    return position + len(whole), whole[whole.rfind(b"\n", 0, -1) + 1 :]
+    complete = tail[: tail.rfind(b"\n") + 1]
+    return position + len(complete), complete[complete.rfind(b"\n", 0, -1) + 1 :]

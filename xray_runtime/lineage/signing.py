@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import first_line
+from xray_runtime.evidence.lines import SignatureProblem
 from xray_runtime.store.checkpoints import read_bounded
 from xray_runtime.store.seal import new_private_key, public_half
 
@@ -30,14 +31,6 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "XRAY_SIGNING_KEY"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 PRIVATE, PUBLIC = "signing.pem", "signing.pub"
-
-
-class SignatureProblem(ValueError):
-    """A signature that is not valid; `code` is `missing`, `malformed`, `foreign`, `invalid` or `retired`."""
-
-    def __init__(self, code: str, text: str) -> None:
-        super().__init__(text)
-        self.code = code
 
 
 def signing_key(output: Path) -> Path:

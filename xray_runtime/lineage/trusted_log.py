@@ -6,16 +6,13 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 from pathlib import Path
 
-from xray_runtime.errors import first_line
 from xray_runtime.evidence.log import LOG, LogTail
 from xray_runtime.evidence.view import LogView
 from xray_runtime.lineage.keys import trusted_keys
 from xray_runtime.lineage.signing import TrustedKey, Verifier
-from xray_runtime.store.checkpoints import read_bounded
 
 log = logging.getLogger(__name__)
 
@@ -36,26 +33,3 @@ def trusted_view(output: Path) -> LogView:
 def _tail(output: Path, keys: tuple[TrustedKey, ...], sha256s: tuple[str, ...]) -> LogTail:
     """sha256s: of the keys, whose files may change."""
     return LogTail(output / LOG, Verifier(keys))
-
-
-def read_logged(output: Path, path: Path, limit: int = MAX_BYTES) -> bytes | None:
-    """The bytes of a file below `output` if they are those that the log names; None with a warning if not."""
-    return read_as_signed(path, trusted_view(output).files.get(path.relative_to(output).as_posix()), limit)
-
-
-def read_as_signed(path: Path, sha256: str | None, limit: int = MAX_BYTES) -> bytes | None:
-    """The bytes of a file if they have a digest; None without the file, and with a warning if they do not.
-
-    They are read once: what is parsed is what was checked.
-    """
-    try:
-        content = read_bounded(path, limit)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        log.warning("%s; it is not used", first_line(error))
-        return None
-    if hashlib.sha256(content).hexdigest() == sha256:
-        return content
-    log.warning("%s: not what was signed; it is not used", path)
-    return None

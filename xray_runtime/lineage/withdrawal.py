@@ -1,4 +1,4 @@
-"""Withdrawal: a person's data, or a source, goes; what was made from it is named, marked and never promoted again.
+"""Withdrawal: erase a person's data or a source, and block every descendant from promotion.
 
 The signed entry comes first: from then on promotion refuses the descendants, and an audit knows which files may be
 missing. Then the files are erased. The key of the person's recorded texts, which finds their copies, goes last. So the
@@ -27,12 +27,10 @@ from xray_runtime.files import write_atomic
 from xray_runtime.graph.artifacts import PEOPLE
 from xray_runtime.lineage.comparisons import JUDGEMENTS, REPLIES, SESSION, SESSIONS
 from xray_runtime.lineage.erasure import TextPattern, erase_file, erase_from_database, files_with, loses_rows, rewrite
+from xray_runtime.lineage.evidence import evidence
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.log import append
 from xray_runtime.lineage.recorded import RecordedReader
 from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.lineage.signing import signing_key
-from xray_runtime.lineage.terms import own_sources
 from xray_runtime.store.checkpoints import CHECKPOINTS
 from xray_runtime.store.manifest import MANIFEST
 from xray_runtime.store.snapshots import SNAPSHOTS
@@ -54,7 +52,7 @@ class Withdrawal:
     """The plan of a withdrawal."""
 
     subject: str
-    """See `log_entries.Withdrawn`."""
+    """See `evidence.kinds.withdrawn.Withdrawn`."""
     holders: list[Node] = field(default_factory=list)
     descendants: list[Node] = field(default_factory=list)
     """Parents first."""
@@ -86,9 +84,9 @@ def plan_user(store: LineageStore, user: str) -> Withdrawal:
         rows = list(RecordedReader(output).rows(None, (), None))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--user: nothing that was recorded can be read ({error}); see `xray recorded`") from None
-    own = {row["id"] for row in rows if row["user"] == pseudonym}
+    own_ids = {row["id"] for row in rows if row["user"] == pseudonym}
     # Feedback by others about their answers quotes them.
-    rows = [row for row in rows if row["id"] in own or row["answer"] in own]
+    rows = [row for row in rows if row["id"] in own_ids or row["answer"] in own_ids]
     subject = f"user {pseudonym}"
     if not rows and subject not in {entry.subject for entry in view(output).state(Withdrawals)}:
         raise ConfigError(f"--user: {user!r} is not allowed: nothing of them is recorded in {str(output)!r}")
@@ -104,12 +102,7 @@ def plan_user(store: LineageStore, user: str) -> Withdrawal:
 
 def plan_source(store: LineageStore, source: str) -> Withdrawal:
     """The plan for a source of data, by its name in a config or its digest. Raises ConfigError if nothing read it."""
-    read = [
-        (node, found)
-        for node in store.graph.nodes.values()
-        if node.statement is not None
-        for found in own_sources(store.graph, node.sha256, node.statement)
-    ]
+    read = [(node, found) for node in store.graph.nodes.values() for found in store.graph.own_sources(node.sha256)]
     chosen = {f.digest: f for _, f in read if source in (f.name, f.digest, Path(f.name).name)}
     if not chosen:
         names = ", ".join(sorted({repr(found.name) for _, found in read})) or "none"
@@ -209,7 +202,7 @@ def withdraw(store: LineageStore, plan: Withdrawal, by: str) -> list[str]:
     )
     same = [e for e in log.state(Withdrawals) if e.subject == plan.subject and set(erased) <= set(e.erased)]
     if not any(set(entry.holders + entry.descendants) <= set(e.holders + e.descendants) for e in same):
-        append(output, signing_key(output), entry, digests(output, [output / FOLDER]))
+        evidence().append(output, entry, digests(output, [output / FOLDER]))
     rewrite(output, stays, plan.pattern)
     for name in sorted(view(output).erased):
         erase_file(output / name)

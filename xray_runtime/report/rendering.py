@@ -17,17 +17,20 @@ if TYPE_CHECKING:
 TEMPLATES = Path(__file__).with_name("templates")
 
 
-def template(name: str, folder: Path = TEMPLATES) -> Template:
-    """A template in a folder by its file name. In Markdown, the filters `code` and `plain` quote untrusted text."""
-    return _environment(folder).get_template(name)
+def template(name: str, folders: tuple[Path, ...] = (TEMPLATES,)) -> Template:
+    """The template with this file name in the first folder that has one.
+
+    In Markdown, the filters `code` and `plain` quote untrusted text.
+    """
+    return _environment(folders).get_template(name)
 
 
 @cache
-def _environment(folder: Path) -> Environment:
+def _environment(folders: tuple[Path, ...]) -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
     environment = Environment(
-        loader=FileSystemLoader(folder),
+        loader=FileSystemLoader(folders),
         autoescape=select_autoescape(["html"]),
         undefined=StrictUndefined,
         trim_blocks=True,

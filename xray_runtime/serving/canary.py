@@ -14,7 +14,7 @@ from xray_runtime.lineage.canary import end, running, sound_log
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, require_language_model
 from xray_runtime.serving import NotServedError
 from xray_runtime.serving.canary_metrics import CanaryState
-from xray_runtime.serving.choice import Choice, require_sound
+from xray_runtime.serving.choice import ModelChoice, require_sound
 from xray_runtime.serving.replica import ServedModel
 from xray_runtime.serving.server import Server
 
@@ -37,7 +37,7 @@ class CanaryFollower:
         server: Server,
         store: LineageStore,
         name: str,
-        load: Callable[[Choice], ServedModel],
+        load: Callable[[ModelChoice], ServedModel],
         records: bool,
         public: Path | None,
         clock: Callable[[], float] = time.monotonic,
@@ -81,14 +81,14 @@ class CanaryFollower:
         self._server.canary = CanaryState(True, monitor.decision("undecided", "").arms)
         return f"canary: {began.candidate[:12]} answers {began.rules.share:.0%} of users"
 
-    def _choice(self, canary: Canary) -> Choice:
+    def _choice(self, canary: Canary) -> ModelChoice:
         """The candidate, after its audit. It answers to the champion's names too: clients do not know of it."""
         sound_log(self._output, self._public)
         store = open_lineage_store(self._output, self._tracking_uri)
         node = store.graph.nodes[canary.began.candidate]
         require_language_model(node)
         names = (node.sha256[:12], node.sha256, self._name, f"{self._name}@champion", "champion")
-        choice = Choice(store, node, names)
+        choice = ModelChoice(store, node, names)
         require_sound(choice, self._public)
         return choice
 

@@ -11,10 +11,16 @@ from pathlib import Path
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.evidence.kinds.withdrawn import Withdrawals
 from xray_runtime.evidence.log import view
-from xray_runtime.lineage.audit.checkpoints import audit
+from xray_runtime.lineage.evidence import evidence
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.promotion import CHAMPION, champion_of
-from xray_runtime.lineage.reference import LineageStore, open_lineage_store, require_language_model, resolve
+from xray_runtime.lineage.reference import (
+    CHAMPION,
+    LineageStore,
+    champion_of,
+    open_lineage_store,
+    require_language_model,
+    resolve,
+)
 from xray_runtime.lineage.withdrawal import refusal
 from xray_runtime.serving import NotServedError
 
@@ -25,7 +31,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 4.0, 300.0
 
 
 @dataclass(frozen=True)
-class Choice:
+class ModelChoice:
     """A checkpoint, and its names in requests."""
 
     store: LineageStore
@@ -61,15 +67,15 @@ def followed(reference: str, output: Path | None) -> str | None:
     return names[0]
 
 
-def fixed(reference: str, output: Path | None, tracking_uri: str | None) -> Choice:
+def fixed(reference: str, output: Path | None, tracking_uri: str | None) -> ModelChoice:
     """The checkpoint that `reference` names. Raises ConfigError if it is not a language model."""
     store, node = resolve(reference, output, tracking_uri)
     require_language_model(node)
     own = () if Path(reference).exists() else (reference,)
-    return Choice(store, node, tuple(dict.fromkeys((node.sha256[:12], node.sha256, node.manifest.stage, *own))))
+    return ModelChoice(store, node, tuple(dict.fromkeys((node.sha256[:12], node.sha256, node.manifest.stage, *own))))
 
 
-def champion(name: str, output: Path, tracking_uri: str | None) -> Choice:
+def champion(name: str, output: Path, tracking_uri: str | None) -> ModelChoice:
     """The champion of `name` by the last signed decision, since MLflow's alias is not signed.
 
     Raises:
@@ -81,10 +87,10 @@ def champion(name: str, output: Path, tracking_uri: str | None) -> Choice:
     if decision is None or node is None:
         raise NotServedError(f"the champion of {name} is not in {output}")
     names = (f"{name}/{decision.version}", decision.checkpoint, name, f"{name}@{CHAMPION}", CHAMPION)
-    return Choice(store, node, names)
+    return ModelChoice(store, node, names)
 
 
-def require_sound(choice: Choice, public: Path | None) -> None:
+def require_sound(choice: ModelChoice, public: Path | None) -> None:
     """Audit the checkpoint and its ancestors.
 
     Raises:
@@ -92,12 +98,12 @@ def require_sound(choice: Choice, public: Path | None) -> None:
     """
     if (refused := refusal(choice.store, choice.node)) is not None:
         raise NotServedError(refused)
-    broken = audit(choice.store, [choice.node], public=public).broken
+    broken = evidence().audit(choice.store, [choice.node], public)
     if broken:
         raise NotServedError(f"{choice.node.name}: the audit found {'; '.join(broken)}")
 
 
-def require_splittable(choice: Choice, tensor_parallel: int) -> None:
+def require_splittable(choice: ModelChoice, tensor_parallel: int) -> None:
     """Raise ConfigError if the model's attention heads cannot be split over `tensor_parallel` devices."""
     heads = json.loads((choice.node.directory / "config.json").read_bytes()).get("num_attention_heads", 1)
     if heads % tensor_parallel:
@@ -129,7 +135,7 @@ class Follower:
         self._seen: str | None = None
         self._num_withdrawals = 0
 
-    def next_champion(self) -> Choice | None:
+    def next_champion(self) -> ModelChoice | None:
         """Another champion with a sound audit, if there is one; repeated after a while until it is served.
 
         Raises:

@@ -16,7 +16,7 @@ COLUMNS = ["kind", "id", "answer", "user", "application", "model"]
 
 
 @dataclass
-class Answer:
+class RecordedAnswer:
     """The facts about a recorded answer that its feedback is checked against."""
 
     user: str
@@ -30,7 +30,7 @@ class RecordedIndex:
     """The last answers and feedback of a store, by id."""
 
     def __init__(self) -> None:
-        self.answers: dict[str, Answer] = {}
+        self.answers: dict[str, RecordedAnswer] = {}
         self._feedback: set[str] = set()
 
     @classmethod
@@ -45,7 +45,7 @@ class RecordedIndex:
         """Add rows, each with COLUMNS."""
         for row in rows:
             if row["kind"] == "answer":
-                self.answers[row["id"]] = Answer(row["user"], row["application"], row["model"])
+                self.answers[row["id"]] = RecordedAnswer(row["user"], row["application"], row["model"])
                 if len(self.answers) > MAX_ANSWERS:
                     del self.answers[next(iter(self.answers))]
                 continue

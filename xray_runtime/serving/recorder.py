@@ -72,7 +72,7 @@ class RecorderSettings:
     """Directory of the log; None: this process keeps its output."""
 
 
-class Recorder:
+class AnswerRecorder:
     def __init__(self, settings: RecorderSettings) -> None:
         if settings.logs is not None:
             # A process that Ray starts again must not fail here.
@@ -295,7 +295,7 @@ class RecorderHandle:
 def start_recorder(settings: RecorderSettings) -> RecorderHandle:
     """Start the recorder on this machine; Ray must be up. Raises NotServedError if the store cannot be used."""
     options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": same_node()}
-    actor = ray.remote(Recorder).options(**options).remote(settings)
+    actor = ray.remote(AnswerRecorder).options(**options).remote(settings)
     try:
         ray.get(actor.check.remote())
     except ray.exceptions.RayError as error:

@@ -114,7 +114,7 @@ class Outbox:
             log.warning("recording: %d answers are lost: the recorder did not take them in time", self._waiting)
 
 
-class Recording:
+class RecordingMiddleware:
     """ASGI middleware below `middleware.Tagged`.
 
     Args:

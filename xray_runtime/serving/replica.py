@@ -20,7 +20,7 @@ from xray_runtime.serving.canary_metrics import CanaryCollector, CanaryState
 from xray_runtime.serving.json_bodies import JsonBodies
 from xray_runtime.serving.middleware import Tagged
 from xray_runtime.serving.recorder import RecorderHandle
-from xray_runtime.serving.recording import FEEDBACK_PATH, Outbox, Recording, prometheus_count
+from xray_runtime.serving.recording import FEEDBACK_PATH, Outbox, RecordingMiddleware, prometheus_count
 from xray_runtime.store.checkpoints import verify
 
 LOOPBACK = "127.0.0.1"
@@ -84,7 +84,9 @@ class Replica:
         if recorder is None:
             return Tagged(app, model.sha256, model.key, self._secret)
         self._outbox = Outbox(recorder.actor.keep.remote, prometheus_count())
-        recording = Recording(app, model.sha256, recorder.config, self._outbox, recorder.actor.feedback.remote)
+        recording = RecordingMiddleware(
+            app, model.sha256, recorder.config, self._outbox, recorder.actor.feedback.remote
+        )
         return Tagged(recording, model.sha256, model.key, self._secret, own_keys=(FEEDBACK_PATH,))
 
     async def check(self, canary: CanaryState | None) -> None:

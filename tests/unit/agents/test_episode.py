@@ -68,7 +68,7 @@ def test_a_repeated_request_gets_the_stored_answer_and_counts_once(world: World)
     assert len(episode.calls()) == 2
 
 
-def test_a_call_whose_client_went_away_is_in_the_loss_only_if_it_is_continued(tokenizer: Any) -> None:
+def test_an_abandoned_call_is_in_the_loss_only_if_continued(tokenizer: Any) -> None:
     gate = threading.Event()
     with opened(tokenizer, pause=gate) as world:
         episode = world.open()
@@ -188,7 +188,7 @@ def test_a_broken_generator_is_no_fault_of_the_agent(tokenizer: Any) -> None:
         assert episode.broken is None
 
 
-def test_what_is_not_answered_when_an_episode_ends_is_no_part_of_it(tokenizer: Any) -> None:
+def test_calls_unanswered_at_the_end_are_not_in_the_episode(tokenizer: Any) -> None:
     gate = threading.Event()
     with opened(tokenizer, pause=gate) as world, ThreadPoolExecutor(1) as thread:
         episode = world.open()

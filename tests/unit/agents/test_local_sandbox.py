@@ -377,7 +377,7 @@ BEST = [
 
 
 @pytest.mark.parametrize(("missing", "expected", "why"), BEST)
-def test_what_does_not_keep_a_program_in_must_be_accepted(
+def test_missing_isolation_must_be_accepted_explicitly(
     missing: tuple[str, ...],
     expected: Confinement,
     why: str | None,
@@ -400,7 +400,7 @@ def test_what_does_not_keep_a_program_in_must_be_accepted(
         confine.confinement.cache_clear()
 
 
-def test_what_the_kernel_refuses_is_not_taken_for_a_sandbox(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_isolation_the_kernel_refuses_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The reason is the kernel's, not that of a machine without Landlock or bubblewrap."""
     monkeypatch.setattr(confine.shutil, "which", lambda name: None)
     monkeypatch.setattr(confine.landlock, "version", lambda: 5)

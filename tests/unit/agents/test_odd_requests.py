@@ -189,7 +189,7 @@ def test_others_are_answered_while_a_request_is_brought_into_tokens(
         assert [one.result(60) for one in held] == [200] * 6
 
 
-def test_what_cannot_fit_is_never_brought_into_tokens(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_cannot_fit_are_not_tokenized(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tree, "place", lambda tree, request: pytest.fail("it was"))
     episode = world.open()
     for path, body in {

@@ -32,7 +32,7 @@ def test_one_number_is_enough(dtype: torch.dtype, value: float) -> None:
     assert all_finite(x[:2])
 
 
-def test_what_has_no_numbers_to_be_wrong() -> None:
+def test_empty_and_integer_tensors_are_finite() -> None:
     assert all_finite(torch.zeros(0, 4))
     assert all_finite(torch.tensor([2**31], dtype=torch.int64))
     # The largest floats there are: a sum of them would overflow.

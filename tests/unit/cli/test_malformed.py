@@ -176,7 +176,7 @@ def test_malformed_input_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert wrong == []
 
 
-def test_what_nobody_foresaw_is_one_line_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_is_one_line_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     def fail() -> None:

@@ -86,7 +86,7 @@ def test_where_nothing_fits_the_options_of_the_command_are_suggested() -> None:
     assert planned(*same, "--lora-rank", str(by_change["lora_rank"]))["fits"]
 
 
-def test_what_is_planned_is_what_auto_takes(tmp_path: Path) -> None:
+def test_plan_shows_the_layout_that_auto_takes(tmp_path: Path) -> None:
     """Layouts that are written in the config, Megatron's too, do not stand in the planner's way."""
     engine = "{num_workhorses: 2, tensor_parallel: 2, library: megatron, micro_batch_tokens: 512}"
     base = "{kind: fresh, hidden_size: 4096, num_layers: 32, num_heads: 32, num_kv_heads: 32, intermediate_size: 11008}"

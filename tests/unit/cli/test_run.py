@@ -72,7 +72,7 @@ def test_bad_input_changes_nothing(options: tuple[str, ...], message: str, confi
     assert unharmed(output)
 
 
-def test_what_runs_is_written_down(config: Path, output: Path) -> None:
+def test_the_config_of_a_run_is_saved(config: Path, output: Path) -> None:
     assert "it was about to run" in called(config, "--output", output, "--fresh").output
     assert yaml.safe_load((output / "config.yaml").read_text())["seed"] == 3
     assert (output.with_name("out.before-1") / "config.yaml").read_text() == "seed: 1\n"
@@ -107,7 +107,7 @@ def two_judges(seed: int = 0):
         ("graphs.mine", "error: graphs.mine: no such file; name your own flow as MODULE:FLOW"),
     ],
 )
-def test_a_script_is_told_how_it_is_run(
+def test_a_script_run_the_wrong_way_gets_a_hint(
     target: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

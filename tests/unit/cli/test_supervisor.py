@@ -25,7 +25,7 @@ from xray.deployments.local_services import LOST
 from xray.flows.subject import Subject
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.evidence.view import RunBegan
-from xray_runtime.lineage.audit.log import read_log
+from xray_runtime.lineage.audit_check import read_log
 from xray_runtime.lineage.keys import trusted_keys
 from xray_runtime.lineage.log import append
 from xray_runtime.lineage.signing import Verifier, signing_key
@@ -95,9 +95,7 @@ def test_servers_that_do_not_start_are_started_as_often_as_allowed(
     assert all(line.startswith("the run was lost (raylet of Ray ended right after it was started)") for line in lines)
 
 
-def test_a_reason_of_the_attempt_before_is_not_taken_for_this_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reason_of_an_earlier_attempt_is_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = supervised([by_itself(LOST, "no room"), lambda _: -9, by_itself(0)], tmp_path, monkeypatch, restarts=2)[2]
     assert [line.partition(";")[0] for line in said.splitlines()] == [
         "the run was lost (no room)",
@@ -115,7 +113,7 @@ def test_an_interrupted_one_is_not_started_again(tmp_path: Path, monkeypatch: py
     assert said == "interrupted; run the same command again to continue from the beginning\n"
 
 
-def test_a_record_that_nobody_works_at_does_not_stay_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abandoned_record_does_not_stay_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """…in the output directory, and in the one that a flow has chosen."""
     chosen = tmp_path / "chosen"
 
@@ -137,7 +135,7 @@ def test_a_record_that_nobody_works_at_does_not_stay_running(tmp_path: Path, mon
         assert (broken, view.ended["0" * 32].status) == ([], "failed")
 
 
-def test_what_others_write_into_the_output_directory_does_not_choose_what_a_restart_runs(
+def test_files_in_the_output_directory_do_not_change_what_a_restart_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real child reads its job anew at each attempt; here it records what it reads."""

@@ -429,7 +429,7 @@ def _paths(model: type[BaseModel]) -> list[str]:
 
 @given(st.sampled_from(_paths(LifecycleConfig)), JSON)
 @example("data", {"\n": None})
-def test_whatever_comes_is_taken_or_refused_in_one_line(path: str, value: Any) -> None:
+def test_any_value_is_accepted_or_refused_in_one_line(path: str, value: Any) -> None:
     first, _, second = path.partition(".")
     data = {first: {second: value} if second else value}
     try:

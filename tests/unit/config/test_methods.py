@@ -40,7 +40,7 @@ def test_whole_episodes_are_credited() -> None:
     assert PPOStageConfig().gae_lambda == 0.95
 
 
-def test_what_is_written_out_counts_more() -> None:
+def test_written_fields_override_the_methods_defaults() -> None:
     config = PPOStageConfig(method="grpo", samples_per_prompt=4, kl={"coef": 0.5})  # type: ignore[arg-type]
     assert (config.samples_per_prompt, config.advantages) == (4, "grpo")
     assert (config.kl.coef, config.kl.place, config.kl.controller) == (0.5, "loss", "fixed")

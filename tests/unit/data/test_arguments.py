@@ -126,7 +126,7 @@ def test_by_name(function: Callable[..., Any], found: Any) -> None:
         (functools.partial(weighted), "takes 'weight', which is not a column"),
     ],
 )  # fmt: skip
-def test_what_is_not_known_is_refused(function: Callable[..., Any], message: str) -> None:
+def test_unknown_arguments_are_refused(function: Callable[..., Any], message: str) -> None:
     with pytest.raises(ValueError, match=r"^ppo\.rewards\.0: ") as caught:
         Arguments(function, "ppo.rewards.0").check(list(BATCH.columns))
     assert message in str(caught.value)

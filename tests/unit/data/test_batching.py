@@ -45,7 +45,7 @@ def test_every_row_once_an_epoch(num_rows: int, seed: int, epochs: int, step: in
     takes=st.lists(st.integers(0, 70), min_size=1, max_size=8),
     stop=st.integers(0, 7),
 )
-def test_a_resumed_cursor_goes_on_as_if_never_stopped(num_rows: int, seed: int, takes: list[int], stop: int) -> None:
+def test_a_resumed_cursor_continues_exactly(num_rows: int, seed: int, takes: list[int], stop: int) -> None:
     whole = Cursor(num_rows, seed)
     expected = [whole.take(n) for n in takes]
     cursor = Cursor(num_rows, seed)
@@ -58,7 +58,7 @@ def test_a_resumed_cursor_goes_on_as_if_never_stopped(num_rows: int, seed: int, 
     assert cursor == whole
 
 
-def test_the_end_of_an_epoch_is_no_place_to_lose_one() -> None:
+def test_no_row_is_lost_at_the_end_of_an_epoch() -> None:
     cursor = Cursor(4, seed=3)
     cursor.take(4)
     assert cursor == Cursor(4, seed=3, epoch=1, position=0)

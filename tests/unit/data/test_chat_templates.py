@@ -227,7 +227,7 @@ NASTY = st.text(st.sampled_from(list(" \n\t\u00a0\r\u2028aZ9<|>▁_é\U0001f642{
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.tuples(NASTY, NASTY, NASTY, NASTY))
-def test_rows_are_those_of_transformers_whatever_is_said(name: str, texts: tuple[str, ...]) -> None:
+def test_rows_equal_those_of_transformers_for_any_messages(name: str, texts: tuple[str, ...]) -> None:
     tokenizer, messages = made(name), chat(name, *texts)
     whole = tokenizer.apply_chat_template(messages)["input_ids"]
     assert encode_conversations(tokenizer, [messages[:-1]], [texts[-1]]) == [whole]
@@ -475,7 +475,7 @@ def test_a_mark_at_the_first_token_is_no_longer_than_it_is() -> None:
         ("{{ messages[5].content }}", None, "refuses a conversation"),
     ],
 )
-def test_what_a_template_would_change_or_lose_is_refused(template: str, messages: Messages | None, error: str) -> None:
+def test_conversations_a_template_changes_are_refused(template: str, messages: Messages | None, error: str) -> None:
     tokenizer = copy.deepcopy(made("chatml"))
     tokenizer.chat_template = template
     conversation = messages or [said("user", "Hello there"), said("assistant", "fine")]

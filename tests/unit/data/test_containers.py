@@ -114,7 +114,7 @@ def test_a_record_is_the_same_from_every_container(rows: list[Row]) -> None:
         assert len({json.dumps(found, sort_keys=True) for found in records}) == 1
 
 
-def test_what_prepare_writes_is_the_same_from_every_container(tmp_path: Path) -> None:
+def test_prepare_writes_the_same_from_every_container(tmp_path: Path) -> None:
     rows = [
         {
             "messages": [

@@ -121,7 +121,7 @@ def test_the_mask_is_what_the_assistant_said(dataset: Path, tokenizer: Any) -> N
     assert next(iter(rows.input_ids))[:same].tolist() == encoded[:same]
 
 
-def test_what_has_too_many_tokens_is_not_learned(dataset: Path, tokenizer: Any) -> None:
+def test_conversations_with_too_many_tokens_are_left_out(dataset: Path, tokenizer: Any) -> None:
     whole = ConversationTokens(dataset, tokenizer, 10_000, 10_000, process_seal()).take(range(7))
     first = int(whole.prompt_lengths[1])
     # Only the first reply has so few tokens before it: rows end with it.

@@ -125,7 +125,7 @@ def test_a_flood_of_one_user_is_bounded(share: float | None) -> None:
     assert found.shares["labels"] <= share
 
 
-def test_a_night_of_too_few_people_trains_nothing() -> None:
+def test_a_cycle_with_too_few_people_trains_nothing() -> None:
     found, dropped = curated([rating(n, f"user {n % 3}", "up") for n in range(30)], heldout_fraction=1e-9)
     assert (found.labels, dropped) == ([], {"over_a_persons_share": 30})
 

@@ -54,7 +54,7 @@ def test_a_function_of_your_own(module: str) -> None:
         ("own_gold_score:limit", "is int, not a function"),
     ],
 )
-def test_what_cannot_be_loaded(module: str, name: str, message: str) -> None:
+def test_a_gold_function_that_cannot_be_loaded_is_refused(module: str, name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         load_gold(name, {})
     assert "\n" not in str(caught.value)
@@ -68,12 +68,12 @@ def test_what_cannot_be_loaded(module: str, name: str, message: str) -> None:
         ("words", "must return a list of numbers"),
     ],
 )
-def test_what_returns_no_scores(module: str, function: str, message: str) -> None:
+def test_a_gold_function_without_scores_is_refused(module: str, function: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_gold(f"{module}:{function}", {})(["p", "p"], ["a", "b"])
 
 
-def test_what_nobody_allowed_is_not_even_imported(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_that_are_not_allowed_are_not_imported(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "another.module")
     with pytest.raises(ValueError, match=rf"gold: '{module}:length' is not allowed: .*=another.module,{module}$"):
         load_gold(f"{module}:length", {})
@@ -108,7 +108,7 @@ def test_which_modules_are_allowed(allowed: str, path: str, ok: bool) -> None:
 
 
 @pytest.mark.parametrize("allowed", ["*", "a.b:f", "my-package", "a..b", "a.*.b", "a;b"])
-def test_what_is_no_list_of_modules(allowed: str) -> None:
+def test_an_invalid_list_of_modules_is_refused(allowed: str) -> None:
     with pytest.raises(ValueError, match=r"XRAY_ALLOWED_IMPORTS: .* is not allowed: must be a module"):
         check_import("a:f", {VARIABLE: allowed})
 

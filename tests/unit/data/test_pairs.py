@@ -71,7 +71,7 @@ def test_tools_are_kept_as_they_are(tmp_path: Path) -> None:
     assert pairs[1].texts[1] == f"b\n{said}"
 
 
-def test_what_is_no_file_of_pairs_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_pairs_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.arrow"
     pairs = [Example(str(i), "c", PROMPT, "reply") for i in range(600)]
     write_pairs(path, Example, pairs)
@@ -93,7 +93,7 @@ def test_what_is_no_file_of_pairs_is_refused(tmp_path: Path) -> None:
         list(Pairs(path, Example))
 
 
-def test_whatever_byte_is_wrong_only_a_value_is_refused(tmp_path: Path) -> None:
+def test_any_damaged_byte_raises_a_value_error(tmp_path: Path) -> None:
     """A dataset may come from anybody: one that lies about its lengths must not make us read beyond its end."""
     path, rng = tmp_path / "a.arrow", random.Random(0)
     write_pairs(path, Example, [Example(str(i), "c", PROMPT, "reply" * i) for i in range(20)])

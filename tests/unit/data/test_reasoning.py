@@ -78,7 +78,7 @@ LITERALS = {
 
 
 @pytest.mark.parametrize("name", LITERALS)
-def test_what_a_prompt_and_the_reply_behind_it_say(name: str) -> None:
+def test_tokens_of_prompts_and_replies(name: str) -> None:
     tokenizer, (prompt, reasoned, plain) = made(name), LITERALS[name]
     [asked] = encode_prompts(tokenizer, [[user("a")]])
     replies = encode_replies_to(tokenizer, [([user("a")], says("d", "b c")), ([user("a")], says("d"))])
@@ -191,7 +191,7 @@ UPPER = QWEN3.replace("+ content + '<|im_end|>", "+ content | upper + '<|im_end|
         ),
     ],
 )
-def test_what_cannot_agree_is_refused_by_message(template: str, messages: Messages, error: str) -> None:
+def test_templates_that_contradict_tokens_are_refused(template: str, messages: Messages, error: str) -> None:
     tokenizer = tokenizer_for({QWEN3: "qwen3", UPPER: "qwen3", R1: "r1"}.get(template, "spaced"), template)
     with pytest.raises(ValueError, match=error) as caught:
         chat_format(tokenizer).turns([(messages, [len(messages) - 1])])

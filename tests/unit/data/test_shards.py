@@ -80,7 +80,7 @@ def test_iterations_are_those_of_whole_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"x" * 200])
-def test_what_is_no_shard_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_invalid_shards_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "000000.parquet").write_bytes(content)
     with pytest.raises(ValueError, match="damaged, or not a shard"):
         read_shard(tmp_path / "000000.parquet")

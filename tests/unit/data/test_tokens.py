@@ -147,7 +147,7 @@ def test_damaged_tokens_are_made_again(
     assert len(tokens) == 23
 
 
-def test_what_a_killed_process_left_is_no_tokens(dataset: Path, tokenizer: Any) -> None:
+def test_files_of_a_killed_process_are_not_used(dataset: Path, tokenizer: Any) -> None:
     Tokens(dataset, Example, tokenizer, process_seal())
     [path] = files(dataset)
     building = path.with_name(f"{path.name}.building")

@@ -18,7 +18,7 @@ BOTH = {
 }
 
 
-def test_what_is_shown_holds_no_password() -> None:
+def test_shown_addresses_have_no_password() -> None:
     assert databases(BOTH) == {"prefect": "db.example:5433/prefect", "mlflow": "db.example:5432/mlflow"}
     assert databases({PREFECT: ""}) == {}
 

@@ -71,3 +71,23 @@ def test_the_file_for_prefect_deploy_says_the_same() -> None:
     content = yaml.safe_load(text)
     pull = [{"prefect.deployments.steps.set_working_directory": {"directory": "/home/x"}}]
     assert content == {"pull": pull, "deployments": list(DEPLOYMENTS.values())}
+
+
+def test_a_deployment_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "weekly.py").write_text(
+        "from xray.deployments.presets import Deployment\n"
+        "REPORT = Deployment(name='report', description='', flow='weekly.report', schedule=('weekly', '0 6 * * 1'))\n"
+        "PLAN = Deployment(name='plan', description='Plan.', flow='weekly.plan')\n"
+    )
+    information = tmp_path / "weekly-1.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Name: weekly\nVersion: 1\n")
+    points = information / "entry_points.txt"
+    points.write_text("[xray.deployments]\nreport = weekly:REPORT\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    *ours, theirs = deployments(VALUES)
+    assert ours == list(DEPLOYMENTS.values())
+    assert (theirs["entrypoint"], theirs["parameters"]) == ("weekly.report", {"output": "/home/x/output"})
+    points.write_text("[xray.deployments]\nplan = weekly:PLAN\n")
+    with pytest.raises(ValueError, match=r"^deployment 'plan' is there twice: xray\.flows\.plan\.plan, weekly\.plan$"):
+        deployments(VALUES)

@@ -43,7 +43,7 @@ def me() -> ProcessRecord:
     return ProcessRecord.of(os.getpid())
 
 
-def test_what_is_remembered_comes_back_whole(home: ServerHome) -> None:
+def test_a_saved_state_loads_unchanged(home: ServerHome) -> None:
     assert home.load() is None
     state = State(tag="ab", ports=PORTS | {"ray": 7000}, started={"ray": me()})
     home.save(state)
@@ -109,7 +109,7 @@ def test_a_remembered_host_needs_one_again(tmp_path: Path, monkeypatch: pytest.M
     assert "'0.0.0.0' is not allowed without authentication" in done.output
 
 
-def test_what_services_find_in_their_environment(home: ServerHome, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_of_services(home: ServerHome, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of the shell")
     found = home.environment(State(tag="ab", ports=PORTS | {"prefect": 4201}))
     assert "RAY_AUTH_TOKEN" not in found
@@ -238,7 +238,7 @@ def test_a_service_at_work_is_waited_for(home: ServerHome, monkeypatch: pytest.M
     assert thing.stop()
 
 
-def test_what_is_up_is_left_alone(home: ServerHome) -> None:
+def test_running_services_are_left_alone(home: ServerHome) -> None:
     state, said = State(tag="ef"), list[str]()
     thing = service(home, "import time; time.sleep(60)", healthy=True)
     assert start_missing(home, state, [thing]) == ["ray"]

@@ -149,7 +149,8 @@ IMPORTS = re.compile(r"^\s*(?:>>> )?(?:from|import) xray_runtime\b", re.MULTILIN
 
 
 def test_docs_and_examples_import_xray_alone() -> None:
-    sources = [*ROOT.glob("examples/**/*.py"), *ROOT.glob("examples/*.ipynb"), *ROOT.glob("docs/*.md"), *TEXTS]
+    # CONTRIBUTING.md shows plugs inside X-ray.
+    sources = [*ROOT.glob("examples/**/*.py"), *ROOT.glob("examples/*.ipynb"), *ROOT.glob("docs/*.md"), README]
     texts = {path: path.read_text(encoding="utf-8").replace('\\n"', "").replace('    "', "") for path in sources}
     assert [path.name for path, text in texts.items() if IMPORTS.search(text)] == []
     assert IMPORTS.search('    "from xray_runtime.data import pairs'.replace('    "', ""))

@@ -148,7 +148,7 @@ def shown(content: dict[str, Any]) -> str:
     return file.getvalue()
 
 
-def test_a_run_that_waits_for_somebody_is_not_taken_for_crashed() -> None:
+def test_a_run_that_waits_for_a_person_is_not_marked_crashed() -> None:
     trigger = trigger_of(crashed_without_heartbeat())
     assert {"prefect.flow-run.Suspended", "prefect.flow-run.Resuming", "prefect.flow-run.Completed"} <= trigger.expect
 

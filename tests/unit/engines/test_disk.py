@@ -19,7 +19,7 @@ sys.stdin.read()
 """
 
 
-def test_what_a_killed_process_left_is_removed_and_what_a_living_one_holds_is_not(tmp_path: Path) -> None:
+def test_files_of_killed_processes_are_removed_and_those_in_use_stay(tmp_path: Path) -> None:
     root = tmp_path / "nvme"
     command = [sys.executable, "-c", CODE, str(root)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:

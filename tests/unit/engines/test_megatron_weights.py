@@ -124,7 +124,9 @@ def test_the_last_stage_borrows_a_tied_embedding_and_has_the_head() -> None:
         ),
     ],
 )
-def test_what_megatron_cannot_train_is_refused(changes: dict[str, Any], layout: dict[str, Any], message: str) -> None:
+def test_models_megatron_cannot_train_are_refused(
+    changes: dict[str, Any], layout: dict[str, Any], message: str
+) -> None:
     module = HeadedLM(LlamaForCausalLM(config(**changes)))
     with pytest.raises(ValueError, match=message):
         check_llama(module, EngineConfig(library="megatron", **layout), CPU)

@@ -40,7 +40,7 @@ def drawn(prompt: list[int] | None = None, **options: Any) -> dict[int, float]:
         ({"temperature": 0.5, "min_p": 0.1}, {0: 0.25 / 0.34, 1: 0.09 / 0.34}),
     ],
 )
-def test_what_is_left_is_sampled_in_its_proportions(options: dict[str, Any], left: dict[int, float]) -> None:
+def test_filtered_tokens_keep_their_proportions(options: dict[str, Any], left: dict[int, float]) -> None:
     assert drawn(**options) == pytest.approx(left, abs=1e-6)
 
 
@@ -72,6 +72,6 @@ def test_options_reach_the_sampler() -> None:
 
 
 @pytest.mark.parametrize("field", ["top_p", "top_k", "min_p", "repetition_penalty"])
-def test_what_would_bias_ratios_is_refused(field: str) -> None:
+def test_options_that_bias_ratios_are_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=rf"{field} = 0.5 is not allowed: ratios use log-probabilities"):
         validate({"ppo": {"stages": [{field: 0.5}]}})

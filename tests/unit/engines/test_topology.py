@@ -16,6 +16,6 @@ def test_ranks_of_two_by_two_by_two() -> None:
     assert [grid.rank(grid.stage(r), grid.data_rank(r), grid.tensor_rank(r)) for r in range(8)] == list(range(8))
 
 
-def test_layers_are_dealt_evenly() -> None:
+def test_layers_are_divided_evenly() -> None:
     assert [list(Topology(pipeline=3).layers(s, 7)) for s in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
     assert list(Topology().layers(0, 2)) == [0, 1]

@@ -135,7 +135,7 @@ def test_half_a_character_in_a_call_is_answered() -> None:
     assert step.messages == [{"role": "tool", "name": "greet", "content": "Hello \\ud800"}]
 
 
-def test_templates_that_name_the_tool_of_an_answer_are_told_it() -> None:
+def test_templates_get_the_tool_name_of_an_answer() -> None:
     tokenizer = train_tokenizer(["how are you"], 300)
     named = CHATML.replace("message['role'] +", "message['role'] + ' ' + (message['name'] or '') +")
     tokenizer.chat_template = named.replace("<|im_start|>assistant\n", "<|im_start|>assistant \n")

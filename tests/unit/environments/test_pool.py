@@ -160,7 +160,7 @@ def test_long_info_and_faults_of_a_reset(faulty: EnvironmentPool) -> None:
         faulty.reset(0, {"prompt": {1}}, seed=0)
 
 
-def test_what_is_printed_is_no_answer(faulty: EnvironmentPool) -> None:
+def test_printed_text_is_not_an_answer(faulty: EnvironmentPool) -> None:
     started(faulty, 0)
     assert faulty.step(0, "print").result(20).reward == 0
     assert faulty.step(0, "2").result(20).reward == 2
@@ -175,7 +175,7 @@ def test_a_process_that_dies_once_costs_nothing(faulty: EnvironmentPool, tmp_pat
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("in_flight", [0, 1, 3])
-def test_what_others_do_to_a_process_costs_no_episode(blow: signal.Signals, in_flight: int) -> None:
+def test_a_killed_process_costs_no_episode(blow: signal.Signals, in_flight: int) -> None:
     before = children()
     with pool_of(samples.Faulty) as pool:
         started(pool, 0, 1, 2)
@@ -190,7 +190,7 @@ def test_what_others_do_to_a_process_costs_no_episode(blow: signal.Signals, in_f
         assert pid not in children()
 
 
-def test_a_process_that_does_not_start_again_is_no_fault_of_an_episode(
+def test_a_process_that_cannot_restart_is_not_the_episodes_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "fickle.py").write_text(f"from {samples.__name__} import Faulty")

@@ -13,7 +13,7 @@ from xray_runtime.environments.protocol import Start, Step, as_start, as_step
 SAID = {"role": "user", "content": "x"}
 
 
-def test_what_is_allowed() -> None:
+def test_allowed_starts_and_steps() -> None:
     assert as_start(None) == Start()
     start = Start([SAID, {"role": "assistant", "content": "y"}], [{"type": "function"}])
     assert as_start(start) == start

@@ -115,13 +115,13 @@ def test_every_task_that_runs_replies_is_known() -> None:
         (("chain_sum", range(1)), {"min_terms": 9}, r"chain_sum: reasoning-gym refuses the settings {'min_terms': 9}"),
     ],
 )
-def test_what_is_refused(arguments: Any, config: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_items_are_refused(arguments: Any, config: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         write_items(tmp_path / "items.jsonl", *arguments, **config)
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_row_must_hold(tmp_path: Path) -> None:
+def test_an_invalid_item_is_refused(tmp_path: Path) -> None:
     [row] = written(tmp_path / "sums.jsonl", "chain_sum", range(1), **SUMS)
     with pytest.raises(ValueError, match="item is None: must be the column that write_items wrote"):
         environment().reset({"prompt": row["prompt"]}, 0)

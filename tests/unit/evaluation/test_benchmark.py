@@ -206,7 +206,7 @@ def test_a_dataset_without_validation_rows_says_so(root: Path) -> None:
         ({"suite": "mmlu"}, "suite: \"mmlu\" is not allowed: must be one of 'perplexity', "),
     ],
 )
-def test_what_cannot_be_measured_is_refused_as_the_graph_is_written(fields: dict[str, Any], reason: str) -> None:
+def test_impossible_benchmarks_are_refused_in_the_graph(fields: dict[str, Any], reason: str) -> None:
     with recording(), pytest.raises(ConfigError) as caught:
         xray.benchmark(xray.base(model="m"), xray.prepare(source="x.jsonl"), **fields)
     assert reason in str(caught.value)

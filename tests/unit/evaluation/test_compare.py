@@ -97,7 +97,7 @@ def no_models(specs: Mapping[str, Any]) -> Any:
     raise AssertionError("asking opens no models")
 
 
-def test_nobody_is_asked_what_the_champion_has_seen(stage: Stage[EvaluationConfig, CompareInputs]) -> None:
+def test_people_judge_no_prompts_the_champion_was_trained_on(stage: Stage[EvaluationConfig, CompareInputs]) -> None:
     # A vocabulary of its own each: the same text is other tokens.
     tokenizers = {
         "candidate": train_tokenizer(["question"] * 9, 300),

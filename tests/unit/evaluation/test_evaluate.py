@@ -123,7 +123,7 @@ def test_the_judge_says_who_wins_and_the_reward_is_shown(root: Path) -> None:
     assert {(s["reward_after"], s["judges.0_after"], s["f_before"]) for s in found["shown"]} == {(1.0, 0.0, 2.0)}
 
 
-def test_where_only_the_reward_speaks_nobody_wins(root: Path) -> None:
+def test_without_a_judge_no_side_wins(root: Path) -> None:
     found, recorder = evaluated(root, [])
     assert (found["win_rate"], found["judge"], found["judges"], found["reward_delta"]) == (None, None, {}, 1.0)
     assert "evaluate/win_rate" not in recorder.points[-1]

@@ -212,7 +212,7 @@ def test_a_group_that_is_not_whole_is_refused(group: Path, name: str, text: str,
         ),
     ],
 )
-def test_what_does_not_lie_whole_on_disk_is_refused(task: str, reason: str, root: Path) -> None:
+def test_incomplete_tasks_are_refused(task: str, reason: str, root: Path) -> None:
     (root / "task" / "task.yaml").write_text(task)
     with pytest.raises(ValueError, match=r"^x\.task: ") as caught:
         read_tasks(root / "task", "x.task")

@@ -121,7 +121,7 @@ def test_a_gold_score_that_is_a_reward_judges_nothing(monkeypatch: pytest.Monkey
     assert said == f"evaluate: gold: '{__name__}:long' {reason}"
 
 
-def test_what_a_dpo_policy_learnt_from_makes_no_judge_of_it() -> None:
+def test_pairs_of_a_dpo_policy_do_not_judge_it() -> None:
     with recording():
         made = graph()
         tuned = xray.dpo(made["sft"], made["training"])

@@ -134,7 +134,7 @@ def test_verdicts_do_not_wait_for_a_log_that_has_not_changed(tmp_path: Path, mon
     assert len(read) == 2
 
 
-def test_a_line_that_nobody_signed_is_refused(tmp_path: Path) -> None:
+def test_an_unsigned_line_is_refused(tmp_path: Path) -> None:
     session = Session.read(session_directory(tmp_path, SETUP))
     session.add_judgement(said(0, "a"))
     path = session.directory / JUDGEMENTS
@@ -230,7 +230,7 @@ def test_an_episode_ends_where_nothing_can_follow(limits: PromptLimits, pool: En
         list(play(model, limits, prompt("three " * 900), 0, pool, 2))  # type: ignore[arg-type]
 
 
-def test_what_does_not_fit_is_cut_or_not_asked(saved: Path) -> None:
+def test_long_prompts_are_shortened_or_left_out(saved: Path) -> None:
     limits = PromptLimits(saved, 24, 1.0)
     long = "how are you today " * 16
     sizes = [

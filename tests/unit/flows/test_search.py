@@ -80,7 +80,7 @@ def test_a_range_is_whole_where_the_field_is() -> None:
         ({"base.hidden_size": {"choices": [96, 100]}}, {}, "none of 200 random configs is valid: base"),
     ],
 )
-def test_what_does_not_fit_the_config(fields: dict[str, Any], more: dict[str, Any], message: str) -> None:
+def test_fields_the_config_lacks_are_refused(fields: dict[str, Any], more: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         search_space(TINY, searching(fields, **more))
     assert message in str(error.value)
@@ -98,7 +98,7 @@ def test_what_does_not_fit_the_config(fields: dict[str, Any], more: dict[str, An
         ({"hihg": 1}, "fields.sft.lr.hihg: unknown field (did you mean high?); allowed here: choices, high, log, low"),
     ],
 )
-def test_what_is_no_range(field: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_ranges_are_refused(field: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         load(tmp_path, {"fields": {"sft.lr": field}})
     assert message in str(error.value)

@@ -264,7 +264,7 @@ def test_a_judge_that_compares_needs_replies_to_compare(graph: Graph) -> None:
     assert message.startswith("evaluate: rewards.0.judge: is not allowed with one reply per prompt")
 
 
-def test_what_judges_a_validation_has_one_reply_to_a_prompt(graph: Graph) -> None:
+def test_a_validations_judges_need_one_reply_to_a_prompt(graph: Graph) -> None:
     data, base = xray.prepare(source="math.jsonl", validation_fraction=0.1), xray.base(model="x")
     judge: dict[str, Any] = {"judge": {"url": "http://host/v1", "model": "m", "rubric": "r"}}
     given = {"rewards": [brevity], "method": "grpo", "validation": {"every": 1}}

@@ -70,7 +70,7 @@ def test_two_stages_of_one_name_are_refused(again: Callable[[Handle, Handle], Ha
     assert said == "mine: two stages have this name; rename one with name=…"
 
 
-def test_what_could_not_be_submitted_is_no_stage() -> None:
+def test_a_call_that_cannot_be_submitted_adds_no_stage() -> None:
     class Full(Graph):
         def submit(self, call: StageCall) -> None:
             if full:

@@ -23,7 +23,7 @@ from xray_runtime.graph.handles import reward
     ],
     ids=["no colon", "a dotted name", "a number", "a partial"],  # an address would differ from worker to worker
 )
-def test_what_is_no_function_is_no_reward(function: Any, shown: str) -> None:
+def test_a_reward_must_be_a_function(function: Any, shown: str) -> None:
     assert refused(lambda: reward(function)) == (
         f"reward: {shown} is not allowed: must be a function, 'module:function', or reward models; or leave it "
         "out and set another kind's field, such as verifier"

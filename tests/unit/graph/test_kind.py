@@ -116,7 +116,7 @@ def test_roles_in_order() -> None:
         (list[RewardModel], Role("x", RewardModel, optional=True, many=True)),
     ],
 )
-def test_what_an_annotation_means(hint: Any, role: Role) -> None:
+def test_roles_of_annotations(hint: Any, role: Role) -> None:
     assert Role.of("x", hint) == role
 
 

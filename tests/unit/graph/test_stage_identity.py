@@ -122,7 +122,7 @@ def test_one_byte_runs_what_is_downstream_again_and_nothing_else_does(case: Any,
     assert f"| {case.title} {cells}\n" in markdown([row])
 
 
-def test_what_is_read_stands_in_the_key_by_its_digest(tmp_path: Path, memory: DigestMemory) -> None:
+def test_files_are_in_the_key_by_their_digest(tmp_path: Path, memory: DigestMemory) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_bytes(b"content")
     identity, outside = identify(PREPARE, "chats", PREPARE.validated({"source": str(path)}), 0, RUNTIME, {}, {}, memory)
@@ -134,7 +134,7 @@ def test_what_is_read_stands_in_the_key_by_its_digest(tmp_path: Path, memory: Di
     assert (found.field, found.name, found.kind, found.digest) == ("chats.source", str(path), "file", digest)
 
 
-def test_what_is_not_there_is_named(memory: DigestMemory, tmp_path: Path) -> None:
+def test_a_missing_source_is_named(memory: DigestMemory, tmp_path: Path) -> None:
     config = PREPARE.validated({"source": str(tmp_path / "absent.jsonl")})
     with pytest.raises(ValueError, match=r"^chats\.source: '.*absent\.jsonl' is neither a file nor a directory, nor a"):
         identify(PREPARE, "chats", config, 0, RUNTIME, {}, {}, memory)
@@ -188,7 +188,7 @@ def test_a_field_runs_what_reads_it_and_what_is_downstream(
     assert [name for name in before if before[name] != after[name]] == changed
 
 
-def test_of_the_runtime_only_device_and_threads_count(memory: DigestMemory) -> None:
+def test_only_device_and_threads_of_the_runtime_count(memory: DigestMemory) -> None:
     graph = lifecycle()
     before = keys(graph, memory)
     for changes in ({"retries": 7}, {"generator_replicas": 3}, {"storage": "file:///x"}, {"snapshot_every": 3}):
@@ -324,7 +324,7 @@ def digests(kind: StageKind) -> dict[str, str]:
     return code_of(kind)
 
 
-def test_a_kind_of_ones_own_is_its_code_and_what_that_reaches(own: Path) -> None:
+def test_a_users_kind_is_its_code_and_what_that_imports(own: Path) -> None:
     kind = import_kind("own_shorten", "own_kinds.shorten")
     assert kind is not None
     before = digests(kind)
@@ -347,7 +347,7 @@ def test_a_kind_of_ones_own_is_its_code_and_what_that_reaches(own: Path) -> None
         path.write_text(content)
 
 
-def test_a_kind_of_ones_own_does_not_depend_on_what_runs_it(own: Path, memory: DigestMemory) -> None:
+def test_a_users_kind_does_not_depend_on_its_runner(own: Path, memory: DigestMemory) -> None:
     kind = import_kind("own_shorten", "own_kinds.shorten")
     assert kind is not None
     identity, _ = identify(kind, "short", kind.validated({}), 0, RUNTIME, {"data": "0" * 64}, {}, memory)
@@ -416,7 +416,7 @@ def test_who_reaches_a_module(module: str, kinds: set[str]) -> None:
     assert {name for name, kind in OURS.items() if f"xray_runtime.{module}" in code_of(kind)} == kinds
 
 
-def test_what_a_light_kind_depends_on() -> None:
+def test_modules_that_prepare_depends_on() -> None:
     """Neither the schema nor anything that trains."""
     data = ("dropped", "forms", "heldout", "json_values", "keys", "messages", "pairs", "reasoning", "record_files")
     data += ("records", "sources", "text_set", "withdrawn")

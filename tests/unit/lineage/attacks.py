@@ -19,14 +19,13 @@ from xray_runtime.data.recorded import RECORDED, Row, read_segment, segment_byte
 from xray_runtime.data.signals import Label, Signal
 from xray_runtime.feedback.judgements import Judgement, Question
 from xray_runtime.feedback.session import Session, Setup, read_sessions, session_directory
-from xray_runtime.lineage.audit.log import read_log
-from xray_runtime.lineage.audit_check import Finding
+from xray_runtime.lineage.audit_check import Finding, read_log
 from xray_runtime.lineage.keys import trusted_keys
 from xray_runtime.lineage.recorded import CHAIN, SegmentWriter
 from xray_runtime.lineage.reference import open_lineage_store
 from xray_runtime.lineage.signing import Verifier, signing_key
 from xray_runtime.serving.middleware import key_digest
-from xray_runtime.serving.recorder import Recorder
+from xray_runtime.serving.recorder import AnswerRecorder
 
 PEOPLE, ROWS = 40, 6
 """Honest people, and what each corrects in a night."""
@@ -287,7 +286,7 @@ def _edit(path: Path, old: str, new: str) -> None:
 def sent(output: Path) -> Iterator[Outcome]:
     """Requests to the recorder's API, against a new store in `output`."""
 
-    async def work(recorder: Recorder) -> list[Outcome]:
+    async def work(recorder: AnswerRecorder) -> list[Outcome]:
         private = exchange(2, "bob", application="desk")
         await recorder.keep([exchange(1, "ann"), private, *(exchange(n, "ann") for n in range(10, 20))], {}, True)
 

@@ -92,7 +92,7 @@ def test_a_plain_reference_is_of_this_directory(fresh: Callable[[], Path]) -> No
         checkpoint_from("nothing", output, uri(output))
 
 
-def test_what_is_not_sound_there_stays_there(fresh: Callable[[], Path], tmp_path: Path) -> None:
+def test_an_unsound_checkpoint_is_not_adopted(fresh: Callable[[], Path], tmp_path: Path) -> None:
     source = fresh()
     output = trusting(tmp_path / "run-2", source)
     weights = directory(source, "base") / "model.safetensors"
@@ -106,7 +106,7 @@ def test_what_is_not_sound_there_stays_there(fresh: Callable[[], Path], tmp_path
 
 
 @pytest.mark.parametrize("ref", ["{other}#nothing", "{bundle}#nothing", "/nowhere#sft", "{other}", "no.tar#sft", "#"])
-def test_what_names_nothing_is_one_line(ref: str, untouched: Path, tmp_path: Path) -> None:
+def test_an_unknown_reference_is_one_line(ref: str, untouched: Path, tmp_path: Path) -> None:
     ref = ref.replace("{other}", str(untouched)).replace("{bundle}", str(bundled(untouched, tmp_path / "b.tar")))
     with pytest.raises(ConfigError) as error:
         checkpoint_from(ref, tmp_path / "run", None)
@@ -158,7 +158,7 @@ class Sketch(Artifact):
     """A type that only this test knows, and registers nowhere."""
 
 
-def test_a_type_and_a_kind_that_nobody_knows_get_the_checks_that_all_get(tmp_path: Path) -> None:
+def test_unknown_types_and_kinds_get_the_common_checks(tmp_path: Path) -> None:
     life = Lifecycle(tmp_path / "run").whole()
     life.add("sketch", "draw", {"stats.json": b'{"pairs": 3}'}, {"of": "ppo-2"}, type="Sketch")
     assert broken(life.output) == []

@@ -45,7 +45,7 @@ def test_an_attack_on_the_store_is_named(attack: Callable[[Path, Path], None], t
 
 
 @pytest.mark.parametrize("attack", BEFORE_A_NIGHT, ids=lambda attack: attack.__name__)
-def test_an_attack_before_a_night_is_named(attack: Callable[[Path], None], tmp_path: Path) -> None:
+def test_an_attack_before_a_cycle_is_named(attack: Callable[[Path], None], tmp_path: Path) -> None:
     output = before_a_night(tmp_path / "run")
     read_sessions(output)
     read_nights(output)
@@ -59,7 +59,7 @@ def test_an_attack_before_a_night_is_named(attack: Callable[[Path], None], tmp_p
     [each for each in BEFORE_A_NIGHT if "night" not in each.__name__] + [shutil.rmtree],
     ids=lambda attack: attack.__name__,
 )
-def test_an_audit_finds_verdicts_that_somebody_changed(attack: Callable[[Path], None], tmp_path: Path) -> None:
+def test_an_audit_finds_changed_verdicts(attack: Callable[[Path], None], tmp_path: Path) -> None:
     output = before_a_night(tmp_path / "run")
     [session] = read_sessions(output)
     session.log()
@@ -90,7 +90,7 @@ def test_the_log_names_every_25th_change(tmp_path: Path) -> None:
     assert log.view(output).state(SignedDirectories)[f"feedback/{session.name}"].changes == changes
 
 
-def test_what_applications_send_is_refused_or_bounded(tmp_path: Path) -> None:
+def test_hostile_feedback_is_refused_or_bounded(tmp_path: Path) -> None:
     found = dict(sent(tmp_path))
     assert ACCEPTED not in found.values()
     assert found["the same feedback sent three times"] == "bounded: kept 1 time"

@@ -1,4 +1,4 @@
-"""Checks of the audit plug in: CONTRIBUTING's example is found, run, and explained like those of X-ray."""
+"""Checks, kinds of entry and evidence plug in: those of a stranger's package are found as X-ray's own are."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.evidence.lines import KINDS, Record, entry_kinds, parse_line
+from xray_runtime.evidence.lines import KINDS, LogRecord, entry_kinds, parse_line
 from xray_runtime.evidence.view import LogView, SignedEntry
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.audit_check import CHECKS, meanings
+from xray_runtime.lineage.evidence import EVIDENCE, evidence
 from xray_runtime.lineage.reference import open_lineage_store
 from xray_runtime.lineage.signed_lines import signed_line
 from xray_runtime.lineage.signing import signing_key
@@ -21,10 +22,11 @@ ROOT = Path(__file__).parents[3]
 
 
 def forget() -> None:
-    for registry in (CHECKS, KINDS):
+    for registry in (CHECKS, KINDS, EVIDENCE):
         registry.__dict__.pop("_places", None)
     meanings.cache_clear()
     entry_kinds.cache_clear()
+    evidence.cache_clear()
 
 
 @pytest.fixture
@@ -94,21 +96,28 @@ KINDS = (Greeted,)
     installed("xray.log_entries", "greeting", source)
     import strangers_greeting
 
-    text = signed_line(Record, strangers_greeting.Greeted(name="Ada"), {}, signing_key(tmp_path))
+    text = signed_line(LogRecord, strangers_greeting.Greeted(name="Ada"), {}, signing_key(tmp_path))
     view = LogView()
-    view.add(parse_line(1, text, Record))
+    view.add(parse_line(1, text, LogRecord))
     assert view.state(strangers_greeting.Names) == ["Ada"]
     forget()
-    assert isinstance(parse_line(1, text, Record).entry, SignedEntry)
+    assert isinstance(parse_line(1, text, LogRecord).entry, SignedEntry)
 
 
 def test_an_entry_of_no_kind_is_refused(tmp_path: Path) -> None:
     class Unknown(SignedEntry):
         action: str = "unknown"
 
-    text = signed_line(Record, Unknown(), {}, signing_key(tmp_path))
+    text = signed_line(LogRecord, Unknown(), {}, signing_key(tmp_path))
     with pytest.raises(ValueError, match="line 1 is no entry"):
-        parse_line(1, text, Record)
+        parse_line(1, text, LogRecord)
+
+
+def test_another_package_may_take_the_place_of_the_evidence(installed: Callable[[str, str, str], None]) -> None:
+    installed("xray.evidence", "notary", "EVIDENCE = object()")
+    import strangers_notary
+
+    assert evidence() is strangers_notary.EVIDENCE
 
 
 def test_the_docs_list_every_check() -> None:

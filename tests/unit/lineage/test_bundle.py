@@ -99,7 +99,7 @@ def test_in_totos_own_tools_verify_the_provenance(unpacked: Path) -> None:
             envelope.verify([key], 1)
 
 
-def test_what_was_signed_elsewhere_is_sound_in_the_next_bundle(fresh: Callable[[], Path], tmp_path: Path) -> None:
+def test_checkpoints_signed_elsewhere_are_sound_in_a_bundle(fresh: Callable[[], Path], tmp_path: Path) -> None:
     """It brings both keys along."""
     life = Lifecycle(tmp_path / "run-2", tracking=False)
     source = fresh()

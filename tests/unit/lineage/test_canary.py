@@ -32,9 +32,9 @@ from xray_runtime.lineage.reference import open_lineage_store, resolve
 from xray_runtime.serving import NotServedError
 from xray_runtime.serving.canary import CanaryFollower
 from xray_runtime.serving.canary_metrics import CanaryCollector, CanaryState
-from xray_runtime.serving.choice import Choice
+from xray_runtime.serving.choice import ModelChoice
 from xray_runtime.serving.middleware import key_digest
-from xray_runtime.serving.recorder import Recorder
+from xray_runtime.serving.recorder import AnswerRecorder
 from xray_runtime.serving.server import Server
 
 Answered = Iterable[tuple[str, str, str]]
@@ -50,7 +50,7 @@ def record(output: Path, answered: Answered, begin_at: int = 0, complete: bool =
         for n, (stage, user, thumb) in enumerate(answered, start=begin_at)
     ]
 
-    async def work(recorder: Recorder) -> None:
+    async def work(recorder: AnswerRecorder) -> None:
         await recorder.keep([row for row, _ in rows], {}, True)
         bodies = [json.dumps({"answer": row.id, "thumb": thumb}).encode() for row, thumb in rows if thumb]
         taken = await asyncio.gather(*(recorder.feedback(body, key_digest(KEYS["shop"])) for body in bodies))
@@ -185,7 +185,7 @@ def test_records_that_cannot_be_verified_end_it(live: tuple[Path, Canary], attac
     assert outcome[0] == "rolled back"
 
 
-def test_a_night_waits_for_its_canary_and_two_never_run(live: tuple[Path, Canary]) -> None:
+def test_a_cycle_waits_for_its_canary_and_two_never_run(live: tuple[Path, Canary]) -> None:
     output, canary = live
     with pytest.raises(ConfigError, match="must wait: the canary of"):
         begin(output, NAME, "c" * 64, canary.began.champion, 1, canary.began.rules)
@@ -248,7 +248,7 @@ class Replicas:
 
 
 def follower(output: Path, server: Replicas, records: bool = True) -> CanaryFollower:
-    def load(choice: Choice) -> Any:
+    def load(choice: ModelChoice) -> Any:
         return choice.node.manifest.stage
 
     now = iter(float(10 * n) for n in range(1000))

@@ -30,7 +30,7 @@ from xray_runtime.lineage.withdrawal import plan_user
 from xray_runtime.preparation import curate, preferences, recorded_data
 from xray_runtime.serving.exchange import Exchange
 from xray_runtime.serving.middleware import key_digest
-from xray_runtime.serving.recorder import Recorder
+from xray_runtime.serving.recorder import AnswerRecorder
 from xray_runtime.store.ref import CheckpointRef
 
 PEOPLE = [f"person {n}" for n in range(30)]
@@ -39,7 +39,7 @@ PEOPLE = [f"person {n}" for n in range(30)]
 def record(output: Path, answers: list[Exchange], said: list[dict[str, Any]]) -> None:
     """Record answers, then feedback about them, each in a segment of its own."""
 
-    async def work(recorder: Recorder) -> None:
+    async def work(recorder: AnswerRecorder) -> None:
         await recorder.keep(answers, {}, True)
         for each in said:
             status, content = await recorder.feedback(json.dumps(each).encode(), key_digest(KEYS["shop"]))
@@ -99,7 +99,7 @@ def test_a_withdrawal_finds_it_even_by_texts_too_short_to_search(recorded: Path)
     assert made.sha256 in [node.sha256 for node in plan_user(open_lineage_store(recorded, None), "zed").holders]
 
 
-def test_what_cannot_be_used_is_counted(recorded: Path) -> None:
+def test_unusable_records_are_counted(recorded: Path) -> None:
     model = resolve("ppo-2", recorded, None)[1].sha256
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     odd = [
@@ -192,7 +192,7 @@ def test_feedback_becomes_pairs_labels_and_demonstrations(recorded: Path, tmp_pa
     assert not texts["train"] & texts["heldout"]
 
 
-def test_a_night_that_is_held_trains_nothing_until_a_person_releases_it(recorded: Path, tmp_path: Path) -> None:
+def test_a_held_cycle_trains_nothing_until_a_person_releases_it(recorded: Path, tmp_path: Path) -> None:
     feedback = [Feedback(collected(recorded).path)]
     held = {"min_alpha": 0.99, "heldout_fraction": 0.25, "min_judge_agreement": None}
     # All judge the same reply, so that they can disagree.

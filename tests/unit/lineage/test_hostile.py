@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.lineage.sweeps import sweep
 from tests.unit.lineage.tampering import checkpoints
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.graph import Graph, Node
@@ -145,11 +146,7 @@ FILES = {
 """File → codes of findings, one of which damaging it must bring."""
 
 
-def _cases() -> list[tuple[str, str]]:
-    return [(name, damage) for name in FILES for damage in BAD_FILES]
-
-
-@pytest.mark.parametrize(("pattern", "damage"), _cases())
+@pytest.mark.parametrize(("pattern", "damage"), sweep(list(FILES), list(BAD_FILES)))
 def test_malformed_files(pattern: str, damage: str, fresh: Callable[[], Path]) -> None:
     output = fresh()
     BAD_FILES[damage](next(iter(output.glob(pattern))))

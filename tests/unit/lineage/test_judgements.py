@@ -26,10 +26,10 @@ from xray_runtime.graph.inputs import PreferencesInputs
 from xray_runtime.graph.kind import Stage
 from xray_runtime.lineage.adopt import checkpoint_from
 from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.keys import trust
 from xray_runtime.lineage.reference import open_lineage_store
 from xray_runtime.preparation import preferences
+from xray_runtime.tracking.registry_view import RegistryView
 
 VERDICTS: list[Verdict] = ["a", "b", "tie", "bad", "skip", "a"]
 
@@ -192,7 +192,7 @@ def test_the_stage_reads_its_pairs_and_leaves_out_what_is_held_out(fresh: Callab
     assert json.loads((tmp_path / "stats.json").read_text())["dropped_prompt_held_out"] == 3
 
 
-def test_held_out_prompts_are_those_nobody_was_trained_on(fresh: Callable[[], Path]) -> None:
+def test_held_out_prompts_are_those_neither_model_was_trained_on(fresh: Callable[[], Path]) -> None:
     output = fresh()
     life = continued(output)
     # A dataset that holds out what the first one trained on, and the other way round.
@@ -256,7 +256,7 @@ def test_people_judge_an_evaluation(fresh: Callable[[], Path]) -> None:
         human_judge(verdicts, {"after": nodes["ppo-1"], "before": nodes["sft"]}, nodes["prepare"])
 
 
-def test_of_training_prompts_people_are_no_judge(fresh: Callable[[], Path]) -> None:
+def test_people_do_not_judge_on_training_prompts(fresh: Callable[[], Path]) -> None:
     output = fresh()
     judge(output, "train")
     nodes = {n.manifest.stage: n.directory for n in open_lineage_store(output, None).graph.nodes.values()}

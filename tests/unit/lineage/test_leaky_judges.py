@@ -10,8 +10,9 @@ import pytest
 
 from tests.unit.lineage.synthetic import Lifecycle, judged, model, preferences, weights
 from xray_runtime.config.evaluate import EvaluationConfig, PromotionConfig
-from xray_runtime.lineage.gates import Gate, check_gates
+from xray_runtime.lineage.gates import check_gates
 from xray_runtime.lineage.leaky_judges import leaky_judges
+from xray_runtime.lineage.promotion_check import Gate
 from xray_runtime.lineage.reference import open_lineage_store
 
 GOOD = PromotionConfig(min_win_rate=0.3, max_judge_drop=0.0)
@@ -125,7 +126,7 @@ def test_nor_one_of_pairs_that_the_policy_learnt_from_itself(life: Lifecycle) ->
         assert leaky_judges(*evaluated(life, "far", policy=policy)) == {}
 
 
-def test_nor_one_whose_pairs_nobody_can_read(life: Lifecycle) -> None:
+def test_a_judge_whose_pairs_are_unreadable_is_refused(life: Lifecycle) -> None:
     pairs(life, "other-pairs", range(30, 50))
     reward_model(life, "other", "other-pairs")
     graph, evaluation = evaluated(life, "other")
@@ -176,7 +177,7 @@ def test_people_count_where_their_verdicts_are_an_input(life: Lifecycle) -> None
 
 
 @pytest.mark.parametrize("judges", [None, [], "gold", {"gold": None}, {"gold": {"judges": 1}}])
-def test_what_is_no_word_of_a_judge_opens_no_gate(life: Lifecycle, judges: Any) -> None:
+def test_scores_that_are_no_judges_open_no_gate(life: Lifecycle, judges: Any) -> None:
     _, evaluation = evaluated(life, None, gold="vader")
     assert failed(*said_anew(life, evaluation)) == {}
     gates = failed(*said_anew(life, evaluation, judges=judges))

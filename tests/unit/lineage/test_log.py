@@ -17,7 +17,7 @@ from xray_runtime.audit_checks.files import check_files
 from xray_runtime.evidence.log import LOG, digests, read_lines
 from xray_runtime.evidence.view import START, Left, LogView, RunBegan, RunEnded, run_lock
 from xray_runtime.lineage import signed_lines
-from xray_runtime.lineage.audit.log import read_log
+from xray_runtime.lineage.audit_check import read_log
 from xray_runtime.lineage.graph import Graph
 from xray_runtime.lineage.keys import rotate, trusted_keys
 from xray_runtime.lineage.log import append, decide, log_checkpoints, log_files
@@ -178,7 +178,7 @@ def test_a_checkpoint_is_logged_once_and_again_after_it_was_pruned(tmp_path: Pat
     assert viewed(tmp_path).published["a-1"].checkpoint == two
 
 
-def test_what_somebody_changed_is_not_vouched_for_anew(tmp_path: Path) -> None:
+def test_changed_files_are_not_signed_again(tmp_path: Path) -> None:
     key, path = signing_key(tmp_path), tmp_path / "records" / "a-1" / "metrics.jsonl"
     path.parent.mkdir(parents=True)
     path.write_text("what was measured")
@@ -249,7 +249,7 @@ def test_a_run_ends_goes_on_and_ends_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", ["running", "interrupted", "failed", ""])
-def test_a_run_that_ended_is_not_at_work_whatever_it_is_made_to_say(status: str, tmp_path: Path) -> None:
+def test_an_ended_run_is_not_running_whatever_its_record_says(status: str, tmp_path: Path) -> None:
     began(tmp_path, "a")
     ended(tmp_path, "a")
     said(tmp_path, "a", status)
@@ -287,7 +287,7 @@ def test_runs_in_places_of_their_own_are_held_to_what_they_signed(tmp_path: Path
 
 
 @pytest.mark.parametrize("make", [said, lambda output, *_: (output / "report.html").write_text("forged")])
-def test_records_of_no_run_are_nobodys(make: Callable[..., Any], tmp_path: Path) -> None:
+def test_records_of_an_unsigned_run_are_named(make: Callable[..., Any], tmp_path: Path) -> None:
     register(tmp_path, 1)
     make(tmp_path, "a", "completed")
     [(subject, code)] = found(tmp_path)

@@ -11,14 +11,15 @@ from tests.unit.store.published import IDENTITY
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import find_result, keep_result
 from xray_runtime.evidence import lines, log
-from xray_runtime.evidence.lines import Record, parse_line
+from xray_runtime.evidence.lines import LogRecord, parse_line
 from xray_runtime.evidence.log import LOG, LogTail, view
 from xray_runtime.evidence.view import START, Left, LogView
 from xray_runtime.lineage import signed_lines
+from xray_runtime.lineage.evidence import read_logged
 from xray_runtime.lineage.keys import trusted_keys
 from xray_runtime.lineage.log import append, log_checkpoints
 from xray_runtime.lineage.signing import Verifier, signing_key
-from xray_runtime.lineage.trusted_log import read_logged, trusted_view
+from xray_runtime.lineage.trusted_log import trusted_view
 from xray_runtime.store.checkpoints import CHECKPOINTS, Store
 
 ENTRIES = 3000
@@ -30,9 +31,11 @@ def aged(output: Path, entries: int = ENTRIES) -> None:
     private, previous, number = signing_key(output), START, 0
     with (output / LOG).open("wb") as file:
         while number < entries:
-            text = signed_lines.signed_line(Record, Left(note=str(number)), {f"{number}": previous}, private, previous)
+            text = signed_lines.signed_line(
+                LogRecord, Left(note=str(number)), {f"{number}": previous}, private, previous
+            )
             file.write(text)
-            previous, number = parse_line(1, text, Record).sha256, number + 1
+            previous, number = parse_line(1, text, LogRecord).sha256, number + 1
 
 
 @pytest.fixture

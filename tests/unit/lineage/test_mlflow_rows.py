@@ -11,9 +11,9 @@ import pytest
 
 from tests.unit.lineage.mlflow_rows import ATTACKS, attack
 from xray_runtime.evidence.view import LogView
-from xray_runtime.lineage.audit.log import read_log
 from xray_runtime.lineage.audit.mlflow_schema import COMPARED, IGNORED, NEVER_WRITTEN
 from xray_runtime.lineage.audit.tables import check_tables
+from xray_runtime.lineage.audit_check import read_log
 from xray_runtime.lineage.graph import Graph
 from xray_runtime.lineage.keys import trusted_keys
 from xray_runtime.lineage.reference import open_lineage_store

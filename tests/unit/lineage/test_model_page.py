@@ -146,7 +146,7 @@ def test_registering_again_writes_the_page_anew(fresh: Callable[[], Path]) -> No
     assert broken(output) == []
 
 
-def test_tags_of_ones_own_are_left_alone(fresh: Callable[[], Path]) -> None:
+def test_tags_of_users_are_left_alone(fresh: Callable[[], Path]) -> None:
     output = fresh()
     client_of(output).set_model_version_tag(NAME, "1", "team", "search")
     assert broken(output) == []

@@ -58,7 +58,7 @@ def test_a_short_prompt_counts_as_a_whole(tmp_path: Path) -> None:
     assert not found(tmp_path / "part", "and how are you", asked="How are you?")
 
 
-def test_twelve_words_in_common_are_none(tmp_path: Path) -> None:
+def test_twelve_common_words_are_no_match(tmp_path: Path) -> None:
     assert not found(tmp_path, SPAN.replace("coffee", "milk").replace("what", "which"))
 
 

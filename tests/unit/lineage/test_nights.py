@@ -25,10 +25,10 @@ from xray_runtime.config.rewards import reward_term
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import RECORDED
 from xray_runtime.graph.graph import recording
-from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.reference import open_lineage_store, resolve
 from xray_runtime.lineage.withdrawal import refusal
 from xray_runtime.stages.kinds import CURATE
+from xray_runtime.tracking.registry_view import RegistryView
 
 
 def recorded(output: Path, number: int) -> None:
@@ -46,7 +46,7 @@ def ended(output: Path, night: Night, state: str) -> None:
     write_night(output, done)
 
 
-def test_a_night_is_what_was_recorded_since_the_last(fresh: Callable[[], Path]) -> None:
+def test_a_cycle_collects_what_was_recorded_since_the_last(fresh: Callable[[], Path]) -> None:
     output = fresh()
     assert begin_night(output, config(), False) is None
     recorded(output, 1)
@@ -98,7 +98,7 @@ def test_each_way_learns_from_what_was_curated(way: str, roles: dict[str, str]) 
         assert [term.model for term in policy.call.config.rewards] == ["rewards.0", None]
 
 
-def test_nothing_learns_from_a_night_that_is_held(fresh: Callable[[], Path]) -> None:
+def test_no_stage_learns_from_a_held_cycle(fresh: Callable[[], Path]) -> None:
     output = fresh()
     recorded(output, 1)
     with pytest.raises(ConfigError, match=r"^--release: is not allowed: the last night is not held$"):
@@ -116,7 +116,7 @@ def test_nothing_learns_from_a_night_that_is_held(fresh: Callable[[], Path]) -> 
     assert [night.number for night in read_nights(output)] == [1, 2]
 
 
-def test_a_withdrawal_makes_a_night_without_it_due(fresh: Callable[[], Path]) -> None:
+def test_a_withdrawal_makes_a_cycle_without_it_due(fresh: Callable[[], Path]) -> None:
     output = fresh()
     model = resolve("ppo-2", output, None)[1].sha256
     keep(output, exchange(1, "ann", "a long secret of ann's own", model=model), exchange(2, "bob", model=model))
@@ -160,7 +160,7 @@ def test_a_withdrawal_makes_a_night_without_it_due(fresh: Callable[[], Path]) ->
     )
 
 
-def test_an_unfinished_night_begins_again_after_a_withdrawal(fresh: Callable[[], Path]) -> None:
+def test_an_unfinished_cycle_restarts_after_a_withdrawal(fresh: Callable[[], Path]) -> None:
     output = fresh()
     model = resolve("ppo-2", output, None)[1].sha256
     keep(output, exchange(1, "ann", "a long secret of ann's own", model=model), exchange(2, "bob", model=model))
@@ -208,7 +208,7 @@ def test_bad_input_is_one_line(fresh: Callable[[], Path]) -> None:
     assert (code, "night.json: is not what the signed log has" in text.replace("\n", " ")) == (2, True)
 
 
-def test_a_night_that_somebody_else_changed_is_refused(fresh: Callable[[], Path]) -> None:
+def test_a_tampered_cycle_is_refused(fresh: Callable[[], Path]) -> None:
     output = fresh()
     recorded(output, 1)
     first = begun(output)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.lineage.sweeps import sweep
 from tests.unit.lineage.synthetic import Lifecycle
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.reference import open_lineage_store
@@ -88,17 +89,15 @@ def found(output: Path) -> set[str]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_what_stands_in_place_of_a_file_is_found(kind: Callable[[Path], None], place: str, output: Path) -> None:
+@pytest.mark.parametrize(("kind", "place"), sweep(KINDS, PLACES))
+def test_odd_files_in_place_of_records_are_found(kind: Callable[[Path], None], place: str, output: Path) -> None:
     kind(next(iter(output.glob(place))))
     assert not audit(open_lineage_store(output, None)).is_sound
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("place", NEW, ids=ascii)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_what_lies_beside_files_is_named(kind: Callable[[Path], None], place: str, output: Path) -> None:
+@pytest.mark.parametrize(("kind", "place"), sweep(KINDS, NEW))
+def test_stray_files_are_named(kind: Callable[[Path], None], place: str, output: Path) -> None:
     digits = [next(iter(output.glob(f"checkpoints/{stage}-*"))).name.rpartition("-")[2] for stage in ("sft", "prepare")]
     path = output / place.format(*digits)
     path.parent.mkdir(exist_ok=True, parents=True)

@@ -70,7 +70,7 @@ def test_a_planted_checkpoint_is_moved_aside_when_the_stage_is_computed(made: tu
     assert open_store(output).find("base", key) is not None
 
 
-def test_signatures_from_before_a_rotation_are_read_and_a_directory_without_a_key_trusts_nobody(
+def test_old_signatures_are_read_and_a_directory_without_a_key_trusts_none(
     made: tuple[Path, CheckpointRef, str], tmp_path: Path
 ) -> None:
     output, ref, key = made

@@ -20,15 +20,14 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.lineage.gates import check_gates, gates_for
 from xray_runtime.lineage.promotion import (
     NotPromoted,
-    Review,
-    champion_of,
+    PromotionReview,
     comparison_spec,
     decline,
     promote,
     review,
     roll_back,
 )
-from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve
+from xray_runtime.lineage.reference import LineageStore, champion_of, open_lineage_store, resolve
 from xray_runtime.lineage.signing import signing_key
 
 
@@ -77,7 +76,7 @@ def test_a_promotion_cut_short_is_finished_by_the_same_command(fresh: Callable[[
     mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri).delete_registered_model_alias(NAME, "champion")
     assert [text.split()[0] for text in broken(output)] == ["alias-moved"]
     place, node = resolve("ppo-2", output, None)
-    seen = Review(NAME, "1", node, champion_of(place, NAME), [], "", {})
+    seen = PromotionReview(NAME, "1", node, champion_of(place, NAME), [], "", {})
     promote(place, seen, by="a person", note="again")
     assert broken(output) == []
     assert len(decided(output)) == 2
@@ -202,7 +201,7 @@ def test_the_gates_are_those_of_the_lifecycle_that_made_the_candidate(fresh: Cal
     assert [gate["name"] for gate in last["gates"]] == ["max_kl", "max_length_ratio"]
 
 
-def test_gates_that_nobody_signed_do_not_count(fresh: Callable[[], Path]) -> None:
+def test_unsigned_gates_do_not_count(fresh: Callable[[], Path]) -> None:
     output = fresh()
     path = next(output.glob("checkpoints/evaluate-*/attestation/statement.json"))
     content = json.loads(path.read_text())
@@ -277,7 +276,7 @@ def test_a_candidate_worse_than_the_champion_is_stopped(fresh: Callable[[], Path
     promoted(output, stage, "compare", min_win_rate=None, max_regression=0.15)
 
 
-def test_a_comparison_that_was_changed_is_none(fresh: Callable[[], Path]) -> None:
+def test_a_changed_comparison_is_not_used(fresh: Callable[[], Path]) -> None:
     output = fresh()
     promoted(output, "ppo-2", min_win_rate=None)
     stage = second_candidate(output, win_rate=0.3)

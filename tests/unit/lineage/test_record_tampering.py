@@ -38,7 +38,7 @@ def test_tampering_with_records_is_named(seed: int, fresh: Callable[[], Path]) -
 
 
 @pytest.mark.parametrize("name", NOT_COVERED)
-def test_what_no_audit_looks_at_is_no_finding(name: str, fresh: Callable[[], Path]) -> None:
+def test_changes_outside_the_audits_scope_are_no_findings(name: str, fresh: Callable[[], Path]) -> None:
     output = fresh()
     before = {finding.code for finding in audit(open_lineage_store(output, None)).findings}
     NOT_COVERED[name](random.Random(0), output)

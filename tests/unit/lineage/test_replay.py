@@ -241,7 +241,7 @@ class WordsConfig(Section):
     lines: int = 1
 
 
-def test_what_was_read_from_outside_is_not_replayed(tmp_path: Path) -> None:
+def test_stages_that_read_outside_files_are_not_replayed(tmp_path: Path) -> None:
     """Its record has a digest in place of the file's name."""
     life = Lifecycle(tmp_path, tracking=False)
     life.add("prepare", "prepare", {}, {}, {"source": "file:" + "ab" * 32})
@@ -348,7 +348,7 @@ def test_a_damaged_shard_is_a_difference(published: Published, tmp_path: Path) -
     assert "000001.parquet" in str(result.difference)
 
 
-def test_of_the_last_iterations_alone_those_are_compared(inputs: PPOInputs, tmp_path: Path) -> None:
+def test_only_the_last_iterations_are_compared(inputs: PPOInputs, tmp_path: Path) -> None:
     published = Published(tmp_path / "run", inputs).make(tmp_path / "made", ledger=LedgerConfig(keep=2))
     result = published.replay(2, tmp_path / "again")
     assert result.is_same
@@ -357,7 +357,7 @@ def test_of_the_last_iterations_alone_those_are_compared(inputs: PPOInputs, tmp_
         published.replay(1, tmp_path / "gone")
 
 
-def test_what_cannot_be_replayed_is_said_first(published: Published, tmp_path: Path) -> None:
+def test_stages_that_cannot_be_replayed_are_refused_first(published: Published, tmp_path: Path) -> None:
     place, node = resolve("policy", published.output, None)
     with pytest.raises(ConfigError, match="it has no ledger; must be a stage of kind 'ppo'"):
         replayable(node, place.graph, 0)
@@ -431,7 +431,7 @@ def validated(inputs: PPOInputs, tmp_path_factory: pytest.TempPathFactory) -> PP
     ],
     ids=["trained on", "and validated by", "a judge of validations", "with the last ledger alone"],
 )
-def test_what_servers_answered_is_taken_from_the_checkpoint(
+def test_replay_reads_answers_of_services_from_the_checkpoint(
     fields: dict[str, Any], validated: PPOInputs, served: list[int], tmp_path: Path
 ) -> None:
     published = Published(tmp_path / "run", validated).make(tmp_path / "made", **fields, max_failed=0.9)
@@ -454,7 +454,7 @@ def test_what_servers_answered_is_taken_from_the_checkpoint(
 
 @pytest.mark.parametrize("field", ["rewards", "judges"])
 @pytest.mark.parametrize("ledger", [{"tokens": "hashed"}, {"keep": "none"}])
-def test_without_a_ledger_what_servers_answered_is_not_kept(
+def test_answers_of_services_are_not_kept_without_a_ledger(
     ledger: dict[str, Any], field: str, validated: PPOInputs, served: list[int], tmp_path: Path
 ) -> None:
     fields: dict[str, Any] = {field: [reward_term(service=SERVICE)], "validation": {"every": 2}, "max_failed": 0.9}

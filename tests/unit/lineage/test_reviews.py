@@ -114,7 +114,7 @@ def test_answers_and_feedback_are_shown_and_what_people_say_is_taken_once(output
     assert len(collected.read_text().splitlines()) == 4
 
 
-def test_what_cannot_be_attributed_is_named_and_not_taken(output: Path) -> None:
+def test_reviews_without_a_known_judge_are_named_and_left_out(output: Path) -> None:
     by_api(output, 2, user="carl", thumb="down")
     synced(output)
     people, before = Mlflow(output), said(output)

@@ -26,7 +26,7 @@ from xray_runtime.serving.choice import (
 )
 
 
-def test_what_a_reference_follows(fresh: Callable[[], Path]) -> None:
+def test_references_that_follow_the_champion(fresh: Callable[[], Path]) -> None:
     output = fresh()
     assert [followed(ref, output) for ref in ("ppo-2", "abc123", f"{NAME}/1", f"{NAME}@candidate")] == [None] * 4
     for reference in ("champion", f"{NAME}@champion"):

@@ -15,10 +15,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.evidence.lines import SignatureProblem
 from xray_runtime.lineage.keys import adopt, read_rotations, retirement_files, root_keys, rotate, trusted_keys
 from xray_runtime.lineage.signing import (
     KEY_VARIABLE,
-    SignatureProblem,
     TrustedKey,
     Verifier,
     envelope,
@@ -98,7 +98,7 @@ SIGNATURES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("what", SIGNATURES)
-def test_what_is_wrong_with_a_signature_is_named(signed: Path, what: str) -> None:
+def test_signature_faults_are_named(signed: Path, what: str) -> None:
     change, code = SIGNATURES[what]
     change(signed.with_suffix(".sig"))
     assert problem(signed, TrustedKey(public_key(signed.parent))) == code
@@ -262,7 +262,7 @@ def test_a_rotation_needs_the_signatures_of_both_keys(rotated: Path, which: str,
     assert [key.sha256 for key in trusted_keys(rotated, None)] == [fingerprint(public_key(rotated))]
 
 
-def test_a_rotation_under_the_name_of_another_key_is_none(rotated: Path) -> None:
+def test_a_rotation_named_for_another_key_is_ignored(rotated: Path) -> None:
     for path in (rotated / "keys" / "retired").iterdir():
         if path.suffix != ".pub":
             path.rename(path.with_name("0" * 16 + path.name[16:]))

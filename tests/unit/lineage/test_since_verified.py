@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from tests.unit.lineage.commands import xray
+from tests.unit.lineage.sweeps import sampled
 from tests.unit.lineage.synthetic import Lifecycle
 from tests.unit.lineage.tampering import CASES
+from xray_runtime.audit_checks import checkpoints
 from xray_runtime.evidence.log import END, LOG
-from xray_runtime.lineage.audit import checkpoints, verified
+from xray_runtime.lineage.audit import verified
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
 from xray_runtime.lineage.audit.verified import RECORD
 from xray_runtime.lineage.keys import rotate
@@ -90,7 +92,7 @@ def flip_unseen(path: Path) -> None:
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (found.st_size, found.st_mtime_ns)
 
 
-def test_what_did_not_change_is_not_read_again(fresh: Callable[[], Path], work: list[str]) -> None:
+def test_unchanged_checkpoints_are_not_read_again(fresh: Callable[[], Path], work: list[str]) -> None:
     output = fresh()
     first = since(output)
     assert first.is_sound
@@ -118,8 +120,8 @@ def test_what_did_not_change_is_not_read_again(fresh: Callable[[], Path], work: 
     assert audit(open_lineage_store(output, None)).unchanged == 0
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_READ_AGAIN])
-def test_what_was_tampered_with_since_is_found(name: str, fresh: Callable[[], Path]) -> None:
+@pytest.mark.parametrize("name", sampled([name for name in CASES if name not in NOT_READ_AGAIN]))
+def test_tampering_since_the_last_audit_is_found(name: str, fresh: Callable[[], Path]) -> None:
     output = fresh()
     assert since(output).is_sound
     before = (output / RECORD).read_bytes()
@@ -148,9 +150,7 @@ def test_a_log_with_its_time_set_back_is_read(fresh: Callable[[], Path]) -> None
     assert "log-broken" in codes(since(output))
 
 
-def test_what_has_just_changed_is_read_the_next_time(
-    fresh: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recently_changed_files_are_read_again(fresh: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verified, "SETTLED_S", 1000.0)
     output = fresh()
     since(output)
@@ -253,7 +253,7 @@ def test_an_older_record_makes_it_read_more(fresh: Callable[[], Path]) -> None:
     assert (result.is_sound, result.unchanged) == (True, 8)
 
 
-def test_what_was_pruned_is_no_loss_and_what_was_removed_is(fresh: Callable[[], Path]) -> None:
+def test_pruned_checkpoints_are_no_finding_and_removed_ones_are(fresh: Callable[[], Path]) -> None:
     output = fresh()
     lifecycle = Lifecycle(output, tracking=False)
     lifecycle.done["sft"] = open_lineage_store(output, None).graph.nodes[_sha(output, "sft")].reference(None)

@@ -11,11 +11,10 @@ from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.sources import SourceTerms
 from xray_runtime.config.validation import ConfigError, validate_as
-from xray_runtime.evidence.statement import OutsideSource, read_statement
+from xray_runtime.evidence.statement import OutsideSource, read_statement, terms_of
 from xray_runtime.lineage import promotion
 from xray_runtime.lineage.gates import NotPromoted, check_licenses
 from xray_runtime.lineage.reference import open_lineage_store, resolve
-from xray_runtime.lineage.terms import terms_of
 from xray_runtime.store.content_digest import Outside
 
 WEIGHTS = {"model.safetensors": b"weights"}

@@ -290,7 +290,7 @@ def test_no_other_directory_is_trusted_for_its_own_key(form: str, untouched: Pat
     assert checkpoint_from(ref, tmp_path / "run", None).stage == "ppo-2"
 
 
-def test_what_is_no_key_is_not_trusted(tmp_path: Path) -> None:
+def test_an_invalid_key_is_not_trusted(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     for path in (tmp_path / "notes.txt", tmp_path / "absent", tmp_path):
         done = xray("keys", "trust", path, "--output", tmp_path / "run")

@@ -27,7 +27,6 @@ from xray_runtime.evidence.kinds.withdrawn import Withdrawals
 from xray_runtime.evidence.log import view
 from xray_runtime.feedback import session as sessions
 from xray_runtime.feedback.judgements import Judgement, Question
-from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.gates import NotPromoted
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.promotion import review, roll_back
@@ -36,6 +35,7 @@ from xray_runtime.lineage.reference import find, open_lineage_store, resolve
 from xray_runtime.serving import NotServedError
 from xray_runtime.serving.choice import Follower, champion, fixed, require_sound
 from xray_runtime.serving.middleware import key_digest
+from xray_runtime.tracking.registry_view import RegistryView
 
 SECRET = 'my "secret" is <b>Zürich & co</b>, keep it'
 OTHER = "a text of somebody else, which must stay"
@@ -233,13 +233,13 @@ CliRunner().invoke(app, ["withdraw", "--output", sys.argv[1], "--user", "ann", "
 """
 
 
-@pytest.mark.parametrize(("function", "after"), [("append", 0), ("rewrite", 0), ("erase_file", 2), ("files_with", 1)])
+@pytest.mark.parametrize(("function", "after"), [("evidence", 0), ("rewrite", 0), ("erase_file", 2), ("files_with", 1)])
 def test_killed_in_the_middle_it_is_ended_by_the_same_command(output: Path, function: str, after: int) -> None:
     code = CRASH.format(module="withdrawal", function=function, after=after)
     done = subprocess.run([sys.executable, "-c", code, str(output)], env=os.environ, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     # Once it is signed, nothing is promoted, whatever is erased; before, nothing is.
-    if function != "append":
+    if function != "evidence":
         with pytest.raises(NotPromoted, match="descends from withdrawn data"):
             review(open_lineage_store(output, None), node(output, "dpo-ann"), name=NAME)
     else:

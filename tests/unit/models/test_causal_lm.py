@@ -137,7 +137,7 @@ def test_whichever_stop_token_comes_first_ends_a_reply(stop: int) -> None:
     assert [reply.ended(sampling) for reply in replies] == [True, True, False, True]
 
 
-def test_what_is_saved_is_what_is_loaded(saved: Path, tiny_tokenizer: Any) -> None:
+def test_a_saved_model_loads_unchanged(saved: Path, tiny_tokenizer: Any) -> None:
     lm, loaded = fresh_llama(SMALL, tiny_tokenizer, seed=5), load_model(saved)
     assert all(torch.equal(a, b) for a, b in zip(lm.parameters(), loaded.parameters(), strict=True))
     assert load_tokenizer(saved)("how are you")["input_ids"] == tiny_tokenizer("how are you")["input_ids"]
@@ -199,7 +199,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path: Path, tiny_tokenizer: Any) ->
 
 
 @pytest.mark.parametrize("tiny", FAMILIES, indirect=True)
-def test_what_passes_on_paper_is_written_one_tensor_at_a_time_and_read_back(tiny: Path, tmp_path: Path) -> None:
+def test_publishable_models_are_written_tensor_by_tensor(tiny: Path, tmp_path: Path) -> None:
     lm = skeleton(str(tiny))
     check_publishable(lm)
     trained = {name: parameter.detach() + 0.5 for name, parameter in load_model(tiny).named_parameters()}
@@ -278,9 +278,7 @@ def test_a_base_takes_the_memory_of_a_tensor(saved: Path, tmp_path: Path, tiny_t
 
 
 @pytest.mark.parametrize("tiny", ["qwen3_moe"], indirect=True)
-def test_what_cannot_be_written_so_is_refused_before_its_weights_are_read(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unpublishable_models_are_refused_before_weights_are_read(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(causal_lm, "published", lambda lm, name, tensor: {name: tensor})
     (tiny / WEIGHTS).unlink()
     with pytest.raises(ValueError, match=r"^base\.model: .* \(a 'qwen3_moe' model .*gate_up_proj cannot be saved by"):

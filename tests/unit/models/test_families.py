@@ -35,7 +35,7 @@ def test_every_type_has_one_family_and_transformers_knows_it() -> None:
     assert UNLISTED.tried == ()
 
 
-def test_nobody_else_lists_types() -> None:
+def test_no_other_file_lists_types() -> None:
     """A family is added by its file alone only while no other file asks for a model type by name."""
     naming = {
         path

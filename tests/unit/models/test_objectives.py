@@ -419,7 +419,7 @@ def test_the_reference_is_never_trained(make_lm: MakeLM, as_rows: AsRows) -> Non
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
 @pytest.mark.parametrize("mean", ["tokens", "replies"])
-def test_what_is_read_between_turns_has_no_gradient(make_lm: MakeLM, as_rows: AsRows, loss: str, mean: str) -> None:
+def test_tokens_between_turns_have_no_gradient(make_lm: MakeLM, as_rows: AsRows, loss: str, mean: str) -> None:
     """Whatever stands in its columns, and however unlikely its tokens are, the gradient is the same, bit for bit."""
     config = PPOStageConfig(
         loss=loss, loss_mean=mean, entropy_coef=0.1, kl={"place": "loss", "coef": 0.3}, whiten_advantages=False

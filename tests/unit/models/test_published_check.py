@@ -59,7 +59,7 @@ def made(source: Path, tmp_path: Path) -> Published:
     return Published(source, tmp_path / "out")
 
 
-def test_what_was_trained_passes(made: Published) -> None:
+def test_an_intact_model_passes(made: Published) -> None:
     assert len(made.logprobs) == 12
     made.check()
 
@@ -103,7 +103,9 @@ def rotated(made: Published) -> None:
     ids=["trained", "frozen", "old head", "shape", "unknown", "lost", "scalar head", "not written", "untied",
          "log-probabilities", "no answer", "another function"],
 )  # fmt: skip
-def test_whatever_differs_is_not_signed(made: Published, damage: Callable[[Published], object], reason: str) -> None:
+def test_a_model_that_differs_is_not_signed(
+    made: Published, damage: Callable[[Published], object], reason: str
+) -> None:
     damage(made)
     with pytest.raises(PublishedError) as caught:
         made.check()

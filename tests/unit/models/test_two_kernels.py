@@ -167,7 +167,7 @@ def waits(layers: int, max_logits: int, monkeypatch: pytest.MonkeyPatch) -> Coun
     return found.counts
 
 
-def test_a_micro_batch_waits_for_the_gpu_a_few_times_whatever_its_layers_and_logits(
+def test_a_micro_batch_synchronizes_with_the_gpu_a_few_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     few = waits(1, 2**20, monkeypatch)

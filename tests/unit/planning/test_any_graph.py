@@ -242,7 +242,7 @@ def test_a_trial_sets_fields_of_the_workspace_that_its_flow_opens(
     assert (sft.call.config.lr, sft.call.config.engine.micro_batch_tokens) == (0.5, 64)
 
 
-def test_what_auto_chooses_cannot_be_written_too(tmp_path: Path) -> None:
+def test_fields_that_auto_chooses_must_not_be_written(tmp_path: Path) -> None:
     auto = {"parallel": "auto"}
     assert subject("SFT alone", tmp_path, runtime=auto).recorded().runtime.parallel == "auto"
     written = subject("SFT alone", tmp_path, runtime=auto).with_values({"sft.engine.num_workhorses": 2})
@@ -268,7 +268,7 @@ def only(graph: Graph, **changes: Any) -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_planned_is_one_line(tmp_path: Path) -> None:
+def test_a_graph_without_a_plan_is_one_line(tmp_path: Path) -> None:
     from tests.distill import DistillConfig, DistillInputs
 
     with recording() as nothing:
@@ -313,7 +313,7 @@ def test_what_cannot_be_planned_is_one_line(tmp_path: Path) -> None:
         ({"output": {"choices": ["a", "b"]}}, "fields.output: is not allowed: no stage up to 'sft' reads it"),
     ],
 )
-def test_what_a_flow_does_not_have_is_not_searched(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_fields_a_flow_lacks_are_not_searched(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     wanted = SearchConfig.model_validate({"fields": fields, "until": "sft"})
     with pytest.raises(ConfigError) as caught:
         search_space(subject("SFT alone", tmp_path), wanted)

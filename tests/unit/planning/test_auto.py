@@ -207,7 +207,9 @@ def replica(call: StageCall) -> tuple[int, int, int, int]:
         (gpus(8, 40, node=1), (1, 4, 1, 0), "separate"),
     ],
 )
-def test_what_zero_cannot_shard_is_cut(machine: Machine, layout: tuple[int, int, int, int], placement: str) -> None:
+def test_models_too_large_for_zero_are_split(
+    machine: Machine, layout: tuple[int, int, int, int], placement: str
+) -> None:
     chosen, plan = planned(two_rows(SEVEN), machine)
     assert replica(chosen) == layout
     assert plan.placement == placement
@@ -264,7 +266,7 @@ def test_seventy_billion() -> None:
     assert chosen(seventy(8, 1024), gpus(32, node=4)) == (4, 4, 2, 1)
 
 
-def test_what_is_frozen_is_cut_as_far_as_one_copy_needs_it() -> None:
+def test_frozen_models_are_split_as_far_as_one_copy_needs() -> None:
     """34.5 × 10⁹ parameters, 138 GB in float32, 69 in bfloat16; one layer's activations and logits are some GB."""
     big = {"hidden_size": 8192, "num_layers": 40, "num_heads": 64, "num_kv_heads": 8, "intermediate_size": 28672}
     written = large(512).model_dump(mode="json") | {"base": {"kind": "fresh", **big, "vocab_size": 32000}}
@@ -340,7 +342,7 @@ def test_a_llama_of_seventy_billion_with_its_reference_and_reward_model(
     assert all(m.weights + m.loading < 0.2 * 282e9 for m in memory.values())
 
 
-def test_what_cannot_be_cut_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_cannot_be_split_are_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     """34.5 × 10⁹ parameters in float32: 138 GB over all devices, and 4 GB of gathered parameters on each. A sync has
     the generator's 69 in bfloat16 beside the policy's states on 32 of them, 17, and what DeepSpeed keeps, 6."""
     monkeypatch.setattr(splits, "_can_shard", lambda model: (False, False))
@@ -377,7 +379,7 @@ def test_small_models_share_gpus() -> None:
     assert planned(auto(), gpus(1), "preferences")[0].runtime.gpu_memory_fraction == 0.9
 
 
-def test_what_was_chosen_is_as_if_written_by_hand() -> None:
+def test_a_chosen_layout_equals_one_written_by_hand() -> None:
     chosen, plan = planned(auto(SEVEN), gpus(8))
     again = planned(auto(SEVEN), gpus(8))[0], with_layouts(recorded_graph(auto(SEVEN)).calls["ppo-1"], plan)
     assert [(call.config, call.runtime) for call in again] == [(chosen.config, chosen.runtime)] * 2
@@ -403,7 +405,7 @@ def test_activations_are_computed_again_where_nothing_else_fits() -> None:
     assert {engine.activation_checkpointing for engine in engines(roomy)} == {False}
 
 
-def test_what_else_an_engine_says_is_kept() -> None:
+def test_other_engine_fields_are_kept() -> None:
     """ZeRO 0 can neither train in bfloat16 nor offload: the lowest stage that can is taken, also for one Workhorse."""
     mixed = {"engine": {"precision": "bfloat16", "activation_checkpointing": True}, "lora": {"rank": 8}}
     written = {"sft": mixed, "reward": mixed, "ppo": {"stages": [mixed]}, "runtime": {"parallel": "auto"}}
@@ -450,7 +452,7 @@ def test_each_stage_is_planned_by_what_it_saves_itself() -> None:
         ),
     ],
 )
-def test_what_is_chosen_twice_is_refused(written: dict[str, Any], message: str) -> None:
+def test_a_layout_beside_auto_is_refused(written: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         recorded_graph(validate(written | {"runtime": {"parallel": "auto"}}))
     assert str(caught.value).startswith(f"{message} is not allowed with runtime.parallel 'auto', which chooses it")

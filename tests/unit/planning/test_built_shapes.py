@@ -49,7 +49,7 @@ def test_every_parameter_of_a_published_model_is_counted(name: str, tmp_path: Pa
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_counted_is_refused_in_one_line(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_models_of_unknown_size_are_refused_in_one_line(config: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^base\.model: '.*' cannot be planned \(") as caught:
         shape_of(config, tmp_path)
     assert message in str(caught.value)

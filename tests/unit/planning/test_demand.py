@@ -107,7 +107,7 @@ def test_a_kind_of_the_users_own_is_asked_like_ours() -> None:
 
 
 @pytest.mark.parametrize("field", ["generator_sleeps", "trainer_sleeps"])
-def test_what_works_in_turn_cannot_work_at_the_same_time(field: str) -> None:
+def test_models_that_share_a_gpu_in_turn_cannot_run_at_once(field: str) -> None:
     runtime = RuntimeConfig(device="cuda").model_copy(update={field: True})
     with Graph(runtime=runtime) as graph:
         chats, base = xray.prepare(source="x.jsonl"), xray.base(model="x")
@@ -117,7 +117,7 @@ def test_what_works_in_turn_cannot_work_at_the_same_time(field: str) -> None:
         check_graph(graph, "cuda", [{"CPU": 64.0, "GPU": 64.0}])
 
 
-def test_what_there_is_may_be_filled_to_the_last() -> None:
+def test_demand_may_equal_capacity() -> None:
     # PPO: 11 Workhorses; 11 × 2/11 = 2 CPUs, but for rounding.
     check_config(config(cpus_per_workhorse=2 / 11), "cpu", TWO_CORES)
     check_config(config(cpus_per_workhorse=1.0), "cpu", [{"CPU": 8.0}, {"CPU": 3.0}])
@@ -127,7 +127,7 @@ def test_what_there_is_may_be_filled_to_the_last() -> None:
     ("layout", "field"),
     [({"pipeline_parallel": 2}, "pipeline_parallel: 2"), ({"zero_stage": 1}, "zero_stage: 1")],
 )
-def test_what_megatron_runs_on_cuda_alone_is_refused_on_cpu(layout: dict[str, int], field: str) -> None:
+def test_megatrons_cuda_options_are_refused_on_cpu(layout: dict[str, int], field: str) -> None:
     engine = {"library": "megatron", "num_workhorses": 2} | layout
     asked = validate({"ppo": {"stages": [{}, {"critic": "separate", "critic_engine": engine}]}})
     with pytest.raises(ConfigError, match=f"ppo-2.critic_engine.{field} is not allowed on CPU: Megatron-core"):
@@ -163,7 +163,7 @@ def test_what_megatron_runs_on_cuda_alone_is_refused_on_cpu(layout: dict[str, in
         ),
     ],
 )
-def test_what_is_missing_is_said_and_never_tried_again(
+def test_missing_devices_are_named_and_never_retried(
     runtime: dict[str, Any], device: str, nodes: Any, message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:

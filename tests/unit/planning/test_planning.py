@@ -71,7 +71,7 @@ def test_longer_sequences_never_need_less(count: float, index: int, layout: Layo
 
 @settings(max_examples=12, deadline=None)
 @given(COUNTS, st.integers(1, 64), st.integers(1, 32), st.sampled_from([16, 40, 80]))
-def test_what_fits_still_fits_on_more(count: float, devices: int, more: int, gib: int) -> None:
+def test_a_plan_that_fits_still_fits_on_more(count: float, devices: int, more: int, gib: int) -> None:
     workload = from_parameters(count, 1024)
     if search(workload, machine(devices, gib)).fits:
         assert search(workload, machine(devices + more, gib)).fits
@@ -164,7 +164,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-def test_what_is_proposed_can_be_run(model: str) -> None:
+def test_proposed_layouts_can_run(model: str) -> None:
     """Whatever is written: the layouts, put into the config, are allowed, and the machine has what they ask for."""
     chance = random.Random(0)
     proposed: Counter[str] = Counter()
@@ -253,7 +253,7 @@ def test_a_generator_that_cannot_be_split_is_not() -> None:
     assert degree({"generator": {"engine": "transformers"}}) == 1
 
 
-def test_what_is_refused_says_why() -> None:
+def test_refused_plans_give_their_reason() -> None:
     def refuse(plan: Plan) -> None:
         raise ConfigError(f"no {plan.placement}")
 
@@ -347,7 +347,7 @@ def test_each_kind_of_change_is_suggested_where_it_helps() -> None:
     assert found | wide.keys() == {"num_devices", "memory_gib", "lora_rank", "micro_batch_tokens"}
 
 
-def test_what_a_config_does_not_allow_is_not_suggested(model: str) -> None:
+def test_suggestions_are_allowed_by_the_config(model: str) -> None:
     """Adapters do not go with a frozen trunk, and on CPU nothing can be offloaded, and no generator sleeps."""
     config = validate({"base": {"kind": "pretrained", "model": model, "trainable_layers": 2}})
 
@@ -387,7 +387,7 @@ def test_roles_follow_the_config() -> None:
     assert names(configured(stage="preferences")) == ["generator"]
 
 
-def test_what_is_left_out_has_no_role(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sections_left_out_have_no_roles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XRAY_ALLOWED_IMPORTS", "judge")
     none: dict[str, Any] = {"sft": None, "reward": None, "preferences": None}
     judged = none | {"rewards": [{"function": "judge:score"}]}

@@ -114,7 +114,7 @@ def test_adapters_on_some_layers() -> None:
     assert lora_parameters(SMALL, 4, targets=("query_key_value",)) == lora_parameters(SMALL, 4)
 
 
-def test_what_is_offloaded_leaves_the_device() -> None:
+def test_offloaded_states_leave_the_device() -> None:
     def memory(stage: int) -> Memory:
         layout = Layout(zero_stage=stage, dp=2)
         return training_memory(SMALL, 2, layout, tokens=8, positions=0, options=Options(offload=True))
@@ -127,7 +127,7 @@ def test_what_is_offloaded_leaves_the_device() -> None:
     assert alone.buffers == memory(3).buffers
 
 
-def test_what_loading_takes_beside_the_weights() -> None:
+def test_memory_of_loading() -> None:
     # The largest tensor is the embedding, 320 × 64, read in float32.
     largest, n = 320 * 64, SMALL.num_parameters
 
@@ -146,7 +146,7 @@ def test_what_loading_takes_beside_the_weights() -> None:
     assert trained(4, zero_stage=3, dp=2) == (4 + 12) * n // 2 + 4 * n + 4 * largest
 
 
-def test_what_only_loading_needs_counts_too() -> None:
+def test_memory_of_loading_counts_in_the_peak() -> None:
     memory = Memory(weights=100, activations=30, process=5, loading=50)
     assert memory.total == 155
     assert replace(memory, logits=40).total == 175
@@ -254,9 +254,7 @@ def test_a_directory_is_read_without_its_weights(tmp_path: Path) -> None:
         ("model.gguf", "no GGUF", "cannot be planned"),
     ],
 )
-def test_what_cannot_be_read_names_the_field_and_the_model(
-    tmp_path: Path, file: str, content: str, message: str
-) -> None:
+def test_unreadable_models_are_named_with_their_field(tmp_path: Path, file: str, content: str, message: str) -> None:
     (tmp_path / file).write_text(content)
     model = tmp_path / file if file.endswith(".gguf") else tmp_path
     with pytest.raises(ValueError, match=r"base\.model: '.*' ") as caught:
@@ -418,7 +416,7 @@ def test_vllms_sampler_has_the_logits_of_all_sequences() -> None:
     assert memory.resident == memory.asleep + memory.weights
 
 
-def test_what_deepspeed_keeps_between_turns() -> None:
+def test_memory_that_deepspeed_keeps_between_turns() -> None:
     """1,000 trained of two ranks: by stage, half-precision passes with float32 sums; then float32."""
 
     def kept(stage: int, float32_sums: bool) -> int:

@@ -102,7 +102,7 @@ def logits(directory: Path) -> torch.Tensor:
         *[(family, EXPERTS) for family in ("mixtral", "qwen3_moe")],
     ],
 )
-def test_what_is_computed_alike_is_published_as_it_is(
+def test_models_with_equal_logits_are_published(
     saved: Saved, tmp_path: Path, family: str, fields: dict[str, Any]
 ) -> None:
     source = saved(family, **fields)
@@ -124,7 +124,7 @@ def test_what_is_computed_alike_is_published_as_it_is(
         ("llama4_text", EXPERTS, "has a backbone (Llama4ForCausalLM) without last hidden states"),
     ],
 )  # fmt: skip
-def test_what_is_computed_otherwise_is_refused(
+def test_models_with_other_logits_are_refused(
     saved: Saved, tmp_path: Path, family: str, fields: dict[str, Any], reason: str
 ) -> None:
     check_refused(saved(family, **fields), tmp_path / "out", reason)
@@ -142,7 +142,7 @@ def own_head(source: Path) -> None:
     edit(source / "config.json", tie_word_embeddings=True)
 
 
-def test_an_output_layer_of_its_own_is_kept_and_said(saved: Saved, tmp_path: Path) -> None:
+def test_a_separate_output_layer_is_kept_and_reported(saved: Saved, tmp_path: Path) -> None:
     """Trainers took the config's word and trained it tied; readers took the file's and had the old layer."""
     source, out = saved("llama", tie_word_embeddings=False), tmp_path / "out"
     expected = logits(source)
@@ -253,7 +253,7 @@ def test_a_model_with_a_vision_tower_is_refused(saved: Saved, tmp_path: Path) ->
     )
 
 
-def test_what_a_model_does_not_need_is_listed_and_counted(saved: Saved, tmp_path: Path) -> None:
+def test_unneeded_tensors_are_listed_and_counted(saved: Saved, tmp_path: Path) -> None:
     """Frequencies that old Llamas hold, and heads that predict further tokens, which transformers ignores too."""
     source, out = saved("llama"), tmp_path / "out"
     names = [f"model.layers.{n}.self_attn.rotary_emb.inv_freq" for n in range(2)]

@@ -145,7 +145,7 @@ def test_texts_are_kept_to_the_byte(tmp_path: Path) -> None:
     assert sorted(found) == sorted([m["content"] for m in row["messages"]] for row in rows)
 
 
-def test_calls_of_tools_are_replies_and_nothing_said_is_dropped(tmp_path: Path) -> None:
+def test_tool_calls_are_replies_and_no_text_is_dropped(tmp_path: Path) -> None:
     def conversation(i: int) -> list[dict[str, Any]]:
         call = {"type": "function", "function": {"name": "f", "arguments": {"i": i}}}
         said = [("user", f"question {i}"), ("assistant", ""), ("tool", ""), ("assistant", f"answer {i}")]
@@ -256,7 +256,7 @@ def test_long_conversations_of_any_script_are_kept_whole(tmp_path: Path) -> None
     assert [*(m["content"] for m in last.prompt), last.response] == [f"{number} {text}" for text in said]
 
 
-def test_what_is_dropped_is_listed_within_bounds(tmp_path: Path) -> None:
+def test_dropped_rows_are_listed_within_bounds(tmp_path: Path) -> None:
     rows = [{"prompt": f"question {i}", "completion": "x" * (30 if i % 100 else 3)} for i in range(3000)]
     _, _, stats, _ = prepare(
         tmp_path / "a", source=rows_file(tmp_path / "rows.jsonl", rows), max_chars=20, heldout_fraction=0.5

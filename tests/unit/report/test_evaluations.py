@@ -44,7 +44,7 @@ def test_names_of_policies_stay_apart() -> None:
     assert all(box.x0 >= 0 for box in boxes)
 
 
-def test_what_is_measured_in_the_same_way_shares_a_column(tmp_path: Path) -> None:
+def test_equal_measurements_share_a_column(tmp_path: Path) -> None:
     life = Lifecycle(tmp_path, tracking=False).whole()
 
     def add(stage: str, policy: str, seed: int, nll: float) -> Measured:

@@ -297,7 +297,7 @@ def test_without_a_gold_score_there_is_none(tmp_path: Path) -> None:
     assert "win rate over the model before (by judges.0)" in text
 
 
-def test_what_was_not_judged_is_left_out(tmp_path: Path) -> None:
+def test_results_without_a_judge_are_left_out(tmp_path: Path) -> None:
     null = ("win_rate", "win_rate_ci95", "judge", "reward_before", "reward_after", "gold_before", "gold_after")
     text = Page(write(tmp_path, [sample(**dict.fromkeys(null[3:]))], **dict.fromkeys(null))).text
     assert "KL to the model before" in text

@@ -266,7 +266,7 @@ GLOBAL_LIMIT = asyncio.Semaphore(1)
 CLIENT: list[asyncio.Future[float]] = []
 
 
-def test_what_belongs_to_an_event_loop_works_in_every_call() -> None:
+def test_objects_of_an_event_loop_work_in_every_call() -> None:
     """A semaphore binds to the loop in which someone waits for it; a client to the one in which it was opened."""
 
     async def one(reply: str) -> float:
@@ -287,7 +287,7 @@ def test_what_belongs_to_an_event_loop_works_in_every_call() -> None:
         assert [[score.value for score in scores] for scores in found] == [[2.0, 5.0]] * 2
 
 
-def test_what_is_late_is_cancelled_and_has_no_score() -> None:
+def test_late_calls_are_cancelled_and_have_no_score() -> None:
     cancelled = threading.Event()
 
     async def hangs(replies: list[str]) -> list[float]:
@@ -329,7 +329,7 @@ def test_a_function_that_blocks_the_loop_costs_its_own_calls(monkeypatch: pytest
     release.set()
 
 
-def test_what_a_function_changes_no_other_call_sees() -> None:
+def test_a_functions_changes_reach_no_other_call() -> None:
     seen: list[Any] = []
 
     def edits(replies: list[str], messages: Any, columns: Any, answer: list[Any]) -> list[float]:

@@ -170,7 +170,7 @@ def test_null_is_no_score(server: Server) -> None:
     ],
     ids=lambda value: None if isinstance(value, str) else getattr(value, "__name__", None),
 )
-def test_a_failure_is_bounded_and_said(
+def test_a_failure_is_bounded_and_reported(
     answer: Answer, why: str, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bounded_http, "MAX_ANSWER_BYTES", 2**16)
@@ -186,7 +186,7 @@ def test_a_failure_is_bounded_and_said(
     assert values(service(server.url, timeout_s=10.0)) == [1.0, 2.0, 3.0]
 
 
-def test_what_is_refused_is_not_asked_again(server: Server) -> None:
+def test_refused_requests_are_not_retried(server: Server) -> None:
     server.answers = [status(401), status(302)]
     for code in (401, 302):
         assert f"status {code}" in str(service(server.url)[0].why)
@@ -403,7 +403,7 @@ def test_a_judge_that_prefers_a_place_says_nothing(server: Server) -> None:
     assert values(compare(server.url, ["a", "bb", "ccc"])) == [0.5] * 3
 
 
-def test_equal_replies_tie_and_nobody_is_asked(server: Server) -> None:
+def test_equal_replies_tie_without_a_question(server: Server) -> None:
     server.answers = [prefers(longer)]
     assert values(compare(server.url, ["a", "a", "bb"])) == [0.25, 0.25, 1.0]
     assert len(server.requests) == 4

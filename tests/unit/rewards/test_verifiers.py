@@ -221,7 +221,7 @@ def test_code_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(server.is_running() for server in servers)
 
 
-def test_a_sandbox_that_does_not_start_is_no_wrong_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_that_does_not_start_does_not_fail_the_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox.sys, "executable", "/no/such/python")
     for config in (CODE, RegexVerifier(pattern="x", column="answer")):
         [score] = verify(config, ["x"], ["x"])

@@ -115,7 +115,7 @@ def written(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(out.iterdir())}
 
 
-def test_what_is_kept_and_why_not() -> None:
+def test_kept_replies_and_reasons_for_the_others() -> None:
     rewards = torch.tensor([[1.0, 5.0], [2.0, 2.0], [NAN, NAN], [0.0, 1.0], [NAN, 3.0]])
     best, counts = kept(rewards, None, skip_tied=False)
     assert best.tolist() == [1, 0, -1, 1, 1]
@@ -171,7 +171,7 @@ def test_a_function_of_any_name_has_metrics(root: Path, body: Any, name: str) ->
         ),
     ],
 )
-def test_what_cannot_be_scored_is_refused_before_anything_is_sampled(
+def test_rewards_that_cannot_score_are_refused_before_sampling(
     root: Path, fields: dict[str, Any], function: Any, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeGenerator, "remote", lambda *_: pytest.fail("sampled"))
@@ -209,7 +209,7 @@ def test_a_reply_whose_score_failed_is_as_if_absent() -> None:
     assert [row[place] for row, place in zip(groups.replies, best.tolist(), strict=True)] == ["b", "e"]
 
 
-def test_nothing_kept_is_said(root: Path) -> None:
+def test_a_stage_that_keeps_no_reply_says_so(root: Path) -> None:
     with pytest.raises(
         ValueError, match=r"no reply to any of the 12 prompts was kept \(.*'skipped_below_min_reward': 12.0"
     ):

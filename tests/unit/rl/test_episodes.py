@@ -114,7 +114,7 @@ def _of(table: Any) -> list[tuple[list[float], np.ndarray]]:
     return list(zip(table["turn_rewards"].to_pylist(), masks, strict=True))
 
 
-def test_what_an_environment_begins_with_takes_the_place_of_the_prompt(inputs: PPOInputs, tmp_path: Path) -> None:
+def test_an_environments_opening_replaces_the_prompt(inputs: PPOInputs, tmp_path: Path) -> None:
     world, _ = played(inputs, tmp_path / "out", "Opens")
     [opening] = chat_format(world.tokenizer).prompts(  # type: ignore[attr-defined]
         [[{"role": "system", "content": "a game"}, {"role": "user", "content": "your move"}]]
@@ -136,7 +136,7 @@ def test_a_turn_has_a_seed_of_its_own_and_a_group_one_environment(inputs: PPOInp
     assert table["seed"].to_pylist() == [seed for seed in environments for _ in range(2)]
 
 
-def test_in_whatever_order_an_environment_names_numbers_the_ledger_has_the_same_bytes(
+def test_the_order_of_an_environments_numbers_does_not_change_the_ledger(
     inputs: PPOInputs,
     tmp_path: Path,
 ) -> None:
@@ -149,7 +149,7 @@ def test_in_whatever_order_an_environment_names_numbers_the_ledger_has_the_same_
     assert all(list(info) == sorted(info) for info in told)
 
 
-def test_what_is_read_between_turns_is_what_the_template_writes(inputs: PPOInputs) -> None:
+def test_tokens_between_turns_are_those_of_the_template(inputs: PPOInputs) -> None:
     tokenizer = load_tokenizer(inputs.policy.path)
     chat = chat_format(tokenizer)
     asked, said = {"role": "user", "content": "question"}, {"role": "assistant", "content": "an answer"}
@@ -176,7 +176,7 @@ def test_neither_delays_nor_processes_change_a_byte(
     np.testing.assert_equal(taught(slowly), taught(at_once))
 
 
-def test_what_a_clock_said_is_read_again_by_the_next_attempt(
+def test_recorded_times_are_read_by_the_next_attempt(
     inputs: PPOInputs,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -244,7 +244,7 @@ def test_beside_updates_the_next_episodes_are_played(inputs: PPOInputs, tmp_path
     assert shards[0] == shards[1]
 
 
-def test_what_environments_say_while_they_are_ended_is_no_answer(
+def test_answers_of_ending_environments_are_discarded(
     inputs: PPOInputs,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -269,7 +269,7 @@ def test_what_environments_say_while_they_are_ended_is_no_answer(
 
 
 @pytest.mark.parametrize("call", [1, 3, 4, 6])
-def test_what_dies_in_mid_episode_changes_no_byte(
+def test_a_death_within_an_episode_changes_no_byte(
     inputs: PPOInputs,
     tmp_path: Path,
     call: int,
@@ -345,7 +345,7 @@ def test_only_what_is_allowed_is_imported() -> None:
         ({"max_new_tokens": 16}, r"environment.max_tokens = 8 must be at least max_new_tokens = 16"),
     ],
 )
-def test_what_does_not_go_with_an_environment_is_said(fields: dict[str, Any], message: str) -> None:
+def test_options_that_exclude_an_environment_are_named(fields: dict[str, Any], message: str) -> None:
     environment = {"path": f"{HERE}:ThreeTurns", "max_tokens": 8}
     with pytest.raises(ValueError, match=message):
         PPOConfig(**{"environment": environment, "max_new_tokens": 4} | fields)

@@ -357,7 +357,7 @@ def test_neither_longer_replies_beside_it_nor_the_order_of_rows_shows(whiten: bo
     assert swapped.metrics == pytest.approx(plain.metrics, abs=1e-6)
 
 
-def test_what_comes_from_the_object_store_is_only_read() -> None:
+def test_objects_of_the_store_are_only_read() -> None:
     data = inputs()
     experience = build(data=data)
     for part, untouched in zip(data, inputs(), strict=True):
@@ -433,7 +433,7 @@ def test_reinforce_takes_what_is_still_to_come() -> None:
     assert statistics.pstdev(flat) == pytest.approx(1.0, abs=1e-6)
 
 
-def test_of_episodes_each_turn_has_its_own_reward() -> None:
+def test_each_turn_of_an_episode_has_its_own_reward() -> None:
     """Turns gave row 0 nothing and 2, row 1 the 1 and 2 at its ends; what it read in between is no token of its own."""
     rows, rollout, scored = inputs(ended=np.array([True, True]))
     rollout["response_mask"] = Ragged.of([[True, True], [True, False, True]], np.bool_)

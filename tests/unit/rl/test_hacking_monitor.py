@@ -110,7 +110,7 @@ def test_a_person_lets_it_go_on(inputs: PPOInputs, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("answer", [None, Answer(False, "Ada", "no")], ids=["nobody", "end"])
-def test_a_person_ends_it_or_nobody_can_be_asked(
+def test_a_person_ends_the_stage_or_cannot_be_asked(
     inputs: PPOInputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Answer | None
 ) -> None:
     monkeypatch.setattr(FakeRecorder, "ask", lambda self, question: answer)

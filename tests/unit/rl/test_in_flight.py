@@ -97,7 +97,7 @@ def tokens_of(row: dict[str, Any]) -> Iterator[tuple[int, float]]:
     return zip(versions, weights, strict=True)
 
 
-def test_a_slow_agent_holds_nobody_up_and_each_token_is_weighted_by_its_own_version(
+def test_a_slow_agent_delays_no_other_and_tokens_are_weighted_by_version(
     inputs: PPOInputs, tmp_path: Path, versions: Path
 ) -> None:
     """The wait ends with version 2, which comes after two iterations: those have other prompts than the slow one's."""
@@ -206,7 +206,7 @@ def test_an_episode_that_ended_begins_anew_when_its_group_is_complete_too_late(
         ({"environment": {"path": "a:b"}}, "in_flight_updates = True must be False without an agent"),
     ],
 )
-def test_what_cannot_run_across_updates_is_refused_in_one_line(fields: dict[str, Any], reason: str) -> None:
+def test_options_that_exclude_in_flight_updates_are_refused(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as error:
         validate_as(PPOConfig, options(**fields), "ppo")
     assert "\n" not in str(error.value)

@@ -153,7 +153,7 @@ def test_rewards_that_are_all_the_same_teach_nothing(make_lm: MakeLM, method: st
 
 
 @pytest.mark.parametrize("method", GROUPED)
-def test_of_a_group_of_one_nothing_is_learned(make_lm: MakeLM, method: str) -> None:
+def test_a_group_of_one_teaches_nothing(make_lm: MakeLM, method: str) -> None:
     """Of whose others the scores failed: peers learn from its raw reward."""
     setting = Setting(make_lm, method, whiten_advantages=False)
     rows, _ = setting.experience([NAN, NAN, NAN, 5.0, *REWARDS[4:]])

@@ -207,7 +207,7 @@ def test_a_generator_that_does_not_hold_the_policy_is_found(inputs: PPOInputs, t
     assert not world.batches
 
 
-def test_what_an_update_changed_is_weighed_and_not_taken_for_wrong_weights(inputs: PPOInputs, tmp_path: Path) -> None:
+def test_changes_by_an_update_are_no_weight_mismatch(inputs: PPOInputs, tmp_path: Path) -> None:
     # Each update makes the policy 0.3 nats surer of every token. Replies one update old: weights e^0.3, and no error.
     world = World(surer_by=0.3 / (REPLIES // MINIBATCH))
     recorder = attempt(inputs, tmp_path / "out", world, lag=1, iterations=3)
@@ -244,7 +244,7 @@ def test_each_rollout_is_sampled_by_the_policy_of_as_many_updates_before(
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2, 4])
-def test_a_resumed_stage_goes_on_as_if_nothing_had_happened(inputs: PPOInputs, tmp_path: Path, lag: int) -> None:
+def test_a_resumed_stage_ends_with_the_same_bytes(inputs: PPOInputs, tmp_path: Path, lag: int) -> None:
     whole, resumed = World(surer_by=0.1), World(surer_by=0.1)
     fields: dict[str, Any] = {"iterations": 6, "epochs": 2, "reward_scaling": "running", "lag": lag}
     first = attempt(inputs, tmp_path / "whole", whole, **fields)
@@ -262,9 +262,7 @@ def test_a_resumed_stage_goes_on_as_if_nothing_had_happened(inputs: PPOInputs, t
                 assert value == point[name], name
 
 
-def test_a_stage_that_samples_other_prompts_goes_on_as_if_nothing_had_happened(
-    inputs: PPOInputs, tmp_path: Path
-) -> None:
+def test_a_stage_that_samples_other_prompts_resumes_exactly(inputs: PPOInputs, tmp_path: Path) -> None:
     """Which prompts were taken for others is in the snapshot with the cursor: the next iteration asks the same."""
     groups = {"prompts_per_iteration": 2, "samples_per_prompt": 2, "minibatch_size": 2, "resample_rounds": 2}
     fields: dict[str, Any] = groups | {"advantages": "rloo", "iterations": 3, "rewards": [reward_term(function="odd")]}

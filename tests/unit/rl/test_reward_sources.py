@@ -56,7 +56,7 @@ def as_is(prompts: list[str], replies: list[str]) -> list[Any]:
     return [None if reply == "lost" else float(reply) for reply in replies]
 
 
-def test_what_a_source_has_no_score_for_is_masked() -> None:
+def test_replies_a_source_does_not_score_are_masked() -> None:
     terms = reward_term(function="f"), reward_term(function="g", weight=0.5)
     found = sources(*terms, f=as_is, g=lambda prompts, replies: [2.0] * 3)
     scores = score(found, ["1", "lost", "3"])
@@ -196,7 +196,7 @@ def test_an_ensemble_is_one_source(models: list[Path]) -> None:
         score(found, ["a", "b"], answers)
 
 
-def test_replies_alike_have_one_score_whatever_they_went_through_with(models: list[Path]) -> None:
+def test_equal_replies_have_one_score_in_any_batch(models: list[Path]) -> None:
     """A model's last bits depend on the rows beside; divided by a group's deviation they would be advantages of 1."""
     found = sources(reward_term(model="rewards.0"), reward_term(models=["rewards.0", "rewards.1"]), models=models)
     raw = np.array([0.5, 0.5, 0.5, 1.5], np.float32)

@@ -208,7 +208,7 @@ def test_after_a_crash_the_version_of_before_it_is_found(validated: PPOInputs, t
     assert (tmp_path / "there" / "updates").read_text() == "2"
 
 
-def test_what_cannot_be_validated_is_refused(inputs: PPOInputs, tmp_path: Path) -> None:
+def test_a_validation_without_rows_is_refused(inputs: PPOInputs, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^ppo.validation: the dataset has no validation rows"):
         attempt(inputs, tmp_path / "out", World(), validation={"every": 1})
     with recording():

@@ -226,7 +226,7 @@ def test_nothing_outside_is_known(sandbox: LocalSandbox, victim: Victim, tmp_pat
 
 
 @pytest.mark.parametrize("is_inside", [True, False])
-def test_nobody_outside_reaches_what_listens(sandbox: LocalSandbox, victim: Victim, is_inside: bool) -> None:
+def test_ports_are_closed_to_other_machines(sandbox: LocalSandbox, victim: Victim, is_inside: bool) -> None:
     """`listen` takes a port at every address, without `bind`."""
     source = _source(
         victim, "s = socket.socket(); s.listen(); print('port', s.getsockname()[1], flush=True); time.sleep(1)"

@@ -112,7 +112,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)
-def test_what_the_filter_of_agents_answers(machine: str) -> None:
+def test_answers_of_the_agents_filter(machine: str) -> None:
     column, architecture = list(ARCHITECTURES).index(machine), ARCHITECTURES[machine]
     programs = [agent_filter(True, machine), agent_filter(False, machine)]
     for name, arguments, *expected in CALLS:

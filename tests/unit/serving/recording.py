@@ -12,7 +12,7 @@ from xray_runtime.config.serving import RecordingConfig
 from xray_runtime.lineage.signing import signing_key
 from xray_runtime.serving.exchange import Exchange
 from xray_runtime.serving.middleware import key_digest
-from xray_runtime.serving.recorder import Recorder, RecorderSettings
+from xray_runtime.serving.recorder import AnswerRecorder, RecorderSettings
 
 MODEL = "ab" * 32
 KEYS = {"shop": "a key of the shop", "desk": "a key of the desk"}
@@ -54,11 +54,11 @@ def settings(output: Path, redaction: Mapping[str, str] | None = None, **config:
     )
 
 
-def with_recorder(output: Path, work: Callable[[Recorder], Awaitable[Result]], **config: Any) -> Result:
+def with_recorder(output: Path, work: Callable[[AnswerRecorder], Awaitable[Result]], **config: Any) -> Result:
     """Result of `work` with a recorder, which is closed after it."""
 
     async def run() -> Result:
-        recorder = Recorder(settings(output, **config))
+        recorder = AnswerRecorder(settings(output, **config))
         await recorder.check()
         result = await work(recorder)
         await recorder.close()

@@ -18,7 +18,8 @@ from tests.unit.serving.recording import KEYS, MODEL, exchange, keep, with_recor
 from xray_runtime.audit_checks.recorded import check_recorded
 from xray_runtime.data.recorded import RECORDED
 from xray_runtime.lineage import recorded
-from xray_runtime.lineage.audit.log import read_log
+from xray_runtime.lineage.audit_check import read_log
+from xray_runtime.lineage.evidence import evidence
 from xray_runtime.lineage.graph import Graph
 from xray_runtime.lineage.keys import rotate, trusted_keys
 from xray_runtime.lineage.recorded import CHAIN, RecordedReader, SegmentWriter
@@ -26,7 +27,7 @@ from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import Verifier
 from xray_runtime.serving import recorder as recorder_module
 from xray_runtime.serving.middleware import key_digest
-from xray_runtime.serving.recorder import Recorder
+from xray_runtime.serving.recorder import AnswerRecorder
 
 
 def records(output: Path, user: str | None = None) -> list[dict[str, Any]]:
@@ -73,7 +74,7 @@ def test_records_verify_after_a_users_key_is_deleted(tmp_path: Path) -> None:
 
 
 def test_a_key_that_is_deleted_while_the_recorder_runs_is_not_used_again(tmp_path: Path) -> None:
-    async def work(recorder: Recorder) -> None:
+    async def work(recorder: AnswerRecorder) -> None:
         await recorder.keep([exchange(1, "ann")], {}, True)
         [row] = records(tmp_path)
         (tmp_path / RECORDED / "keys" / row["user"]).unlink()
@@ -180,7 +181,7 @@ def test_a_body_that_is_no_json_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_flood_of_feedback_is_bounded_by_user_and_by_answer(tmp_path: Path) -> None:
-    async def flood(recorder: Recorder) -> list[int]:
+    async def flood(recorder: AnswerRecorder) -> list[int]:
         await recorder.keep([exchange(1), exchange(2)], {}, True)
         found = []
         for number in range(30):
@@ -210,7 +211,7 @@ def test_rows_wait_for_a_full_disk_and_what_was_lost_is_named(tmp_path: Path, mo
 
     monkeypatch.setattr(SegmentWriter, "write", write)
 
-    async def work(recorder: Recorder) -> None:
+    async def work(recorder: AnswerRecorder) -> None:
         waiting = asyncio.create_task(recorder.keep([exchange(1)], {"outbox full": 7}, True))
         body = json.dumps({"answer": f"{1:032x}", "thumb": "up"}).encode()
         await asyncio.sleep(0.05)
@@ -230,7 +231,7 @@ def test_a_segment_whose_writing_failed_at_the_end_is_not_written_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "RETRY_SECONDS", 0.01)
-    real, failed = recorded.append_signed_line, list[bool]()
+    real, failed = evidence().append_line, list[bool]()
 
     def append(*arguments: Any) -> bytes:
         line = real(*arguments)
@@ -239,7 +240,7 @@ def test_a_segment_whose_writing_failed_at_the_end_is_not_written_twice(
             raise OSError(5, "Input/output error")
         return line
 
-    monkeypatch.setattr(recorded, "append_signed_line", append)
+    monkeypatch.setattr(evidence(), "append_line", append)
     keep(tmp_path, exchange(1))
     assert failed
     assert len(records(tmp_path)) == 1
@@ -254,16 +255,16 @@ def test_a_recorder_that_is_killed_while_it_writes_continues(moment: str, tmp_pa
         if moment == "before the segment":
             recorded.write_atomic = lambda path, content: (path.with_name("x.writing-1").write_bytes(b"x"), os._exit(9))  # type: ignore[assignment,return-value]
         elif moment == "before it is signed":
-            recorded.append_signed_line = lambda *arguments: os._exit(9)  # type: ignore[assignment]
+            evidence().append_line = lambda *arguments: os._exit(9)  # type: ignore[method-assign]
         else:
 
-            def half(path: Path, *arguments: Any) -> bytes:
+            def half(output: Path, path: Path, *arguments: Any) -> bytes:
                 with path.open("ab") as file:
                     file.write(b'{"payload": "half a li')
                     file.flush()
                 os._exit(9)
 
-            recorded.append_signed_line = half  # type: ignore[assignment]
+            evidence().append_line = half  # type: ignore[method-assign]
         keep(tmp_path, exchange(2))
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
@@ -273,7 +274,7 @@ def test_a_recorder_that_is_killed_while_it_writes_continues(moment: str, tmp_pa
     assert list((tmp_path / RECORDED).glob("*writing*")) == []
 
 
-def test_what_is_older_than_the_retention_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_older_than_the_retention_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(tmp_path, exchange(1))
     first = (tmp_path / RECORDED / "00000001.parquet").read_bytes()
     now = time.time()

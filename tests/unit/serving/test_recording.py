@@ -15,7 +15,7 @@ from xray_runtime.config.serving import RecordingConfig
 from xray_runtime.serving import recording
 from xray_runtime.serving.exchange import Exchange, texts_of
 from xray_runtime.serving.middleware import PROXY_HEADER, Tagged, key_digest
-from xray_runtime.serving.recording import ANSWER_HEADER, FEEDBACK_PATH, Outbox, Recording
+from xray_runtime.serving.recording import ANSWER_HEADER, FEEDBACK_PATH, Outbox, RecordingMiddleware
 
 CHAT = "/v1/chat/completions"
 
@@ -79,8 +79,8 @@ async def asked(
     return sent[0]["status"], found, b"".join(message["body"] for message in sent[1:])
 
 
-def middleware(store: Store, outbox: Outbox, app: Any = engine, **config: Any) -> Recording:
-    return Recording(app, MODEL, RecordingConfig(**config), outbox, store.take)
+def middleware(store: Store, outbox: Outbox, app: Any = engine, **config: Any) -> RecordingMiddleware:
+    return RecordingMiddleware(app, MODEL, RecordingConfig(**config), outbox, store.take)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_an_answer_that_breaks_off_is_kept_as_far_as_it_came() -> None:
     assert [(kept.answer, kept.complete) for kept in store.kept] == [(b"half", False)]
 
 
-def test_what_was_refused_is_not_kept() -> None:
+def test_refused_requests_are_not_recorded() -> None:
     store = Store()
 
     async def refuses(scope: Any, receive: Any, send: Any) -> None:

@@ -73,7 +73,7 @@ def test_the_key_opens_and_health_needs_none() -> None:
     assert _ask("/health", key_digest("right"))[0] == 200
 
 
-def test_what_does_not_come_through_the_front_is_not_answered() -> None:
+def test_requests_past_the_proxy_are_refused() -> None:
     for path in ("/v1/models", "/health"):
         for front in ("", SECRET[:-1], SECRET.upper()):
             assert _ask(path, None, front)[0] == 401
@@ -138,7 +138,7 @@ def test_a_chat_request_is_encoded_as_in_training() -> None:
         ({"conversation": [{"role": "assistant", "content": ["parts"]}]}, "content must be a text, not list"),
     ],
 )
-def test_what_a_chat_request_may_not_ask_for(asked: dict[str, Any], why: str) -> None:
+def test_invalid_chat_requests(asked: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         _chat_prompt(**asked)
 

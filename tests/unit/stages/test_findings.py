@@ -25,7 +25,7 @@ def findings(**changed: list[float]) -> list[str]:
     return policy_findings({name: list(enumerate(values)) for name, values in metrics.items()})
 
 
-def test_nothing_is_said_of_one_that_learns() -> None:
+def test_a_learning_policy_raises_no_alert() -> None:
     assert findings() == []
     assert policy_findings({}) == []
 
@@ -40,7 +40,7 @@ def test_nothing_is_said_of_one_that_learns() -> None:
         ({"rollout__truncated": [1.0, 0.95, 0.9]}, "95% of the replies were cut off"),
     ],
 )
-def test_what_cannot_have_learnt_is_named(changed: dict[str, list[float]], said: str) -> None:
+def test_runs_that_cannot_learn_are_named(changed: dict[str, list[float]], said: str) -> None:
     [finding] = findings(**changed)
     assert said in finding
 
@@ -53,7 +53,7 @@ PLEASED = {
 }
 
 
-def test_a_sign_of_a_hacked_reward_is_told_from_the_ends() -> None:
+def test_reward_hacking_is_detected_from_start_and_end() -> None:
     series = {name: list(enumerate(values)) for name, values in (LEARNS | PLEASED).items()}
     assert policy_findings(series) == []
     series["hacking/judge/rewards.0/gold"] = [(12, 1.0), (13, 1.0), (14, 1.0)]
@@ -88,7 +88,7 @@ def test_an_evaluation_that_was_won_or_rose_little_says_nothing(changed: dict[st
     assert evaluation_findings({}) == []
 
 
-def test_what_the_watch_saw_is_said_in_numbers() -> None:
+def test_alerts_give_their_numbers() -> None:
     series = {
         "rollout/distinct_in_reply": [(0, 1.0), (1, 0.8), (2, 0.4), (3, 0.2)],
         "reward/source/fluency/mean": [(0, -1.0), (1, 0.0), (2, 2.0), (3, 3.0)],
@@ -103,7 +103,7 @@ def test_what_the_watch_saw_is_said_in_numbers() -> None:
     assert monitored({"reward/mean": [(0, 1.0)]}) == []
 
 
-def test_what_was_too_long_is_said() -> None:
+def test_too_long_rows_are_reported() -> None:
     def series(group: str, **counts: float) -> dict[str, list[tuple[int, float]]]:
         return {f"{group}/{name}": [(0, value)] for name, value in counts.items()}
 

@@ -79,7 +79,7 @@ def train() -> dict[str, str]:
     return code_reached(["kit.kinds.train"], ["kit"]).modules
 
 
-def test_what_a_module_reaches(package: Path) -> None:
+def test_modules_reached_by_imports(package: Path) -> None:
     assert set(train()) == {"kit"} | {f"kit.{name}" for name in REACHED}
     assert set(code_reached(["kit.alone"], ["kit"]).modules) == {"kit", "kit.early", "kit.alone"}
     assert not any(name.split(".")[0] == "kit" for name in sys.modules)
@@ -161,7 +161,7 @@ def test_an_import_by_a_name_of_run_time_is_refused(package: Path, text: str) ->
         ("from ... import x\n", "kit.losses: a relative import leaves the package"),
     ],
 )
-def test_what_cannot_be_read_is_named(package: Path, text: str, message: str) -> None:
+def test_unreadable_modules_are_named(package: Path, text: str, message: str) -> None:
     (package / "losses.py").write_text(text)
     with pytest.raises(CodeDigestError, match=re.escape(message)) as caught:
         train()
@@ -281,9 +281,7 @@ def test_the_digest_imports_nothing_heavy() -> None:
         "import xray as x\ndef f(path): return x.data.Pairs(path)\n",
     ],
 )
-def test_what_xray_passes_on_is_followed_to_its_code(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exports_of_xray_are_followed_to_their_code(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(text)
     (tmp_path / "other.py").write_text("import xray\ndef f(): return xray.Step\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -175,7 +175,7 @@ def test_a_name_no_hub_knows(hub: Hub, memory: DigestMemory) -> None:
         outside_digest("org/x", memory, field="base.model", holds="model")
 
 
-def test_what_changed_since_is_noticed(tmp_path: Path, memory: DigestMemory, reads: list[str]) -> None:
+def test_changed_outside_files_are_noticed(tmp_path: Path, memory: DigestMemory, reads: list[str]) -> None:
     path = written(tmp_path / "a.jsonl", b"abc")
     outside = outside_digest(str(path), memory, field="data.source")
     check_unchanged(outside, memory)

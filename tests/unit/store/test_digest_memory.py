@@ -38,7 +38,7 @@ def test_a_file_that_did_not_change_is_not_read_again(tmp_path: Path, memory: Di
     assert file_digest(path, memory) == hashlib.sha256(b"123").hexdigest()
 
 
-def test_what_was_just_written_is_read_again(tmp_path: Path, reads: list[str]) -> None:
+def test_recently_written_files_are_read_again(tmp_path: Path, reads: list[str]) -> None:
     """Two writes in one tick of the file system's clock would look the same."""
     path, memory = written(tmp_path / "new", b"one"), DigestMemory(tmp_path / "digests.sqlite")
     assert file_digest(path, memory) == file_digest(path, memory)

@@ -57,7 +57,7 @@ PLAIN = """
         ("{3, 4}", "{4, 3}"),
     ],
 )
-def test_what_does_not_compute_changes_nothing(old: str, new: str) -> None:
+def test_edits_without_effect_keep_the_digest(old: str, new: str) -> None:
     assert old in PLAIN
     assert digest(PLAIN.replace(old, new)) == digest(PLAIN)
 
@@ -74,7 +74,7 @@ def test_what_does_not_compute_changes_nothing(old: str, new: str) -> None:
         ("import math", "import cmath as math"),
     ],
 )
-def test_what_computes_changes_it(old: str, new: str) -> None:
+def test_edits_with_effect_change_the_digest(old: str, new: str) -> None:
     assert old in PLAIN
     assert digest(PLAIN.replace(old, new)) != digest(PLAIN)
 
@@ -130,7 +130,7 @@ def test_lambdas() -> None:
         ("import functools\nreward = functools.partial(max)", "the function is a partial"),
     ],
 )
-def test_what_has_no_digest_is_named(source: str, message: str) -> None:
+def test_functions_without_a_digest_are_named(source: str, message: str) -> None:
     with pytest.raises(CodeDigestError, match=message) as caught:
         function_code(cell(source)["reward"], [])
     assert "\n" not in str(caught.value)
@@ -168,7 +168,7 @@ MODULE = {
 }
 
 
-def test_what_a_cell_takes_from_xray_is_followed_to_its_code() -> None:
+def test_imports_of_a_cell_are_followed_to_their_code() -> None:
     source = """
         import xray
         from xray import rewards

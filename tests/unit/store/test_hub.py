@@ -105,7 +105,7 @@ def test_a_proxy_is_what_has_to_answer(monkeypatch: pytest.MonkeyPatch, port: in
 
 
 @pytest.mark.parametrize("value", ["smollm2-135m", "./here", "model.gguf", "here"])
-def test_what_is_no_name_on_a_hub_asks_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str) -> None:
+def test_invalid_hub_names_send_no_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.setattr(hub, "unreachable", lambda endpoint: pytest.fail("asked"))
     check_on_hub(value, "base.model", "model")

@@ -34,7 +34,7 @@ def test_one_value_has_one_text() -> None:
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_what_json_has_no_text_for_has_no_digest(number: float) -> None:
+def test_non_finite_numbers_have_no_digest(number: float) -> None:
     """NaN differs from itself: two computations with it would be the same and not the same."""
     with pytest.raises(ValueError, match="not JSON compliant"):
         digest({"lr": number})

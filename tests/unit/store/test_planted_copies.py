@@ -19,7 +19,7 @@ import pytest
 from tests.unit.store import published
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import PUBLISHED, RESULTS, find_result, keep_result
-from xray_runtime.evidence.lines import Record
+from xray_runtime.evidence.lines import LogRecord
 from xray_runtime.evidence.log import view
 from xray_runtime.evidence.statement import RunFacts
 from xray_runtime.evidence.view import Published
@@ -210,7 +210,7 @@ def asking(tmp_path: Path) -> tuple[Path, Store]:
     return output, open_store(output, SharedStore(shared.as_uri()))
 
 
-def test_what_is_signed_is_used(tmp_path: Path) -> None:
+def test_signed_results_are_used(tmp_path: Path) -> None:
     made = publish(tmp_path / "there", tmp_path / "shared")
     output, store = asking(tmp_path)
     found = find_result("sft", KEY, output, store)
@@ -252,7 +252,7 @@ def entry_of_a_stranger(shared: Path) -> None:
     changed_result(shared)
     files = {f"{RESULTS}/{NAME}.json": file_sha256(shared / RESULTS / f"{NAME}.json")}
     entry = Published(action="publish", directory=NAME, checkpoint="ab" * 32)
-    line = signed_line(Record, entry, files, key_of_a_stranger(shared.parent / "stranger"))
+    line = signed_line(LogRecord, entry, files, key_of_a_stranger(shared.parent / "stranger"))
     (shared / PUBLISHED / f"{NAME}.json").write_bytes(line)
 
 

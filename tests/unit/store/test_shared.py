@@ -70,7 +70,7 @@ def fetched(shared: SharedStore, name: str, into: Path) -> dict[str, bytes] | No
     return {p.relative_to(into).as_posix(): p.read_bytes() for p in into.rglob("*") if p.is_file()}
 
 
-def test_what_is_put_is_found_whole(shared: SharedStore, tmp_path: Path) -> None:
+def test_stored_directories_are_fetched_whole(shared: SharedStore, tmp_path: Path) -> None:
     shared.check()
     assert objects(shared) == []
     assert fetched(shared, "a/b", tmp_path / "0") is None
@@ -163,7 +163,7 @@ def test_a_store_that_is_away_is_waited_for(
     assert "peer went; trying again in 4 s" in caplog.text
 
 
-def test_patience_ends_and_what_cannot_change_is_said_at_once(
+def test_retries_end_and_permanent_errors_are_raised_at_once(
     alone: SharedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
@@ -225,7 +225,7 @@ def test_a_checkpoint_goes_from_one_directory_to_another(shared: SharedStore, tm
     assert Store(tmp_path / "d", shared).find("sft", "cd" * 32) is None
 
 
-def test_what_is_damaged_here_comes_from_there(shared: SharedStore, tmp_path: Path) -> None:
+def test_damaged_local_files_are_fetched_again(shared: SharedStore, tmp_path: Path) -> None:
     made = publish(tmp_path / "a", shared=shared)
     (made.path / "model.bin").write_bytes(b"weightz")
     assert Store(tmp_path / "a", shared).find("sft", KEY) == made
@@ -234,7 +234,7 @@ def test_what_is_damaged_here_comes_from_there(shared: SharedStore, tmp_path: Pa
 
 
 @pytest.mark.parametrize("ending", ["model.bin", MANIFEST])
-def test_what_is_damaged_there_is_not_used_and_is_replaced(
+def test_damaged_files_of_the_store_are_replaced(
     shared: SharedStore, tmp_path: Path, ending: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = publish(tmp_path / "a", shared=shared)
@@ -257,7 +257,7 @@ def test_a_manifest_of_other_files_is_damage(shared: SharedStore, tmp_path: Path
     assert Store(tmp_path / "b", shared).find("sft", KEY) is None
 
 
-def test_of_two_that_compute_the_same_the_first_to_bring_it_counts(
+def test_the_first_of_two_equal_results_counts(
     shared: SharedStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = publish(tmp_path / "a", shared=shared)
@@ -347,7 +347,7 @@ def test_metrics_go_with_the_snapshot(shared: SharedStore, tmp_path: Path) -> No
     assert ['"step": 0' in lines[0], '"step": 1' in lines[1], len(lines)] == [True, True, 2]
 
 
-def test_what_a_stage_keeps_goes_with_its_snapshots(shared: SharedStore, tmp_path: Path) -> None:
+def test_kept_answers_follow_the_snapshots(shared: SharedStore, tmp_path: Path) -> None:
     first = Snapshots(tmp_path / "a" / "ppo-1", 1, process_seal(), shared)
     assert first.kept is not None
     assert first.kept.read() == {}

@@ -171,7 +171,7 @@ def test_a_planted_snapshot_is_not_gone_on_from(
     assert "the snapshot before it is used" in caplog.text
 
 
-def test_a_full_disk_is_said_and_leaves_the_last_good_one(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_keeps_the_last_snapshot(tmp_path: Path) -> None:
     # A limit on file size fails the write where a full disk would.
     code = f"""
 import resource, signal

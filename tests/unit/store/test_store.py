@@ -86,7 +86,7 @@ def test_a_sound_checkpoint_stays_and_a_damaged_one_is_kept_aside(tmp_path: Path
     assert ref.path.with_name(ref.path.name + ".damaged-1").is_dir()
 
 
-def test_what_was_damaged_is_kept_each_time(tmp_path: Path) -> None:
+def test_damaged_directories_are_kept(tmp_path: Path) -> None:
     ref = publish(tmp_path)
     for content in (b"first", b"second"):
         (ref.path / "model.bin").write_bytes(content)
@@ -153,7 +153,7 @@ def test_another_build_of_the_same_key_is_left_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [ref.path]
 
 
-def test_only_what_lies_beside_the_files_at_the_top_is_no_part_of_them(tmp_path: Path) -> None:
+def test_only_stray_files_at_the_top_are_ignored(tmp_path: Path) -> None:
     ref = publish(tmp_path)
     for name in ("README.md", "attestation.sig", "attestation/statement.json", "attestation/deep/x"):
         (ref.path / name).parent.mkdir(exist_ok=True)

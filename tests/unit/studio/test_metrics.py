@@ -54,7 +54,7 @@ def at_work(output: Path) -> None:
     (records / "metrics.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
 
 
-def test_runs_stages_nights_and_audits_are_counted(output: Path) -> None:
+def test_runs_stages_cycles_and_audits_are_counted(output: Path) -> None:
     client = studio(output)
     found = scraped(client.get("/metrics").text)
     assert found[("xray_runs", (("status", "running"),))] == 0
@@ -82,7 +82,7 @@ def test_runs_stages_nights_and_audits_are_counted(output: Path) -> None:
     assert found[("xray_runs", (("status", "interrupted"),))] == 1
 
 
-def test_a_night_that_somebody_changed_is_a_metric_beside_all_others(output: Path) -> None:
+def test_a_tampered_cycle_is_a_metric_beside_all_others(output: Path) -> None:
     night(output, "candidate")
     client = studio(output)
     assert scraped(client.get("/metrics").text)[("xray_nights_sound", ())] == 1

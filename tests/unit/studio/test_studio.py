@@ -17,16 +17,17 @@ from tests.unit.lineage.promoting import aliases
 from tests.unit.lineage.synthetic import NAME, Lifecycle
 from tests.unit.studio.world import HOSTILE, post, studio
 from xray.cli.main import app as command
-from xray.studio import chat, models, review, rollouts, runs, withdrawals
+from xray.studio import studio as shared
+from xray_runtime.config.plugs import Registry
 from xray_runtime.data.pairs import Pairs, PreferenceExample
 from xray_runtime.evidence.view import RunBegan, run_lock
 from xray_runtime.feedback.session import read_sessions
 from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.audit.registry import RegistryView
 from xray_runtime.lineage.log import append
 from xray_runtime.lineage.recorded import RecordedReader, recorded_lock
 from xray_runtime.lineage.reference import find, open_lineage_store
 from xray_runtime.lineage.signing import signing_key
+from xray_runtime.tracking.registry_view import RegistryView
 
 
 @pytest.fixture
@@ -45,7 +46,6 @@ PAGES = (
     f"/promote/{NAME}",
     "/withdrawals",
 )
-MODULES = (runs, rollouts, review, models, withdrawals, chat)
 SCRIPTS = {'<script src="/static/htmx.min.js" defer>', '<script src="/static/studio.js" defer>'}
 
 
@@ -70,10 +70,33 @@ def test_every_page_answers_with_a_strict_policy_and_no_text_becomes_markup(outp
     assert "&lt;script&gt;" in client.get(f"/rollouts/{policy}").text
 
 
+def test_pages_of_another_package(output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "weather" / "templates").mkdir(parents=True)
+    (tmp_path / "weather" / "templates" / "weather.html").write_text(
+        '{% extends "base.html" %}{% block main %}<p>{{ sky }}</p>{% endblock %}'
+    )
+    (tmp_path / "weather" / "__init__.py").write_text(
+        "from fastapi import APIRouter, Request\nfrom xray.studio.studio import Link, Pages, page\n\n"
+        "router = APIRouter()\n"
+        "PAGES = Pages(router, (Link('/weather', 'Weather', 15),), 'weather')\n"
+        "@router.get('/weather')\ndef weather(request: Request):\n    return page(request, 'weather.html', sky='<b>')\n"
+    )
+    information = tmp_path / "weather-1.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Name: weather\nVersion: 1\n")
+    (information / "entry_points.txt").write_text("[xray.pages]\nweather = weather\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(shared, "PAGES", Registry("page", "xray.studio.pages", "PAGES", "xray.pages"))
+    found = studio(output).get("/weather").text
+    assert "<p>&lt;b&gt;</p>" in found
+    titles = ["Runs", "Weather", "Rollouts", "Review", "Lineage", "Evaluations", "Promote", "Withdrawals"]
+    assert re.findall(r">(\w+)</a>", found.partition("<nav")[2].partition("</nav>")[0]) == titles
+
+
 def test_without_its_token_no_form_is_taken(output: Path) -> None:
     client = studio(output)
     client.get("/")
-    routes = [r for m in MODULES for r in m.router.routes if isinstance(r, APIRoute)]
+    routes = [r for name in shared.PAGES for r in shared.PAGES.get(name).router.routes if isinstance(r, APIRoute)]
     paths = {route.path.format(name="x") for route in routes if "POST" in route.methods}
     assert len(paths) > 6
     for path in paths:

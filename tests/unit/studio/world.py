@@ -13,7 +13,7 @@ from tests.unit.lineage.synthetic import Lifecycle, comparison, weights
 from tests.unit.serving.recording import exchange, keep
 from xray.studio.access import COOKIE, Access
 from xray.studio.app import make_app
-from xray.studio.pages import Studio
+from xray.studio.studio import Studio
 from xray_runtime.data.ledger import Shard
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.feedback.judgements import Question

@@ -68,7 +68,7 @@ def found(output: Path, shared: Path | None, key: str = KEY, name: str = "sft") 
     return find_result(name, key, output, store_of(output, shared))
 
 
-def test_what_was_computed_is_found(shared: Path | None, tmp_path: Path) -> None:
+def test_a_stored_result_is_found(shared: Path | None, tmp_path: Path) -> None:
     result = computed(tmp_path / "out", shared)
     assert not result.cached
     again = found(tmp_path / "out", shared)
@@ -78,7 +78,7 @@ def test_what_was_computed_is_found(shared: Path | None, tmp_path: Path) -> None
     assert again.checkpoint.mlflow_model_id == "m-1"
 
 
-def test_what_was_not_is_not(shared: Path | None, tmp_path: Path) -> None:
+def test_a_result_never_stored_is_not_found(shared: Path | None, tmp_path: Path) -> None:
     assert found(tmp_path / "out", shared) is None
     computed(tmp_path / "out", shared)
     assert found(tmp_path / "out", shared, key="0" * 64) is None
@@ -109,7 +109,7 @@ def test_a_machine_that_found_it_keeps_it(tmp_path: Path) -> None:
     assert alone.mlflow_run_id == "run-2"
 
 
-def test_what_was_computed_alone_is_shared_once_there_is_a_store(tmp_path: Path) -> None:
+def test_local_results_are_shared_once_there_is_a_store(tmp_path: Path) -> None:
     computed(tmp_path / "out", None)
     store = store_of(tmp_path / "out", tmp_path / "shared")
     result = find_result("sft", KEY, tmp_path / "out", store)
@@ -185,7 +185,7 @@ def test_a_checkpoint_kept_elsewhere_with_other_bytes_is_not_in_this_mlflow(tmp_
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", "null", "{}", '{"name": "sft"}', "\x00\xff", "[" * 10_000, '{"__class__": "os.system"}']
 )
-def test_what_is_no_result_is_not_used(
+def test_invalid_results_are_not_used(
     content: str, shared: Path | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     computed(tmp_path / "out", shared)
@@ -206,9 +206,7 @@ def test_the_result_of_another_stage_is_not_used(change: dict[str, Any], shared:
     assert found(tmp_path / "out", shared) is None
 
 
-def test_a_result_that_somebody_changed_is_not_used(
-    shared: Path | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_changed_result_is_not_used(shared: Path | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     result = computed(tmp_path / "out", shared)
     path = tmp_path / "out" / RESULTS / FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | {"seconds": 0.1}))
@@ -226,7 +224,7 @@ def signed(path: Path) -> None:
     log_files(output, signing_key(output), [path], "results")
 
 
-def test_a_store_that_cannot_be_written_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_store_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = computed(tmp_path / "out", None)
     store = store_of(tmp_path / "out", tmp_path / "shared")
 

@@ -33,6 +33,6 @@ def test_a_record_that_lacks_a_field_starts_a_new_run(tmp_path: Path, field: str
 
 
 @pytest.mark.parametrize("content", [[], "text", {}])
-def test_a_damaged_record_is_none(tmp_path: Path, content: Any) -> None:
+def test_a_damaged_record_is_not_used(tmp_path: Path, content: Any) -> None:
     assert unfinished_run(written(tmp_path, content), tmp_path, CONFIG) is None
     assert resume_point(tmp_path) == "the beginning"

@@ -53,7 +53,7 @@ def test_progress_is_thinned_but_never_its_end(tmp_path: Path, monkeypatch: pyte
     assert seen == [("sft", done, 10, "steps", f"at {done}") for done in (1, 5, 9, 10)]
 
 
-def test_a_question_goes_to_whoever_can_be_asked(tmp_path: Path) -> None:
+def test_a_question_is_asked_where_somebody_can_answer(tmp_path: Path) -> None:
     assert StageRecorder(tmp_path, "ppo", KEY, None, silent, every=1, seal=process_seal()).ask("go on?") is None
     answer = Answer(True, "Ada", "yes")
     asked: list[str] = []
@@ -94,7 +94,7 @@ def test_a_snapshot_does_not_wait_for_tracking(tmp_path: Path, refused: int) -> 
     recorder.close()
 
 
-def test_what_is_being_sent_arrives_before_the_recorder_is_closed(tmp_path: Path) -> None:
+def test_pending_metrics_are_sent_before_closing(tmp_path: Path) -> None:
     run = SlowTracking()
     recorder = StageRecorder(tmp_path, "sft", KEY, run, silent, 1, process_seal())  # type: ignore[arg-type]
     recorder.begin()

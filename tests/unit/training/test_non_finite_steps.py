@@ -153,7 +153,7 @@ CASES: dict[str, tuple[str, str, Change, str]] = {
 
 
 @pytest.mark.parametrize(("role", "method", "change", "cause"), CASES.values(), ids=list(CASES))
-def test_what_is_not_finite_is_refused_by_its_cause(
+def test_non_finite_values_are_refused_by_their_cause(
     inputs: PPOInputs, tmp_path: Path, role: str, method: str, change: Change, cause: str
 ) -> None:
     world = Faulty(role=role, method=method, change=change)
@@ -197,7 +197,7 @@ def test_a_rollout_beyond_them_is_refused(sampled: TextBatch, cause: str) -> Non
         check_rollout(sampled, 1, LONGEST)
 
 
-def test_where_it_happened_is_said_once() -> None:
+def test_the_place_of_an_error_is_named_once() -> None:
     where = "ppo, iteration 3"
     with pytest.raises(NonFiniteError, match=rf"^{where}: x is nan$"), naming(where), naming(where):
         raise NonFiniteError("x is nan")

@@ -72,7 +72,7 @@ def test_another_reference_scores_before_the_policy_is_opened(root: Path) -> Non
     assert len(kept(root)) == 2
 
 
-def test_what_is_damaged_or_of_other_bytes_is_scored_again(root: Path) -> None:
+def test_damaged_or_outdated_scores_are_computed_again(root: Path) -> None:
     config = DPOConfig(batch_size=10)
     attempt(dpo, pairs_of(root), config, root / "out", World())
     [path] = kept(root)
@@ -158,7 +158,7 @@ def test_pairs_to_train_on_must_be_left(root: Path, num_pairs: int) -> None:
 
 
 @pytest.mark.parametrize("lose_what_is_kept", [False, True])
-def test_dpo_goes_on_as_if_nothing_had_happened(root: Path, lose_what_is_kept: bool) -> None:
+def test_dpo_resumes_exactly(root: Path, lose_what_is_kept: bool) -> None:
     whole, resumed, config = World(), World(), DPOConfig(batch_size=4, epochs=2)
     first = attempt(dpo, pairs_of(root), config, root / "whole", whole)
     assert [snapshot.step for snapshot in first.snapshots] == [1, 2, 3, 4]
@@ -218,7 +218,7 @@ def test_kto_learns_from_verdicts_alone(root: Path) -> None:
     assert len(kept(root, "judged")) == 1
 
 
-def test_kto_goes_on_as_if_nothing_had_happened(root: Path) -> None:
+def test_kto_resumes_exactly(root: Path) -> None:
     whole, resumed, config = World(), World(), KTOConfig(batch_size=6, epochs=1)
     inputs = replies_of(root, preferences=True)
     first = attempt(kto, inputs, config, root / "whole", whole)
@@ -301,7 +301,7 @@ def test_replies_to_train_on_must_be_left(root: Path) -> None:
         kto_chosen_by_validation(root, "out", num_replies=99)
 
 
-def test_all_that_was_said_of_a_prompt_is_left_out_together(root: Path) -> None:
+def test_all_feedback_on_a_prompt_is_left_out_together(root: Path) -> None:
     both = replies_of(root, preferences=True, verdicts=True)
     config = KTOConfig(batch_size=4, epochs=9, validation=KTOValidation(every=1, num_replies=8))
     world = World()
@@ -313,7 +313,7 @@ def test_all_that_was_said_of_a_prompt_is_left_out_together(root: Path) -> None:
     assert len(prompts) == 14 - left // 2
 
 
-def test_too_few_replies_are_said(root: Path) -> None:
+def test_too_few_replies_are_reported(root: Path) -> None:
     (root / "judged" / "judgements.jsonl").write_text("")
     with pytest.raises(ValueError, match="0 replies are too few, must be at least 2"):
         attempt(kto, replies_of(root, verdicts=True), KTOConfig(), root / "out", World())

@@ -77,7 +77,7 @@ def test_objectives_return_the_sums_that_are_named(
     assert all(getattr(read.sums, name) == float(value) for name, value in sums.items())
 
 
-def test_what_is_not_given_is_not_sent() -> None:
+def test_absent_fields_are_not_sent() -> None:
     assert StepTotals(rows=3, baseline=0.0).to_wire() == {"rows": 3.0, "baseline": 0.0}
 
 

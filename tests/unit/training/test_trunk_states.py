@@ -133,7 +133,7 @@ def test_without_a_frozen_trunk_there_are_none(root: Path) -> None:
     assert (model.asked, found.columns([0]), files(root)) == ([], {}, [])
 
 
-def test_what_decides_them_is_their_key(root: Path) -> None:
+def test_the_key_of_trunk_states(root: Path) -> None:
     def computed(*args: Any, **fields: Any) -> bool:
         model = Trunk()
         states(root, *args, **fields).compute(model)  # type: ignore[arg-type]

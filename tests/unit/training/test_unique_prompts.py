@@ -36,7 +36,7 @@ def test_a_row_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert reads == [3, 5]
 
 
-def test_what_a_reader_changes_is_its_own(tmp_path: Path) -> None:
+def test_a_readers_changes_stay_its_own(tmp_path: Path) -> None:
     prompts = opened(tmp_path)
     messages, ids = prompts[2]
     messages[0]["content"] = "another question"

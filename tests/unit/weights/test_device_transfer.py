@@ -38,7 +38,7 @@ def test_the_shortest_way_is_taken(trainer: list[Device], generator: list[Device
 
 
 @pytest.mark.parametrize("wanted", ["nccl", "ipc"])
-def test_what_cannot_work_is_refused(wanted: Transport) -> None:
+def test_an_unavailable_transfer_is_refused(wanted: Transport) -> None:
     with pytest.raises(ValueError, match=rf"runtime.weight_transfer: '{wanted}' needs .*; available here: 'plasma'"):
         choose(wanted, VLLM, CPU, CPU)
 

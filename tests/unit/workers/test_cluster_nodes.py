@@ -41,7 +41,7 @@ def test_waiting_for_a_node_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         await_nodes("ppo-1", TWO, timeout_s=0.01)
 
 
-def test_what_a_cluster_never_had_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demand_beyond_the_cluster_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acquisition, "num_lost", lambda: 0)
     monkeypatch.setattr(acquisition, "nodes", lambda: SMALL)
     with pytest.raises(ConfigError, match="need 2 CPUs"):

@@ -60,7 +60,7 @@ def test_tf32_is_off_unless_asked_for() -> None:
         assert torch.backends.cuda.matmul.allow_tf32 == tf32
 
 
-def test_what_changes_results_on_a_gpu_is_in_its_keys_alone() -> None:
+def test_gpu_options_are_in_gpu_keys_alone() -> None:
     assert RuntimeConfig(device="cpu", reproducible=True, tf32=True).in_keys() == {"device": "cpu", "threads": 2}
     assert EXACT.in_keys() == {"device": "cuda", "threads": 2, "reproducible": True, "tf32": False}
 

@@ -80,7 +80,7 @@ class Actor:
     ],
     ids=["pydantic's, of a call", "pydantic's, of a field", "two arguments", "a lock", "memory", "no text"],
 )
-def test_what_cannot_be_pickled_arrives_in_one_line(error: Exception, message: str, retry: bool) -> None:
+def test_unpicklable_errors_arrive_in_one_line(error: Exception, message: str, retry: bool) -> None:
     error.add_note("in rank 3")
     with pytest.raises((ValueError, RuntimeError, MemoryError)) as caught:
         Actor().fail(error)

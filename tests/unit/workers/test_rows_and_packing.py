@@ -97,14 +97,14 @@ def test_ragged_rows_are_lists(sequences: list[list[int]], data: st.DataObject) 
         assert [row.tolist() for row in rows[np.array(index, dtype=int)]] == [sequences[i] for i in index]
 
 
-def test_rows_are_dealt_like_cards() -> None:
+def test_rows_are_divided_in_turn() -> None:
     parts = dealt(numbered(7), 3)
     assert ids_of(parts) == [[0, 3, 6], [1, 4], [2, 5]]
     assert ids_of(dealt(numbered(2), 3)) == [[0], [1], []]
     assert ids_of([together(parts, numbered(7))]) == [list(range(7))]
 
 
-def test_rows_with_the_same_prompts_are_dealt_together() -> None:
+def test_rows_with_the_same_prompts_stay_together() -> None:
     prompts, replies = [[1], [1, 2], [1], [3], [1, 2], [1], [3]], [[n] for n in range(7)]
     rows = TextBatch.of(prompts, replies).with_columns(id=np.arange(7))
     parts = dealt(rows, 3)
@@ -119,7 +119,7 @@ def test_rows_with_the_same_prompts_are_dealt_together() -> None:
 
 
 @given(n=NUM_ROWS, parts=PARTS)
-def test_what_is_dealt_comes_together_again(n: int, parts: int) -> None:
+def test_shards_merge_to_the_same_rows(n: int, parts: int) -> None:
     rows = table(n)
     shards = dealt(rows, parts)
     assert sum(map(len, shards)) == n
@@ -135,7 +135,7 @@ def test_sorted_rows_are_shared_out_fairly(lengths: list[int], parts: int) -> No
 
 
 @given(n=NUM_ROWS, parts=PARTS, data=st.data())
-def test_what_is_computed_of_each_row_keeps_its_place(n: int, parts: int, data: st.DataObject) -> None:
+def test_results_of_rows_keep_their_order(n: int, parts: int, data: st.DataObject) -> None:
     """As in a WholeModel: each Workhorse answers for its own rows, in micro-batches of like length, in any order."""
     lengths = np.array(data.draw(st.lists(st.integers(1, 20), min_size=n, max_size=n)))
     max_tokens = data.draw(st.integers(1, 60))

@@ -24,7 +24,7 @@ from xray_runtime.terminal import print_table
 
 if TYPE_CHECKING:
     from xray_runtime.data.pairs import Messages
-    from xray_runtime.feedback.comparison import Comparison, Sampler
+    from xray_runtime.feedback.comparison import ReplyComparison, ReplySampler
     from xray_runtime.feedback.judgements import Question
     from xray_runtime.feedback.session import Session
     from xray_runtime.lineage.graph import Node
@@ -82,13 +82,13 @@ def command(
         _print_result(result, store, console)
 
 
-def _ask(comparison: Comparison, session: Session, prompts: list[Messages], judge: str, console: Console) -> None:
+def _ask(comparison: ReplyComparison, session: Session, prompts: list[Messages], judge: str, console: Console) -> None:
     """Ask `judge` every question that they have not answered yet, until they quit."""
-    from xray_runtime.feedback.comparison import Sampler
+    from xray_runtime.feedback.comparison import ReplySampler
 
     done = {judgement.number for judgement in session.judgements if judgement.judge == judge}
     with ThreadPoolExecutor(1) as pool:
-        interview = _Interview(session, Sampler(comparison, session, pool), judge, console)
+        interview = _Interview(session, ReplySampler(comparison, session, pool), judge, console)
         try:
             if comparison.setup.prompts == "typed":
                 interview.ask_typed(comparison, done)
@@ -105,7 +105,7 @@ class _Interview:
     """The questions of one judge in a session."""
 
     session: Session
-    sampler: Sampler
+    sampler: ReplySampler
     judge: str
     console: Console
 
@@ -130,7 +130,7 @@ class _Interview:
                 number = answered.pop()
                 done.discard(number)
 
-    def ask_typed(self, comparison: Comparison, done: set[int]) -> None:
+    def ask_typed(self, comparison: ReplyComparison, done: set[int]) -> None:
         for question in list(self.session.questions):
             if question.number not in done and question.a != question.b:
                 self._ask_last(question)

@@ -32,7 +32,7 @@ def command(
     Exit codes: 0 sound, 1 broken, 2 bad input.
     """
     from xray_runtime.audit_checks.recorded import check_recorded
-    from xray_runtime.lineage.audit.log import read_log
+    from xray_runtime.lineage.audit_check import read_log
     from xray_runtime.lineage.keys import trusted_keys
     from xray_runtime.lineage.recorded import CHAIN, RecordedReader
     from xray_runtime.lineage.reference import open_lineage_store

@@ -26,13 +26,14 @@ from xray.deployments.local_services import Health
 from xray.deployments.server_home import LOOPBACK, check_free, clients_address
 from xray.tasks.output_directory import saved_config
 from xray.tasks.preflight import check_ray_address, is_loopback
+from xray_runtime.config.extras import require_extra
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.processes import kill_tagged, start_reaper
 from xray_runtime.serving import NotServedError
 from xray_runtime.terminal import say
 
 if TYPE_CHECKING:
-    from xray_runtime.serving.choice import Choice
+    from xray_runtime.serving.choice import ModelChoice
     from xray_runtime.serving.server import Server
 
 PANEL = "Champion"
@@ -73,6 +74,7 @@ def command(
 
     Exit codes: 0 stopped (Ctrl-C, SIGTERM), 1 refused, 2 bad input.
     """
+    require_extra("live")
     for number in STOPS:
         signal.signal(number, signal.default_int_handler)
     # Child processes inherit the environment and must not get the key.
@@ -109,7 +111,7 @@ class _Options:
     recording: Recording | None
 
 
-def _choose(options: _Options) -> tuple[str | None, Choice]:
+def _choose(options: _Options) -> tuple[str | None, ModelChoice]:
     """(registered model whose champion is followed or None, the model to serve first), after its audit."""
     from xray_runtime.serving.choice import champion, fixed, followed, require_sound, require_splittable
 
@@ -131,7 +133,7 @@ def _choose(options: _Options) -> tuple[str | None, Choice]:
     return name, choice
 
 
-def _run(options: _Options, name: str | None, choice: Choice) -> None:
+def _run(options: _Options, name: str | None, choice: ModelChoice) -> None:
     with recording_lock(options.recording, choice.store), running_ray(), Health().watching(None):
         # Ray replaced the handler when it started.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -148,13 +150,13 @@ def _run(options: _Options, name: str | None, choice: Choice) -> None:
     say("stopped")
 
 
-def _logs(choice: Choice) -> Path:
+def _logs(choice: ModelChoice) -> Path:
     return choice.store.output.absolute() / "logs" / "serve"
 
 
-def _serve(server: Server, options: _Options, name: str | None, choice: Choice) -> None:
+def _serve(server: Server, options: _Options, name: str | None, choice: ModelChoice) -> None:
     from xray_runtime.evidence.log import view
-    from xray_runtime.lineage.promotion import CHAMPION
+    from xray_runtime.lineage.reference import CHAMPION
     from xray_runtime.serving.canary import CanaryFollower
     from xray_runtime.serving.choice import Follower
     from xray_runtime.serving.middleware import key_digest
@@ -164,7 +166,7 @@ def _serve(server: Server, options: _Options, name: str | None, choice: Choice) 
     store = choice.store
     runtime = saved_config(store.output).runtime
 
-    def model(choice: Choice) -> ServedModel:
+    def model(choice: ModelChoice) -> ServedModel:
         return ServedModel(
             directory=choice.node.directory.absolute(),
             sha256=choice.node.sha256,

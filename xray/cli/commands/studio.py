@@ -14,6 +14,7 @@ import typer
 from xray.cli.options import By, PublicKey, Root, Tracking
 from xray.deployments.server_home import LOOPBACK, check_free, clients_address
 from xray.tasks.preflight import is_loopback
+from xray_runtime.config.extras import require_extra
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.terminal import say
 
@@ -40,6 +41,7 @@ def command(
 
     Exit codes: 0 stopped (Ctrl-C), 2 bad input.
     """
+    require_extra("studio")
     from xray_runtime.lineage.reference import open_lineage_store
 
     # Child processes inherit the environment and must not get the keys.
@@ -55,7 +57,7 @@ def command(
 
     from xray.studio.access import Access
     from xray.studio.app import make_app
-    from xray.studio.pages import Studio
+    from xray.studio.studio import Studio
 
     token = None if is_loopback(host) else secrets.token_urlsafe(32)
     shown = Studio(

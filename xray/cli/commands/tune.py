@@ -14,6 +14,7 @@ from xray.flows.search import load_search, search_space
 from xray.flows.subject import output_directory, read_subject
 from xray.tasks.output_directory import CONFIG, SEARCH, file_lock
 from xray.tasks.preflight import check_before_start, check_ray_address
+from xray_runtime.config.extras import require_extra
 from xray_runtime.config.loading import resolved_yaml, to_yaml
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.files import write_atomic
@@ -37,6 +38,7 @@ def command(
 
     Exit codes: 0 done, 1 no trial finished, 2 bad input, 130 interrupted.
     """
+    require_extra("ops")
     subject, wanted = read_subject(target, overrides or []), load_search(search, trials)
     try:
         search_space(subject, wanted)

@@ -14,9 +14,8 @@ from typing import Any
 
 from xray_runtime.evidence.view import EMPTY, Head
 from xray_runtime.graph.artifacts import Benchmark, Evaluation
-from xray_runtime.lineage.audit.log import read_log
 from xray_runtime.lineage.audit.verified import RECORD, Baseline, last_head, read_baseline, write_record
-from xray_runtime.lineage.audit_check import CHECKS, AuditCheck, Audited, Finding
+from xray_runtime.lineage.audit_check import CHECKS, AuditCheck, Audited, Finding, read_log
 from xray_runtime.lineage.graph import Node
 from xray_runtime.lineage.keys import read_rotations, trusted_keys
 from xray_runtime.lineage.reference import LineageStore

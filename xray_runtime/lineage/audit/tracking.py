@@ -12,7 +12,7 @@ from typing import Any
 from xray_runtime.credentials import strip_credentials
 from xray_runtime.evidence.log import LOG
 from xray_runtime.evidence.view import LogView
-from xray_runtime.lineage.audit.registry import RegistryView, check_orphans, check_pages, check_registry, point
+from xray_runtime.lineage.audit.registry import check_orphans, check_pages, check_registry
 from xray_runtime.lineage.audit.tables import STAGE_TAGS, check_tables
 from xray_runtime.lineage.audit_check import Finding
 from xray_runtime.lineage.graph import Node
@@ -29,6 +29,7 @@ from xray_runtime.tracking.mlflow_tracker import (
 )
 from xray_runtime.tracking.recorder import ATTEMPTS, METRICS, RECORDS, read_points
 from xray_runtime.tracking.registry import LOG_TAG
+from xray_runtime.tracking.registry_view import RegistryView, point
 
 STATUSES = {"completed": ("FINISHED",), "failed": ("FAILED",), "interrupted": ("KILLED",)}
 """How a run ended → the statuses MLflow may have."""

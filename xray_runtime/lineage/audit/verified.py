@@ -53,7 +53,7 @@ class Entry(NamedTuple):
     parents: list[Sha256]
 
 
-class Record(BaseModel):
+class VerifiedRecord(BaseModel):
     """Everything that was verified."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -132,7 +132,7 @@ def write_record(output: Path, graph: Graph, trusted: Sequence[TrustedKey], base
         private = signing_key(output)
     except ConfigError as error:
         return str(error)
-    record = Record(
+    record = VerifiedRecord(
         output=str(output.resolve()),
         package=package_digest(),
         keys=_keys(trusted),
@@ -148,7 +148,7 @@ def write_record(output: Path, graph: Graph, trusted: Sequence[TrustedKey], base
     return ""
 
 
-def _read(output: Path, trusted: Sequence[TrustedKey]) -> Record:
+def _read(output: Path, trusted: Sequence[TrustedKey]) -> VerifiedRecord:
     """The record. Raises ValueError or OSError where it does not count."""
     if not os.path.lexists(output / RECORD):
         raise ValueError("nothing was verified before")
@@ -156,7 +156,7 @@ def _read(output: Path, trusted: Sequence[TrustedKey]) -> Record:
     # Without a time, the signature of a retired key does not count.
     Verifier(trusted).check_envelope(content)
     try:
-        return Record.model_validate_json(base64.b64decode(json.loads(content)["payload"]))
+        return VerifiedRecord.model_validate_json(base64.b64decode(json.loads(content)["payload"]))
     except ValidationError as error:
         raise ValueError(f"{RECORD} was not written by an audit of this version") from error
 

@@ -36,7 +36,7 @@ def test_code_that_is_right_passes_and_other_code_does_not(case: dict[str, Any],
 
 
 @pytest.mark.parametrize("case", REPLIES["wrong"], ids=itemgetter("code"))
-def test_a_reply_that_is_wrong_is_told_why(case: dict[str, str], judge: Judge) -> None:
+def test_a_wrong_reply_gets_its_reason(case: dict[str, str], judge: Judge) -> None:
     assert judge(case["code"], "assert f(1) == 2") == Score(0.0, case["why"])
 
 
@@ -61,7 +61,7 @@ def test_one_program_leaves_nothing_to_the_next(judge: Judge) -> None:
     assert judge(look, {"inputs": ["", "secret", ""], "outputs": ["nothing", "secret", "nothing"]}).value == 1.0
 
 
-def test_what_a_column_may_hold() -> None:
+def test_values_a_column_of_tests_may_hold() -> None:
     assert read_tests(["a = 1", "assert f(a)"]) == "a = 1\nassert f(a)"
     assert read_tests("{1: 2}") == "{1: 2}"
     assert read_tests('{"inputs": ["1"], "outputs": ["2"]}') == read_tests({"inputs": ["1"], "outputs": ["2"]})

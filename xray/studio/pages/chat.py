@@ -11,10 +11,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 
 from xray.studio.access import Fields
-from xray.studio.pages import Studio, page, studio_of
+from xray.studio.studio import Link, Pages, Studio, page, studio_of
 from xray_runtime.config.validation import ConfigError
 
 router = APIRouter()
+PAGES = Pages(router, (Link("/chat", "Chat", 80, lambda studio: studio.serve is not None),))
 
 SECONDS = 600.0
 MAX_MESSAGES = 200
@@ -32,9 +33,10 @@ EXAMPLE = [
 
 @router.get("/chat")
 def chat_page(request: Request) -> Response:
-    if studio_of(request).serve is None:
+    serve = studio_of(request).serve
+    if serve is None:
         raise ConfigError("--serve: is required for a chat: the address of a model that `xray serve` serves")
-    return page(request, "chat.html", example=json.dumps(EXAMPLE))
+    return page(request, "chat.html", serve=serve, example=json.dumps(EXAMPLE))
 
 
 @router.post("/chat")

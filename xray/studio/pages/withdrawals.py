@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 
 from xray.studio.access import Fields
-from xray.studio.pages import page, studio_of
+from xray.studio.studio import Link, Pages, page, studio_of
 from xray.tasks.output_directory import file_lock, require_no_run
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.evidence.kinds.withdrawn import Withdrawals
@@ -18,6 +18,7 @@ from xray_runtime.lineage.reference import LineageStore, open_lineage_store
 from xray_runtime.store.identity import digest
 
 router = APIRouter()
+PAGES = Pages(router, (Link("/withdrawals", "Withdrawals", 70),))
 
 KINDS = {"user": withdrawal.plan_user, "source": withdrawal.plan_source}
 LOCK = "withdraw.lock"

@@ -1,17 +1,21 @@
-"""Shared by all pages of the studio: the output directory that they show, and templates."""
+"""Shared by all pages of the studio: how they plug in, the output directory that they show, and templates."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fastapi import Request
+from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
+from xray_runtime.config.plugs import Registry
 from xray_runtime.evidence.log import view
 from xray_runtime.lineage.audit.checkpoints import Audit, audit
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store
@@ -20,10 +24,32 @@ from xray_runtime.store.checkpoints import CHECKPOINTS
 
 log = logging.getLogger(__name__)
 
-TEMPLATES = Path(__file__).with_name("templates")
-
 DAMAGED = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
 """Errors from a file with another content than its writer gave it."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A place in the navigation."""
+
+    address: str
+    title: str
+    order: int
+    """Where it stands: ours are at 10, 20, …"""
+    is_shown: Callable[[Studio], bool] = lambda studio: True
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Pages that plug into the studio."""
+
+    router: APIRouter
+    links: tuple[Link, ...] = ()
+    templates: str = "xray.studio"
+    """The package whose folder `templates` they use."""
+
+
+PAGES = Registry[Pages]("page", "xray.studio.pages", "PAGES", "xray.pages")
 
 
 @dataclass
@@ -81,6 +107,23 @@ class Studio:
         found = self.audited.findings if self.audited is not None else []
         return [f"{f.code}: {f.detail}" for f in found if f.is_broken and f.subject == name]
 
+    @cached_property
+    def pages(self) -> list[Pages]:
+        """All that plug in."""
+        return [PAGES.get(name) for name in PAGES]
+
+    @cached_property
+    def links(self) -> list[Link]:
+        """The navigation."""
+        links = [link for pages in self.pages for link in pages.links if link.is_shown(self)]
+        return sorted(links, key=lambda link: link.order)
+
+    @cached_property
+    def templates(self) -> tuple[Path, ...]:
+        """Folders with templates: ours, then those of pages from other packages."""
+        packages = dict.fromkeys(["xray.studio", *(pages.templates for pages in self.pages)])
+        return tuple(Path(str(files(package))) / "templates" for package in packages)
+
 
 def studio_of(request: Request) -> Studio:
     """The studio of a request, for handlers."""
@@ -91,7 +134,7 @@ def studio_of(request: Request) -> Studio:
 def page(request: Request, name: str, status: int = 200, /, **values: Any) -> HTMLResponse:
     """A page from its template; all values are escaped."""
     studio = studio_of(request)
-    shared = {"csrf": request.state.csrf, "serve": studio.serve, "path": request.url.path, "audit": studio.audit_text()}
-    text = template(name, TEMPLATES).render(**shared | values)
+    shared = {"csrf": request.state.csrf, "links": studio.links, "path": request.url.path, "audit": studio.audit_text()}
+    text = template(name, studio.templates).render(**shared | values)
     # A file's name may have bytes that are no text.
     return HTMLResponse(text.encode("utf-8", "backslashreplace"), status)

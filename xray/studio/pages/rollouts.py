@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query as Parameter, Request
 from fastapi.responses import Response
 
-from xray.studio.pages import page, studio_of
+from xray.studio.studio import Link, Pages, page, studio_of
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.ledger import Query, iterations
 from xray_runtime.lineage.graph import Node
@@ -20,6 +20,7 @@ from xray_runtime.lineage.rollouts import Selection, checked_order, diff_iterati
 from xray_runtime.store.manifest import LEDGER
 
 router = APIRouter()
+PAGES = Pages(router, (Link("/rollouts", "Rollouts", 20),))
 
 PAGE_ROWS = 50
 MAX_DIFFS = 50

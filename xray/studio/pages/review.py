@@ -10,7 +10,7 @@ from fastapi.responses import RedirectResponse, Response
 
 from xray.studio.access import Fields
 from xray.studio.feedback_client import send_feedback
-from xray.studio.pages import Studio, page, studio_of
+from xray.studio.studio import Link, Pages, Studio, page, studio_of
 from xray.tasks.output_directory import file_lock, saved_config
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import prompt_text
@@ -22,6 +22,7 @@ from xray_runtime.feedback.session import Session, read_sessions
 from xray_runtime.lineage.comparisons import SESSION, SESSIONS
 
 router = APIRouter()
+PAGES = Pages(router, (Link("/review", "Review", 30),))
 
 JUDGE = "xray_judge"
 MAX_NAME = 80

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 
 from xray.studio.access import Fields
-from xray.studio.pages import DAMAGED, page, studio_of
+from xray.studio.studio import DAMAGED, Link, Pages, page, studio_of
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.evidence.log import read_run, view
 from xray_runtime.evidence.view import is_at_work
@@ -25,6 +25,7 @@ from xray_runtime.store.shared import is_safe
 from xray_runtime.tracking.recorder import METRICS, RECORDS, records_directory
 
 router = APIRouter()
+PAGES = Pages(router, (Link("/", "Runs", 10),))
 
 WIDTH, HEIGHT = 240, 56
 """Size of a curve, in pixels."""

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 
 from xray.studio.access import Fields
-from xray.studio.pages import DAMAGED, Studio, page, studio_of
+from xray.studio.studio import DAMAGED, Link, Pages, Studio, page, studio_of
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.evidence.kinds.canary import Canaries
 from xray_runtime.evidence.log import view
@@ -26,6 +26,9 @@ from xray_runtime.store.identity import digest
 from xray_runtime.tracking.mlflow_tracker import flatten
 
 router = APIRouter()
+PAGES = Pages(
+    router, (Link("/lineage", "Lineage", 40), Link("/evaluations", "Evaluations", 50), Link("/promote", "Promote", 60))
+)
 
 
 @router.get("/lineage")
@@ -109,7 +112,7 @@ def models(request: Request) -> Response:
     return page(request, "models.html", aliases=aliases, decisions=decisions, canaries=canaries)
 
 
-def _reviewed(studio: Studio, name: str) -> tuple[LineageStore, promotion.Review]:
+def _reviewed(studio: Studio, name: str) -> tuple[LineageStore, promotion.PromotionReview]:
     """The review of `name`'s candidate. Raises NotPromoted where the audit or a gate refuses it."""
     store, node = resolve(f"{name}@candidate", studio.output, studio.tracking_uri)
     store = open_lineage_store(studio.output, studio.tracking_uri)
@@ -122,7 +125,7 @@ def _reviewed(studio: Studio, name: str) -> tuple[LineageStore, promotion.Review
     return store, promotion.review(store, node, name=name, comparison=comparison, public=studio.public)
 
 
-def _seen(review: promotion.Review) -> str:
+def _seen(review: promotion.PromotionReview) -> str:
     """Changes with anything that a person decides on."""
     facts = [review.version, review.candidate.sha256, review.champion and review.champion.checkpoint, review.evidence]
     return digest([*facts, [gate.model_dump() for gate in review.gates]])

@@ -16,8 +16,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
 from xray.flows.nights import DONE, FILE, place_of, read_nights
-from xray.studio.pages import Studio, studio_of
-from xray.studio.runs import RUNNING, runs, working
+from xray.studio.access import METRICS_PATH
+from xray.studio.pages.runs import RUNNING, runs, working
+from xray.studio.studio import Pages, Studio, studio_of
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.evidence.kinds.canary import Canaries
 from xray_runtime.evidence.kinds.withdrawn import Withdrawals
@@ -29,11 +30,12 @@ from xray_runtime.serving.canary_metrics import CanaryState, canary_gauges
 from xray_runtime.tracking.recorder import METRICS
 
 router = APIRouter()
+PAGES = Pages(router)
 
 STATUSES = ("completed", "failed", "interrupted", RUNNING)
 
 
-@router.get("/metrics")
+@router.get(METRICS_PATH)
 def metrics(request: Request) -> Response:
     return Response(generate_latest(OutputCollector(studio_of(request))), media_type=CONTENT_TYPE_LATEST)
 
