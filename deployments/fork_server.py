@@ -160,7 +160,7 @@ def serve(listener: socket.socket, address: str, path: tuple[str, ...] = ()) -> 
             longer = request.path()[: len(path) + 1]
             elsewhere = "-".join([address, *longer])
             if elsewhere not in started:
-                # It listens before it imports: who wants these libraries waits for them.
+                # It listens before it imports: clients block until the imports finish.
                 other = listen(elsewhere)
                 started.add(elsewhere)
                 if os.fork() == 0:

@@ -21,7 +21,7 @@ from xray_runtime.data.gold import import_function
 from xray_runtime.data.ledger import Difference, first_difference, iterations, read_shard, shard_path
 from xray_runtime.errors import first_line
 from xray_runtime.graph.kind import Answer, Stage, StageKind, config_of
-from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.graph import CheckpointGraph, Node
 from xray_runtime.lineage.keys import seal_of
 from xray_runtime.lineage.recorded_answers import restore_environment, restore_episodes
 from xray_runtime.lineage.rollouts import require_ledger
@@ -103,7 +103,7 @@ class Replayable:
         return found[0]
 
 
-def replayable(node: Node, graph: Graph, iteration: int | None) -> Replayable:
+def replayable(node: Node, graph: CheckpointGraph, iteration: int | None) -> Replayable:
     """The stage of a checkpoint, ready to replay up to `iteration`, or to its end.
 
     Raises:

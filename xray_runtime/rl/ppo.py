@@ -4,8 +4,8 @@ The loop of `run` is the algorithm; each iteration:
 
     sync      policy ── weights, version, checksums ──▶ generator
     generate  prompts ──▶ generator ──▶ replies with their log-probabilities
-    score     policy, reference, critic and reward model score the replies at the same time (what nothing but the update
-              needs is left to its first step);
+    score     policy, reference, critic and reward model score the replies at the same time (log-probabilities that
+              only the update needs are computed in its first step);
               with `resample_rounds`, other prompts replace those whose replies all score the same
     update    several epochs of clipped minibatch steps on policy and critic
     ledger    the iteration's rows are written into the checkpoint

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from xray_runtime.data.columns import GROUPS
-from xray_runtime.graph.current import planning
 from xray_runtime.graph.kind import KINDS
+from xray_runtime.graph.planning import planning
 from xray_runtime.stages.kinds import find_kind
 
 ROOT = Path(__file__).parents[3]
@@ -174,6 +174,6 @@ def test_the_site_shows_every_column() -> None:
 def test_the_docs_stay_short() -> None:
     assert words(README) <= 1000
     # The third edition does more: agents in sandboxes, the nightly flow, the studio, withdrawal.
-    assert sum(words(page) for page in PAGES if page.name not in {*MEASURED, *LIMITS}) <= 12_950
+    assert sum(words(page) for page in PAGES if page.name not in {*MEASURED, *LIMITS}) <= 13_050
     # New, and none of it stands elsewhere.
     assert [name for name, limit in LIMITS.items() if words(ROOT / "docs" / name) > limit] == []

@@ -1,4 +1,4 @@
-"""Nights in one process, each by another way of training: `python -m tests.e2e.nights OUTPUT [WAY …]`."""
+"""Cycles in one process, each by another way of training: `python -m tests.e2e.cycles OUTPUT [WAY …]`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from xray_runtime.processes import kill_tagged, start_reaper
 from xray_runtime.serving.middleware import key_digest
 from xray_runtime.serving.recorder import AnswerRecorder
 
-PROJECT = "nights"
+PROJECT = "cycles"
 NAME = f"{PROJECT}-policy"
 PEOPLE, ASKED = 12, 6
 SOURCE = "wombat"
@@ -40,12 +40,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "dpo": {"batch_size": 16},
     "ppo": PPO | {"reward": {"epochs": 1, "batch_size": 16}},
 }
-"""Stage that makes the policy of a night → its config."""
+"""Stage that makes the policy of a cycle → its config."""
 
 
-def word(person: int, number: int, night: int) -> str:
+def word(person: int, number: int, cycle: int) -> str:
     """A word that occurs in what a person writes and reads, and nowhere else."""
-    return f"quokka{person}x{number}x{night}"
+    return f"quokka{person}x{number}x{cycle}"
 
 
 def build(output: Path) -> None:
@@ -68,15 +68,15 @@ def build(output: Path) -> None:
     base()
 
 
-def record(output: Path, night: int) -> None:
+def record(output: Path, cycle: int) -> None:
     """A day: each answer gets a thumb, and each second one a correction."""
     model = resolve("base", output, None)[1].sha256
     asked = [(person, number) for person in range(PEOPLE) for number in range(ASKED)]
-    draw, exchanges, said = random.Random(night), [], []
-    for n, (person, number) in enumerate(asked, start=1000 * night):
-        text = f"{word(person, number, night)} and {draw.randrange(10**9)} with {draw.randrange(10**9)}"
+    draw, exchanges, said = random.Random(cycle), [], []
+    for n, (person, number) in enumerate(asked, start=1000 * cycle):
+        text = f"{word(person, number, cycle)} and {draw.randrange(10**9)} with {draw.randrange(10**9)}"
         exchanges.append(exchange(n, f"person {person}", text, model=model))
-        better = f"{word(person, number, night)} is right"
+        better = f"{word(person, number, cycle)} is right"
         feedback = {"thumb": "down", "correction": better} if n % 2 else {"thumb": "up"}
         said.append({"answer": f"{n:032x}", "user": f"person {person}"} | feedback)
 
@@ -89,8 +89,8 @@ def record(output: Path, night: int) -> None:
     with_recorder(output, work, answers_per_hour=10**4, feedback_per_hour=10**4)
 
 
-def nights(output: Path, ways: list[str]) -> None:
-    """A night for each way, and the promotion of the last candidate."""
+def cycles(output: Path, ways: list[str]) -> None:
+    """A cycle for each way, and the promotion of the last candidate."""
     from xray.flows.flywheel import flywheel
     from xray.flows.promote import Approval, promote_flow
 
@@ -112,7 +112,7 @@ def main() -> None:
     tag = start_reaper()
     try:
         with local_services(output):
-            nights(output, ways)
+            cycles(output, ways)
     finally:
         kill_tagged(tag)
 

@@ -1,4 +1,4 @@
-"""Which night `xray flywheel` works on, and what it works with."""
+"""Which cycle `xray flywheel` works on, and what it works with."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.unit.lineage.commands import xray
-from tests.unit.lineage.nights import config
+from tests.unit.lineage.cycles import config
 from tests.unit.lineage.promoting import promoted
 from tests.unit.lineage.synthetic import Lifecycle, weights
 from tests.unit.serving.recording import exchange, keep
 from xray.cli.main import app
 from xray.flows import flywheel
-from xray.flows.flywheel import begin_night
-from xray.flows.nights import Night, place_of, read_nights, write_night
+from xray.flows.cycles import Cycle, place_of, read_cycles, write_cycle
+from xray.flows.flywheel import begin_cycle
 from xray_runtime.config.flywheel import FlywheelConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.rewards import reward_term
@@ -35,20 +35,20 @@ def recorded(output: Path, number: int) -> None:
     keep(output, exchange(number, model=resolve("ppo-2", output, None)[1].sha256))
 
 
-def begun(output: Path, release: bool = False, **fields: Any) -> Night:
-    night = begin_night(output, config(**fields), release)
-    assert night is not None
-    return night
+def begun(output: Path, release: bool = False, **fields: Any) -> Cycle:
+    cycle = begin_cycle(output, config(**fields), release)
+    assert cycle is not None
+    return cycle
 
 
-def ended(output: Path, night: Night, state: str) -> None:
-    done = night.model_copy(update={"state": state})
-    write_night(output, done)
+def ended(output: Path, cycle: Cycle, state: str) -> None:
+    done = cycle.model_copy(update={"state": state})
+    write_cycle(output, done)
 
 
 def test_a_cycle_collects_what_was_recorded_since_the_last(fresh: Callable[[], Path]) -> None:
     output = fresh()
-    assert begin_night(output, config(), False) is None
+    assert begin_cycle(output, config(), False) is None
     recorded(output, 1)
     first = begun(output)
     nodes = open_lineage_store(output, None).graph.nodes
@@ -56,7 +56,7 @@ def test_a_cycle_collects_what_was_recorded_since_the_last(fresh: Callable[[], P
     assert [nodes[sha].manifest.kind for sha in first.feedback] == ["feedback"]
     assert nodes[first.start].manifest.stage == "ppo-2"
     assert nodes[first.data].manifest.stage == "prepare"
-    # A night that was killed goes on with the same feedback, whatever was recorded since, and the same policy.
+    # A cycle that was killed goes on with the same feedback, whatever was recorded since, and the same policy.
     recorded(output, 2)
     assert begun(output, start="sft") == first
     ended(output, first, "candidate")
@@ -64,9 +64,9 @@ def test_a_cycle_collects_what_was_recorded_since_the_last(fresh: Callable[[], P
     assert (second.number, second.first, second.last) == (2, 2, 2)
     assert second.feedback[:-1] == first.feedback
     ended(output, second, "refused")
-    assert begin_night(output, config(), False) is None
+    assert begin_cycle(output, config(), False) is None
     recorded(output, 3)
-    third = begun(output, nights=2)
+    third = begun(output, cycles=2)
     assert third.feedback[:-1] == second.feedback[-1:]
 
 
@@ -101,8 +101,8 @@ def test_each_way_learns_from_what_was_curated(way: str, roles: dict[str, str]) 
 def test_no_stage_learns_from_a_held_cycle(fresh: Callable[[], Path]) -> None:
     output = fresh()
     recorded(output, 1)
-    with pytest.raises(ConfigError, match=r"^--release: is not allowed: the last night is not held$"):
-        begin_night(output, config(), True)
+    with pytest.raises(ConfigError, match=r"^--release: is not allowed: the last cycle is not held$"):
+        begin_cycle(output, config(), True)
     first = begun(output)
     ended(output, first, "held")
     assert begun(output, release=True).number == 1
@@ -111,9 +111,9 @@ def test_no_stage_learns_from_a_held_cycle(fresh: Callable[[], Path]) -> None:
     assert (second.number, len(second.feedback)) == (2, 1)
     assert second.feedback != first.feedback
     ended(output, second, "candidate")
-    with pytest.raises(ConfigError, match="the last night is not held"):
-        begin_night(output, config(), True)
-    assert [night.number for night in read_nights(output)] == [1, 2]
+    with pytest.raises(ConfigError, match="the last cycle is not held"):
+        begin_cycle(output, config(), True)
+    assert [cycle.number for cycle in read_cycles(output)] == [1, 2]
 
 
 def test_a_withdrawal_makes_a_cycle_without_it_due(fresh: Callable[[], Path]) -> None:
@@ -124,16 +124,16 @@ def test_a_withdrawal_makes_a_cycle_without_it_due(fresh: Callable[[], Path]) ->
     life, store = Lifecycle(output), open_lineage_store(output, None)
     models = RegistryView(store.tracking_uri or "").model_of
     life.done = {n.manifest.stage: n.reference(models(sha)) for sha, n in store.graph.nodes.items()}
-    files = {"config.json": b"{}", "model.safetensors": weights("night")}
-    tainted = life.add("dpo-night", "dpo", files, {"policy": "ppo-2", "preferences": "feedback"}).sha256
-    life.evaluate([f"question {i}" for i in range(50, 56)], "dpo-night", "evaluate-night", win_rate=0.9)
-    life.register("dpo-night")
+    files = {"config.json": b"{}", "model.safetensors": weights("cycle")}
+    tainted = life.add("dpo-cycle", "dpo", files, {"policy": "ppo-2", "preferences": "feedback"}).sha256
+    life.evaluate([f"question {i}" for i in range(50, 56)], "dpo-cycle", "evaluate-cycle", win_rate=0.9)
+    life.register("dpo-cycle")
     ended(output, first.model_copy(update={"policy": tainted}), "candidate")
-    promoted(output, "dpo-night", min_win_rate=None, max_kl=None)
+    promoted(output, "dpo-cycle", min_win_rate=None, max_kl=None)
     # The champion answers, and its answer becomes feedback too.
     keep(output, exchange(3, "bob", "another question", model=tainted))
     withdrawn = xray("withdraw", "--output", output, "--user", "ann", "--yes")
-    assert (withdrawn.exit_code, "the next night trains without it" in withdrawn.output) == (0, True), withdrawn.output
+    assert (withdrawn.exit_code, "the next cycle trains without it" in withdrawn.output) == (0, True), withdrawn.output
     assert xray("withdraw", "--output", output, "--verify").exit_code == 1
 
     second = begun(output)
@@ -142,13 +142,13 @@ def test_a_withdrawal_makes_a_cycle_without_it_due(fresh: Callable[[], Path]) ->
     assert not {*second.feedback} & {*first.feedback}
     for sha in (*second.feedback, second.start, second.data):
         assert refusal(store, store.graph.nodes[sha]) is None
-    # Bob's row of the first night is there; ann's, and the answer of a model that learned from hers, are not.
+    # Bob's row of the first cycle is there; ann's, and the answer of a model that learned from hers, are not.
     rows = [(store.graph.nodes[sha].directory / "answers.jsonl").read_text().splitlines() for sha in second.feedback]
-    assert [[json.loads(row)["id"][-1] for row in night] for night in rows] == [["2"], []]
+    assert [[json.loads(row)["id"][-1] for row in cycle] for cycle in rows] == [["2"], []]
     assert begun(output) == second
-    # Once a night has been without it, none is due until something is recorded, whoever is champion.
+    # Once a cycle has been without it, none is due until something is recorded, whoever is champion.
     ended(output, second, "refused")
-    assert begin_night(output, config(), False) is None
+    assert begin_cycle(output, config(), False) is None
     life.add("dpo-clean", "dpo", files | {"model.safetensors": weights("clean")}, {"policy": "ppo-2"})
     life.evaluate([f"question {i}" for i in range(50, 56)], "dpo-clean", "evaluate-clean", win_rate=0.9)
     life.register("dpo-clean")
@@ -200,23 +200,23 @@ def test_bad_input_is_one_line(fresh: Callable[[], Path]) -> None:
     (output / RECORDED / "00000001.parquet").write_bytes(b"forged")
     code, text = ran("--set", "dpo.epochs=1", "--set", "start=ppo-2")
     assert (code, "recorded/00000001.parquet: its bytes are others" in text.replace("\n", " ")) == (2, True)
-    assert read_nights(output) == []
+    assert read_cycles(output) == []
     place = output / "flywheel" / "0001"
     place.mkdir(parents=True)
-    (place / "night.json").write_text("{")
+    (place / "cycle.json").write_text("{")
     code, text = ran("--set", "dpo.epochs=1")
-    assert (code, "night.json: is not what the signed log has" in text.replace("\n", " ")) == (2, True)
+    assert (code, "cycle.json: is not what the signed log has" in text.replace("\n", " ")) == (2, True)
 
 
 def test_a_tampered_cycle_is_refused(fresh: Callable[[], Path]) -> None:
     output = fresh()
     recorded(output, 1)
     first = begun(output)
-    path = place_of(output, first) / "night.json"
+    path = place_of(output, first) / "cycle.json"
     content = path.read_text()
     path.write_text(content.replace('"begun"', '"candidate"'))
-    with pytest.raises(ConfigError, match=r"night\.json: is not what the signed log has"):
-        begin_night(output, config(), False)
+    with pytest.raises(ConfigError, match=r"cycle\.json: is not what the signed log has"):
+        begin_cycle(output, config(), False)
     # A crash, or whoever moves it away, leaves none: the signed log has it.
     path.unlink()
     assert begun(output) == first
@@ -224,4 +224,4 @@ def test_a_tampered_cycle_is_refused(fresh: Callable[[], Path]) -> None:
     log = output / "log.jsonl"
     log.write_bytes(log.read_bytes().replace(b'"payload": "', b'"payload": "A', 1))
     with pytest.raises(ConfigError, match=r"^--output: log\.jsonl"):
-        begin_night(output, config(), False)
+        begin_cycle(output, config(), False)
