@@ -22,7 +22,7 @@ from pydantic import AfterValidator, BaseModel
 from pydantic.fields import FieldInfo
 
 import xray
-from xray_runtime.config.rewards import RewardTerm
+from xray_runtime.config.rewards import KINDS, RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sources import BuiltInOrFunction, SourceTerms
 from xray_runtime.graph.artifacts import RewardModel
@@ -59,6 +59,8 @@ KNOWN = {
 """Names that annotations in the stub may use."""
 MORE = {"xray_runtime.graph.graph": ("Graph",), "xray_runtime.config.runtime": ("RuntimeConfig",)}
 """Names that the stub needs in addition to those it re-exports."""
+GIVEN = ("model", "models", "function")
+"""Fields of a reward that are given as its source."""
 SHARED = ("generator", "frozen", "gold")
 """Fields that a workspace may give to every stage that has them."""
 
@@ -185,7 +187,8 @@ def reward_function(known: Types) -> str:
     from xray_runtime.graph.handles import reward
 
     parameters = ["source: Callable[..., Any] | str | Handle | Sequence[Handle] | None = None", "*"]
-    parameters += keywords(RewardTerm, known, ("model", "models", "function"))
+    fields = dict.fromkeys(field for kind in KINDS.values() for field in keywords(kind, known, GIVEN))
+    parameters += [field if " = " in field else f"{field} = ..." for field in fields]
     return function("reward", parameters, "RewardSource", str(reward.__doc__))
 
 
@@ -264,8 +267,8 @@ def stub() -> str:
         if set(names) - set(WRITTEN)
     ]
     imports.append("from xray_runtime.graph.handles import RewardSource, Weighable")
-    known.section(RewardTerm)
-    parts = [HEAD + "\n".join(imports), REWARD.strip(), *known.sections.values(), *functions]
+    terms = f"_RewardTerm: TypeAlias = {known.text_of(RewardTerm)}"
+    parts = [HEAD + "\n".join(imports), REWARD.strip(), *known.sections.values(), terms, *functions]
     return "\n\n".join(parts) + "\n"
 
 

@@ -15,9 +15,8 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.evidence.kinds.cycle import Cycles, CycleWritten
 from xray_runtime.evidence.log import view
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.log import append
+from xray_runtime.lineage.evidence import evidence
 from xray_runtime.lineage.promotion_check import Gate
-from xray_runtime.lineage.signing import signing_key
 from xray_runtime.report.rendering import markdown_table
 
 CANARY = "canary"
@@ -76,7 +75,7 @@ def write_cycle(output: Path, cycle: Cycle) -> None:
     path.unlink(missing_ok=True)
     entry = CycleWritten(number=cycle.number, cycle=cycle.model_dump(mode="json"))
     sha = hashlib.sha256(_text(cycle).encode()).hexdigest()
-    append(output, signing_key(output), entry, {path.relative_to(output).as_posix(): sha})
+    evidence().append(output, entry, {path.relative_to(output).as_posix(): sha})
     write_atomic(path, _text(cycle))
 
 

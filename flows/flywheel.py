@@ -45,7 +45,7 @@ from xray_runtime.graph.artifacts import Dataset
 from xray_runtime.graph.handles import Handle
 from xray_runtime.lineage import canary, promotion
 from xray_runtime.lineage.gates import check_gates
-from xray_runtime.lineage.graph import Graph
+from xray_runtime.lineage.graph import CheckpointGraph
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, require_language_model, resolve
 from xray_runtime.stages.kinds import (
     CURATE,
@@ -267,7 +267,7 @@ def _trained_on(workspace: Workspace, cycle: Cycle) -> list[str]:
     return sorted({sha for sha in behind if sha in graph.nodes and graph.nodes[sha].is_data})
 
 
-def _graph(workspace: Workspace) -> Graph:
+def _graph(workspace: Workspace) -> CheckpointGraph:
     return open_lineage_store(workspace.output, workspace.run_record.tracking_uri).graph
 
 

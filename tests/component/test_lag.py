@@ -17,7 +17,8 @@ import torch
 from tests.component.models import open_models
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.engines import GeneratorConfig
-from xray_runtime.config.ppo import PPOConfig, RewardTerm
+from xray_runtime.config.ppo import PPOConfig
+from xray_runtime.config.rewards import reward_term
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.batch import PolicyBatch, PromptBatch, Replies
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
@@ -134,7 +135,7 @@ def attempt(
         trainable_layers=1,
         truncated="penalize",
         reward_scaling="none",
-        rewards=[RewardTerm(function="length")],
+        rewards=[reward_term(function="length")],
         generator=GeneratorConfig(engine="transformers"),
     )
     root.mkdir()

@@ -14,6 +14,8 @@ import transformers
 from safetensors.torch import load_file
 
 from xray_runtime.config.engines import FrozenConfig
+from xray_runtime.data.batch import TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.engine import MicroBatch
 from xray_runtime.engines.make import build_scorer
 from xray_runtime.engines.shard_loading import Weights, load_shard, skeleton_of
@@ -23,11 +25,9 @@ from xray_runtime.models.tensor_file import TensorFile
 
 CPU = torch.device("cpu")
 MIB = 2**20
-ROWS = {
-    "input_ids": torch.tensor([5, 9, 7, 42, 1]),
-    "lengths": torch.tensor([5]),
-    "prompt_lengths": torch.tensor([2]),
-}
+ROWS = TextBatch(
+    input_ids=Ragged(torch.tensor([5, 9, 7, 42, 1]), torch.tensor([0, 5])), prompt_lengths=torch.tensor([2])
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,12 @@ def scorer_of(directory: Path, precision: Any = "float32") -> Any:
 def score(scorer: Any) -> torch.Tensor:
     with torch.no_grad():
         [(_, scores)] = scorer.evaluate(ReferenceObjective(1.0).score, [MicroBatch(0, [0], ROWS)])
-    return torch.cat(scores["ref_logprobs"])
+    return ref_logprobs(scores)
+
+
+def ref_logprobs(scores: Any) -> torch.Tensor:
+    logprobs: torch.Tensor = scores.ref_logprobs.values
+    return logprobs
 
 
 def file_at(address: int) -> str:
@@ -82,7 +87,7 @@ def test_a_frozen_model_is_on_the_pages_of_its_checkpoint(directory: Path) -> No
     assert scorer.module.lm.lm_head.weight is scorer.module.lm.model.embed_tokens.weight
     copied = HeadedLM(skeleton_of(directory))
     load_shard(copied, Weights(copied, directory), CPU)
-    assert torch.equal(score(scorer), torch.cat(ReferenceObjective(1.0).score(copied, ROWS)["ref_logprobs"]))
+    assert torch.equal(score(scorer), ref_logprobs(ReferenceObjective(1.0).score(copied, ROWS)))
 
 
 def test_trained_or_converted_weights_are_copies(directory: Path) -> None:

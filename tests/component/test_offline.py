@@ -19,8 +19,8 @@ from xray_runtime.config.best_of_n import BestOfNConfig
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.engines import EngineConfig, GeneratorConfig
 from xray_runtime.config.kto import KTOConfig, KTOValidation
-from xray_runtime.config.ppo import RewardTerm
 from xray_runtime.config.reward_model import RewardConfig
+from xray_runtime.config.rewards import reward_term
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, write_pairs
 from xray_runtime.graph.artifacts import Dataset, Model, Preferences
@@ -180,7 +180,7 @@ def length(prompts: list[str], replies: list[str]) -> list[float]:
 
 def test_the_best_of_n_has_the_longest_of_sampled_replies(root: Path) -> None:
     config = BestOfNConfig(
-        rewards=[RewardTerm(function="length")],
+        rewards=[reward_term(function="length")],
         samples=4,
         num_prompts=10,
         max_new_tokens=6,

@@ -280,6 +280,7 @@ def test_a_hidden_argument_belongs_to_a_with_block() -> None:
     assert {name for name, text in files.items() if "ContextVar" in text} == {
         "tasks/command.py",
         "xray_runtime/graph/current.py",
+        "xray_runtime/graph/planning.py",
     }
 
 

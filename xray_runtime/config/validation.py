@@ -48,7 +48,9 @@ def _describe(error: ErrorDetails, model: type[BaseModel], where: str) -> str:
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
         known = sorted(owner.model_fields) if _is_model(owner) else []
-        elsewhere = ["the top level of the config" if "." not in p else p for p in _places(model, str(loc[-1]))[:3]]
+        here = ".".join("N" if isinstance(part, int) else str(part) for part in loc)
+        places = [place for place in _places(model, str(loc[-1])) if place != here]
+        elsewhere = [place if "." in place else "the top level of the config" for place in places[:3]]
         place = f" (it belongs at {' or '.join(elsewhere)})" if elsewhere and not where else ""
         return f"{path}: unknown field{place or hint(str(loc[-1]), known)}; allowed here: {', '.join(known)}"
     if kind == "missing":

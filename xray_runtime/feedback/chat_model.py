@@ -12,25 +12,25 @@ from xray_runtime.data.pairs import Messages
 from xray_runtime.data.tokenizing import decode_replies, decode_reply, encode_prompts
 from xray_runtime.engines.generation.sampling import EngineRank, Sampling
 from xray_runtime.errors import first_line
-from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.graph import CheckpointGraph, Node
 
 TORN = "\ufffd"
 """Decoding gives this for a character whose tokens are not complete yet."""
 
 
-def trained_context(graph: Graph, node: Node) -> int | None:
+def trained_context(graph: CheckpointGraph, node: Node) -> int | None:
     """Messages of a prompt in the data a model was trained on; None without such data."""
     value = _data_config(graph, node).get("context_messages")
     return value if isinstance(value, int) else None
 
 
-def trained_columns(graph: Graph, node: Node) -> list[str]:
+def trained_columns(graph: CheckpointGraph, node: Node) -> list[str]:
     """Columns beside the prompts in the data a model was trained on (`data.columns`)."""
     value = _data_config(graph, node).get("columns")
     return [str(name) for name in value] if isinstance(value, list) else []
 
 
-def _data_config(graph: Graph, node: Node) -> dict[str, Any]:
+def _data_config(graph: CheckpointGraph, node: Node) -> dict[str, Any]:
     dataset = graph.nodes.get(node.manifest.dataset or "")
     return dataset.manifest.config if dataset is not None else {}
 

@@ -16,7 +16,7 @@ from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import load_config, resolved_yaml, validate
-from xray_runtime.config.rewards import Route
+from xray_runtime.config.reward_term import Route
 from xray_runtime.config.validation import ConfigError
 
 PRESETS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
@@ -271,7 +271,7 @@ REFUSED = [
         "rewards: [{service: {url: 'ftp://host'}}]",
         'rewards.0.service.url: "ftp://host" is not allowed: must match ^https?://',
     ),
-    ("rewards: [{weight: 2}]", "rewards.0: one of function, verifier, service and judge must be set"),
+    ("rewards: [{weight: 2}]", "rewards.0: one of function, judge, service and verifier must be set"),
     ("reward: {epochs: 0}", "reward.epochs: 0 is not allowed: must be greater than or equal to 1"),
     ("reward: {epochss: 1}", "reward.epochss: unknown field (did you mean epochs?)"),
     ("ppo: {stages: [{critic_engine: {zero: 1}}]}", "ppo.stages.0.critic_engine.zero: unknown field"),

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from xray_runtime.data.columns import GROUPS
-from xray_runtime.graph.current import planning
 from xray_runtime.graph.kind import KINDS
+from xray_runtime.graph.planning import planning
 from xray_runtime.stages.kinds import find_kind
 
 ROOT = Path(__file__).parents[3]

@@ -21,7 +21,7 @@ from xray.flows.cycles import Cycle, place_of, read_cycles, write_cycle
 from xray.flows.flywheel import begin_cycle
 from xray_runtime.config.flywheel import FlywheelConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.rewards import ExternalReward
+from xray_runtime.config.rewards import reward_term
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.recorded import RECORDED
 from xray_runtime.graph.graph import recording
@@ -79,7 +79,7 @@ def test_a_cycle_collects_what_was_recorded_since_the_last(fresh: Callable[[], P
     ],
 )
 def test_each_way_learns_from_what_was_curated(way: str, roles: dict[str, str]) -> None:
-    lifecycle = LifecycleConfig(rewards=[ExternalReward(service={"url": "http://127.0.0.1:1/score"})])
+    lifecycle = LifecycleConfig(rewards=[reward_term(service={"url": "http://127.0.0.1:1/score"})])
     with recording(lifecycle.seed, lifecycle.runtime) as graph:
         start, data, feedback = (graph.checkpoint(name) for name in ("start", "data", "feedback"))
         curated = CURATE(feedback=[feedback], name="curate")

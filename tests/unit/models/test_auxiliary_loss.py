@@ -10,6 +10,8 @@ import torch
 
 from tests.unit.models.families import model
 from xray_runtime.config.engines import EngineConfig
+from xray_runtime.data.batch import TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.make import build_engine
 from xray_runtime.models.families._mixture import load_balancing
 from xray_runtime.models.family import FAMILIES
@@ -28,9 +30,10 @@ def mixture(kind: str, **options: Any) -> Any:
     return lm
 
 
-def rows(lengths: torch.Tensor = LENGTHS) -> dict[str, torch.Tensor]:
+def rows(lengths: torch.Tensor = LENGTHS) -> TextBatch[torch.Tensor]:
     """Each row but its first token is a response."""
-    return {"input_ids": IDS[: int(lengths.sum())], "lengths": lengths, "prompt_lengths": torch.ones_like(lengths)}
+    ids = Ragged(IDS[: int(lengths.sum())], torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
+    return TextBatch(input_ids=ids, prompt_lengths=torch.ones_like(lengths))
 
 
 def test_families_with_the_loss_are_those_tested() -> None:
@@ -75,7 +78,7 @@ def test_padding_does_not_count_and_micro_batches_count_by_their_rows(kind: str)
     expected = lm(input_ids=padded, attention_mask=mask.long(), use_cache=False).aux_loss
     module, totals = HeadedLM(lm), {"tokens": 8.0, "step_rows": 2.0}
 
-    def auxiliary(part: dict[str, torch.Tensor]) -> float:
+    def auxiliary(part: TextBatch[torch.Tensor]) -> float:
         loss, _ = training_loss(module, SFTObjective(), part, totals)
         return float((loss - SFTObjective().loss(module, part, totals)[0]).detach())
 
@@ -91,7 +94,7 @@ def test_only_a_config_that_asks_has_the_loss_and_scoring_has_none() -> None:
     torch.testing.assert_close(loss, SFTObjective().loss(module, rows(), {"tokens": 8.0})[0], rtol=0, atol=0)
     scoring = HeadedLM(mixture("mixtral", **ON))
     with torch.no_grad():
-        assert float(SFTObjective().score(scoring, rows())["nll"][0]) > 0
+        assert float(SFTObjective().score(scoring, rows()).nll[0]) > 0
 
 
 def test_a_cut_model_with_the_loss_is_refused(tmp_path: Any) -> None:

@@ -12,6 +12,8 @@ import transformers
 
 from tests.unit.models.families import model
 from xray_runtime.algorithms import logprobs
+from xray_runtime.data.batch import TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.models.family import FAMILIES, UNLISTED, Family, Logits, family_of
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.likelihood_objective import LikelihoodObjective
@@ -91,10 +93,11 @@ def test_scaled_and_capped_logits_are_those_of_transformers(kind: str, monkeypat
 def test_likelihoods_and_plain_forwards_are_not_scaled_twice(kind: str) -> None:
     lm = model(kind, **SCALED[kind]).float().requires_grad_(False)
     expected = lm(input_ids=IDS[None, :6], use_cache=False).logits
-    rows = {"input_ids": IDS, "lengths": LENGTHS, "prompt_lengths": torch.tensor([3, 1])}
+    ids = Ragged(IDS, torch.tensor([0, 6, 10]))
+    rows = TextBatch(input_ids=ids, prompt_lengths=torch.tensor([3, 1]))
     scores = LikelihoodObjective().score(HeadedLM(lm), rows)
     each = torch.log_softmax(expected[0], -1)
-    assert float(scores["loglikelihood"][0]) == pytest.approx(float(sum(each[n - 1, IDS[n]] for n in (3, 4, 5))), 1e-4)
+    assert float(scores.loglikelihood[0]) == pytest.approx(float(sum(each[n - 1, IDS[n]] for n in (3, 4, 5))), 1e-4)
     # Afterwards the library's own forward is what it was.
     torch.testing.assert_close(lm(input_ids=IDS[None, :6], use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
 

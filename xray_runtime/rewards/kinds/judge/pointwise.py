@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from xray_runtime.bounded_http import AnswerError
 from xray_runtime.data.pairs import message_text
 from xray_runtime.rewards.remote import ask_all
-from xray_runtime.rewards.source import Batch, Score, failure
+from xray_runtime.rewards.source import Batch, Score, Source, failure
 
 if TYPE_CHECKING:
-    from xray_runtime.config.rewards import JudgeConfig
     from xray_runtime.data.pairs import Messages
+    from xray_runtime.rewards.kinds.judge.config import JudgeConfig
 
 PROMPT = """You judge the last reply of a conversation, by this rubric alone:
 
@@ -50,10 +50,8 @@ ALONE = re.compile(rf"\W*?{NUMBER}[\s.*_`]*")
 NO_REFERENCE = "the column of reference answers has no value in a row"
 
 
-class JudgeSource:
+class JudgeSource(Source):
     """One request per reply."""
-
-    relative = False
 
     def __init__(self, config: JudgeConfig) -> None:
         self._config = config

@@ -1,30 +1,51 @@
-"""An HTTP service as a source of reward: POST {prompts, messages, replies, reasoning, answers, columns} →
-{scores: [number or null]}."""
+"""An HTTP service: POST {prompts, messages, replies, reasoning, answers, columns} → {scores: [number or null]}."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from xray_runtime.bounded_http import AnswerError
-from xray_runtime.rewards.remote import ask_all
-from xray_runtime.rewards.source import Batch, Score, failure
-
-if TYPE_CHECKING:
-    from xray_runtime.config.rewards import ServiceConfig
-
+from xray_runtime.config.engines import Count
+from xray_runtime.config.reward_term import Recording
+from xray_runtime.rewards.kind import ExternalTerm
+from xray_runtime.rewards.kinds._remote import RemoteConfig
+from xray_runtime.rewards.source import Batch, Score, Source, failure
 
 SENT = ("prompts", "messages", "replies", "reasoning", "answers", "columns")
 
 
-class ServiceSource:
-    """A service that scores a few replies at a time."""
+class ServiceConfig(RemoteConfig):
+    """POST {prompts, messages, replies, columns} → {scores: [number or null]}."""
 
-    relative = False
+    batch_size: Count = 32
+    """Replies per request."""
+
+
+class ServiceTerm(ExternalTerm, field="service", recording=Recording.RECORDED):
+    """The scores of a service."""
+
+    service: ServiceConfig
+
+    @classmethod
+    def identity(cls, fields: Mapping[str, Any]) -> Any:
+        return fields["service"]["url"]
+
+    def open(self, where: str, functions: Mapping[str, Callable[..., Any]]) -> Source:
+        return ServiceSource(self.service)
+
+
+TERM = ServiceTerm
+
+
+class ServiceSource(Source):
+    """A service that scores a few replies at a time."""
 
     def __init__(self, config: ServiceConfig) -> None:
         self._config = config
 
     def score(self, batch: Batch) -> list[Score]:
+        from xray_runtime.rewards.remote import ask_all
+
         size, rows = self._config.batch_size, range(len(batch.replies))
         parts = [batch.take(rows[start : start + size]) for start in rows[::size]]
         requests = [{name: getattr(part, name) for name in SENT} for part in parts]
@@ -37,6 +58,8 @@ class ServiceSource:
 
 
 def _scores(batch: Batch, answer: Any) -> list[Score]:
+    from xray_runtime.bounded_http import AnswerError
+
     scores = answer.get("scores") if isinstance(answer, dict) else None
     count = len(batch.replies)
     if not isinstance(scores, list) or len(scores) != count or not all(map(_allowed, scores)):

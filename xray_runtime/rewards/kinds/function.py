@@ -1,19 +1,25 @@
-"""Python functions as sources of reward: sync or async, with the arguments they take and a time limit."""
+"""Python functions: sync or async, with the arguments they take and a time limit."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from xray_runtime.config.engines import Positive
+from xray_runtime.config.reward_term import Recording
+from xray_runtime.config.sources import Function
 from xray_runtime.data.arguments import Arguments
-from xray_runtime.data.gold import FormError, score_list
+from xray_runtime.data.gold import FormError, import_function, score_list
 from xray_runtime.errors import NonFiniteError
-from xray_runtime.rewards.event_loop import cancel, start
-from xray_runtime.rewards.source import Batch, Score, as_number, described, failure, is_infinite
+from xray_runtime.rewards.kind import ExternalTerm
+from xray_runtime.rewards.source import Batch, Score, Source, as_number, described, failure, is_infinite
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +27,48 @@ PARTS = 8
 """If a function fails for so many parts of a batch, the function is at fault, not a reply."""
 
 
-class FunctionSource:
+class FunctionTerm(ExternalTerm, field="function", recording=Recording.COMPUTED):
+    """A number for each reply, None for one that the function cannot score."""
+
+    function: str
+    """`module:function`, or the name of a function that a graph passed directly; it may be async. It is called by the
+    names of its parameters: `prompts`; `replies`, `completions` or `responses`; `messages`, `columns`, `metadata`, and
+    columns of the dataset."""
+    timeout_s: Positive = 300.0
+    """A call fails if it takes longer."""
+    retries: Annotated[int, Field(ge=0)] = 2
+    """Number of times a failed call is repeated."""
+
+    @property
+    def name(self) -> str:
+        return self.function
+
+    @property
+    def functions(self) -> list[str]:
+        return [self.function]
+
+    @classmethod
+    def in_files(cls) -> type[FunctionTerm]:
+        return ImportedFunctionTerm
+
+    def open(self, where: str, functions: Mapping[str, Callable[..., Any]]) -> Source:
+        field = f"{where}.function"
+        function = functions.get(self.function) or import_function(self.function, field)
+        return FunctionSource(function, f"{field} {self.function!r}", self.timeout_s, self.retries)
+
+
+class ImportedFunctionTerm(FunctionTerm, field="function", recording=Recording.COMPUTED):
+    """A function of a module that XRAY_ALLOWED_IMPORTS names."""
+
+    function: Function
+    """`module:function`, which may be async. It is called by the names of its parameters: `prompts`; `replies`,
+    `completions` or `responses`; `messages`, `columns`, `metadata`, and columns of the dataset."""
+
+
+TERM = FunctionTerm
+
+
+class FunctionSource(Source):
     """A function that returns a number, or None, for each reply; it is called as `Arguments` says.
 
     A reply for which it raises has no score: the batch is halved until such replies are found, and the scores come from
@@ -41,7 +88,9 @@ class FunctionSource:
     def __init__(self, function: Callable[..., Any], where: str, timeout_s: float, retries: int) -> None:
         self._function, self._where, self._timeout_s, self._retries = function, where, timeout_s, retries
         self._arguments = Arguments(function, where)
-        self.check_columns = self._arguments.check
+
+    def check(self, dataset: Path, columns: Collection[str]) -> None:
+        self._arguments.check(columns)
 
     def score(self, batch: Batch) -> list[Score]:
         rows = list(range(len(batch.replies)))
@@ -94,6 +143,8 @@ class FunctionSource:
         self, num_replies: int, positional: list[Any], keywords: dict[str, Any]
     ) -> tuple[list[Any], BaseException | None]:
         """(answer, error), one of which is empty."""
+        from xray_runtime.rewards.event_loop import cancel, start  # asyncio takes long to import
+
         found: list[tuple[list[Any], BaseException | None]] = []
         waiting: list[Future[Any]] = []
 

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.bounded_http import AnswerError
-from xray_runtime.rewards.judge import NO_REFERENCE, completion_text, lacks_reference, request
+from xray_runtime.rewards.kinds.judge.pointwise import NO_REFERENCE, completion_text, lacks_reference, request
 from xray_runtime.rewards.remote import ask_all
-from xray_runtime.rewards.source import Batch, Score, failure
+from xray_runtime.rewards.source import Batch, Score, Source, failure
 
 if TYPE_CHECKING:
-    from xray_runtime.config.rewards import JudgeConfig
+    from xray_runtime.rewards.kinds.judge.config import JudgeConfig
 
 PROMPT = """You compare two replies that may end a conversation, by this rubric alone:
 
@@ -49,7 +49,7 @@ SHARES = {"a": 1.0, "b": 0.0, "tie": 0.5}
 """Verdict → share of the reply that is shown first."""
 
 
-class PairwiseJudgeSource:
+class PairwiseJudgeSource(Source):
     """Two requests per pair of replies."""
 
     relative = True
