@@ -69,7 +69,7 @@ class Deployment:
             "entrypoint": self.flow,
             "tags": ["xray", self.flow.rpartition(".")[2], *self.tags],
             "work_pool": pool,
-            "parameters": output | self.parameters,
+            "parameters": {**output, **self.parameters},
         }
         if self.schedule is not None:
             slug, cron = self.schedule
