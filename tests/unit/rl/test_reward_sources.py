@@ -20,7 +20,7 @@ from tests.unit.rl.loop import MINIBATCH, REPLIES, PPOModel, World, attempt, pla
 from tests.unit.rl.sources import sources
 from xray_runtime.algorithms.groups import group_advantages
 from xray_runtime.algorithms.rewards import SourceScores
-from xray_runtime.config.engines import FrozenConfig
+from xray_runtime.config.layouts import FrozenConfig
 from xray_runtime.config.ppo import JudgingConfig
 from xray_runtime.config.reward_term import Route
 from xray_runtime.config.rewards import reward_term

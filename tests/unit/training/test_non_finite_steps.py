@@ -22,7 +22,7 @@ from xray_runtime.config.kto import KTOConfig
 from xray_runtime.config.rewards import reward_term
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, TextBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.errors import NonFiniteError, may_retry
 from xray_runtime.graph.artifacts import Dataset, Model, Preferences
 from xray_runtime.graph.inputs import DPOInputs, KTOInputs, PPOInputs
