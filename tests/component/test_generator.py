@@ -205,8 +205,7 @@ def test_replicas_answer_as_one(tiny_model: Path, prompts: PromptBatch, cluster:
     config = GeneratorConfig(engine="transformers")
     torch.set_num_threads(1)
     alone = Generation(tiny_model, 32, config, RUNTIME, EngineRank("cpu"))
-    rows = prompts.take([0, 1, 2, 3, 4, 5] * 7)
-    rows.seed = np.arange(len(rows.seed))
+    rows = prompts.take([0, 1, 2, 3, 4, 5] * 7).with_columns(seed=np.arange(42))
     asked = [ids.tolist() for ids in rows.input_ids]
     expected = alone.generate(asked, rows.seed.tolist(), SAMPLING, 0)
     two = RUNTIME.model_copy(update={"generator_replicas": 2})

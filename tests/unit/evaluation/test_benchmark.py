@@ -88,7 +88,7 @@ def attempt(root: Path, said: Callable[[str, int], str] = lambda question, row: 
     found: dict[str, Any] = json.loads((out / "benchmark.json").read_text())
     asked = json.loads((out / "prompts.json").read_text())
     assert found["samples"] == len(asked) == len(set(asked))
-    assert {sample.prompt for sample in json.loads((out / "samples.json").read_text())} <= set(asked)
+    assert {sample["prompt"] for sample in json.loads((out / "samples.json").read_text())} <= set(asked)
     side = range(ASKED, 2 * ASKED) if fields.get("split") == "validation" else range(ASKED)
     assert set(asked) <= {f"question {number}" for number in side}
     assert recorder.points[-1] == {
@@ -184,7 +184,7 @@ def test_episodes_of_an_environment(root: Path) -> None:
     assert (short["success"], short.ended, short["failed"]) == (0.0, 0.0, 0.0)
     samples = json.loads((root / "out-2" / "samples.json").read_text())
     assert {tuple(sample) for sample in samples} == {("prompt", "episode", "reward")}
-    failed = [sample for sample in samples if sample.prompt == "question 3"]
+    failed = [sample for sample in samples if sample["prompt"] == "question 3"]
     assert [sample["reward"] for sample in failed] == [None]
 
 

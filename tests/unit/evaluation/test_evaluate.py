@@ -162,9 +162,10 @@ def test_equal_replies_tie(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Rounds(Judged):
         def do_score(self, rows: TextBatch, at_once: int = 1) -> Scores:
             scores = super().do_score(rows, at_once)
-            if "scores" in scores:
-                scores.scores += np.float32(1e-6) * (moody([], ["x"] * len(scores.scores))[0])
-            return scores
+            if "scores" not in scores:
+                return scores
+            more = np.float32(1e-6) * (moody([], ["x"] * len(scores))[0])
+            return scores.with_columns(scores=scores.scores + more)
 
     monkeypatch.setitem(globals(), "Judged", Rounds)
     judges: list[dict[str, Any]] = [{"model": "judges.0"}, {"function": "f"}]
