@@ -22,7 +22,8 @@ from pydantic import AfterValidator, BaseModel
 from pydantic.fields import FieldInfo
 
 import xray
-from xray_runtime.config.rewards import RewardTerm
+from xray_runtime.config.layouts import PlugSection
+from xray_runtime.config.rewards import KINDS, RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sources import BuiltInOrFunction, SourceTerms
 from xray_runtime.graph.artifacts import RewardModel
@@ -59,6 +60,8 @@ KNOWN = {
 """Names that annotations in the stub may use."""
 MORE = {"xray_runtime.graph.graph": ("Graph",), "xray_runtime.config.runtime": ("RuntimeConfig",)}
 """Names that the stub needs in addition to those it re-exports."""
+GIVEN = ("model", "models", "function")
+"""Fields of a reward that are given as its source."""
 SHARED = ("generator", "frozen", "gold")
 """Fields that a workspace may give to every stage that has them."""
 
@@ -92,6 +95,8 @@ class Types:
             return f"tuple[{', '.join(map(self.text_of, arguments))}] | list[{self.text_of(arguments[0])}]"
         if origin in (list, dict, collections.abc.Mapping, collections.abc.Sequence):
             return f"{origin.__name__}[{', '.join(map(self.text_of, arguments))}]"
+        if isinstance(annotation, type) and issubclass(annotation, PlugSection):
+            return " | ".join(map(self.section, annotation.members()))
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             return self.section(annotation)
         return "Any" if annotation is Any else str(annotation.__name__)
@@ -104,8 +109,9 @@ class Types:
             lines = [f"class {name}(TypedDict, total=False):"]
             for field, info in section.model_fields.items():
                 text = self.text_of_field(info)
-                # The discriminator of a union must be given.
+                # The discriminator of a union must be given, unless the union has a default.
                 is_tag = text.startswith("Literal[") and text.count(",") == 0 and info.default is not None
+                is_tag = is_tag and not issubclass(section, PlugSection)
                 lines.append(f"    {field}: {f'Required[{text}]' if info.is_required() or is_tag else text}")
             self.sections[name] = "\n".join(lines if len(lines) > 1 else [*lines, "    ..."])
         return name
@@ -185,7 +191,8 @@ def reward_function(known: Types) -> str:
     from xray_runtime.graph.handles import reward
 
     parameters = ["source: Callable[..., Any] | str | Handle | Sequence[Handle] | None = None", "*"]
-    parameters += keywords(RewardTerm, known, ("model", "models", "function"))
+    fields = dict.fromkeys(field for kind in KINDS.values() for field in keywords(kind, known, GIVEN))
+    parameters += [field if " = " in field else f"{field} = ..." for field in fields]
     return function("reward", parameters, "RewardSource", str(reward.__doc__))
 
 
@@ -264,8 +271,8 @@ def stub() -> str:
         if set(names) - set(WRITTEN)
     ]
     imports.append("from xray_runtime.graph.handles import RewardSource, Weighable")
-    known.section(RewardTerm)
-    parts = [HEAD + "\n".join(imports), REWARD.strip(), *known.sections.values(), *functions]
+    terms = f"_RewardTerm: TypeAlias = {known.text_of(RewardTerm)}"
+    parts = [HEAD + "\n".join(imports), REWARD.strip(), *known.sections.values(), terms, *functions]
     return "\n\n".join(parts) + "\n"
 
 

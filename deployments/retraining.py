@@ -1,4 +1,4 @@
-"""Schedule a night of the flywheel on the Prefect server of PREFECT_API_URL, after a withdrawal."""
+"""Schedule a cycle of the flywheel on the Prefect server of PREFECT_API_URL, after a withdrawal."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import error_summary
 
 
-def schedule_night(output: Path) -> str | None:
+def schedule_cycle(output: Path) -> str | None:
     """Start a run of the deployed flow `flywheel` that works in `output`; returns its name.
 
-    None where there is no server, or no such deployment: the next night begins with what was withdrawn anyway.
+    None where there is no server, or no such deployment: the next cycle begins with what was withdrawn anyway.
 
     Raises:
         ConfigError: the server does not answer.

@@ -1,8 +1,8 @@
 """The nightly flow: collect feedback → audit → curate → train → evaluate beside the champion → gates → canary.
 
-A canary outlives its night: the next call of the flow goes on with it, and begins a night once it is decided. A person
-promotes the candidate, with the flow `promote`. The recorder may go on meanwhile. What a night works with is
-written down when it begins (`flywheel/NIGHT/night.json`): a night that was killed goes on with the same feedback and
+A canary outlives its cycle: the next call of the flow goes on with it, and begins a cycle once it is decided. A person
+promotes the candidate, with the flow `promote`. The recorder may go on meanwhile. What a cycle works with is
+written down when it begins (`flywheel/CYCLE/cycle.json`): a cycle that was killed goes on with the same feedback and
 the same policy, and finds its stages in the store.
 """
 
@@ -14,19 +14,19 @@ from typing import Any
 
 from prefect import flow
 
-from xray.flows.lifecycle import open_workspace, prepare_deployment
-from xray.flows.lifecycle_graph import evaluation_fields, fields_of, scoring_fields
-from xray.flows.nights import (
+from xray.flows.cycles import (
     CANARY,
     DONE,
     FILE,
-    Night,
-    night_markdown,
+    Cycle,
+    cycle_markdown,
     place_of,
-    read_nights,
+    read_cycles,
     restore_files,
-    write_night,
+    write_cycle,
 )
+from xray.flows.lifecycle import open_workspace, prepare_deployment
+from xray.flows.lifecycle_graph import evaluation_fields, fields_of, scoring_fields
 from xray.flows.retraining import is_due, is_touched, sound_start, without_withdrawn
 from xray.tasks.output_directory import saved_config
 from xray.tasks.prefect_run import show
@@ -45,7 +45,7 @@ from xray_runtime.graph.artifacts import Dataset
 from xray_runtime.graph.handles import Handle
 from xray_runtime.lineage import canary, promotion
 from xray_runtime.lineage.gates import check_gates
-from xray_runtime.lineage.graph import Graph
+from xray_runtime.lineage.graph import CheckpointGraph
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, require_language_model, resolve
 from xray_runtime.stages.kinds import (
     CURATE,
@@ -59,21 +59,21 @@ from xray_runtime.stages.kinds import (
 )
 
 BY = "flywheel"
-"""Publishes a night's feedback, on record."""
+"""Publishes a cycle's feedback, on record."""
 
 
-def begin_night(output: Path, config: FlywheelConfig, release: bool, tracking_uri: str | None = None) -> Night | None:
-    """The night to work on: one that was not finished, the held one that is released, or a new one; None if nothing was
+def begin_cycle(output: Path, config: FlywheelConfig, release: bool, tracking_uri: str | None = None) -> Cycle | None:
+    """The cycle to work on: one that was not finished, the held one that is released, or a new one; None if nothing was
     recorded since the last.
 
     Raises:
         ConfigError: what was recorded is not sound, or there is no policy to start from, or nothing to release.
     """
-    nights, store = _sound_nights(output), open_lineage_store(output, tracking_uri)
-    last = nights[-1] if nights else None
+    cycles, store = _sound_cycles(output), open_lineage_store(output, tracking_uri)
+    last = cycles[-1] if cycles else None
     if release:
         if last is None or last.state != "held":
-            raise ConfigError("--release: is not allowed: the last night is not held")
+            raise ConfigError("--release: is not allowed: the last cycle is not held")
         return last
     if last is not None and last.state == CANARY and not _canary_ended(output, store, last):
         return last
@@ -82,8 +82,8 @@ def begin_night(output: Path, config: FlywheelConfig, release: bool, tracking_ur
         if not any(is_touched(store, sha) for sha in _of(last)):
             return last
         # Somebody withdrew meanwhile: it begins again.
-        nights = nights[:-1]
-        last = nights[-1] if nights else None
+        cycles = cycles[:-1]
+        last = cycles[-1] if cycles else None
     chain, after = sound_chain(store), last.last if last is not None else 0
     if chain.last <= after and not is_due(store, f"{project}-policy", _of(last)):
         return None
@@ -93,11 +93,11 @@ def begin_night(output: Path, config: FlywheelConfig, release: bool, tracking_ur
     verdicts = publish(store, project, BY).checkpoint.sha256 if judged else None
     if verdicts is not None and is_touched(open_lineage_store(output, tracking_uri), verdicts):
         verdicts = None
-    # A held night is one that nobody looked at: no later night may learn from it either.
-    usable = [night for night in nights if night.state != "held" and night.feedback[-1] in store.graph.nodes]
-    window = usable[len(usable) - config.nights + 1 :] if config.nights > 1 else []
-    before = [without_withdrawn(store, project, BY, night) for night in window]
-    night = Night(
+    # A held cycle is one that nobody looked at: no later cycle may learn from it either.
+    usable = [cycle for cycle in cycles if cycle.state != "held" and cycle.feedback[-1] in store.graph.nodes]
+    window = usable[len(usable) - config.cycles + 1 :] if config.cycles > 1 else []
+    before = [without_withdrawn(store, project, BY, cycle) for cycle in window]
+    cycle = Cycle(
         number=last.number + 1 if last is not None else 1,
         first=after + 1,
         last=chain.last,
@@ -106,48 +106,48 @@ def begin_night(output: Path, config: FlywheelConfig, release: bool, tracking_ur
         start=start,
         data=data,
     )
-    write_night(output, night)
-    return night
+    write_cycle(output, cycle)
+    return cycle
 
 
-def _sound_nights(output: Path) -> list[Night]:
+def _sound_cycles(output: Path) -> list[Cycle]:
     try:
         canary.sound_log(output)
     except ValueError as error:
         raise ConfigError(f"--output: {error}; see `xray audit`") from None
-    nights = read_nights(output)
-    restore_files(output, nights)
-    return nights
+    cycles = read_cycles(output)
+    restore_files(output, cycles)
+    return cycles
 
 
-def _of(night: Night | None) -> list[str]:
-    """The checkpoints that a night worked with, and the one that it made."""
-    return [sha for sha in (*night.feedback, night.start, night.policy) if sha] if night is not None else []
+def _of(cycle: Cycle | None) -> list[str]:
+    """The checkpoints that a cycle worked with, and the one that it made."""
+    return [sha for sha in (*cycle.feedback, cycle.start, cycle.policy) if sha] if cycle is not None else []
 
 
-def _canary_ended(output: Path, store: LineageStore, night: Night) -> bool:
-    """Whether the canary of a night is decided; the night then says how."""
-    found = view(output).state(Canaries).get(night.canary or "")
+def _canary_ended(output: Path, store: LineageStore, cycle: Cycle) -> bool:
+    """Whether the canary of a cycle is decided; the cycle then says how."""
+    found = view(output).state(Canaries).get(cycle.canary or "")
     if found is None:
-        raise ConfigError(f"{place_of(output, night) / FILE}: its canary is not in the signed log; see `xray audit`")
+        raise ConfigError(f"{place_of(output, cycle) / FILE}: its canary is not in the signed log; see `xray audit`")
     ended = decide(store, found)
     if ended is not None:
-        night.state = "candidate" if ended.outcome == "passed" else ended.outcome
-        night.reasons = [f"canary: {ended.reason}"]
-        write_night(output, night)
+        cycle.state = "candidate" if ended.outcome == "passed" else ended.outcome
+        cycle.reasons = [f"canary: {ended.reason}"]
+        write_cycle(output, cycle)
     return ended is not None
 
 
-def _begin_canary(output: Path, store: LineageStore, project: str, config: FlywheelConfig, night: Night) -> None:
+def _begin_canary(output: Path, store: LineageStore, project: str, config: FlywheelConfig, cycle: Cycle) -> None:
     """Let the candidate answer its share of the requests; without a champion nobody is served yet."""
     name = f"{project}-policy"
     champion = promotion.champion_of(store, name)
-    if config.canary is None or champion is None or night.policy in (None, champion.checkpoint):
+    if config.canary is None or champion is None or cycle.policy in (None, champion.checkpoint):
         return
-    assert night.policy is not None
+    assert cycle.policy is not None
     first = sound_chain(store).last + 1
-    night.canary = canary.begin(output, name, night.policy, champion.checkpoint, first, config.canary).id
-    night.state = CANARY
+    cycle.canary = canary.begin(output, name, cycle.policy, champion.checkpoint, first, config.canary).id
+    cycle.state = CANARY
 
 
 def _start(store: LineageStore, project: str, config: FlywheelConfig) -> tuple[str, str]:
@@ -172,52 +172,52 @@ def _start(store: LineageStore, project: str, config: FlywheelConfig) -> tuple[s
 def flywheel(
     output: str, config: FlywheelConfig, release: str | None = None, tracking_uri: str | None = None
 ) -> dict[str, Any]:
-    """Make a candidate of the feedback since the last night; returns the record of the night.
+    """Make a candidate of the feedback since the last cycle; returns the record of the cycle.
 
     Args:
         output: output directory of a lifecycle that was served with `--record`.
-        release: who releases the last night, which is held, and why.
+        release: who releases the last cycle, which is held, and why.
 
     Raises:
-        ConfigError: as `begin_night`.
+        ConfigError: as `begin_cycle`.
     """
     root = Path(output).absolute()
     prepare_deployment(root)
-    night = begin_night(root, config, release is not None, tracking_uri)
-    if night is None:
+    cycle = begin_cycle(root, config, release is not None, tracking_uri)
+    if cycle is None:
         return {"state": "nothing new"}
-    if night.state == CANARY:
-        return night.model_dump(mode="json")
+    if cycle.state == CANARY:
+        return cycle.model_dump(mode="json")
     if release is not None:
         config = config.model_copy(update={"rules": config.rules.model_copy(update={"released": release})})
     lifecycle = saved_config(root)
-    record = {"night": night.number, "feedback": night.feedback, "flywheel": config.model_dump(mode="json")}
-    place = place_of(root, night)
+    record = {"cycle": cycle.number, "feedback": cycle.feedback, "flywheel": config.model_dump(mode="json")}
+    place = place_of(root, cycle)
     with open_workspace(lifecycle, root, place=place, tracking_uri=tracking_uri, record=record) as workspace:
-        _work(workspace, lifecycle, config, night)
-    if night.state == "candidate":
-        _begin_canary(root, open_lineage_store(root, tracking_uri), lifecycle.project, config, night)
-    write_night(root, night)
-    show("flywheel", f"night {night.number}: {night.state}", night_markdown(night))
-    return night.model_dump(mode="json")
+        _work(workspace, lifecycle, config, cycle)
+    if cycle.state == "candidate":
+        _begin_canary(root, open_lineage_store(root, tracking_uri), lifecycle.project, config, cycle)
+    write_cycle(root, cycle)
+    show("flywheel", f"cycle {cycle.number}: {cycle.state}", cycle_markdown(cycle))
+    return cycle.model_dump(mode="json")
 
 
-def _work(workspace: Workspace, lifecycle: LifecycleConfig, config: FlywheelConfig, night: Night) -> None:
-    """All stages of a night; fills in how it ended."""
-    feedback = [workspace.checkpoint(sha) for sha in night.feedback]
-    verdicts = [workspace.checkpoint(night.verdicts)] if night.verdicts is not None else []
-    start, data = workspace.checkpoint(night.start), workspace.checkpoint(night.data)
+def _work(workspace: Workspace, lifecycle: LifecycleConfig, config: FlywheelConfig, cycle: Cycle) -> None:
+    """All stages of a cycle; fills in how it ended."""
+    feedback = [workspace.checkpoint(sha) for sha in cycle.feedback]
+    verdicts = [workspace.checkpoint(cycle.verdicts)] if cycle.verdicts is not None else []
+    start, data = workspace.checkpoint(cycle.start), workspace.checkpoint(cycle.data)
     curated = CURATE(feedback=feedback, verdicts=verdicts, name="curate", **fields_of(config.rules))
     share = {"heldout_fraction": config.rules.heldout_fraction, "max_share": config.rules.max_share}
-    seen = [workspace.checkpoint(sha) for sha in _trained_on(workspace, night)]
+    seen = [workspace.checkpoint(sha) for sha in _trained_on(workspace, cycle)]
     prompts = RECORDED_PROMPTS(feedback=feedback, seen=seen, name="recorded-prompts", **share)
-    night.numbers = _stats(curated)
-    if night.numbers["held"]:
-        night.state, night.reasons = "held", night.numbers["held"]
+    cycle.numbers = _stats(curated)
+    if cycle.numbers["held"]:
+        cycle.state, cycle.reasons = "held", cycle.numbers["held"]
         return
-    night.reasons = _too_little(config, night.numbers, _stats(prompts))
-    if night.reasons:
-        night.state = "too little"
+    cycle.reasons = _too_little(config, cycle.numbers, _stats(prompts))
+    if cycle.reasons:
+        cycle.state = "too little"
         return
     policy = _trained(lifecycle, config, curated, start, data)
     # Without the rewards that a policy was trained on, the gates are the same whatever it learned from.
@@ -226,15 +226,15 @@ def _work(workspace: Workspace, lifecycle: LifecycleConfig, config: FlywheelConf
     # The gates of a promotion read the last evaluation: the one on the fixed set.
     recorded.result()
     fixed = EVALUATE(policy, start, data, name="evaluate", **fields)
-    night.policy = str(policy.result().sha256)
+    cycle.policy = str(policy.result().sha256)
     evaluations = {name: e.result().sha256 for name, e in (("fixed", fixed), ("recorded", recorded))}
     graph = _graph(workspace)
-    candidate, gates = graph.nodes[night.policy], lifecycle.promotion
-    night.gates = {
+    candidate, gates = graph.nodes[cycle.policy], lifecycle.promotion
+    cycle.gates = {
         name: check_gates(graph, candidate, graph.nodes[sha], None, None, gates) for name, sha in evaluations.items()
     }
-    failed = [f"{name}: {gate.reason}" for name, found in night.gates.items() for gate in found if not gate.passed]
-    night.state, night.reasons = ("refused", failed) if failed else ("candidate", [])
+    failed = [f"{name}: {gate.reason}" for name, found in cycle.gates.items() for gate in found if not gate.passed]
+    cycle.state, cycle.reasons = ("refused", failed) if failed else ("candidate", [])
     if not failed:
         workspace.register(policy, fixed)
 
@@ -260,14 +260,14 @@ def _judges(lifecycle: LifecycleConfig) -> list[dict[str, Any]]:
     return [term.model_dump() for term in lifecycle.evaluate.judges]
 
 
-def _trained_on(workspace: Workspace, night: Night) -> list[str]:
+def _trained_on(workspace: Workspace, cycle: Cycle) -> list[str]:
     """The data in the policy's past."""
     graph = _graph(workspace)
-    behind = [*graph.ancestors([night.start]), night.data]
+    behind = [*graph.ancestors([cycle.start]), cycle.data]
     return sorted({sha for sha in behind if sha in graph.nodes and graph.nodes[sha].is_data})
 
 
-def _graph(workspace: Workspace) -> Graph:
+def _graph(workspace: Workspace) -> CheckpointGraph:
     return open_lineage_store(workspace.output, workspace.run_record.tracking_uri).graph
 
 

@@ -21,12 +21,11 @@ from xray.tasks.preflight import check_run
 from xray.tasks.task_runner import task_runner
 from xray.tasks.workspace import Workspace
 from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.lineage.evidence import evidence
 from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.log import log_files
 from xray_runtime.lineage.page import write_html
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store
 from xray_runtime.lineage.render import lineage_mermaid, lineage_text, selection
-from xray_runtime.lineage.signing import signing_key
 from xray_runtime.processes import redirect_output
 from xray_runtime.workers.nodes import nodes
 from xray_runtime.workers.placement import with_device
@@ -76,7 +75,7 @@ def _publish_lineage(store: LineageStore, node: Node) -> None:
     page = output / "lineage" / f"{node.directory.name}.html"
     page.parent.mkdir(exist_ok=True)
     write_html(page, store, node, selection(store.graph, node, False))
-    log_files(output, signing_key(output), [page], "lineage")
+    evidence().log_files(output, [page], "lineage")
     fence = "```"
     lines = [
         f"Lineage of `{node.sha256[:12]}`, with config, results and files: [{page}]({page.as_uri()})",

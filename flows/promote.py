@@ -25,6 +25,7 @@ from xray.tasks.output_directory import saved_config
 from xray.tasks.task_runner import task_runner
 from xray.tasks.workspace import Workspace
 from xray_runtime.config.evaluate import PromotionConfig
+from xray_runtime.config.rewards import reward_term
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.handles import Handle, RewardSource, reward
@@ -214,9 +215,9 @@ def compare(
 
 def _source(term: dict[str, Any], roles: dict[str, Handle]) -> RewardSource | dict[str, Any]:
     """A recorded reward source, with handles for its models."""
-    models = [roles[role] for role in term["models"] or [term["model"]] if role is not None]
-    fields = {name: value for name, value in term.items() if name not in ("model", "models")}
-    return reward(models, **fields) if models else term
+    read = reward_term(**term)
+    fields = {name: value for name, value in term.items() if name != read.field}
+    return reward([roles[role] for role in read.roles], **fields) if read.roles else term
 
 
 def review_markdown(seen: PromotionReview, place: LineageStore, *, samples: bool = True) -> str:

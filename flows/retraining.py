@@ -1,6 +1,6 @@
-"""Withdrawals and the night: nothing that it learns from, and not the policy it starts from, descends from them.
+"""Withdrawals and the cycle: nothing that it learns from, and not the policy it starts from, descends from them.
 
-The signed log's entries are the request: as long as the champion or the candidate descends from withdrawn data, a night
+The signed log's entries are the request: as long as the champion or the candidate descends from withdrawn data, a cycle
 is due, also where nothing was recorded since the last.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from xray.flows.nights import Night
+from xray.flows.cycles import Cycle
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.evidence.kinds.withdrawn import Withdrawals
 from xray_runtime.evidence.log import view
@@ -19,11 +19,11 @@ from xray_runtime.lineage.withdrawal import LIVE, refusal
 
 
 def is_due(store: LineageStore, name: str, last: Iterable[str]) -> bool:
-    """Whether the champion or the candidate of the registered model `name` descends from withdrawn data, and no night
+    """Whether the champion or the candidate of the registered model `name` descends from withdrawn data, and no cycle
     has been without it.
 
     Args:
-        last: what the last night worked with and made; nothing where there was none.
+        last: what the last cycle worked with and made; nothing where there was none.
     """
     log, last = view(store.output), list(last)
     if not log.state(Withdrawals) or (last and not any(is_touched(store, sha) for sha in last)):
@@ -56,7 +56,7 @@ def sound_start(store: LineageStore, node: Node) -> Node:
     )
 
 
-def without_withdrawn(store: LineageStore, project: str, by: str, night: Night) -> str:
-    """The feedback checkpoint of a night; collected anew where it descends from withdrawn data."""
-    own = night.feedback[-1]
-    return collect(store, project, by, night.first, night.last).sha256 if is_touched(store, own) else own
+def without_withdrawn(store: LineageStore, project: str, by: str, cycle: Cycle) -> str:
+    """The feedback checkpoint of a cycle; collected anew where it descends from withdrawn data."""
+    own = cycle.feedback[-1]
+    return collect(store, project, by, cycle.first, cycle.last).sha256 if is_touched(store, own) else own

@@ -19,8 +19,8 @@ from xray_runtime.config.loading import load_config, parse_overrides, validate
 from xray_runtime.config.paths import put
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.graph.current import planning
 from xray_runtime.graph.graph import Graph, OnlyPlannedError
+from xray_runtime.graph.planning import planning
 from xray_runtime.tracking.registry import own_store
 
 

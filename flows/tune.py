@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -103,7 +104,8 @@ def run_search(search: Search, on_event: OnEvent = _log, kind: type[TrialRun] = 
                     on_event(trial)
     except BaseException:
         for trial in active.values():
-            trial.stop()
+            with contextlib.suppress(Exception):  # the first error says why
+                trial.stop()
         wait(active, STOP_SECONDS * load())
         raise
     finally:

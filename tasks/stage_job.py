@@ -44,6 +44,7 @@ from xray_runtime.graph.stage_identity import identify
 from xray_runtime.lineage.evidence import evidence
 from xray_runtime.models.transformers_import import import_transformers
 from xray_runtime.report.figures import read_metrics, training_figure
+from xray_runtime.rewards.journal import Journal, publish_answers
 from xray_runtime.store.checkpoints import load_manifest
 from xray_runtime.store.content_digest import check_unchanged
 from xray_runtime.store.digest_memory import DIGESTS, DigestMemory
@@ -190,6 +191,7 @@ class StageJob:
                 return self._kind.run(self._stage(runtime, recorder), built, recorder)
 
             step = run_in_memory(spec.name, spec.runtime, built, recorder, body)
+            publish_answers(Journal(recorder.kept, recorder.kept_shared, recorder.seal), built)
             for outside in self._outside:
                 check_unchanged(outside, self._memory)
             check_numbers(spec.name, built, self._kind.results)

@@ -64,6 +64,8 @@ GUARDS = {
     "rl/experience": "rl/test_experience.py",
     "rl/hacking_monitor": "rl/test_hacking_monitor.py",
     "rl/ledger_writer": "rl/test_ledger_writer.py",
+    "rl/external_rewards": "rl/test_reward_sources.py lineage/test_replay.py",
+    "rl/reward_models": "rl/test_reward_sources.py rl/test_validation.py",
     "rl/reward_sources": "rl/test_reward_sources.py rl/test_episodes.py",
     "rl/scoring": "rl/test_scoring.py rl/test_ppo_loop.py rl/test_episodes.py",
     "rl/update": "rl/test_ppo_loop.py training/test_non_finite_steps.py",

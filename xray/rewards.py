@@ -1,8 +1,27 @@
-"""Sources of reward, and the verifiers' checks, for your own rewards. Imports no torch."""
+"""Sources of reward, the verifiers' checks for your own functions, and what a kind of reward is made of. Imports no
+torch."""
 
 from __future__ import annotations
 
+from xray_runtime.config.reward_term import Recording
 from xray_runtime.graph.handles import RewardSource, Weighted, reward
 from xray_runtime.rewards.checks import json_schema, last_block, math, regex
+from xray_runtime.rewards.kind import ExternalTerm, ModelTerm
+from xray_runtime.rewards.source import Batch, Score, Source, failure
 
-__all__ = ["RewardSource", "Weighted", "json_schema", "last_block", "math", "regex", "reward"]
+__all__ = [
+    "Batch",
+    "ExternalTerm",
+    "ModelTerm",
+    "Recording",
+    "RewardSource",
+    "Score",
+    "Source",
+    "Weighted",
+    "failure",
+    "json_schema",
+    "last_block",
+    "math",
+    "regex",
+    "reward",
+]

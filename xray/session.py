@@ -12,9 +12,10 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sources import SourceTerms
 from xray_runtime.config.validation import validate_as
 from xray_runtime.graph.artifacts import Evaluation, Model
-from xray_runtime.graph.current import current_graph, is_planning
+from xray_runtime.graph.current import current_graph
 from xray_runtime.graph.graph import Graph
 from xray_runtime.graph.handles import Handle
+from xray_runtime.graph.planning import is_planning
 from xray_runtime.tracking.registry import own_store
 
 if TYPE_CHECKING:

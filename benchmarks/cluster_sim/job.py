@@ -16,17 +16,18 @@ import ray
 from benchmarks.cluster_sim.cost import Estimate
 from benchmarks.cluster_sim.nodes import GPUNodes, driver_bytes, store_bytes
 from benchmarks.cluster_sim.workhorse import Scale, SimSpec, SimWorkhorse
-from xray_runtime.config.engines import EngineConfig, FrozenConfig, GeneratorConfig
+from xray_runtime.config.layouts import FrozenConfig, GeneratorConfig
 from xray_runtime.config.ppo import LedgerConfig, PPOConfig
-from xray_runtime.config.rewards import RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.tokenizing import train_tokenizer
+from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
 from xray_runtime.graph.artifacts import Dataset, Model, RewardModel
 from xray_runtime.graph.inputs import PPOInputs
 from xray_runtime.graph.kind import Stage
 from xray_runtime.planning.memory import Layout
 from xray_runtime.planning.roles import Use
+from xray_runtime.rewards.kinds.model import RewardModelTerm
 from xray_runtime.rl.ppo import run
 from xray_runtime.store.seal import process_seal
 from xray_runtime.tracking.recorder import StageRecorder, read_points
@@ -109,8 +110,8 @@ class Job:
             minibatch_size=rows // 4,
             epochs=1,
             max_new_tokens=self.reply_tokens // self.scale.tokens,
-            rewards=[RewardTerm(model="rewards.0")],
-            engine=EngineConfig(num_workhorses=shares.policy, zero_stage=3, precision="bfloat16"),
+            rewards=[RewardModelTerm(model="rewards.0")],
+            engine=DeepSpeedConfig(num_workhorses=shares.policy, zero_stage=3, precision="bfloat16"),
             frozen=FrozenConfig(num_workhorses=shares.frozen, zero_stage=3, precision="bfloat16"),
             generator=GeneratorConfig(tensor_parallel=shares.tensor_parallel),
             ledger=LedgerConfig(keep="none"),

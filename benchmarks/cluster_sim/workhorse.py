@@ -19,11 +19,11 @@ from benchmarks.cluster_sim.cost import Call, Part
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.batch import PromptBatch, Replies, Scores, StepAnswer, TextBatch
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.engines.sync.route import Device
 from xray_runtime.files import write_atomic
 from xray_runtime.planning.cost import SNAPSHOT_BYTES
 from xray_runtime.planning.model_states import HALF_BYTES
 from xray_runtime.store.shards import Piece, Shard, index_path, read_shards, shard_problem
-from xray_runtime.weights.device_transfer import Device
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.heartbeat import Heartbeat
 from xray_runtime.workers.model_spec import ModelSpec

@@ -16,10 +16,11 @@ import torch
 
 from benchmarks.gpu_acceptance import planned
 from benchmarks.gpu_acceptance.setting import Setting, check, free_bytes
-from xray_runtime.config.engines import FrozenConfig, GeneratorConfig, LoRAConfig
+from xray_runtime.config.layouts import FrozenConfig, GeneratorConfig
+from xray_runtime.config.training import LoRAConfig
 from xray_runtime.data.batch import PromptBatch, Replies, Scores, TextBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.workers.generator import Generator
 from xray_runtime.workers.generator_spec import GeneratorSpec

@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 
 from tests.component.models import open_models
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.engines import EngineConfig, GeneratorConfig
+from xray_runtime.config.layouts import EngineConfig, GeneratorConfig
 from xray_runtime.config.ppo import PPOConfig
-from xray_runtime.config.rewards import RegexVerifier, RewardTerm
+from xray_runtime.config.rewards import reward_term
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.verifiers import RegexVerifier
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
 from xray_runtime.graph.artifacts import Dataset, Model
 from xray_runtime.graph.inputs import PPOInputs
@@ -37,8 +38,8 @@ def test_rows_without_a_reward_are_left_out(cluster: None, tiny_model: Path, tmp
         reward_scaling="none",
         max_failed=0.25,
         rewards=[
-            RewardTerm(function="flaky", retries=1),
-            RewardTerm(verifier=RegexVerifier(pattern="[a-m]"), weight=0.5),
+            reward_term(function="flaky", retries=1),
+            reward_term(verifier=RegexVerifier(pattern="[a-m]"), weight=0.5),
         ],
         engine=EngineConfig(num_workhorses=2),
         generator=GeneratorConfig(engine="transformers"),

@@ -16,12 +16,13 @@ import torch
 
 from tests.component.models import open_models
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.engines import GeneratorConfig
-from xray_runtime.config.ppo import PPOConfig, RewardTerm
+from xray_runtime.config.layouts import GeneratorConfig
+from xray_runtime.config.ppo import PPOConfig
+from xray_runtime.config.rewards import reward_term
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.batch import PolicyBatch, PromptBatch, Replies
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.graph.artifacts import Dataset, Model
 from xray_runtime.graph.inputs import PPOInputs
 from xray_runtime.graph.kind import Stage
@@ -134,7 +135,7 @@ def attempt(
         trainable_layers=1,
         truncated="penalize",
         reward_scaling="none",
-        rewards=[RewardTerm(function="length")],
+        rewards=[reward_term(function="length")],
         generator=GeneratorConfig(engine="transformers"),
     )
     root.mkdir()

@@ -1,4 +1,4 @@
-"""Candidates of two nights answer a share of the requests: one is rolled back by itself, one is promoted."""
+"""Candidates of two cycles answer a share of the requests: one is rolled back by itself, one is promoted."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import ROOT, XRAY, environment, xray
-from tests.e2e.nights import NAME
+from tests.e2e.cycles import NAME
 from xray.deployments.service import free_port
-from xray.flows.nights import read_nights
+from xray.flows.cycles import read_cycles
 from xray_runtime.lineage.recorded import RecordedReader
 from xray_runtime.lineage.reference import resolve
 from xray_runtime.serving.middleware import SHA256_HEADER
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 KEY = "a key of the shop"
 PEOPLE = 80
 PATIENCE_S = 600.0
-NIGHT = {"dpo.batch_size": 16, "rules.heldout_fraction": 0.3, "min_rows": 8, "nights": 1, "canary.share": 0.5}
+CYCLE = {"dpo.batch_size": 16, "rules.heldout_fraction": 0.3, "min_rows": 8, "cycles": 1, "canary.share": 0.5}
 Verdict = Callable[[str], dict[str, str]]
 
 
@@ -37,7 +37,7 @@ Verdict = Callable[[str], dict[str, str]]
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An output directory with a champion."""
     output = tmp_path_factory.mktemp("canary") / "run"
-    command = [sys.executable, "-m", "tests.e2e.nights", str(output), "dpo"]
+    command = [sys.executable, "-m", "tests.e2e.cycles", str(output), "dpo"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return output
@@ -114,8 +114,8 @@ def rows(place: Path) -> list[Any]:
     return list(RecordedReader(place).rows(None, (), None))
 
 
-def night(place: Path, max_loss: float) -> list[str]:
-    fields = NIGHT | {"canary.min_feedback": 12, "canary.max_loss": max_loss}
+def cycle(place: Path, max_loss: float) -> list[str]:
+    fields = CYCLE | {"canary.min_feedback": 12, "canary.max_loss": max_loss}
     return ["flywheel", "--output", str(place), "--json", *(f"--set={name}={value}" for name, value in fields.items())]
 
 
@@ -137,9 +137,9 @@ def test_candidates_are_tried_on_people(place: Path, address: str, log: Path) ->
     answered = day(place, address, 2, lambda sha: {"thumb": next(thumbs)})
     assert set(answered.values()) == {champion}
 
-    # The second night is killed and goes on; its candidate displeases those whom it answers.
-    killed(place, night(place, 0.1))
-    done = xray(*night(place, 0.1))
+    # The second cycle is killed and goes on; its candidate displeases those whom it answers.
+    killed(place, cycle(place, 0.1))
+    done = xray(*cycle(place, 0.1))
     assert done.code == 0, done.err
     second = json.loads(done.out)
     assert (second["number"], second["state"], second["reasons"]) == (2, "canary", [])
@@ -150,12 +150,12 @@ def test_candidates_are_tried_on_people(place: Path, address: str, log: Path) ->
     until(lambda: "rolled back" in log.read_text())
     assert "its feedback is at best -" in log.read_text()
 
-    # The third night learns from that day; its candidate pleases.
-    done = xray(*night(place, 0.5))
+    # The third cycle learns from that day; its candidate pleases.
+    done = xray(*cycle(place, 0.5))
     assert done.code == 0, done.err
     third = json.loads(done.out)
     assert (third["number"], third["state"]) == (3, "canary")
-    assert read_nights(place)[1].state == "rolled back"
+    assert read_cycles(place)[1].state == "rolled back"
     until(lambda: f"{third['policy'][:12]} answers 50%" in log.read_text())
     answered = day(place, address, 4, lambda sha: {"thumb": "up"})
     assert set(answered.values()) == {champion, third["policy"]}

@@ -226,13 +226,13 @@ def test_from_a_bad_answer_to_a_better_model_in_seven_clicks(tmp_path: Path, win
         window.get_by_role("button", name="bad").click()
         window.get_by_text("1 to judge").wait_for()
         judging_s = time.monotonic() - began
-        # The night: it collects the correction; its candidate is evaluated beside the champion.
+        # The cycle: it collects the correction; its candidate is evaluated beside the champion.
         store = open_lineage_store(output, None)
         collected = collect(store, saved_config(output).project, "flywheel", 1, sound_chain(store).last).path
         [judged] = map(json.loads, (collected / FEEDBACK).read_text(encoding="utf-8").splitlines())
         assert judged["signals"] == {"thumb": "down", "correction": "what it should have said"}
         asked = [f"question {n}" for n in range(50, 56)]
-        life.evaluate(asked, stage="evaluate-night", win_rate=0.9, gates={"min_win_rate": 0.5})
+        life.evaluate(asked, stage="evaluate-cycle", win_rate=0.9, gates={"min_win_rate": 0.5})
         began = time.monotonic()
         window.get_by_role("link", name="Promote").click()
         window.get_by_role("link", name=NAME).first.click()

@@ -18,10 +18,9 @@ import pytest
 from xray.studio.feedback_client import send_feedback
 from xray_runtime import bounded_http
 from xray_runtime.agents.runner import _ServiceRunner
-from xray_runtime.config.rewards import ServiceConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.environments.http import from_http
-from xray_runtime.rewards.service import ServiceSource
+from xray_runtime.rewards.kinds.service import ServiceConfig, ServiceSource
 from xray_runtime.rewards.source import Batch
 from xray_runtime.sandboxes.base import Box, Limits
 from xray_runtime.sandboxes.remote import RemoteSandbox

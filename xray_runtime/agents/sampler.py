@@ -16,7 +16,7 @@ import numpy as np
 
 from xray_runtime.data.batch import PromptBatch, Replies
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 
 WINDOW_S = 0.005
 """Wait for more calls before a batch."""

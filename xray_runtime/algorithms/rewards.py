@@ -74,10 +74,26 @@ def weighted_sum(
     return torch.where(any_applies, total, torch.nan)
 
 
-def uncertainty_penalized(members: Tensor, uncertainty: float) -> Tensor:
-    """Mean − `uncertainty` · variance over an ensemble's members [M, B] → [B]: uncertainty-weighted optimization (Coste
-    et al. 2023, "Reward model ensembles help mitigate overoptimization"), with the population's variance."""
-    return members.mean(0) - uncertainty * members.var(0, correction=0)
+@dataclass(frozen=True)
+class ModelScores:
+    """The scores of a reward model, or of several together."""
+
+    values: Tensor
+    """[B] float32."""
+    mean: float = 0.0
+    std: float = 1.0
+    """Of its scores of held-out replies."""
+    disagreement: Tensor | None = None
+    """The deviation of an ensemble's members [B]."""
+
+
+def ensemble(members: Sequence[ModelScores], uncertainty: float) -> ModelScores:
+    """Mean − `uncertainty` · variance over the standardized scores of an ensemble's members: uncertainty-weighted
+    optimization (Coste et al. 2023, "Reward model ensembles help mitigate overoptimization"), with the population's
+    variance."""
+    each = torch.stack([(of.values - of.mean) / of.std for of in members])
+    values = each.mean(0) - uncertainty * each.var(0, correction=0)
+    return ModelScores(values, disagreement=each.std(0, correction=0))
 
 
 def statistics(scores: SourceScores) -> dict[str, dict[str, float]]:

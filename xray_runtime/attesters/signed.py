@@ -53,6 +53,9 @@ class SignedEvidence:
     ) -> None:
         log.log_checkpoints(output, signing_key(output), checkpoints, files, here=here, renew=renew)
 
+    def log_files(self, output: Path, paths: list[Path], note: str) -> None:
+        log.log_files(output, signing_key(output), paths, note)
+
     def sign_line(
         self, output: Path, record: type[InTotoRecord[Any]], entry: SignedEntry, files: Mapping[str, str]
     ) -> bytes:

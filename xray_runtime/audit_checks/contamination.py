@@ -19,7 +19,7 @@ from xray_runtime.data.spans import SPAN_WORDS, Hashes, SpanSet
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.graph.artifacts import Judgements, Model
 from xray_runtime.lineage.audit_check import ASK, AuditCheck, Audited, Finding, Meaning, is_erased
-from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.graph import CheckpointGraph, Node
 from xray_runtime.lineage.prompts import DatasetPrompts, parents_of, side_of, verdicts
 from xray_runtime.store.checkpoints import read_bounded
 
@@ -47,7 +47,7 @@ CODES = {
 class EvaluationSpans:
     """Spans of the prompts of several evaluations; each dataset is read once for all of them."""
 
-    def __init__(self, graph: Graph, evaluations: Iterable[Node]) -> None:
+    def __init__(self, graph: CheckpointGraph, evaluations: Iterable[Node]) -> None:
         self._graph = graph
         self._asked = SpanSet(text for node in evaluations for text in _asked(node))
         self._found: dict[str, Hashes] = {}
@@ -72,7 +72,7 @@ class EvaluationSpans:
         return _conversations(path), pairs_of(path).prompt_texts()
 
 
-def _trains(graph: Graph, node: Node) -> bool:
+def _trains(graph: CheckpointGraph, node: Node) -> bool:
     """Whether a checkpoint has training data, or learned from human verdicts that are in no dataset."""
     return node.is_data or (node.is_a(Model) and any(parent.is_a(Judgements) for parent in parents_of(graph, node)))
 
@@ -105,7 +105,9 @@ def check_dataset(node: Node, prompts: DatasetPrompts) -> Iterator[Finding]:
         yield Finding(node.name, "heldout-overlap", f"{len(both)} prompts, for example {min(both)[:80]!r}")
 
 
-def check_evaluation(node: Node, graph: Graph, prompts: DatasetPrompts, spans: EvaluationSpans) -> Iterator[Finding]:
+def check_evaluation(
+    node: Node, graph: CheckpointGraph, prompts: DatasetPrompts, spans: EvaluationSpans
+) -> Iterator[Finding]:
     """Prompts of an evaluation that are not held out, or that the policy or an ancestor was trained on."""
     if not node.sides:
         return

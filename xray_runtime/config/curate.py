@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.config.engines import Count, Fraction, Section, UnitInterval
+from xray_runtime.config.section import Count, Fraction, Section, UnitInterval
 from xray_runtime.config.sources import Source
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -39,22 +39,22 @@ class CurateConfig(Section):
     near_duplicate: Share | None = 0.8
     """Prompts and replies at least this similar (Jaccard, 4 characters) count once; None: only equal ones do."""
     max_share: Share | None = 0.1
-    """Largest share of a night's pairs, labels or demonstrations that may come from one person; None: no limit."""
+    """Largest share of a cycle's pairs, labels or demonstrations that may come from one person; None: no limit."""
     max_application_share: Share | None = None
     """Likewise for one application. An application names its users itself, so whoever has its key can invent people.
     There is no limit by default, since any would be wrong where nobody thought of it: with one application, or with n
     and a limit below 1/n, it leaves nothing, and beside a small application it cuts a large one down to its size. Set
     it where several applications of like size send feedback. None: no limit."""
     heldout_fraction: Fraction = 0.1
-    """Share of the users, and of the conversations, that is never trained on, the same ones each night."""
+    """Share of the users, and of the conversations, that is never trained on, the same ones in each cycle."""
     min_alpha: Annotated[float, Field(ge=-1.0, le=1.0)] | None = None
-    """The last night is held for a person if Krippendorff's α of its judges is below this."""
+    """The last cycle is held for a person if Krippendorff's α of its judges is below this."""
     max_good_change: Share | None = 0.25
-    """It is held if its share of good labels differs from the nights before by more, beyond chance (z > 3)."""
+    """It is held if its share of good labels differs from the cycles before by more, beyond chance (z > 3)."""
     max_volume_ratio: Annotated[float, Field(gt=1.0)] | None = 5.0
-    """It is held if it has this many times more feedback than the nights before had on average, or than 1 / this."""
+    """It is held if it has this many times more feedback than the cycles before had on average, or than 1 / this."""
     released: Annotated[str, Field(min_length=1)] | None = None
-    """The name of the person who releases a night that is held, and their reason; it is recorded."""
+    """The name of the person who releases a cycle that is held, and their reason; it is recorded."""
 
     @model_validator(mode="after")
     def _scores(self) -> Self:

@@ -1,4 +1,4 @@
-"""The nightly flow: what one night of recorded feedback becomes."""
+"""The nightly flow: what one cycle of recorded feedback becomes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pydantic import Field, model_validator
 
 from xray_runtime.config.curate import CurateConfig
 from xray_runtime.config.dpo import DPOConfig
-from xray_runtime.config.engines import Count, Section
 from xray_runtime.config.kto import KTOConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.reward_model import RewardConfig
+from xray_runtime.config.section import Count, Section
 from xray_runtime.config.serving import CanaryConfig
 
 WAYS = ("dpo", "kto", "ppo")
 
 
 class RewardAndPPO(PPOStageConfig):
-    """A reward model of a night's pairs, and a PPO stage that it scores, on the training prompts of `data`. The
+    """A reward model of a cycle's pairs, and a PPO stage that it scores, on the training prompts of `data`. The
     lifecycle's `rewards` are added to its score."""
 
     reward: RewardConfig = RewardConfig()
@@ -30,8 +30,8 @@ class FlywheelConfig(Section):
 
     rules: CurateConfig = CurateConfig()
     """From feedback to rows."""
-    nights: Count = 7
-    """Train on the feedback of this many nights, and evaluate on their recorded prompts."""
+    cycles: Count = 7
+    """Train on the feedback of this many cycles, and evaluate on their recorded prompts."""
     dpo: DPOConfig | None = None
     """Learn from pairs; exactly one of `dpo`, `kto` and `ppo` is set."""
     kto: KTOConfig | None = None
@@ -39,7 +39,7 @@ class FlywheelConfig(Section):
     ppo: RewardAndPPO | None = None
     """Learn a reward model from pairs, and the policy from its scores."""
     min_rows: Count = 32
-    """With fewer pairs or labels to train on, a night ends without training, and the next one has them too."""
+    """With fewer pairs or labels to train on, a cycle ends without training, and the next one has them too."""
     min_prompts: Annotated[int, Field(ge=8)] = 8
     """With fewer recorded prompts to evaluate on, likewise."""
     start: Annotated[str, Field(min_length=1)] | None = None

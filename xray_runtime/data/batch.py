@@ -192,7 +192,7 @@ class Scores(Batch[A]):
     values: Ragged[A] = _VALUES
     """Absent without a critic; so is `final_values`."""
     final_values: A = column("[B]", "float32", _CRITIC, _EXPERIENCE, "of the state after the last token")
-    scores: A = column("[B]", "float32", "models.reward_objective", "rl.reward_sources", "of a reward model")
+    scores: A = column("[B]", "float32", "models.reward_objective", "rl.reward_models", "of a reward model")
     reply_logprobs: A = column("[B]", "float32", _PAIRS, "training.dpo, training.kto", "of a whole reply")
     nll: A = column("[B]", "float32", _OBJECTIVES, "training.sft", "−log-probability of the counted tokens")
     loglikelihood: A = column("[B]", "float32", "models.likelihood_objective", "evaluation", "of the whole reply")

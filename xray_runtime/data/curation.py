@@ -1,7 +1,7 @@
 """From judgements of people to rows to train on: who and what is left out, and why.
 
 The order: repeated and nearly equal judgements count once; judges who fail gold questions, or contradict the others,
-are left out; the judges of one thing vote; no person and no application gives more than a share of a night. Nothing is
+are left out; the judges of one thing vote; no person and no application gives more than a share of a cycle. Nothing is
 drawn at random: equal judgements give equal rows.
 """
 
@@ -34,7 +34,7 @@ class Row(NamedTuple):
     """A row to train on; `a` and `b` as in a verdict, `b` is empty for labels and demonstrations."""
 
     id: str
-    night: int
+    cycle: int
     side: Side
     prompt: Messages
     a: str
@@ -62,13 +62,13 @@ class Curated:
     agreement: dict[str, float | None] = field(default_factory=dict)
     """`rating` and `verdict` → Krippendorff's α, before anybody is left out."""
     shares: dict[str, float] = field(default_factory=dict)
-    """Kind of rows → the largest share of one person in a night."""
+    """Kind of rows → the largest share of one person in a cycle."""
     held: list[str] = field(default_factory=list)
-    """Why the last night is held for a person."""
+    """Why the last cycle is held for a person."""
 
 
 def curate(signals: Sequence[Signal], config: CurateConfig, gold: Gold, seed: int, drop: Drop) -> Curated:
-    """Apply all rules to the signals of all nights, the oldest first. `drop` is called for every signal and row that is
+    """Apply all rules to the signals of all cycles, the oldest first. `drop` is called for every signal and row that is
     left out; `seed` is of the split."""
     found = Curated()
     latest = _counted_once(signals, config.near_duplicate, gold, drop)
@@ -229,9 +229,9 @@ def _vote(sides: Sequence[tuple[Side, list[Signal]]], config: CurateConfig, foun
 def _row(side: Side, votes: Sequence[Signal], label: str) -> Row:
     first = votes[0]
     people = tuple(sorted({signal.judge for signal in votes}))
-    night = max(signal.night for signal in votes)
+    cycle = max(signal.cycle for signal in votes)
     sent = tuple(sorted({signal.application for signal in votes} - {""}))
-    return Row(first.id, night, side, first.prompt, first.reply, first.other, label, people, first.asker, sent)
+    return Row(first.id, cycle, side, first.prompt, first.reply, first.other, label, people, first.asker, sent)
 
 
 def _pairs_of_ratings(labels: Iterable[Row]) -> list[Row]:
@@ -244,9 +244,9 @@ def _pairs_of_ratings(labels: Iterable[Row]) -> list[Row]:
     for both in rated.values():
         for good, bad in zip(both["up"], both["down"], strict=False):
             people = tuple(sorted({*good.people, *bad.people}))
-            night = max(good.night, bad.night)
+            cycle = max(good.cycle, bad.cycle)
             sent = tuple(sorted({*good.applications, *bad.applications}))
-            both_said = good._replace(id=f"{good.id}-{bad.id}", night=night, b=bad.a, people=people)
+            both_said = good._replace(id=f"{good.id}-{bad.id}", cycle=cycle, b=bad.a, people=people)
             pairs.append(both_said._replace(applications=sent))
     return pairs
 
@@ -265,24 +265,24 @@ def _within_shares(found: Curated, kind: str, config: CurateConfig, drop: Drop) 
 def capped(
     rows: Sequence[Row], most: float | None, drop: Drop, by: Literal["people", "applications"] = "people"
 ) -> tuple[list[Row], float]:
-    """(the rows without those by which a person, or an application, has more than the share `most` of what a night
+    """(the rows without those by which a person, or an application, has more than the share `most` of what a cycle
     trains on, the largest share left). Held-out rows train nothing and stay.
 
-    A row of k people counts 1/k for each. The rows that go are a person's last ones; all of a night go where it has
+    A row of k people counts 1/k for each. The rows that go are a person's last ones; all of a cycle go where it has
     fewer than 1 / `most` people.
     """
-    nights: dict[int, list[Row]] = defaultdict(list)
+    cycles: dict[int, list[Row]] = defaultdict(list)
     kept = [row for row in rows if row.side == "heldout"]
     for row in rows:
         if row.side == "train":
-            nights[row.night].append(row)
+            cycles[row.cycle].append(row)
     largest = 0.0
     reason = "over_a_persons_share" if by == "people" else "over_an_applications_share"
     sources: Callable[[Row], tuple[str, ...]] = attrgetter(by)
-    for of_night in nights.values():
-        remaining = of_night if most is None else within_share(of_night, most, sources)
+    for of_cycle in cycles.values():
+        remaining = of_cycle if most is None else within_share(of_cycle, most, sources)
         ids = {row.id for row in remaining}
-        for row in of_night:
+        for row in of_cycle:
             if row.id not in ids:
                 drop(reason, row.id)
         largest = max([largest, *(weight / len(remaining) for weight in _weights(remaining, sources).values())])

@@ -1,4 +1,4 @@
-"""Reasons to hold a night of feedback for a person: it is unlike the nights before, or its judges disagree."""
+"""Reasons to hold a cycle of feedback for a person: it is unlike the cycles before, or its judges disagree."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ def krippendorff_alpha(units: Iterable[Sequence[Hashable]]) -> float | None:
 
 
 def drift(signals: Sequence[Signal], config: CurateConfig) -> list[str]:
-    """Why the last night is held for a person; the checks against nights before need one."""
-    last = max((signal.night for signal in signals), default=0)
-    new, old = [s for s in signals if s.night == last], [s for s in signals if s.night != last]
+    """Why the last cycle is held for a person; the checks against cycles before need one."""
+    last = max((signal.cycle for signal in signals), default=0)
+    new, old = [s for s in signals if s.cycle == last], [s for s in signals if s.cycle != last]
     units = by_unit(new)
     found = [
         f"its judges' agreement on {kind}s is α = {alpha:.3f}; at least {config.min_alpha:g} (min_alpha)"
         for kind, alpha in ((kind, alpha_of(units, kind)) for kind in ("rating", "verdict"))
         if config.min_alpha is not None and alpha is not None and alpha < config.min_alpha
     ]
-    nights = len({signal.night for signal in old})
-    if not nights:
+    cycles = len({signal.cycle for signal in old})
+    if not cycles:
         return found
-    ratio = len(new) / (len(old) / nights)
+    ratio = len(new) / (len(old) / cycles)
     most = config.max_volume_ratio
     if most is not None and not 1 / most <= ratio <= most:
-        found.append(f"it has {ratio:.2f} times the feedback of the nights before; at most {most:g} (max_volume_ratio)")
+        found.append(f"it has {ratio:.2f} times the feedback of the cycles before; at most {most:g} (max_volume_ratio)")
     (n, good), (m, before) = _good(new), _good(old)
     if config.max_good_change is not None and n and m:
         change, together = good / n - before / m, (good + before) / (n + m)

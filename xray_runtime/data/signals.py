@@ -18,7 +18,7 @@ class Signal(NamedTuple):
     """One judgement of one person."""
 
     id: str
-    night: int
+    cycle: int
     """Number of the collection, the oldest first."""
     judge: str
     asker: str
@@ -45,7 +45,7 @@ def conversation_of(prompt: Messages) -> str:
 
 
 def from_feedback(
-    rows: Iterable[Mapping[str, Any]], night: int, good_score: float, bad_score: float
+    rows: Iterable[Mapping[str, Any]], cycle: int, good_score: float, bad_score: float
 ) -> Iterator[Signal | tuple[str, str]]:
     """The signals of a collection's feedback; (reason, id) for what says nothing that can be trained on. `rows` are
     lines of feedback.jsonl: `id`, `judge`, `asker`, `prompt`, `reply`, `signals`, and `application` if one sent it."""
@@ -53,10 +53,10 @@ def from_feedback(
         signals, about = row["signals"], (row["judge"], row["asker"], row["prompt"], row["reply"])
         application = row.get("application", "")
         rating = _rating(signals, good_score, bad_score)
-        found = [] if rating is None else [Signal(row["id"], night, *about, "", rating, application)]
+        found = [] if rating is None else [Signal(row["id"], cycle, *about, "", rating, application)]
         for name in TEXTS:
             if name in signals and signals[name].strip() and signals[name] != row["reply"]:
-                found.append(Signal(f"{row['id']}-{name}", night, *about, signals[name], name, application))
+                found.append(Signal(f"{row['id']}-{name}", cycle, *about, signals[name], name, application))
         if found:
             yield from found
         else:
@@ -72,7 +72,7 @@ def _rating(signals: Mapping[str, Any], good: float, bad: float) -> Literal["up"
     return "up" if score >= good else "down"
 
 
-def from_verdicts(rows: Iterable[Mapping[str, Any]], night: int) -> Iterator[Signal | tuple[str, str]]:
+def from_verdicts(rows: Iterable[Mapping[str, Any]], cycle: int) -> Iterator[Signal | tuple[str, str]]:
     """The signals of published verdicts (`judgements.jsonl`); (reason, id) for skips and equal replies."""
     swapped: dict[str, Label] = {"a": "b", "b": "a"}
     for row in rows:
@@ -84,4 +84,4 @@ def from_verdicts(rows: Iterable[Mapping[str, Any]], night: int) -> Iterator[Sig
         # The order of the two must not depend on who was a and who b.
         if b < a:
             a, b, label = b, a, swapped.get(label, label)
-        yield Signal(id, night, row["judge"], "", row["prompt"], a, b, label)
+        yield Signal(id, cycle, row["judge"], "", row["prompt"], a, b, label)

@@ -115,8 +115,8 @@ def _perplexity(stage: Stage[PerplexitySuite, BenchmarkInputs], recorder: Record
 
 def _pass_at_k(stage: Stage[PassAtKSuite, BenchmarkInputs], recorder: Recorder, out: Path) -> SuiteResult:
     config = stage.config
-    verifier = VerifierSource(config.verifier)
-    verifier.check_column(stage.inputs.prompts.path, f"{stage.name}.verifier", None)
+    verifier = VerifierSource(config.verifier, f"{stage.name}.verifier")
+    verifier.check(stage.inputs.prompts.path, ())
     prompts, columns, replies = _sampled(stage, recorder, config.samples)
     column = config.verifier.column
     if column is not None and column not in columns:

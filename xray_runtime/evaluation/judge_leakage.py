@@ -6,12 +6,14 @@ which also knows imported checkpoints."""
 from __future__ import annotations
 
 import builtins
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.evaluate import EvaluationConfig
-from xray_runtime.config.rewards import RewardTerm, source_names
+from xray_runtime.config.reward_term import Term, source_names
+from xray_runtime.config.rewards import KINDS, chosen_kinds
 from xray_runtime.graph.artifacts import Artifact, Judgements, Model, Preferences, RewardModel, is_a
 
 if TYPE_CHECKING:
@@ -19,8 +21,6 @@ if TYPE_CHECKING:
 
 JUDGES = "judges"
 """Role of reward models that are only logged; no policy is trained against them."""
-LIMITS = {"limit_s", "memory_mb"}
-"""Fields of a verifier that do not distinguish sources."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,10 +58,14 @@ def dependent_judges(
     `config.judges`."""
     opposed = list(_trained_against(policy))
     found = {}
-    if config.gold is not None and (why := _same(RewardTerm.model_construct(function=config.gold), opposed)):
+    # The identity of a function is its name.
+    if config.gold is not None and (why := _same(config.gold, opposed)):
         found["gold"] = why
     for name, term in zip(source_names(config.judges), config.judges, strict=True):
-        reasons = [_same(term, opposed), *(_of_model(models[role], policy, opposed) for role in term.roles)]
+        if term.roles:
+            reasons = [_of_model(models[role], policy, opposed) for role in term.roles]
+        else:
+            reasons = [_same(_identity(type(term), term.model_dump(mode="json")), opposed)]
         why = next((reason for reason in reasons if reason), None)
         if why:
             found[name] = why
@@ -73,8 +77,8 @@ class Opposed:
     """A source that a stage was trained against."""
 
     stage: TrainedItem
-    term: RewardTerm | None
-    """Its source, if it is not a model."""
+    identity: Any
+    """What identifies the source (`Term.identity`), if it is not a model."""
     model: TrainedItem | None
 
 
@@ -83,12 +87,18 @@ def _trained_against(policy: TrainedItem) -> Iterator[Opposed]:
         written = stage.config.get("rewards")
         # A user's kind may use this field name for something else.
         written = [term for term in written if isinstance(term, dict)] if isinstance(written, list) else []
-        terms = [RewardTerm.model_construct(**term) for term in written]
-        shown = {role for term in terms if not term.weight for role in term.roles}
-        counted = {role for term in terms if term.weight for role in term.roles}
-        for term in terms:
-            if term.weight and not term.roles:
-                yield Opposed(stage, term, None)
+        shown, counted = set[str](), set[str]()
+        for term in written:
+            kind = KINDS.get(next(iter(chosen_kinds(KINDS, term)), ""))
+            if kind is None:
+                continue
+            roles = kind.model_construct(**term).roles
+            if not term.get("weight", 1.0):
+                shown.update(roles)
+                continue
+            counted.update(roles)
+            if not roles:
+                yield Opposed(stage, _identity(kind, term), None)
         for role, parent in stage.parents.items():
             logged = role in shown and role not in counted
             if parent.is_a(RewardModel) and role.partition(".")[0] != JUDGES and not logged:
@@ -111,26 +121,16 @@ def learnt_from(made: TrainedItem, *types: type[Artifact]) -> list[tuple[Trained
     ]
 
 
-def _same(term: RewardTerm, opposed: list[Opposed]) -> str | None:
+def _same(identity: Any, opposed: list[Opposed]) -> str | None:
     for other in opposed:
-        if other.term is not None and not term.roles and _source(term) == _source(other.term):
+        if other.model is None and identity == other.identity:
             return f"{other.stage.name} was trained against it"
     return None
 
 
-def _source(term: RewardTerm) -> Any:
-    """A key by which equal sources compare equal, as JSON."""
-    verifier, service, judge = (_json(getattr(term, name, None)) for name in ("verifier", "service", "judge"))
-    if verifier is not None:
-        return {name: value for name, value in verifier.items() if name not in LIMITS and value is not None}
-    if service is not None:
-        return service["url"]
-    # The same model with another rubric is the same judge.
-    return (judge["url"], judge["model"]) if judge is not None else term.function
-
-
-def _json(section: Any) -> dict[str, Any] | None:
-    return section if section is None or isinstance(section, dict) else section.model_dump(mode="json")
+def _identity(kind: type[Term], fields: Mapping[str, Any]) -> Any:
+    # As JSON, in which a tuple equals a list.
+    return json.loads(json.dumps(kind.identity(fields)))
 
 
 def _of_model(model: TrainedItem, policy: TrainedItem, opposed: list[Opposed]) -> str | None:

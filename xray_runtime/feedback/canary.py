@@ -1,6 +1,6 @@
 """A canary's two models, compared by what was recorded of them.
 
-Only requests for which lots were drawn count. Each person counts once for each model, by the first feedback (thumb or
+Only randomly assigned requests count. Each person counts once for each model, by the first feedback (thumb or
 score) and the first answer, so a flood by one user is one observation. Both are compared by confidence sequences, which
 hold however often one looks; together they roll back a candidate that is no worse with probability ALPHA at most.
 Segments are read in order, and the first that decides, decides: a comparison that is repeated gives the same result.

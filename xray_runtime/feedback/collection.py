@@ -1,4 +1,4 @@
-"""One night's recorded feedback as a dataset: a checkpoint of kind `feedback`, signed and recorded like any other.
+"""One cycle's recorded feedback as a dataset: a checkpoint of kind `feedback`, signed and recorded like any other.
 
     feedback.jsonl   the feedback in its segments: judge, asker, application, prompt, reply, model, and the signals
     answers.jsonl    the answers in its segments: asker, prompt, reply, model
@@ -46,9 +46,9 @@ class _Read:
     """Rows that can be used, and reason → number of the others."""
 
     answers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By id; those of segments before the night too."""
+    """By id; those of segments before the cycle too."""
     new: list[str] = field(default_factory=list)
-    """Ids of this night's answers."""
+    """Ids of this cycle's answers."""
     feedback: list[dict[str, Any]] = field(default_factory=list)
     unused: Counter[str] = field(default_factory=Counter)
 

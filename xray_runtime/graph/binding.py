@@ -109,8 +109,8 @@ def check_functions(config: Any, inputs: Mapping[str, Any], functions: Mapping[s
     data = dataset_config(inputs)
     for where in ("rewards", "judges"):
         for number, term in enumerate(getattr(config, where, ())):
-            if getattr(term, "function", None) in functions:
-                arguments = Arguments(functions[term.function], f"{where}.{number}.function {term.function!r}")
+            for name in (name for name in term.functions if name in functions):
+                arguments = Arguments(functions[name], f"{where}.{number}.{term.field} {name!r}")
                 arguments.check(None if data is None else data.columns)
 
 

@@ -1,13 +1,8 @@
-"""The current graph, and planning mode: both belong to a `with` block."""
+"""The current graph of a `with` block."""
 
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.handles import OpenGraph
@@ -21,32 +16,3 @@ def current_graph() -> OpenGraph:
     if graph is None:
         raise ConfigError('a stage can be called only inside `with xray.workspace("DIRECTORY"):`')
     return graph
-
-
-@dataclass(frozen=True)
-class Planning:
-    """Planning mode, in which workspaces only record their graphs."""
-
-    fields: Mapping[str, Any]
-    """`STAGE.FIELD` or `runtime.FIELD` → value; overrides for these graphs."""
-    graphs: list[tuple[Path, OpenGraph]] = field(default_factory=list)
-    """The graphs with their output directories."""
-
-
-_PLANNING: contextvars.ContextVar[Planning | None] = contextvars.ContextVar("planning", default=None)
-
-
-def is_planning() -> Planning | None:
-    """The planning mode, if it is on."""
-    return _PLANNING.get()
-
-
-@contextmanager
-def planning(fields: Mapping[str, Any] | None = None) -> Iterator[list[tuple[Path, OpenGraph]]]:
-    """In the block, workspaces only record their graphs, with `fields` (`STAGE.FIELD` → value) overridden."""
-    planned = Planning(fields or {})
-    token = _PLANNING.set(planned)
-    try:
-        yield planned.graphs
-    finally:
-        _PLANNING.reset(token)

@@ -122,7 +122,7 @@ def reward(source: Callable[..., Any] | str | Handle | Sequence[Handle] | None =
     Args:
         source: a function `(prompts, replies) -> scores`, one score per reply, or its import path; a reward model; a
             list of them as an ensemble. None if `fields` define the source: `verifier`, `service`, `judge`.
-        fields: fields of `RewardTerm`: `when`, `uncertainty`, …
+        fields: fields of the source's kind: `when`, `uncertainty`, …
 
     Raises:
         ConfigError: `source` is none of these.
@@ -137,6 +137,6 @@ def reward(source: Callable[..., Any] | str | Handle | Sequence[Handle] | None =
     if not path and not (callable(source) and hasattr(source, "__qualname__")):
         raise ConfigError(
             f"reward: {source!r} is not allowed: must be a function, 'module:function', or reward models; or leave it "
-            "out and set verifier, service or judge"
+            "out and set another kind's field, such as verifier"
         )
     return RewardSource(source, fields)  # type: ignore[arg-type]

@@ -41,9 +41,9 @@ class PreferencesInputs:
 @dataclass(frozen=True)
 class CurateInputs:
     feedback: list[Feedback] = field(default_factory=list)
-    """One collection for each night, the oldest first."""
+    """One collection for each cycle, the oldest first."""
     verdicts: list[Judgements] = field(default_factory=list)
-    """Human verdicts on two replies each; they count for the last night."""
+    """Human verdicts on two replies each; they count for the last cycle."""
 
 
 @dataclass(frozen=True)

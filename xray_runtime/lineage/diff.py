@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from xray_runtime.graph.artifacts import Evaluation
-from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.graph import CheckpointGraph, Node
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.render import MAX_VALUE_CHARS, printable
 from xray_runtime.tracking.mlflow_tracker import flatten
@@ -63,7 +63,7 @@ def diff_text(content: Mapping[str, Any]) -> Iterator[str]:
                 yield f"  {aspect:12}{printable(field)}: {_show(before)} → {_show(after)}"
 
 
-def _history(graph: Graph, node: Node) -> dict[str, Node]:
+def _history(graph: CheckpointGraph, node: Node) -> dict[str, Node]:
     """Stage → checkpoint of `node`, its ancestors, and its evaluation if there is one."""
     found = {}
     judged = [evaluation.sha256 for evaluation in graph.judgements_of(node.sha256, Evaluation)][-1:]
@@ -73,7 +73,7 @@ def _history(graph: Graph, node: Node) -> dict[str, Node]:
     return found
 
 
-def _facts(graph: Graph, node: Node) -> dict[str, dict[str, Any]]:
+def _facts(graph: CheckpointGraph, node: Node) -> dict[str, dict[str, Any]]:
     manifest, statement = node.manifest, node.statement
     stages = {
         role: graph.nodes[sha].manifest.stage if sha in graph.nodes else sha for role, sha in manifest.parents.items()

@@ -70,6 +70,9 @@ class Evidence(Protocol):
     ) -> None:
         """Log that checkpoints are in the store, unless the log says so already; see `log.log_checkpoints`."""
 
+    def log_files(self, output: Path, paths: list[Path], note: str) -> None:
+        """Log files that were just written for people, unless the log lists the same."""
+
     def sign_line(
         self, output: Path, record: type[InTotoRecord[Any]], entry: SignedEntry, files: Mapping[str, str]
     ) -> bytes:

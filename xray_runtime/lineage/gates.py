@@ -17,7 +17,7 @@ from xray_runtime.config.evaluate import PEOPLE, PromotionConfig
 from xray_runtime.errors import first_line
 from xray_runtime.evidence.statement import read_statement
 from xray_runtime.graph.artifacts import Evaluation
-from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.graph import CheckpointGraph, Node
 from xray_runtime.lineage.keys import trusted_keys
 from xray_runtime.lineage.leaky_judges import leaky_judges
 from xray_runtime.lineage.promotion_check import Gate
@@ -46,7 +46,7 @@ class Gates(NamedTuple):
     evaluation: Node
 
 
-def evaluation_of(graph: Graph, policy: str) -> Node | None:
+def evaluation_of(graph: CheckpointGraph, policy: str) -> Node | None:
     """The latest evaluation of a policy."""
     judged = graph.judgements_of(policy, Evaluation)
     return max(judged, key=lambda node: (node.finished, node.sha256), default=None)
@@ -87,7 +87,7 @@ def gates_for(store: LineageStore, candidate: Node, overrides: PromotionConfig |
 
 
 def check_gates(
-    graph: Graph,
+    graph: CheckpointGraph,
     candidate: Node,
     evaluation: Node,
     champion: str | None,
@@ -107,7 +107,7 @@ def check_gates(
     return found
 
 
-def check_licenses(graph: Graph, candidate: str, allowed: list[str]) -> Gate:
+def check_licenses(graph: CheckpointGraph, candidate: str, allowed: list[str]) -> Gate:
     """Whether every source behind the candidate (a sha256) may be used: the gate `allowed_licenses`."""
     found = list(conflicts(graph, candidate, allowed))
     listed = ", ".join(allowed) or "none"
@@ -115,7 +115,7 @@ def check_licenses(graph: Graph, candidate: str, allowed: list[str]) -> Gate:
     return Gate(name="allowed_licenses", passed=not found, reason=reason)
 
 
-def _gate(graph: Graph, name: str, node: Node, check: Check, bound: float) -> Gate:
+def _gate(graph: CheckpointGraph, name: str, node: Node, check: Check, bound: float) -> Gate:
     try:
         passed, reason = check(_Numbers(graph, node), bound)
     except _MissingError as error:
@@ -134,7 +134,7 @@ class _MissingError(ValueError):
 class _Numbers:
     """The results of an evaluation or a comparison."""
 
-    def __init__(self, graph: Graph, node: Node) -> None:
+    def __init__(self, graph: CheckpointGraph, node: Node) -> None:
         self._graph, self._node, self.results = graph, node, node.results
 
     def __getitem__(self, name: str) -> float:

@@ -105,7 +105,7 @@ class Node:
 
 
 @dataclass
-class Graph:
+class CheckpointGraph:
     """Checkpoints by digest. Every walk ends on any input, in time linear in the number of edges."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
@@ -188,9 +188,9 @@ def checkpoint_paths(store: Path) -> list[Path]:
     return [p for p in paths if not any(mark in p.name for mark in IGNORED) and (p.is_symlink() or not p.is_file())]
 
 
-def read_graph(store: Path) -> Graph:
+def read_graph(store: Path) -> CheckpointGraph:
     """The graph of all checkpoints directly below `store`; links are not followed."""
-    graph = Graph()
+    graph = CheckpointGraph()
     for path in checkpoint_paths(store):
         if path.is_symlink():
             graph.unreadable[path] = "it is a link"

@@ -14,17 +14,17 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from xray_runtime.config.evaluate import EvaluationConfig
-from xray_runtime.config.rewards import source_names
+from xray_runtime.config.reward_term import source_names
 from xray_runtime.data.pairs import TRAIN, Pairs, PreferenceExample, prompt_text
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.evaluation.judge_leakage import JUDGES, TrainedItem, dependent_judges, learnt_from, trained_against
 from xray_runtime.graph.artifacts import JUDGED_PAIRS, Model, Preferences, RewardModel
-from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.graph import CheckpointGraph, Node
 
 WEIGHTS = ".safetensors"
 
 
-def leaky_judges(graph: Graph, evaluation: Node) -> dict[str, str]:
+def leaky_judges(graph: CheckpointGraph, evaluation: Node) -> dict[str, str]:
     """Judge of an evaluation or comparison (`gold` included) that does not count → why.
 
     Raises ValueError where its config cannot be read, so that no judge can be shown to be independent.
@@ -56,7 +56,7 @@ def leaky_judges(graph: Graph, evaluation: Node) -> dict[str, str]:
     return why
 
 
-def made_of(graph: Graph, sha256: str) -> TrainedItem:
+def made_of(graph: CheckpointGraph, sha256: str) -> TrainedItem:
     """A checkpoint of the store with its ancestors; a missing one has only its digest."""
     known: dict[str, TrainedItem] = {}
     for sha in graph.ancestors([sha256]):  # each after what it came from
@@ -69,14 +69,14 @@ def made_of(graph: Graph, sha256: str) -> TrainedItem:
     return known[sha256]
 
 
-def _absent(made: TrainedItem, graph: Graph) -> str | None:
+def _absent(made: TrainedItem, graph: CheckpointGraph) -> str | None:
     for sha in made.lineage():
         if sha not in graph.nodes:
             return f"{sha[:12]}, which {made.name} came from, is not in the store"
     return None
 
 
-def _by_bytes(graph: Graph, policy: TrainedItem, judge: TrainedItem) -> str | None:
+def _by_bytes(graph: CheckpointGraph, policy: TrainedItem, judge: TrainedItem) -> str | None:
     absent = _absent(judge, graph)
     if absent is not None:
         return absent
@@ -100,7 +100,7 @@ def _weights(node: Node) -> set[str]:
     return {f.sha256 for f in node.manifest.files if f.path.endswith(WEIGHTS)}
 
 
-def _texts(graph: Graph, pairs: TrainedItem) -> Iterator[str]:
+def _texts(graph: CheckpointGraph, pairs: TrainedItem) -> Iterator[str]:
     """One text for each training pair, the same whichever reply was preferred."""
     directory: Path = graph.nodes[pairs.id].directory
     name = TRAIN if pairs.is_a(Preferences) else JUDGED_PAIRS

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.lineage.diff import changed
-from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.graph import CheckpointGraph, Node
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.render import MAX_VALUE_CHARS, entry, stage_name
 from xray_runtime.report.figures import read_metrics
@@ -43,7 +43,7 @@ def write_html(path: Path, store: LineageStore, node: Node, chosen: list[str]) -
     os.replace(temporary, path)
 
 
-def drawing(graph: Graph, chosen: list[str]) -> dict[str, Any]:
+def drawing(graph: CheckpointGraph, chosen: list[str]) -> dict[str, Any]:
     """The `lineage_graph` of the checkpoints with these digests, parents first."""
     from xray_runtime.report.html import lineage_graph
 
@@ -59,7 +59,7 @@ def drawing(graph: Graph, chosen: list[str]) -> dict[str, Any]:
     return lineage_graph(stages)
 
 
-def _siblings(graph: Graph, chosen: list[str]) -> dict[str, str]:
+def _siblings(graph: CheckpointGraph, chosen: list[str]) -> dict[str, str]:
     """Digest → the checkpoint of the same stage in the store that was made just before it."""
     by_stage = defaultdict[str, list[tuple[str, str]]](list)
     stages = {graph.nodes[sha].manifest.stage for sha in chosen if sha in graph.nodes}

@@ -16,7 +16,7 @@ from xray_runtime.evidence.log import view
 from xray_runtime.evidence.view import Action, Decision
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.gates import NOT_EVALUATED, NotPromoted, check_gates, check_licenses, evaluation_of, gates_for
-from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.graph import CheckpointGraph, Node
 from xray_runtime.lineage.log import decide
 from xray_runtime.lineage.model_page import write_pages
 from xray_runtime.lineage.promotion_check import Gate, canary_gates, refusals
@@ -61,7 +61,9 @@ class ComparisonSpec(NamedTuple):
     """Device and threads that the evaluation ran with."""
 
 
-def comparison_spec(graph: Graph, candidate: Node, champion: str, verdicts: str | None = None) -> ComparisonSpec:
+def comparison_spec(
+    graph: CheckpointGraph, candidate: Node, champion: str, verdicts: str | None = None
+) -> ComparisonSpec:
     """The stage `compare`: the candidate's evaluation against the champion.
 
     Args:

@@ -11,14 +11,14 @@ from xray_runtime.data.pairs import pairs_of, prompt_text
 from xray_runtime.data.replies import LabelledReply, from_verdicts
 from xray_runtime.data.text_set import TextSet
 from xray_runtime.graph.artifacts import VERDICTS, Dataset, Judgements
-from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.graph import CheckpointGraph, Node
 from xray_runtime.store.checkpoints import read_bounded
 
 
 class DatasetPrompts:
     """Prompts of training and held-out data, each file read once; takes 16 bytes of memory for each prompt."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: CheckpointGraph) -> None:
         self._graph = graph
         self._read: dict[tuple[str, str], TextSet | None] = {}
 
@@ -50,12 +50,12 @@ def side_of(node: Node, side: str) -> Path:
     return path
 
 
-def parents_of(graph: Graph, node: Node) -> list[Node]:
+def parents_of(graph: CheckpointGraph, node: Node) -> list[Node]:
     """The parents of a checkpoint that are in the store."""
     return [graph.nodes[sha] for _, sha in graph.parents(node.sha256) if sha in graph.nodes]
 
 
-def verdicts(graph: Graph, policy: Node) -> Iterator[LabelledReply]:
+def verdicts(graph: CheckpointGraph, policy: Node) -> Iterator[LabelledReply]:
     """The human verdicts a policy learned from. Raises OSError or ValueError where they cannot be read."""
     parents = parents_of(graph, policy)
     try:

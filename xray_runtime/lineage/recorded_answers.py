@@ -1,4 +1,4 @@
-"""Answers of services, judges and environments from a ledger: asked again in a replay, they might differ."""
+"""Answers of environments from a ledger: asked again in a replay, they might differ."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import numpy as np
 
 from xray_runtime.config.environment import AgentConfig
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.data.ledger import ANSWERS, FAILURE, SCORE, read_shard, reply_texts, shard_path, sources_of
-from xray_runtime.data.pairs import TRAIN, Example, Pairs
+from xray_runtime.data.ledger import ANSWERS, read_shard, shard_path
 from xray_runtime.data.tokenizing import turns
 from xray_runtime.graph.artifacts import EPISODES
 from xray_runtime.rewards.journal import Journal
-from xray_runtime.rewards.source import Batch, Score
 from xray_runtime.rl.agent_episodes import batch_line
 from xray_runtime.rl.agent_records import read_episodes
 from xray_runtime.rl.agent_replay import record_line
@@ -30,52 +28,34 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from xray_runtime.config.ppo import PPOConfig
-    from xray_runtime.graph.inputs import PPOInputs
 
 
 PLACE = ("row", "round", "version")
 """Columns of an episode's place in the run."""
 
 
-def servers(config: Any) -> list[int]:
-    """Indices of the reward's terms that are services or judges; none of a stage without a reward."""
-    terms = getattr(config, "rewards", [])
-    return [n for n, term in enumerate(terms) if term.service is not None or term.judge is not None]
-
-
-def restore_answers(
-    checkpoint: Path, config: PPOConfig, inputs: PPOInputs, iteration: int, journal: Journal
-) -> list[str]:
-    """Write the answers of servers and environments to `journal`, as an earlier attempt would; returns their names.
-
-    Args:
-        iteration: the last one. If there are servers, the ledger in `checkpoint` must have every iteration up to it,
-            with tokens; the answers of an environment are taken where the ledger has them.
-
-    Raises:
-        ConfigError: a shard is damaged.
-    """
+def restore_environment(checkpoint: Path, config: PPOConfig, iteration: int, journal: Journal) -> list[str]:
+    """Write the answers of the environment to `journal`, as an earlier attempt would, up to `iteration` where the
+    ledger has them; returns their source. Raises ConfigError if a shard is damaged."""
     from xray_runtime.models.causal_lm import load_tokenizer
 
-    if not servers(config) and config.environment is None:
+    if config.environment is None:
         return []
-    taken, tokenizer = set[str](), load_tokenizer(checkpoint)
+    taken, tokenizer = False, load_tokenizer(checkpoint)
+    is_agent = isinstance(config.environment, AgentConfig)
     for number in range(iteration + 1):
         path = shard_path(checkpoint / LEDGER, number)
-        if not path.exists() and not servers(config):
+        if not path.exists():
             continue
         try:
             table = read_shard(path).table.sort_by("row")
         except ValueError as error:
             raise ConfigError(f"REF: {error}") from None
         if ANSWERS in table.column_names:
-            taken.add(ENVIRONMENT)
-            is_agent = isinstance(config.environment, AgentConfig)
+            taken = True
             lines = _of_agent(table, number, config) if is_agent else _of_environment(table, number, config, tokenizer)
             journal.write_entries(number, lines)
-        if servers(config):
-            taken |= _take_scores(config, inputs, table, number, tokenizer, journal)
-    return sorted(taken)
+    return [ENVIRONMENT] if taken else []
 
 
 def restore_episodes(checkpoint: Path, journal: Journal) -> list[str]:
@@ -90,23 +70,6 @@ def restore_episodes(checkpoint: Path, journal: Journal) -> list[str]:
     lines = [record_line(*place, 0, record) for place, record in records.items()]
     journal.write_entries(0, lines)
     return [ENVIRONMENT] if lines else []
-
-
-def _take_scores(
-    config: PPOConfig, inputs: PPOInputs, table: pa.Table, number: int, tokenizer: Any, journal: Journal
-) -> set[str]:
-    replies, pairs = reply_texts(table, tokenizer), Pairs(inputs.prompts.path / TRAIN, Example)
-    messages = [pairs[row].prompt for row in table["prompt"].to_pylist()]
-    rounds, sources = table["round"].to_numpy(), {sources_of(table)[n] for n in servers(config)}
-    for source in sources:
-        scores = table[SCORE + source].to_pylist()
-        whys = table[FAILURE + source].to_pylist() if FAILURE + source in table.column_names else [None] * len(scores)
-        for indices in (np.flatnonzero(rounds == attempt) for attempt in np.unique(rounds)):
-            # Rows of one round were scored together, in order.
-            batch = Batch([], [replies[i] for i in indices], [messages[i] for i in indices], {}, {"step": number})
-            keyed = zip(journal.keys(f"rewards/{source}", batch), indices, strict=True)
-            journal.write(source, number, [(k, Score(scores[i], whys[i])) for k, i in keyed if scores[i] is not None])
-    return sources
 
 
 def _of_agent(table: pa.Table, number: int, config: PPOConfig) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from xray_runtime.credentials import has_login, strip_credentials, tracking_addr
 from xray_runtime.evidence.log import view
 from xray_runtime.evidence.view import Decision
 from xray_runtime.graph.artifacts import TYPES, Model
-from xray_runtime.lineage.graph import Graph, Node, checkpoint_paths, read_graph
+from xray_runtime.lineage.graph import CheckpointGraph, Node, checkpoint_paths, read_graph
 from xray_runtime.store.checkpoints import CHECKPOINTS, read_manifest
 from xray_runtime.store.manifest import MANIFEST
 from xray_runtime.store.shards import WEIGHTS_INDEX
@@ -25,7 +25,7 @@ class LineageStore:
     """An output directory with its graph and its tracking store."""
 
     output: Path
-    graph: Graph
+    graph: CheckpointGraph
     tracking_uri: str | None
     """None where no store of MLflow is known."""
 
@@ -96,7 +96,7 @@ def resolve_history(reference: str, output: Path | None, tracking_uri: str | Non
     nodes = None if place is None else _read_history(place, name)
     if place is None or nodes is None:
         return resolve(reference, output, tracking_uri)
-    store = LineageStore(place, Graph(nodes), uri or _own_tracking(place) or tracking_address())
+    store = LineageStore(place, CheckpointGraph(nodes), uri or _own_tracking(place) or tracking_address())
     return store, next(iter(nodes.values()))
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.graph import CheckpointGraph, Node
 
 MAX_INDENT = 16
 """Levels shown by indentation; deeper ones show a number, so that the text stays linear in the checkpoints."""
@@ -21,7 +21,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def lineage_text(graph: Graph, node: Node, descendants: bool) -> Iterator[str]:
+def lineage_text(graph: CheckpointGraph, node: Node, descendants: bool) -> Iterator[str]:
     """The tree of ancestors, then that of descendants. A repeated checkpoint is expanded the first time."""
     yield from _tree(graph, node.sha256, up=True)
     if descendants:
@@ -30,7 +30,7 @@ def lineage_text(graph: Graph, node: Node, descendants: bool) -> Iterator[str]:
         yield from _tree(graph, node.sha256, up=False)
 
 
-def _tree(graph: Graph, start: str, *, up: bool) -> Iterator[str]:
+def _tree(graph: CheckpointGraph, start: str, *, up: bool) -> Iterator[str]:
     seen: set[str] = set()
     pending: list[tuple[int, str, str]] = [(0, "", start)]
     while pending:
@@ -60,7 +60,7 @@ def _summary(node: Node | None) -> str:
     return f"  ({', '.join(shown)})" if shown else ""
 
 
-def lineage_mermaid(graph: Graph, node: Node) -> Iterator[str]:
+def lineage_mermaid(graph: CheckpointGraph, node: Node) -> Iterator[str]:
     """The graph as a Mermaid flowchart for Prefect's pages; only the nearest MAX_MERMAID checkpoints."""
     chosen = selection(graph, node, False)[-MAX_MERMAID:]
     names = {sha: f"n{number}" for number, sha in enumerate(chosen)}
@@ -76,7 +76,7 @@ def lineage_mermaid(graph: Graph, node: Node) -> Iterator[str]:
         yield from (f"  {names[parent]} -->|{', '.join(r)}| {name}" for parent, r in roles.items() if parent in names)
 
 
-def selection(graph: Graph, node: Node, descendants: bool) -> list[str]:
+def selection(graph: CheckpointGraph, node: Node, descendants: bool) -> list[str]:
     """Digests to show, parents first."""
     chosen = graph.ancestors([node.sha256])
     if descendants:
@@ -84,12 +84,12 @@ def selection(graph: Graph, node: Node, descendants: bool) -> list[str]:
     return chosen
 
 
-def lineage_json(graph: Graph, node: Node, descendants: bool) -> dict[str, Any]:
+def lineage_json(graph: CheckpointGraph, node: Node, descendants: bool) -> dict[str, Any]:
     """`checkpoints`, parents first, each with its parents by role; a missing one has `directory: null`."""
     return {"of": node.sha256, "checkpoints": [entry(graph, sha) for sha in selection(graph, node, descendants)]}
 
 
-def entry(graph: Graph, sha: str) -> dict[str, Any]:
+def entry(graph: CheckpointGraph, sha: str) -> dict[str, Any]:
     """The facts about a checkpoint, for programs."""
     node = graph.nodes.get(sha)
     if node is None:
@@ -112,6 +112,6 @@ def entry(graph: Graph, sha: str) -> dict[str, Any]:
     }
 
 
-def stage_name(graph: Graph, sha: str) -> str:
+def stage_name(graph: CheckpointGraph, sha: str) -> str:
     """The stage that made a checkpoint, or `missing`."""
     return graph.nodes[sha].manifest.stage if sha in graph.nodes else "missing"

@@ -21,12 +21,13 @@ from xray_runtime.data.gold import import_function
 from xray_runtime.data.ledger import Difference, first_difference, iterations, read_shard, shard_path
 from xray_runtime.errors import first_line
 from xray_runtime.graph.kind import Answer, Stage, StageKind, config_of
-from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.graph import CheckpointGraph, Node
 from xray_runtime.lineage.keys import seal_of
-from xray_runtime.lineage.recorded_answers import restore_answers, restore_episodes, servers
+from xray_runtime.lineage.recorded_answers import restore_environment, restore_episodes
 from xray_runtime.lineage.rollouts import require_ledger
 from xray_runtime.lineage.signing import has_signing_key
-from xray_runtime.rewards.journal import Journal
+from xray_runtime.rewards.journal import ANSWERS, Journal, publish_answers, restore_answers
+from xray_runtime.rl.external_rewards import recorded_sources
 from xray_runtime.rl.hacking_monitor import read_answers
 from xray_runtime.store.checkpoints import inspect
 from xray_runtime.store.identity import file_sha256
@@ -59,7 +60,7 @@ class Replay:
     files: int = 0
     """Files of the checkpoint that are equal in every byte, once the stage came to its end."""
     taken: list[str] = field(default_factory=list)
-    """Sources of reward that are servers, whose answers may vary: their scores are taken from the ledger."""
+    """Sources of reward that might answer differently when asked again: their answers are in the checkpoint."""
 
     @property
     def is_same(self) -> bool:
@@ -102,13 +103,13 @@ class Replayable:
         return found[0]
 
 
-def replayable(node: Node, graph: Graph, iteration: int | None) -> Replayable:
+def replayable(node: Node, graph: CheckpointGraph, iteration: int | None) -> Replayable:
     """The stage of a checkpoint, ready to replay up to `iteration`, or to its end.
 
     Raises:
         ConfigError: it has no ledger of that iteration; its kind is unknown; it reads what is not in the store; a
-            parent is missing or damaged; a function cannot be imported; or its rewards come from servers, and no ledger
-            has all replies they scored.
+            parent is missing or damaged; a function cannot be imported; or a source of reward might answer differently,
+            and its answers are not in the checkpoint.
     """
     manifest, kind = node.manifest, node.kind
     kept = iterations(node.directory / LEDGER) if iteration is None else require_ledger(node, iteration)
@@ -129,11 +130,17 @@ def replayable(node: Node, graph: Graph, iteration: int | None) -> Replayable:
             f"REF: {node.name} is not allowed: it reads {outside} from outside the store, which has only a digest of it"
         )
     last = iteration if iteration is not None else max(kept, default=0)
-    why = "its rewards come from servers" if servers(config) else "time decided its schedule (in_flight_updates)"
-    needs_all = servers(config) or getattr(config, "in_flight_updates", False)
-    if needs_all and (kept[: last + 1] != list(range(last + 1)) or config.ledger.tokens == "hashed"):
+    if getattr(config, "in_flight_updates", False) and (
+        kept[: last + 1] != list(range(last + 1)) or config.ledger.tokens == "hashed"
+    ):
         raise ConfigError(
-            f"REF: {node.name} is not allowed: {why}, and no ledger holds the replies of all iterations to {last}"
+            f"REF: {node.name} is not allowed: time decided its schedule (in_flight_updates), and no ledger holds the "
+            f"replies of all iterations to {last}"
+        )
+    if (terms := recorded_sources(config)) and not (node.directory / ANSWERS).is_file():
+        raise ConfigError(
+            f"REF: {node.name} is not allowed: {terms[0].name} might answer differently, and the checkpoint does not "
+            "hold its answers (ledger.keep = 'none', or ledger.tokens = 'hashed')"
         )
     for role, sha256 in manifest.parents.items():
         parent = graph.nodes.get(sha256)
@@ -174,10 +181,14 @@ def replay(
     seal = seal_of(output) if has_signing_key(output) else process_seal()
     journal = Journal(scratch, seal=seal)
     result = Replay(iteration, taken=restore_episodes(stage.node.directory, journal))
+    try:
+        taken = restore_answers(stage.node.directory, journal)
+    except ValueError as error:
+        raise ConfigError(f"REF: {error}") from None
     if kept := iterations(stage.ledger):
         last = iteration if iteration is not None else max(kept)
-        taken = restore_answers(stage.node.directory, stage.config, stage.inputs, last, journal)
-        result.taken = sorted({*result.taken, *taken})
+        taken.update(restore_environment(stage.node.directory, stage.config, last, journal))
+    result.taken = sorted({*result.taken, *taken})
     out = scratch / "out"
     out.mkdir()
     recorder = _ReplayRecorder(stage, result, out, progress)
@@ -196,6 +207,7 @@ def replay(
     )
     try:
         stage.kind.run(body, out, recorder)
+        publish_answers(Journal(scratch, seal=seal), out)
         recorder.published()
     except _Done:
         pass

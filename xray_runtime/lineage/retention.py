@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from xray_runtime.data.derived import SUFFIX as TOKENS
 from xray_runtime.evidence.log import view
 from xray_runtime.graph.artifacts import Benchmark, Comparison, Evaluation, Judgements
-from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.graph import CheckpointGraph, Node
 from xray_runtime.lineage.log import decide
 from xray_runtime.lineage.reference import LineageStore
 from xray_runtime.lineage.signing import signing_key
@@ -47,7 +47,7 @@ def plan_prune(store: LineageStore, keep: Iterable[Node]) -> Prune:
     )
 
 
-def with_history(graph: Graph, starts: Iterable[str]) -> list[str]:
+def with_history(graph: CheckpointGraph, starts: Iterable[str]) -> list[str]:
     """`starts`, their ancestors, and the evaluations of and comparisons among them; parents first."""
     chosen = graph.ancestors(starts)
     kept = set(chosen)

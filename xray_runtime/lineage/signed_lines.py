@@ -14,8 +14,6 @@ from xray_runtime.evidence.view import START
 from xray_runtime.files import sync
 from xray_runtime.lineage.signing import PAYLOAD_TYPE, envelope
 
-MAX_BYTES = 2**30
-
 
 def signed_line(
     record: type[InTotoRecord[Any]], entry: Any, files: Mapping[str, str], private: Path, previous: str = START

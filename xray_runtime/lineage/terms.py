@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from xray_runtime.lineage.graph import Graph
+from xray_runtime.lineage.graph import CheckpointGraph
 
 
-def conflicts(graph: Graph, model: str, allowed: list[str]) -> Iterator[str]:
+def conflicts(graph: CheckpointGraph, model: str, allowed: list[str]) -> Iterator[str]:
     """Every source behind `model` (a sha256) without a licence in `allowed`, and its path to the model.
 
     The sources of a reward model count too: the policy learned from its scores.
@@ -30,7 +30,7 @@ def conflicts(graph: Graph, model: str, allowed: list[str]) -> Iterator[str]:
                 yield f"{source} {has}: {' → '.join(_path(graph, sha, model))}"
 
 
-def _path(graph: Graph, start: str, end: str) -> list[str]:
+def _path(graph: CheckpointGraph, start: str, end: str) -> list[str]:
     """A shortest path from a checkpoint to a descendant."""
     after, pending = {end: ""}, deque([end])
     while start not in after:

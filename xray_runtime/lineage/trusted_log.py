@@ -1,23 +1,17 @@
 """The signed log as the processes of a run may rely on it: whole, and signed with keys that are trusted.
 
-`log.view` reads what an intruder may have appended as well: it is for pages and for an audit, which says so.
+`evidence.log.view` reads what an intruder may have appended as well: it is for pages and for an audit, which says so.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 from pathlib import Path
 
 from xray_runtime.evidence.log import LOG, LogTail
 from xray_runtime.evidence.view import LogView
 from xray_runtime.lineage.keys import trusted_keys
 from xray_runtime.lineage.signing import TrustedKey, Verifier
-
-log = logging.getLogger(__name__)
-
-MAX_BYTES = 2**30
-"""The size of a record: metrics of a long run have some 100 MB."""
 
 
 def trusted_view(output: Path) -> LogView:

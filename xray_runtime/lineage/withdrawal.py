@@ -1,8 +1,8 @@
 """Withdrawal: erase a person's data or a source, and block every descendant from promotion.
 
 The signed entry comes first: from then on promotion refuses the descendants, and an audit knows which files may be
-missing. Then the files are erased. The key of the person's recorded texts, which finds their copies, goes last. So the
-same command ends what a crash cut short.
+missing. Then the files are erased. The key of the person's recorded texts, which finds their copies, is erased last.
+So the same command finishes after a crash.
 """
 
 from __future__ import annotations

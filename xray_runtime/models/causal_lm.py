@@ -79,11 +79,6 @@ class Pretrained(NamedTuple):
     """Tensors in its files that it does not need."""
 
 
-def load_pretrained(model: str, chat_template: str | None = None) -> tuple[Any, Any, dict[str, Path]]:
-    """(model, tokenizer, files) of `read_pretrained`."""
-    return read_pretrained(model, chat_template)[:3]
-
-
 def read_pretrained(model: str, chat_template: str | None = None) -> Pretrained:
     """Read a model in float32 from a hub name, a directory, a .gguf file or a packaged name.
 
@@ -209,7 +204,7 @@ def save_model(
     Args:
         stops: tokens that end a reply (`stop_tokens`): whoever serves the checkpoint finds them in its
             generation_config.json.
-        files: of a skeleton (`load_pretrained`).
+        files: of a skeleton (`read_pretrained`).
     """
     lm.config._name_or_path = ""
     ends = list(stops) if len(stops) > 1 else tokenizer.eos_token_id

@@ -60,7 +60,7 @@ def run(stage: Stage[CurateConfig, CurateInputs], out: Path, recorder: Recorder)
             left_out.add(reason, {"id": id})
 
         last, scores = max(len(inputs.feedback) - 1, 0), (config.good_score, config.bad_score)
-        feedback = [from_feedback(_lines(f.path / FEEDBACK), night, *scores) for night, f in enumerate(inputs.feedback)]
+        feedback = [from_feedback(_lines(f.path / FEEDBACK), cycle, *scores) for cycle, f in enumerate(inputs.feedback)]
         verdicts = [from_verdicts(_lines(judgements.path / VERDICTS), last) for judgements in inputs.verdicts]
         signals = []
         for signal in chain(*feedback, *verdicts):

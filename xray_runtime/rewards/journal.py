@@ -6,6 +6,9 @@
 A key is a digest of source, step, row, prompt and reply, or of an episode so far. Incomplete lines, and lines that are
 not sealed with the run's key, are dropped and requested again. With a shared store each batch of lines is first written
 there as an object, so that an attempt on another machine finds it too.
+
+Answers with `"recorded": true` might differ when asked again. So the checkpoint has them too, in an answers.jsonl
+without seals, and a replay takes them from there.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.files import sync
+from xray_runtime.files import sync, write_atomic
 from xray_runtime.rewards.source import Batch, Score
 from xray_runtime.store.seal import Seal, process_seal
 
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ANSWERS, SEAL = "answers.jsonl", "seal"
+RECORDED = "recorded"
+PUBLISHED = ("key", "source", "step", "score")
 
 
 class Journal:
@@ -92,9 +97,14 @@ class Journal:
         """The lines of a source in an earlier attempt."""
         return [entry for entry in self._known.values() if entry["source"] == source]
 
-    def write(self, source: str, step: int, entries: Iterable[tuple[str, Score]]) -> None:
-        """Store scores as `write_entries` does."""
-        self.write_entries(step, [_line(key, source, step, score) for key, score in entries])
+    def recorded(self) -> list[dict[str, Any]]:
+        """The recorded lines of earlier attempts."""
+        return [entry for entry in self._known.values() if entry.get(RECORDED)]
+
+    def write(self, source: str, step: int, entries: Iterable[tuple[str, Score]], *, recorded: bool = False) -> None:
+        """Store scores as `write_entries` does. `recorded`: `publish_answers` copies them into the checkpoint."""
+        mark = {RECORDED: True} if recorded else {}
+        self.write_entries(step, [_line(key, source, step, score) | mark for key, score in entries])
 
     def write_entries(self, step: int, entries: Iterable[dict[str, Any]]) -> None:
         """Store answers, each with its `key`, on disk and in the shared store."""
@@ -115,6 +125,35 @@ class Journal:
                 os.fsync(file.fileno())
             if created:
                 sync(self._path.parent)
+
+
+def publish_answers(journal: Journal, out: Path) -> None:
+    """Write the recorded answers into the checkpoint `out`, in an order that does not depend on time."""
+    lines = []
+    for entry in journal.recorded():
+        # A judge's reasons are long; only those of failures are ever read again.
+        why = {} if entry["score"] is not None else {"why": entry["why"]}
+        lines.append(json.dumps({name: entry[name] for name in PUBLISHED} | why) + "\n")
+    if lines:
+        write_atomic(out / ANSWERS, "".join(sorted(lines)).encode())
+
+
+def restore_answers(checkpoint: Path, journal: Journal) -> set[str]:
+    """Write the answers in a checkpoint to `journal`, as an earlier attempt would; returns their sources.
+
+    Raises ValueError if the file is damaged.
+    """
+    path, entries = checkpoint / ANSWERS, list[dict[str, Any]]()
+    for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], start=1):
+        try:
+            read = json.loads(line)
+            key, source, step, value = (read[name] for name in PUBLISHED)
+            score = Score(math.nan if value is None else float(value), read.get("why"))
+            entries.append(_line(str(key), str(source), int(step), score) | {RECORDED: True})
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise ValueError(f"{path}, line {number}: damaged") from None
+    journal.write_entries(0, entries)
+    return {entry["source"] for entry in entries}
 
 
 def _digest(entry: Any) -> str:

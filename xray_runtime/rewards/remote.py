@@ -14,7 +14,7 @@ from xray_runtime.credentials import key_header
 from xray_runtime.rewards.source import Score, described, failure
 
 if TYPE_CHECKING:
-    from xray_runtime.config.rewards import RemoteConfig
+    from xray_runtime.rewards.kinds._remote import RemoteConfig
 
 log = logging.getLogger(__name__)
 

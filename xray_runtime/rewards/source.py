@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from xray_runtime.data.reasoning import answers_of, reasoning_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from xray_runtime.data.pairs import Messages
 
 METRIC_NAME = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
@@ -110,10 +112,23 @@ def is_infinite(value: Any) -> bool:
 
 
 class Source(Protocol):
-    """A source of reward."""
+    """An open source of reward. Implementations inherit what they do not change."""
 
-    relative: bool
+    relative: bool = False
     """Whether the score of a reply may depend on the other replies."""
+    runs_code: bool = False
+    """Whether it runs code of replies, which its sandbox may refuse."""
+
+    def check(self, dataset: Path, columns: Collection[str]) -> None:
+        """Check what it takes from the dataset, in all rows, before any reply is scored.
+
+        Args:
+            columns: the dataset's columns.
+
+        Raises:
+            ValueError: a column, or a value of one, cannot be used.
+        """
+        return
 
     def score(self, batch: Batch) -> list[Score]:
         """One score for each reply; failures, after the configured retries, are failed scores.
@@ -122,3 +137,4 @@ class Source(Protocol):
             ValueError: a column, or the answer of a user's function, has a wrong form.
             NonFiniteError: a user's function returned infinity.
         """
+        ...

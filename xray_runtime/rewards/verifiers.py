@@ -11,23 +11,24 @@ import os
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from xray_runtime.config.rewards import CodeVerifier, JSONSchemaVerifier, MathVerifier, RegexVerifier
+from xray_runtime.config.verifiers import CodeVerifier
 from xray_runtime.data.pairs import HELDOUT, TRAIN, VALIDATION, Example, Pairs
 from xray_runtime.errors import shown
 from xray_runtime.rewards import checks, worker
 from xray_runtime.rewards.code.client import CodeSandbox, read_tests
 from xray_runtime.rewards.sandbox import LIMITED, LimitedProcess
-from xray_runtime.rewards.source import Batch, Score, described, failure
+from xray_runtime.rewards.source import Batch, Score, Source, described, failure
 
 if TYPE_CHECKING:
-    from xray_runtime.config.rewards import Route, Verifier
+    from xray_runtime.config.reward_term import Route
+    from xray_runtime.config.verifiers import TextVerifier, Verifier
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -42,17 +43,20 @@ LIMITS = {
     "RLIMIT_NPROC": 0,
     "RLIMIT_CORE": 0,
 }
-WARM_UP: dict[str, Sequence[Any]] = {"math": ("$1$", "1"), "regex": ("", "", None), "json_schema": ("1", {})}
 PROGRAM = f"{LIMITED}\nimport runpy\nrunpy.run_module({worker.__name__!r}, run_name='__main__', alter_sys=True)\n"
 
 
-class VerifierSource:
-    """A verifier, which checks as many replies at the same time as there are processors."""
+class VerifierSource(Source):
+    """A verifier, which checks as many replies at the same time as there are processors.
 
-    relative = False
+    Args:
+        where: its field in errors.
+        when: the rows whose replies are scored.
+    """
 
-    def __init__(self, config: Verifier) -> None:
-        self._config = config
+    def __init__(self, config: Verifier, where: str, when: Route | None = None) -> None:
+        self._config, self._where, self._when = config, where, when
+        self.runs_code = isinstance(config, CodeVerifier)
         self._parallel = len(os.sched_getaffinity(0))
         self._free: SimpleQueue[_TextChecks | _CodeChecks] = SimpleQueue()
         # Processes stay for the next batch, since libraries take a second to load.
@@ -75,40 +79,30 @@ class VerifierSource:
         found = self._each(checked, list(zip(batch.answers, batch.column(column), strict=True)))
         return [score if isinstance(score, Score) else failure(described(score)) for score in found]
 
-    def check_column(self, dataset: Path, field: str, when: Route | None) -> None:
-        """Check the column's value in each row of a dataset before any reply is scored, each value once.
-
-        Args:
-            field: the config field of the verifier.
-            when: the rows whose replies are scored.
-
-        Raises:
-            ValueError: a value cannot be used; with its row.
-            RuntimeError: the verifier's process does not work.
-        """
-        column, known = self._config.column, set[str]()
+    def check(self, dataset: Path, columns: Collection[str]) -> None:
+        """As `Source.check`, each value once. Raises RuntimeError too: the verifier's process does not work."""
+        column, known = self._config.column, {"null"}
         if column is None:
             return
         for side in (dataset / name for name in (TRAIN, VALIDATION, HELDOUT) if (dataset / name).exists()):
             for batch in Pairs(side, Example).batches():
                 fresh: dict[str, str] = {}
                 for example in batch:
-                    columns = json.loads(example.columns)
-                    text = json.dumps(columns.get(column))
-                    if (
-                        text != "null"
-                        and text not in known
-                        and (when is None or when.applies(columns.get(when.column)))
-                    ):
+                    values = json.loads(example.columns)
+                    text = json.dumps(values.get(column))
+                    if text not in known and self._reads(values):
                         fresh.setdefault(text, example.id)
                 known |= fresh.keys()
                 refusals = self._each(lambda one, text: one.refusal(json.loads(text)), list(fresh))
                 for (text, row), why in zip(fresh.items(), refusals, strict=True):
                     if isinstance(why, Exception):
-                        raise RuntimeError(f"{field}: {described(why)}")
+                        raise RuntimeError(f"{self._where}: {described(why)}")
                     if why is not None:
                         where = f"row {row} of {side.name}, column {column!r}"
-                        raise ValueError(f"{field}: {where}: {shown(json.loads(text))} is not allowed: {why}")
+                        raise ValueError(f"{self._where}: {where}: {shown(json.loads(text))} is not allowed: {why}")
+
+    def _reads(self, columns: Mapping[str, Any]) -> bool:
+        return self._when is None or self._when.applies(columns.get(self._when.column))
 
     def _each(self, check: Callable[[_TextChecks | _CodeChecks, T], R], given: Sequence[T]) -> list[R | Exception]:
         """The result of each check, or the error that remains after `ATTEMPTS`."""
@@ -132,22 +126,15 @@ class VerifierSource:
 class _TextChecks:
     """Checks of `worker` in a process, which is killed if a check takes too long."""
 
-    def __init__(self, config: MathVerifier | RegexVerifier | JSONSchemaVerifier, directory: Path) -> None:
+    def __init__(self, config: TextVerifier, directory: Path) -> None:
         self._config = config
-        warm_up = _line(config.kind, WARM_UP[config.kind])
+        warm_up = _line(config.kind, config.warm_up)
         self._process = LimitedProcess(directory, PROGRAM, LIMITS, sys.path, warm_up)
         self.close = self._process.end
 
     def check(self, reply: str, given: Any) -> Score:
-        config = self._config
-        arguments: Sequence[Any]
-        if isinstance(config, MathVerifier):
-            arguments = (reply, given)
-        elif isinstance(config, RegexVerifier):
-            arguments = (reply, config.pattern, given)
-        else:
-            arguments = (reply, config.definition if config.column is None else given)
-        answer = self._process.ask(_line(config.kind, arguments), config.limit_s)
+        arguments = self._config.arguments(reply, given)
+        answer = self._process.ask(_line(self._config.kind, arguments), self._config.limit_s)
         return Score(0.0 if answer is None else float(answer["score"]))
 
     def refusal(self, given: Any) -> str | None:

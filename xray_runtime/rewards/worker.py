@@ -1,7 +1,7 @@
 """A process that checks replies, one a line: `python -m xray_runtime.rewards.worker`.
 
-Each input line is [name of a check, its arguments], each output line {"score": number} or {"error": why}; for checks of
-a column's value {"refused": why, or null}. The first output line is {"ready": true}.
+Each input line is [function of `checks`, its arguments], each output line {"score": number} or {"error": why}; for
+NAME_gold, which check a column's value, {"refused": why, or null}. The first output line is {"ready": true}.
 """
 
 from __future__ import annotations
@@ -10,29 +10,16 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from xray_runtime.rewards import checks
 
-CHECKS: dict[str, Callable[..., float]] = {
-    "math": checks.math,
-    "regex": checks.regex,
-    "json_schema": checks.json_schema,
-}
-GOLDS: dict[str, Callable[[Any], None]] = {
-    "math_gold": checks.math_gold,
-    "regex_gold": checks.regex_gold,
-    "json_schema_gold": checks.json_schema_gold,
-}
-"""Checks of a column's value alone."""
-
 
 def answer(name: str, arguments: list[Any]) -> dict[str, Any]:
     """The result of a check, as the module says."""
-    is_gold = name in GOLDS
+    check, is_gold = getattr(checks, name), name.endswith("_gold")
     try:
-        return {"refused": GOLDS[name](*arguments)} if is_gold else {"score": CHECKS[name](*arguments)}
+        return {"refused" if is_gold else "score": check(*arguments)}
     except (RecursionError, MemoryError, ArithmeticError):
         # The reply, or the value, exceeds the limits of the process.
         return {"refused": "is too large"} if is_gold else {"score": 0.0}

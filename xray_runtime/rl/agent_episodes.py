@@ -30,7 +30,7 @@ from xray_runtime.agents.runner import Address, Runner, open_runner
 from xray_runtime.agents.segments import Call
 from xray_runtime.data.batch import PromptBatch, Replies, Rollout
 from xray_runtime.data.chat_format import chat_format
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rl.agent_records import (
     AGENT,

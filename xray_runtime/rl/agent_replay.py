@@ -11,7 +11,7 @@ import numpy as np
 from xray_runtime.agents.segments import Call
 from xray_runtime.data.batch import PromptBatch, Replies
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.rl.agent_records import Place, Played, Record, journal_entry, journal_key, read_calls
 
 

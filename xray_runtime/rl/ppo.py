@@ -4,8 +4,8 @@ The loop of `run` is the algorithm; each iteration:
 
     sync      policy ── weights, version, checksums ──▶ generator
     generate  prompts ──▶ generator ──▶ replies with their log-probabilities
-    score     policy, reference, critic and reward model score the replies at the same time (what nothing but the update
-              needs is left to its first step);
+    score     policy, reference, critic and reward model score the replies at the same time (log-probabilities that
+              only the update needs are computed in its first step);
               with `resample_rounds`, other prompts replace those whose replies all score the same
     update    several epochs of clipped minibatch steps on policy and critic
     ledger    the iteration's rows are written into the checkpoint
@@ -32,7 +32,7 @@ from xray_runtime.config.sources import is_function
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.gold import GoldScore, import_function, load_gold
 from xray_runtime.data.pairs import TRAIN, prompt_text
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.graph.artifacts import VALUE_HEAD
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.objectives import ReferenceObjective

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from xray_runtime.data.batch import Replies, Rollout, TextBatch
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.rl.agent_episodes import AgentEpisodes
 from xray_runtime.rl.episode import EpisodeBatch
 from xray_runtime.rl.in_flight import InFlightEpisodes

@@ -10,7 +10,7 @@ import numpy as np
 
 from xray_runtime.data.batch import PromptBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.models.causal_lm import stops_of
 from xray_runtime.rl.turns import sampling_turn
 from xray_runtime.seeding import derive_seed

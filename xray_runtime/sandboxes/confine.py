@@ -47,7 +47,7 @@ DEVICES = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urando
 HOME, FILES = "/tmp/home", "/files"
 ISOLATED = """--unshare-all --unshare-user --disable-userns --uid 65534 --gid 65534 --cap-drop ALL --hostname sandbox
 --proc /proc --remount-ro /proc --dev /dev"""
-"""Namespaces of its own, in which it is nobody without capabilities. Root could write to the kernel's settings."""
+"""Namespaces of its own, as an unprivileged user without capabilities. Root could write to the kernel's settings."""
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", TAG)
 """Variables of ours that a program keeps. With the run's tag it ends with the run."""
 COUNTS_BY_NAMESPACE = (5, 14)

@@ -34,7 +34,7 @@ def called_functions(config: Any) -> list[str]:
     # An environment's class, or an agent's function, unless only a sandbox imports it.
     is_ours = not getattr(environment, "is_sandboxed", False)
     names = [getattr(environment, name, None) for name in ("path", "agent") if is_ours]
-    names += [term.function for term in terms]
+    names += [name for term in terms for name in term.functions]
     return gold_functions(config) + [name for name in names if name is not None]
 
 
@@ -79,15 +79,14 @@ def check_terms(config: JudgingConfig, inputs: Mapping[str, Any], where: str = "
     for number, term in enumerate(getattr(config, where)):
         if term.compares and replies < 2:
             raise ValueError(
-                f"{where}.{number}.judge.opponents: is not allowed with one reply per prompt: the judge compares "
-                "several replies to a prompt"
+                f"{where}.{number}.{term.field}: is not allowed with one reply per prompt: it compares several replies "
+                "to a prompt"
             )
         for role in term.roles:
             if is_agent:
                 raise ValueError(f"{where}.{number}: {role} is not allowed with an agent, whose episode has branches")
             if role not in inputs:
-                field = "model" if term.model is not None else "models"
-                raise ValueError(f"{where}.{number}.{field}: {role!r} is not allowed: there is no such input")
+                raise ValueError(f"{where}.{number}.{term.field}: {role!r} is not allowed: there is no such input")
         for field, column in term.columns.items():
             if data is not None and column not in data.columns:
                 raise ValueError(

@@ -21,7 +21,7 @@ from xray_runtime.errors import NonFiniteError, root_cause
 
 if TYPE_CHECKING:
     from xray_runtime.data.batch import Replies
-    from xray_runtime.engines.generation.sampling import Sampling
+    from xray_runtime.engines.sampling import Sampling
     from xray_runtime.graph.kind import Stage
     from xray_runtime.training.steps import StepStatistics
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 import numpy as np
 import ray
 
-from xray_runtime.config.engines import GeneratorConfig
+from xray_runtime.config.layouts import GeneratorConfig
 from xray_runtime.data.batch import PromptBatch, TextBatch
 from xray_runtime.data.columnar import Batch
 from xray_runtime.data.ragged import balance
@@ -22,9 +22,9 @@ from xray_runtime.engines.topology import Topology
 from xray_runtime.workers.protocols import ModelHandle, Ref, WholeModelHandle
 
 if TYPE_CHECKING:
-    from xray_runtime.config.engines import LayoutConfig
+    from xray_runtime.config.layouts import LayoutConfig
     from xray_runtime.data.batch import Replies, Scores, StepAnswer
-    from xray_runtime.engines.generation.sampling import Sampling
+    from xray_runtime.engines.sampling import Sampling
 
 P = ParamSpec("P")
 T = TypeVar("T")

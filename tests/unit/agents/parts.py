@@ -19,7 +19,7 @@ from xray_runtime.data.batch import PromptBatch, Replies
 from xray_runtime.data.chat_format import ChatFormat, chat_format
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.seeding import derive_seed
 
 TEXTS = ["question number one", "an answer to it", "go on then", "the tool says no", "think about it"] * 5

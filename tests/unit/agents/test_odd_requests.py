@@ -1,4 +1,4 @@
-"""Odd requests to the gateway: never a 500, and nobody waits for them."""
+"""Odd requests to the gateway: never a 500, and no other client is delayed."""
 
 from __future__ import annotations
 

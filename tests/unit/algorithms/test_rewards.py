@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from xray_runtime.algorithms.rewards import (
+    ModelScores,
     SourceScores,
+    ensemble,
     lowest_where_cut,
     overlong_penalty,
     statistics,
-    uncertainty_penalized,
     weighted_sum,
 )
 
@@ -61,18 +62,22 @@ def test_a_source_that_does_not_apply_contributes_nothing() -> None:
     [(0.0, 2.0), (0.5, 5 / 3), (3.0, 0.0)],
 )
 def test_an_ensemble_loses_by_what_its_members_disagree(uncertainty: float, expected: float) -> None:
-    members = torch.tensor([[1.0, 4.0], [2.0, 4.0], [3.0, 4.0]], dtype=torch.float64)
+    # Standardized: 1, 2, 3 and 4, 4, 4.
+    raw = ([1.0, 4.0], 0.0, 1.0), ([5.0, 9.0], 1.0, 2.0), ([13.0, 17.0], 1.0, 4.0)
+    found = ensemble([ModelScores(torch.tensor(of).double(), mean, std) for of, mean, std in raw], uncertainty)
     # Where all agree nothing is lost.
-    assert uncertainty_penalized(members, uncertainty).tolist() == pytest.approx([expected, 4.0])
-    assert uncertainty_penalized(torch.tensor([[1.0], [NAN]]), uncertainty).isnan().all()
+    assert found.values.tolist() == pytest.approx([expected, 4.0])
+    assert found.disagreement is not None
+    assert found.disagreement.tolist() == pytest.approx([(2 / 3) ** 0.5, 0.0])
+    assert ensemble([ModelScores(torch.tensor([of])) for of in (1.0, NAN)], uncertainty).values.isnan().all()
 
 
 def test_statistics_are_of_what_there_is() -> None:
     found = statistics(scores({"a": [1.0, NAN, 3.0, 9.0], "b": [NAN, NAN, NAN, NAN]}, {"a": [True, True, True, False]}))
     assert found["a"] == {"mean": 2.0, "std": 1.0, "min": 1.0, "max": 3.0, "failed": 1.0}
     assert found["b"] == {"failed": 4.0}
-    ensemble = scores({"a": [1.0, 3.0]})
-    disagreeing = SourceScores(ensemble.values, ensemble.applies, {"a": torch.tensor([0.5, 1.0])})
+    disagreeing = scores({"a": [1.0, 3.0]})
+    disagreeing = SourceScores(disagreeing.values, disagreeing.applies, {"a": torch.tensor([0.5, 1.0])})
     assert statistics(disagreeing)["a"]["disagreement"] == 0.75
 
 

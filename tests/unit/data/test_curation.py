@@ -25,15 +25,15 @@ def question(number: int) -> str:
     return f"{words[number % n]} {words[number // n % n]} {words[(number * 7 + 3) % n]} {number * 7919}"
 
 
-def rating(number: int, judge: str, label: Label, reply: str = "yes", night: int = 0, prompt: str = "") -> Signal:
+def rating(number: int, judge: str, label: Label, reply: str = "yes", cycle: int = 0, prompt: str = "") -> Signal:
     text = prompt or question(number)
     asked = [{"role": "user", "content": text}]
-    return Signal(f"{night}-{number}-{judge}-{reply}-{label}", night, judge, judge, asked, reply, "", label)
+    return Signal(f"{cycle}-{number}-{judge}-{reply}-{label}", cycle, judge, judge, asked, reply, "", label)
 
 
-def verdict(number: int, judge: str, label: Label, night: int = 0) -> Signal:
+def verdict(number: int, judge: str, label: Label, cycle: int = 0) -> Signal:
     asked = [{"role": "user", "content": question(number)}]
-    return Signal(f"{night}-{number}-{judge}", night, judge, "", asked, f"left {number}", f"right {number * 31}", label)
+    return Signal(f"{cycle}-{number}-{judge}", cycle, judge, "", asked, f"left {number}", f"right {number * 31}", label)
 
 
 def curated(signals: Sequence[Signal], **config: object) -> tuple[Curated, Counter[str]]:
@@ -184,21 +184,21 @@ def test_pairs_come_of_verdicts_texts_and_ratings() -> None:
 
 def test_a_sudden_change_is_held_for_a_person() -> None:
     quiet = [
-        rating(100 * night + n, f"u{n % 20}", "up" if n % 2 else "down", night=night)
-        for night in range(3)
+        rating(100 * cycle + n, f"u{n % 20}", "up" if n % 2 else "down", cycle=cycle)
+        for cycle in range(3)
         for n in range(60)
     ]
-    steady = [rating(500 + n, f"u{n % 20}", "up" if n % 2 else "down", night=3) for n in range(60)]
+    steady = [rating(500 + n, f"u{n % 20}", "up" if n % 2 else "down", cycle=3) for n in range(60)]
     assert curated([*quiet, *steady])[0].held == []
     sour = [signal._replace(label="down") for signal in steady]
     assert curated([*quiet, *sour])[0].held == [
         "0% of its labels are good, 50% before; a change of at most 0.25 (max_good_change)"
     ]
-    flood = [rating(1000 + n, f"u{n}", "up" if n % 2 else "down", night=3) for n in range(400)]
+    flood = [rating(1000 + n, f"u{n}", "up" if n % 2 else "down", cycle=3) for n in range(400)]
     assert curated([*quiet, *flood])[0].held == [
-        "it has 6.67 times the feedback of the nights before; at most 5 (max_volume_ratio)"
+        "it has 6.67 times the feedback of the cycles before; at most 5 (max_volume_ratio)"
     ]
-    divided = [rating(n, judge, label, night=0) for n in range(20) for judge, label in (("a", "up"), ("b", "down"))]
+    divided = [rating(n, judge, label, cycle=0) for n in range(20) for judge, label in (("a", "up"), ("b", "down"))]
     # α = 1 − (40 − 1) · 20 · 2 / (2 · 20 · 20) = −0.95
     assert curated(divided, min_alpha=0.4)[0].held == [
         "its judges' agreement on ratings is α = -0.950; at least 0.4 (min_alpha)"

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from xray_runtime.config.evaluate import EvaluationConfig
-from xray_runtime.config.rewards import RegexVerifier, RewardTerm
+from xray_runtime.config.rewards import reward_term
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.verifiers import RegexVerifier
 from xray_runtime.data.pairs import Example, PreferenceExample, prompt_text, write_pairs
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.evaluation.compare import champion_prompts, select_prompts
@@ -22,7 +23,7 @@ from xray_runtime.graph.inputs import CompareInputs
 from xray_runtime.graph.kind import Stage
 
 CONFIG = EvaluationConfig(num_prompts=8, bootstrap_samples=100)
-BRIEF = RewardTerm(verifier=RegexVerifier(pattern="^.{0,9}$"))
+BRIEF = reward_term(verifier=RegexVerifier(pattern="^.{0,9}$"))
 
 
 def test_each_judge_decides_by_itself_and_rewards_decide_nothing() -> None:

@@ -25,7 +25,7 @@ from xray_runtime.graph.artifacts import Dataset, Model, RewardModel
 from xray_runtime.graph.inputs import EvaluateInputs
 from xray_runtime.graph.kind import Stage
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.rl import reward_sources
+from xray_runtime.rl import reward_models
 from xray_runtime.stages.kinds import EVALUATE
 
 PROMPTS = 8
@@ -63,7 +63,7 @@ class Judged(FakeModel):
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # A reward model that works would not give so many replies one score.
-    monkeypatch.setattr(reward_sources, "MIN_DISTINCT_TEXTS", PROMPTS + 1)
+    monkeypatch.setattr(reward_models, "MIN_DISTINCT_TEXTS", PROMPTS + 1)
     texts = [f"question {number}" for number in range(PROMPTS)]
     for name in ("before", "after", "reward", "judge"):
         (tmp_path / name).mkdir()

@@ -12,7 +12,7 @@ import torch
 
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.evaluate import EvaluationConfig
-from xray_runtime.config.rewards import RewardTerm
+from xray_runtime.config.rewards import reward_term
 from xray_runtime.evaluation.judging import Panel, judge, record_replies
 from xray_runtime.rl.policy_replies import PolicyReplies
 
@@ -30,7 +30,7 @@ def test_a_pair_of_which_one_has_no_reward_is_left_out(tmp_path: Path) -> None:
     assert found == judge(config, 0, "evaluate", "after", "before", Panel({}, sides([1.0, 0.0], [2.0, 0.0])))
     assert (found["win_rate"], found["reward_delta"], found["reward_before"]) == (None, 0.5, 0.5)
     # As a judge: a win and a tie. Gold scores have nothing to do with it.
-    judged = config.model_copy(update={"gold": "vader", "judges": [RewardTerm(model="judges.0")]})
+    judged = config.model_copy(update={"gold": "vader", "judges": [reward_term(model="judges.0")]})
     both = judge(judged, 0, "evaluate", "after", "before", Panel({"gold": golds, "judges.0": rewards}, rewards))
     assert (both["win_rate"], both["judge"], both["gold_delta"], both["reward_delta"]) == (0.75, "judges.0", 1.0, 0.5)
     assert [both["judges"][name]["samples"] for name in ("gold", "judges.0")] == [4, 2]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import xray
-from xray_runtime.config.rewards import RewardTerm
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.handles import Handle
 
@@ -34,12 +33,12 @@ def refused(act: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-DEFAULT_TERM = RewardTerm(function="f", weight=1.0).model_dump() | {"function": None}
+DEFAULTS = {"when": None, "timeout_s": 300.0, "retries": 2, "uncertainty": 0.5}
 
 
 def terms(handle: Handle) -> list[dict[str, Any]]:
     assert handle.call is not None
     return [
-        {name: value for name, value in term.items() if name == "weight" or value != DEFAULT_TERM[name]}
+        {name: value for name, value in term.items() if name not in DEFAULTS or value != DEFAULTS[name]}
         for term in handle.call.config_json()["rewards"]
     ]

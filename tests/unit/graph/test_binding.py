@@ -236,16 +236,15 @@ def test_sources_of_an_evaluation_are_those_of_its_repetition(graph: Graph) -> N
         ),
         (
             {"judge": {"url": "http://host/v1", "model": "m", "rubric": "r", "opponents": 2}},
-            "ppo: rewards.0.judge.opponents: is not allowed with one reply per prompt: the judge compares "
-            "several replies to a prompt",
+            "ppo: rewards.0.judge: is not allowed with one reply per prompt: it compares several replies to a prompt",
         ),
         (
             {"service": {"url": "http://host"}, "retries": 1},
-            "ppo.rewards.0: retries must be left out: it limits calls of a function",
+            "ppo.rewards.0.retries: unknown field; allowed here: service, weight, when",
         ),
         (
             {"service": {"url": "http://host"}, "function": "f"},
-            "ppo.rewards.0: one of model, models, function, verifier, service and judge must be set",
+            "ppo.rewards.0: one of function, judge, model, models, service and verifier must be set",
         ),
     ],
 )
@@ -262,7 +261,7 @@ def test_a_judge_that_compares_needs_replies_to_compare(graph: Graph) -> None:
     xray.preferences(policy=base, data=data, source="rewards", rewards=[judge])
     xray.ppo(base, data, rewards=[judge], method="grpo", samples_per_prompt=2)
     message = refused(lambda: xray.evaluate(base, base, data, rewards=[judge]))
-    assert message.startswith("evaluate: rewards.0.judge.opponents: is not allowed with one reply per prompt")
+    assert message.startswith("evaluate: rewards.0.judge: is not allowed with one reply per prompt")
 
 
 def test_a_validations_judges_need_one_reply_to_a_prompt(graph: Graph) -> None:
@@ -272,7 +271,7 @@ def test_a_validations_judges_need_one_reply_to_a_prompt(graph: Graph) -> None:
     xray.ppo(base, data, judges=[judge], **given)
     judge["judge"]["opponents"] = 2
     message = refused(lambda: xray.ppo(base, data, judges=[judge], **given))
-    assert message.startswith("ppo-2: judges.0.judge.opponents: is not allowed with one reply per prompt")
+    assert message.startswith("ppo-2: judges.0.judge: is not allowed with one reply per prompt")
 
 
 def test_a_single_source_needs_no_list(graph: Graph) -> None:
@@ -295,7 +294,7 @@ def test_a_single_source_needs_no_list(graph: Graph) -> None:
             "ppo: rewards: at least one weight must not be 0: sources of weight 0 are only logged",
         ),
         ([{"model": "rewards.1"}], "ppo: rewards.0.model: 'rewards.1' is not allowed: there is no such input"),
-        ([{"weight": 1.0}], "ppo.rewards.0: one of model, models, function, verifier, service and judge must be set"),
+        ([{"weight": 1.0}], "ppo.rewards.0: one of function, judge, model, models, service and verifier must be set"),
         ([float("nan") * reward(brevity)], "ppo.rewards.0.weight: NaN is not allowed: must be a finite number"),
     ],
 )

@@ -26,7 +26,7 @@ from xray_runtime.graph.handles import reward
 def test_a_reward_must_be_a_function(function: Any, shown: str) -> None:
     assert refused(lambda: reward(function)) == (
         f"reward: {shown} is not allowed: must be a function, 'module:function', or reward models; or leave it "
-        "out and set verifier, service or judge"
+        "out and set another kind's field, such as verifier"
     )
 
 

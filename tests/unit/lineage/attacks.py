@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from tests.unit.serving.recording import KEYS, exchange, keep, with_recorder
-from xray.flows.nights import Night, place_of, read_nights, write_night
+from xray.flows.cycles import Cycle, place_of, read_cycles, write_cycle
 from xray_runtime.audit_checks.recorded import check_recorded
 from xray_runtime.config.curate import CurateConfig
 from xray_runtime.config.validation import ConfigError
@@ -28,7 +28,7 @@ from xray_runtime.serving.middleware import key_digest
 from xray_runtime.serving.recorder import AnswerRecorder
 
 PEOPLE, ROWS = 40, 6
-"""Honest people, and what each corrects in a night."""
+"""Honest people, and what each corrects in a cycle."""
 ACCEPTED = "ACCEPTED"
 HOURLY = 5
 
@@ -140,13 +140,13 @@ def on_disk(attack: Callable[[Path, Path], None], output: Path, other: Path) -> 
 
 
 def _findings(output: Path) -> set[Finding]:
-    """The findings of an audit, and of the collection of a night, about the store and the signed log."""
+    """The findings of an audit, and of the collection of a cycle, about the store and the signed log."""
     verifier = Verifier(trusted_keys(output))
     log, broken = read_log(output, verifier)
     return {*broken, *check_recorded(open_lineage_store(output, None), log, verifier, hashing=True)}
 
 
-# Attacks on what is read before anything of it is published: verdicts on two models, and the records of nights.
+# Attacks on what is read before anything of it is published: verdicts on two models, and the records of cycles.
 
 
 def forged_verdict(output: Path) -> None:
@@ -185,7 +185,7 @@ def invented_comparison(output: Path) -> None:
 
 def comparison_of_another_store(output: Path) -> None:
     other = output.with_name("another")
-    before_a_night(other)
+    before_a_cycle(other)
     shutil.rmtree(output / "feedback")
     shutil.copytree(other / "feedback", output / "feedback")
 
@@ -211,24 +211,24 @@ def verdicts_unsigned(output: Path) -> None:
             path.unlink()
 
 
-def edited_night(output: Path) -> None:
-    _edit(place_of(output, _night(1)) / "night.json", '"refused"', '"candidate"')
+def edited_cycle(output: Path) -> None:
+    _edit(place_of(output, _cycle(1)) / "cycle.json", '"refused"', '"candidate"')
 
 
-def invented_night(output: Path) -> None:
-    path = place_of(output, _night(2)) / "night.json"
+def invented_cycle(output: Path) -> None:
+    path = place_of(output, _cycle(2)) / "cycle.json"
     path.parent.mkdir(parents=True)
-    path.write_text(_night(2).model_dump_json(indent=2) + "\n")
+    path.write_text(_cycle(2).model_dump_json(indent=2) + "\n")
 
 
-BEFORE_A_NIGHT: list[Callable[[Path], None]] = [
+BEFORE_A_CYCLE: list[Callable[[Path], None]] = [
     forged_verdict, edited_verdict, removed_verdict, verdict_repeated, swapped_replies, swapped_models,
-    invented_comparison, comparison_of_another_store, older_verdicts, verdicts_unsigned, edited_night, invented_night,
+    invented_comparison, comparison_of_another_store, older_verdicts, verdicts_unsigned, edited_cycle, invented_cycle,
 ]  # fmt: skip
 
 
-def before_a_night(output: Path) -> Path:
-    """A directory with two verdicts of one person, and the record of a night that was refused."""
+def before_a_cycle(output: Path) -> Path:
+    """A directory with two verdicts of one person, and the record of a cycle that was refused."""
     setup = Setup(
         a="a" * 64,
         b="b" * 64,
@@ -245,16 +245,16 @@ def before_a_night(output: Path) -> Path:
     session.add_questions([Question(number=n, prompt=prompt, a="one", b="two") for n, prompt in enumerate(prompts)])
     for number in range(2):
         session.add_judgement(_verdict(number, "a"))
-    write_night(output, _night(1))
+    write_cycle(output, _cycle(1))
     return output
 
 
-def read_by_a_night(attack: Callable[[Path], None], output: Path) -> Outcome:
-    """The attack on a directory of `before_a_night`."""
+def read_by_a_cycle(attack: Callable[[Path], None], output: Path) -> Outcome:
+    """The attack on a directory of `before_a_cycle`."""
     attack(output)
     try:
         read_sessions(output)
-        read_nights(output)
+        read_cycles(output)
     except ConfigError as error:
         return Outcome(attack.__name__.replace("_", " "), f"refused: {error}")
     return Outcome(attack.__name__.replace("_", " "), ACCEPTED)
@@ -269,9 +269,9 @@ def _verdict(number: int, verdict: Literal["a", "b"]) -> Judgement:
     return Judgement(number=number, left="a", verdict=verdict, judge="ada", at="2026-01-01T00:00:00+00:00")
 
 
-def _night(number: int) -> Night:
+def _cycle(number: int) -> Cycle:
     fields = {"number": number, "first": number, "last": number, "feedback": ["1" * 64], "verdicts": None}
-    return Night.model_validate(fields | {"start": "2" * 64, "data": "3" * 64, "state": "refused"})
+    return Cycle.model_validate(fields | {"start": "2" * 64, "data": "3" * 64, "state": "refused"})
 
 
 def _edit(path: Path, old: str, new: str) -> None:
@@ -324,19 +324,19 @@ def sent(output: Path) -> Iterator[Outcome]:
 # Attacks by poisoned feedback.
 
 
-def correction(judge: str, number: int, text: str, night: int = 0, application: str = "") -> Signal:
+def correction(judge: str, number: int, text: str, cycle: int = 0, application: str = "") -> Signal:
     """A correction of a reply to a prompt that is unlike any other."""
-    draw = random.Random(f"{judge} {number} {night}")
+    draw = random.Random(f"{judge} {number} {cycle}")
     prompt = " ".join(f"{draw.randrange(10**6)}" for _ in range(6))
     label: Label = "correction"
-    id = f"{judge} {number} {night}"
+    id = f"{judge} {number} {cycle}"
     message = [{"role": "user", "content": prompt}]
-    return Signal(id, night, judge, judge, message, f"a reply to {prompt}", f"{text} {prompt}", label, application)
+    return Signal(id, cycle, judge, judge, message, f"a reply to {prompt}", f"{text} {prompt}", label, application)
 
 
-def crowd(night: int = 0) -> list[Signal]:
-    """The corrections by honest people in a night."""
-    return [correction(f"person {p}", n, "right", night, f"shop {p % 12}") for p in range(PEOPLE) for n in range(ROWS)]
+def crowd(cycle: int = 0) -> list[Signal]:
+    """The corrections by honest people in a cycle."""
+    return [correction(f"person {p}", n, "right", cycle, f"shop {p % 12}") for p in range(PEOPLE) for n in range(ROWS)]
 
 
 def share(found: Curated, is_bad: Callable[[str], bool]) -> float:
@@ -387,8 +387,8 @@ def poisonings() -> Iterator[Poisoning]:
     yield compared("100 sock puppets under one application's key", ring, {"max_application_share": 0.1}, {})
     slow = [
         signal
-        for night in range(7)
-        for signal in crowd(night) + [correction("eve", n, "wrong", night, "shop") for n in range(2**night * 8)]
+        for cycle in range(7)
+        for signal in crowd(cycle) + [correction("eve", n, "wrong", cycle, "shop") for n in range(2**cycle * 8)]
     ]
     bounded, without = (share(learned(slow, **rules), eve) for rules in ({}, {"max_share": None}))  # type: ignore[arg-type]
     yield Poisoning("one user who doubles every night, below the limit of drift", bounded, without, 0.1)

@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 
 from xray_runtime.config.evaluate import EvaluationConfig
-from xray_runtime.config.ppo import RewardTerm
+from xray_runtime.config.rewards import reward_term
 from xray_runtime.data.ledger import Shard
 from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
 from xray_runtime.evidence.log import LOG, digests, view
@@ -128,7 +128,7 @@ def evaluation_files(asked: list[str], win_rate: float, gold_delta: float) -> di
 def judged_by(asked: list[str], rewards: Sequence[str] = ("rewards.0",)) -> dict[str, Any]:
     """The config of an evaluation, as a manifest has it: another one for other prompts."""
     num_prompts = 8 + sum(int(text.split()[-1]) for text in asked)
-    terms = [RewardTerm(model=role) for role in rewards]
+    terms = [reward_term(model=role) for role in rewards]
     config = EvaluationConfig(num_prompts=num_prompts, rewards=terms, gold="vader")
     return config.model_dump(mode="json") | {"runtime": {"device": "cpu", "threads": 2}}
 

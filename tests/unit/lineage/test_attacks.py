@@ -11,18 +11,18 @@ import pytest
 
 from tests.unit.lineage.attacks import (
     ACCEPTED,
-    BEFORE_A_NIGHT,
+    BEFORE_A_CYCLE,
     HOURLY,
     ON_DISK,
-    before_a_night,
+    before_a_cycle,
     on_disk,
     poisonings,
-    read_by_a_night,
+    read_by_a_cycle,
     sent,
     two_segments,
 )
-from tests.unit.lineage.nights import ran
-from xray.flows.nights import read_nights
+from tests.unit.lineage.cycles import ran
+from xray.flows.cycles import read_cycles
 from xray_runtime.audit_checks.comparisons import check_comparisons
 from xray_runtime.config.curate import RecordedPromptsConfig
 from xray_runtime.data.pairs import Example, Pairs
@@ -44,23 +44,23 @@ def test_an_attack_on_the_store_is_named(attack: Callable[[Path, Path], None], t
     assert found.came_of_it.startswith("refused: ")
 
 
-@pytest.mark.parametrize("attack", BEFORE_A_NIGHT, ids=lambda attack: attack.__name__)
+@pytest.mark.parametrize("attack", BEFORE_A_CYCLE, ids=lambda attack: attack.__name__)
 def test_an_attack_before_a_cycle_is_named(attack: Callable[[Path], None], tmp_path: Path) -> None:
-    output = before_a_night(tmp_path / "run")
+    output = before_a_cycle(tmp_path / "run")
     read_sessions(output)
-    read_nights(output)
-    found = read_by_a_night(attack, output)
+    read_cycles(output)
+    found = read_by_a_cycle(attack, output)
     assert found.came_of_it.startswith("refused: ")
     assert "\n" not in found.came_of_it
 
 
 @pytest.mark.parametrize(
     "attack",
-    [each for each in BEFORE_A_NIGHT if "night" not in each.__name__] + [shutil.rmtree],
+    [each for each in BEFORE_A_CYCLE if "cycle" not in each.__name__] + [shutil.rmtree],
     ids=lambda attack: attack.__name__,
 )
 def test_an_audit_finds_changed_verdicts(attack: Callable[[Path], None], tmp_path: Path) -> None:
-    output = before_a_night(tmp_path / "run")
+    output = before_a_cycle(tmp_path / "run")
     [session] = read_sessions(output)
     session.log()
 
@@ -74,7 +74,7 @@ def test_an_audit_finds_changed_verdicts(attack: Callable[[Path], None], tmp_pat
 
 
 def test_the_log_names_every_25th_change(tmp_path: Path) -> None:
-    output = before_a_night(tmp_path / "run")
+    output = before_a_cycle(tmp_path / "run")
     [session] = read_sessions(output)
     changes = 3
     for number in range(LOG_EVERY):

@@ -120,7 +120,8 @@ def test_another_package_may_take_the_place_of_the_evidence(installed: Callable[
     assert evidence() is strangers_notary.EVIDENCE
 
 
-def test_the_docs_list_every_check() -> None:
+def test_the_docs_list_every_check_and_every_kind_of_entry() -> None:
     text = (ROOT / "docs" / "lineage.md").read_text(encoding="utf-8")
+    assert [action for action in entry_kinds() if f"`{action}`" not in text] == []
     rows = [f"| `{name}` | {CHECKS.get(name).about} |" for name in CHECKS]
     assert "\n".join(rows) in text

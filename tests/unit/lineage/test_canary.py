@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import pytest
 
-from tests.unit.lineage.nights import config
+from tests.unit.lineage.cycles import config
 from tests.unit.lineage.promoting import promoted, second_candidate
 from tests.unit.lineage.synthetic import NAME
 from tests.unit.serving.recording import KEYS, exchange, with_recorder
-from xray.flows.flywheel import begin_night
-from xray.flows.nights import CANARY, Night, read_nights, write_night
+from xray.flows.cycles import CANARY, Cycle, read_cycles, write_cycle
+from xray.flows.flywheel import begin_cycle
 from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.config.serving import CanaryConfig
 from xray_runtime.config.validation import ConfigError
@@ -42,7 +42,7 @@ Answered = Iterable[tuple[str, str, str]]
 
 
 def record(output: Path, answered: Answered, begin_at: int = 0, complete: bool = True, drawn: bool = True) -> None:
-    """Answers to users for whom lots were drawn, and their thumbs: two segments or more."""
+    """Answers to users who were randomly assigned, and their thumbs: two segments or more."""
     store = open_lineage_store(output, None)
     models = {node.manifest.stage: sha for sha, node in store.graph.nodes.items()}
     rows = [
@@ -191,14 +191,14 @@ def test_a_cycle_waits_for_its_canary_and_two_never_run(live: tuple[Path, Canary
         begin(output, NAME, "c" * 64, canary.began.champion, 1, canary.began.rules)
     assert begin(output, NAME, canary.began.candidate, canary.began.champion, 9, CanaryConfig()) == canary
     champion = canary.began.champion
-    night = Night(number=1, first=1, last=0, feedback=[champion], verdicts=None, start=champion, data=champion)
-    night = night.model_copy(update={"state": CANARY, "canary": canary.id, "policy": canary.began.candidate})
-    write_night(output, night)
+    cycle = Cycle(number=1, first=1, last=0, feedback=[champion], verdicts=None, start=champion, data=champion)
+    cycle = cycle.model_copy(update={"state": CANARY, "canary": canary.id, "policy": canary.began.candidate})
+    write_cycle(output, cycle)
     record(output, both(5, "up", "up"))
-    assert begin_night(output, config(), False) == night
+    assert begin_cycle(output, config(), False) == cycle
     record(output, both(60, "down", "up"), begin_at=1000)
-    following = begin_night(output, config(), False)
-    first = read_nights(output)[0]
+    following = begin_cycle(output, config(), False)
+    first = read_cycles(output)[0]
     assert (first.state, first.reasons[0][:33]) == ("rolled back", "canary: its feedback is at best -")
     assert following is not None
     assert (following.number, canary_of(view(output), canary.began.candidate).ended is None) == (2, False)  # type: ignore[union-attr]

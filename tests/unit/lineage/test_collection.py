@@ -1,4 +1,4 @@
-"""A night's recorded feedback as data: collected from sound segments alone, then curated into pairs and labels."""
+"""A cycle's recorded feedback as data: collected from sound segments alone, then curated into pairs and labels."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.unit.lineage.nights import ran
+from tests.unit.lineage.cycles import ran
 from tests.unit.lineage.synthetic import examples
 from tests.unit.serving.recording import KEYS, exchange, with_recorder
 from xray_runtime.config.curate import CurateConfig, RecordedPromptsConfig
-from xray_runtime.config.engines import Section
 from xray_runtime.config.preferences import CuratedPreferences
+from xray_runtime.config.section import Section
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, prompt_text, write_pairs
 from xray_runtime.data.recorded import RECORDED
@@ -48,7 +48,7 @@ def record(output: Path, answers: list[Exchange], said: list[dict[str, Any]]) ->
     with_recorder(output, work, feedback_per_hour=1000)
 
 
-def night(output: Path, model: str) -> None:
+def cycle(output: Path, model: str) -> None:
     """Every person asks two questions of their own and one that all ask; each thumbs, a few correct."""
     answers, said = [], []
     for n, person in enumerate(PEOPLE):
@@ -65,7 +65,7 @@ def night(output: Path, model: str) -> None:
 @pytest.fixture
 def recorded(fresh: Callable[[], Path]) -> Path:
     output = fresh()
-    night(output, resolve("ppo-2", output, None)[1].sha256)
+    cycle(output, resolve("ppo-2", output, None)[1].sha256)
     return output
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.lineage.sweeps import sweep
 from tests.unit.lineage.tampering import checkpoints
 from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.graph import CheckpointGraph, Node
 from xray_runtime.lineage.page import write_html
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store
 from xray_runtime.lineage.render import lineage_text, selection
@@ -170,7 +170,7 @@ def test_names_that_would_write_to_the_terminal_or_the_page(fresh: Callable[[], 
 def test_a_cycle_ends_and_is_named(fresh: Callable[[], Path], tmp_path: Path) -> None:
     output = fresh()
     some: Manifest = next(iter(open_lineage_store(output, None).graph.nodes.values())).manifest
-    graph = Graph()
+    graph = CheckpointGraph()
     shas = [f"{i:064x}" for i in range(3)]
     for i, sha in enumerate(shas):
         manifest = some.model_copy(update={"stage": f"s{i}", "parents": {"policy": shas[(i + 1) % 3], "itself": sha}})

@@ -18,7 +18,7 @@ from xray_runtime.evidence.log import LOG, digests, read_lines
 from xray_runtime.evidence.view import START, Left, LogView, RunBegan, RunEnded, run_lock
 from xray_runtime.lineage import signed_lines
 from xray_runtime.lineage.audit_check import read_log
-from xray_runtime.lineage.graph import Graph
+from xray_runtime.lineage.graph import CheckpointGraph
 from xray_runtime.lineage.keys import rotate, trusted_keys
 from xray_runtime.lineage.log import append, decide, log_checkpoints, log_files
 from xray_runtime.lineage.reference import LineageStore
@@ -234,7 +234,7 @@ def ended(output: Path, run_id: str, place: str = "") -> None:
 def found(output: Path) -> list[tuple[str, str]]:
     """(subject, code) of what is wrong."""
     view = viewed(output)
-    return [(f.subject, f.code) for f in check_files(LineageStore(output, Graph(), None), view)]
+    return [(f.subject, f.code) for f in check_files(LineageStore(output, CheckpointGraph(), None), view)]
 
 
 def test_a_run_ends_goes_on_and_ends_again(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_no_file_elsewhere_is_read(tmp_path: Path, name: str) -> None:
     outside.write_text("secret")
     name = name.format(outside=outside)
     append(output, signing_key(output), Left(note=""), {name: hashlib.sha256(b"secret").hexdigest()})
-    findings = list(check_files(LineageStore(output, Graph(), None), viewed(output)))
+    findings = list(check_files(LineageStore(output, CheckpointGraph(), None), viewed(output)))
     assert [(f.subject, f.detail) for f in findings] == [(name, "it names a file elsewhere")]
 
 

@@ -14,30 +14,32 @@ from xray_runtime.evidence.view import LogView
 from xray_runtime.lineage.audit.mlflow_schema import COMPARED, IGNORED, NEVER_WRITTEN
 from xray_runtime.lineage.audit.tables import check_tables
 from xray_runtime.lineage.audit_check import read_log
-from xray_runtime.lineage.graph import Graph
+from xray_runtime.lineage.graph import CheckpointGraph
 from xray_runtime.lineage.keys import trusted_keys
 from xray_runtime.lineage.reference import open_lineage_store
 from xray_runtime.lineage.signing import Verifier
 
 
 @pytest.fixture(scope="module")
-def known(untouched: Path) -> tuple[Graph, LogView]:
+def known(untouched: Path) -> tuple[CheckpointGraph, LogView]:
     """Checkpoints and log, which no attack here changes."""
     view, _ = read_log(untouched, Verifier(trusted_keys(untouched)))
     return open_lineage_store(untouched, None).graph, view
 
 
-def codes(output: Path, known: tuple[Graph, LogView]) -> set[str]:
+def codes(output: Path, known: tuple[CheckpointGraph, LogView]) -> set[str]:
     return {finding.code for finding in check_tables(output / "mlflow.db", *known, output)}
 
 
-def test_the_rows_of_a_lifecycle_are_explained(fresh: Callable[[], Path], known: tuple[Graph, LogView]) -> None:
+def test_the_rows_of_a_lifecycle_are_explained(
+    fresh: Callable[[], Path], known: tuple[CheckpointGraph, LogView]
+) -> None:
     assert codes(fresh(), known) == set()
 
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_row_that_nothing_explains_is_named(
-    name: str, fresh: Callable[[], Path], known: tuple[Graph, LogView]
+    name: str, fresh: Callable[[], Path], known: tuple[CheckpointGraph, LogView]
 ) -> None:
     statements, code = ATTACKS[name]
     output = fresh()

@@ -6,9 +6,9 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,17 +17,22 @@ import pytest
 from tests.unit.lineage.commands import xray
 from tests.unit.lineage.synthetic import Lifecycle, ledger
 from tests.unit.rl.loop import PPOModel, World, attempt, make_inputs
-from xray_runtime.config.engines import Section
-from xray_runtime.config.ppo import LedgerConfig, PPOConfig, RewardTerm
-from xray_runtime.config.rewards import ServiceConfig
+from xray_runtime.config.ppo import LedgerConfig, PPOConfig
+from xray_runtime.config.rewards import reward_term
+from xray_runtime.config.section import Section
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.ledger import Shard, read_shard, shard_path
-from xray_runtime.graph.artifacts import Artifact
+from xray_runtime.data.pairs import Example, write_pairs
+from xray_runtime.graph.artifacts import Artifact, Dataset
 from xray_runtime.graph.inputs import PPOInputs
 from xray_runtime.graph.kind import KINDS, NoInputs, StageKind
 from xray_runtime.lineage.audit.checkpoints import audit
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve
 from xray_runtime.lineage.replay import OnProgress, Replay, replay, replayable
+from xray_runtime.rewards.journal import ANSWERS, Journal, publish_answers
+from xray_runtime.rewards.kinds.service import ServiceConfig, ServiceSource
+from xray_runtime.rewards.source import Batch, Score, failure
+from xray_runtime.store.manifest import MANIFEST
 from xray_runtime.workers.protocols import ModelHandle
 
 FIELDS: dict[str, Any] = {
@@ -39,6 +44,7 @@ FIELDS: dict[str, Any] = {
     "reward_scaling": "running",
 }
 SURER = 0.1
+MADE = ("model.safetensors", "validation.json", ANSWERS)
 
 
 def judge(prompts: list[str], replies: list[str]) -> list[float]:
@@ -83,15 +89,19 @@ class Published:
         roles = {"policy": self.inputs.policy, "prompts": self.inputs.prompts, "rewards.0": self.inputs.rewards[0]}
         kinds = {"policy": "sft", "prompts": "prepare", "rewards.0": "reward_model"}
         for role, artifact in roles.items():
-            files = {path.name: path.read_bytes() for path in artifact.path.iterdir() if path.is_file()}
+            files = {path.name: path.read_bytes() for path in artifact.path.iterdir() if path.name != MANIFEST}
             lifecycle.add(role.replace(".", "-"), kinds[role], files, {})
         fields = (
-            FIELDS | {"rewards": [RewardTerm(model="rewards.0"), RewardTerm(function=f"{__name__}:judge")]} | fields
+            FIELDS | {"rewards": [reward_term(model="rewards.0"), reward_term(function=f"{__name__}:judge")]} | fields
         )
-        attempt(self.inputs, scratch, self.world(), model=self.model, **fields)
+        kept = scratch.with_name(f"{scratch.name}-kept")
+        kept.mkdir()
+        attempt(self.inputs, scratch, self.world(), model=self.model, kept=kept, ends_with_last=False, **fields)
+        publish_answers(Journal(kept), scratch)
         files = {
             path.relative_to(scratch).as_posix(): path.read_bytes()
-            for path in (*scratch.glob("ledger/*"), scratch / "model.safetensors")
+            for path in (*scratch.glob("ledger/*"), *(scratch / name for name in MADE))
+            if path.is_file()
         } | {path.name: path.read_bytes() for path in self.inputs.policy.path.iterdir()}
         # What the loop's test adds to the fields.
         config = PPOConfig(**fields | {"kl": {"coef": 0.1, "target": 2.0, "horizon": 8.0}})
@@ -386,37 +396,72 @@ def test_a_stage_of_another_version_cannot_be_replayed(tmp_path: Path) -> None:
 SERVICE = ServiceConfig(url="http://127.0.0.1:9/score", retries=0)
 
 
-def test_replay_reads_answers_of_services_from_the_ledger(
-    inputs: PPOInputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody listens at the address any more, and nobody is asked."""
-    from xray_runtime.rewards.service import ServiceSource
-    from xray_runtime.rewards.source import Batch, Score, failure
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many replies each call of a service scored. It never answers twice the same, and fails for some."""
+    asked: list[int] = []
 
     def score(self: ServiceSource, batch: Batch) -> list[Score]:
-        return [failure("away") if len(reply) % 7 == 0 else Score(0.1 * len(reply)) for reply in batch.replies]
+        asked.append(len(batch.replies))
+        return [failure("away") if len(r) % 7 == 0 else Score(0.1 * len(r) * len(asked)) for r in batch.replies]
 
-    fields = {"rewards": [RewardTerm(model="rewards.0"), RewardTerm(service=SERVICE)], "max_failed": 0.9}
-    with monkeypatch.context() as patched:
-        patched.setattr(ServiceSource, "score", score)
-        published = Published(tmp_path / "run", inputs).make(tmp_path / "made", **fields)
-    for iteration in (3, 1):
-        result = published.replay(iteration, tmp_path / f"again-{iteration}")
-        assert result.is_same
-        assert result.taken == ["service"]
+    monkeypatch.setattr(ServiceSource, "score", score)
+    return asked
 
 
-@pytest.mark.parametrize(("tokens", "first"), [("kept", 1), ("hashed", 0)])
-def test_without_all_replies_what_servers_answered_is_not_known(
-    tokens: Literal["kept", "hashed"], first: int, tmp_path: Path
+@pytest.fixture(scope="module")
+def validated(inputs: PPOInputs, tmp_path_factory: pytest.TempPathFactory) -> PPOInputs:
+    """The same inputs with rows to choose a version by."""
+    data = tmp_path_factory.mktemp("data")
+    (data / MANIFEST).write_text("{}")
+    for path in inputs.prompts.path.iterdir():
+        (data / path.name).write_bytes(path.read_bytes())
+    rows = [Example(f"v{i}", "v", [{"role": "user", "content": f"validation {i}"}], "x") for i in range(3)]
+    write_pairs(data / "validation.arrow", Example, rows)
+    return replace(inputs, prompts=Dataset(data))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rewards": [reward_term(model="rewards.0"), reward_term(service=SERVICE)]},
+        {"rewards": [reward_term(model="rewards.0"), reward_term(service=SERVICE)], "validation": {"every": 1}},
+        {"judges": [reward_term(service=SERVICE)], "validation": {"every": 2}},
+        {"judges": [reward_term(service=SERVICE)], "validation": {"every": 2}, "ledger": LedgerConfig(keep=1)},
+    ],
+    ids=["trained on", "and validated by", "a judge of validations", "with the last ledger alone"],
+)
+def test_replay_reads_answers_of_services_from_the_checkpoint(
+    fields: dict[str, Any], validated: PPOInputs, served: list[int], tmp_path: Path
 ) -> None:
-    life = Lifecycle(tmp_path, tracking=False)
-    config = PPOConfig(**FIELDS | {"rewards": [RewardTerm(service=SERVICE)], "ledger": LedgerConfig(tokens=tokens)})
-    said = config.model_dump(mode="json") | {"runtime": {"device": "cpu", "threads": 2}}
-    life.add("ppo", "ppo", dict(sorted(ledger().items())[first:]), {}, said)
-    place, node = resolve("ppo", tmp_path, None)
-    with pytest.raises(ConfigError, match="and no ledger holds the replies of all iterations to 1"):
-        replayable(node, place.graph, 1)
+    published = Published(tmp_path / "run", validated).make(tmp_path / "made", **fields, max_failed=0.9)
+    before = list(served)
+    assert before
+    for iteration in (3, None):
+        result = published.replay(iteration, tmp_path / f"again-{iteration}")
+        assert result.is_same, result.difference
+        assert result.taken == ["service"]
+        assert served == before
+    # Another answer would have made other bytes.
+    path = next(published.output.glob(f"checkpoints/ppo-*/{ANSWERS}"))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line | {"score": line["score"] and -line["score"]}) + "\n" for line in lines))
+    assert not published.replay(None, tmp_path / "other").is_same
+    path.write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"^REF: .*answers.jsonl, line 1: damaged$"):
+        published.replay(None, tmp_path / "damaged")
+
+
+@pytest.mark.parametrize("field", ["rewards", "judges"])
+@pytest.mark.parametrize("ledger", [{"tokens": "hashed"}, {"keep": "none"}])
+def test_without_a_ledger_what_servers_answered_is_not_kept(
+    ledger: dict[str, Any], field: str, validated: PPOInputs, served: list[int], tmp_path: Path
+) -> None:
+    fields: dict[str, Any] = {field: [reward_term(service=SERVICE)], "validation": {"every": 2}, "max_failed": 0.9}
+    published = Published(tmp_path / "run", validated).make(tmp_path / "made", **fields, ledger=LedgerConfig(**ledger))
+    assert not list(published.output.glob(f"checkpoints/ppo-*/{ANSWERS}"))
+    with pytest.raises(ConfigError, match="service might answer differently, and the checkpoint does not hold its"):
+        published.replay(None, tmp_path / "again")
 
 
 def test_rollouts_are_shown_and_filtered(published: Published) -> None:

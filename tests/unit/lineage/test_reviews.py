@@ -109,7 +109,7 @@ def test_answers_and_feedback_are_shown_and_what_people_say_is_taken_once(output
         assert (done["taken"], finding in text, code) == (taken, True, 1 - taken)
     assert said(output)[-1] == (1, "ada", {"thumb": "down", "text": "it is kind"})
 
-    # A night learns from them as from any other.
+    # A cycle learns from them as from any other.
     collected = collect(open_lineage_store(output, None), "synthetic", BY, 1, 99).path / FEEDBACK
     assert len(collected.read_text().splitlines()) == 4
 

@@ -19,7 +19,7 @@ import pytest
 
 from tests.unit.lineage.synthetic import Lifecycle
 from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.graph import Graph, Node, read_graph
+from xray_runtime.lineage.graph import CheckpointGraph, Node, read_graph
 from xray_runtime.lineage.page import write_html
 from xray_runtime.lineage.reference import LineageStore, open_lineage_store
 from xray_runtime.lineage.render import lineage_text, selection
@@ -69,9 +69,9 @@ def test_an_audit_without_reading_grows_linearly(tmp_path: Path, monkeypatch: py
     assert work[1] < LIMIT * work[0]
 
 
-def lineage(one: Node, count: int) -> tuple[Graph, Node]:
+def lineage(one: Node, count: int) -> tuple[CheckpointGraph, Node]:
     """A chain in which each also has two ancestors of any age."""
-    rng, graph = random.Random(0), Graph()
+    rng, graph = random.Random(0), CheckpointGraph()
     for i in range(count):
         older = {"reward": rng.randrange(i), "reference": rng.randrange(i), "policy": i - 1} if i else {}
         parents = {role: f"{parent:064x}" for role, parent in older.items()}

@@ -21,17 +21,17 @@ from safetensors.torch import load_file, save_file
 
 from xray_runtime.config.base import FreshBase
 from xray_runtime.data.tokenizing import CHATML
-from xray_runtime.engines.generation.sampling import Sampling
-from xray_runtime.engines.generation.transformers_generate import sample
+from xray_runtime.engines.generators.transformers.sampler import sample
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.models import causal_lm, weight_files
 from xray_runtime.models.causal_lm import (
     check_publishable,
     copy_model,
     fresh_llama,
     load_model,
-    load_pretrained,
     load_tokenizer,
     published,
+    read_pretrained,
     save_model,
     skeleton,
     stop_tokens,
@@ -101,12 +101,12 @@ def test_stop_tokens_are_one_list_wherever_they_are_asked_for(tmp_path: Path, ti
 def test_a_base_without_a_template_takes_a_named_one_into_its_checkpoint(saved: Path, tmp_path: Path) -> None:
     (saved / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="has no chat template: set chat_template"):
-        load_pretrained(str(saved))
+        read_pretrained(str(saved))
     own = tmp_path / "own.jinja"
     own.write_text("{% for message in messages %}{{ message.content + eos_token }}{% endfor %}")
     before = load_file(saved / WEIGHTS)
     for number, given in enumerate(("chatml", str(own))):
-        lm, tokenizer, files = load_pretrained(str(saved), given)
+        lm, tokenizer, files = read_pretrained(str(saved), given)[:3]
         save_model(lm, tokenizer, tmp_path / str(number), stop_tokens(tokenizer, None), files)
         template = (tmp_path / str(number) / "chat_template.jinja").read_text()
         assert template == (CHATML if given == "chatml" else own.read_text())
@@ -116,7 +116,7 @@ def test_a_base_without_a_template_takes_a_named_one_into_its_checkpoint(saved: 
             n: t.shape for n, t in before.items()
         }
     with pytest.raises(ValueError, match=r"^base\.chat_template: .*gone\.jinja' cannot be loaded"):
-        load_pretrained(str(saved), str(tmp_path / "gone.jinja"))
+        read_pretrained(str(saved), str(tmp_path / "gone.jinja"))
 
 
 @pytest.mark.parametrize("stop", [7, 9])
@@ -146,7 +146,7 @@ def test_a_saved_model_loads_unchanged(saved: Path, tiny_tokenizer: Any) -> None
 def test_where_a_model_came_from_does_not_show(saved: Path, tmp_path: Path) -> None:
     moved = shutil.copytree(saved, tmp_path / "elsewhere" / "under another name")
     for number, source in enumerate((saved, moved)):
-        lm, tokenizer, files = load_pretrained(str(source))
+        lm, tokenizer, files = read_pretrained(str(source))[:3]
         save_model(lm, tokenizer, tmp_path / str(number), files=files)
     first, second = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in "01")
     assert first == second
@@ -228,7 +228,7 @@ def test_a_base_is_converted_one_tensor_at_a_time_to_the_same_bytes(
     edit(source / "generation_config.json", eos_token_id=[3, 4])
 
     def written(name: str) -> dict[str, bytes]:
-        lm, tokenizer, files = load_pretrained(str(source))
+        lm, tokenizer, files = read_pretrained(str(source))[:3]
         assert bool(files) is (name == "converted")
         assert lm.generation_config.eos_token_id == [3, 4]
         save_model(lm, tokenizer, tmp_path / name, files=files)
@@ -251,15 +251,15 @@ def test_a_base_is_converted_one_tensor_at_a_time_to_the_same_bytes(
 BASE = """
 import re, sys
 from pathlib import Path
-from xray_runtime.models.causal_lm import load_pretrained, save_model
+from xray_runtime.models.causal_lm import read_pretrained, save_model
 
 def memory(field):
     return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
-load_pretrained(sys.argv[1])  # libraries
+read_pretrained(sys.argv[1])  # libraries
 Path("/proc/self/clear_refs").write_text("5")
 before = memory("VmRSS")
-lm, tokenizer, files = load_pretrained(sys.argv[2])
+lm, tokenizer, files = read_pretrained(sys.argv[2])[:3]
 save_model(lm, tokenizer, Path(sys.argv[3]), files=files)
 print(memory("VmHWM") - before)
 """
@@ -282,12 +282,12 @@ def test_unpublishable_models_are_refused_before_weights_are_read(tiny: Path, mo
     monkeypatch.setattr(causal_lm, "published", lambda lm, name, tensor: {name: tensor})
     (tiny / WEIGHTS).unlink()
     with pytest.raises(ValueError, match=r"^base\.model: .* \(a 'qwen3_moe' model .*gate_up_proj cannot be saved by"):
-        load_pretrained(str(tiny))
+        read_pretrained(str(tiny))
 
 
 def test_a_tokenizer_without_padding_pads_with_the_end(saved: Path) -> None:
     edit(saved / "tokenizer_config.json", pad_token=None)
-    _, tokenizer, _ = load_pretrained(str(saved))
+    _, tokenizer, _ = read_pretrained(str(saved))[:3]
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
 
 
@@ -304,7 +304,7 @@ def test_a_tokenizer_without_padding_pads_with_the_end(saved: Path) -> None:
 )
 def test_a_path_that_is_not_there(model: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        load_pretrained(model)
+        read_pretrained(model)
 
 
 def empty(saved: Path) -> None:
@@ -340,7 +340,7 @@ def test_a_model_that_cannot_serve_is_refused_in_one_line(
 ) -> None:
     damage(saved)
     with pytest.raises(ValueError, match=finding) as caught:
-        load_pretrained(str(saved))
+        read_pretrained(str(saved))
     assert str(caught.value).startswith("base.model: ")
     assert str(saved) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -353,7 +353,7 @@ def test_a_file_that_is_no_gguf_is_refused_in_one_line(tmp_path: Path, content: 
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"base.model: .*model\.gguf' cannot be loaded") as caught:
-        load_pretrained(str(path))
+        read_pretrained(str(path))
     assert "\n" not in str(caught.value)
 
 
@@ -387,7 +387,7 @@ def test_weights_that_are_a_pickle_are_not_opened(saved: Path, tmp_path: Path) -
     (saved / WEIGHTS).unlink()
     (saved / "pytorch_model.bin").write_bytes(pickle.dumps(Intruder(tmp_path / "hurt")))
     with pytest.raises(ValueError, match=r"cannot be loaded .*safetensors"):
-        load_pretrained(str(saved))
+        read_pretrained(str(saved))
     with pytest.raises(OSError, match="safetensors"):
         load_model(saved)
     assert not (tmp_path / "hurt").exists()
@@ -402,7 +402,7 @@ def test_code_that_lies_beside_a_model_does_not_run(
     classes = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own", "AutoTokenizer": ["own.Own", None]}
     edit(saved / "config.json", model_type="own", auto_map=classes)
     edit(saved / "tokenizer_config.json", tokenizer_class="Own", auto_map=classes)
-    for load in (load_pretrained, skeleton):
+    for load in (read_pretrained, skeleton):
         with pytest.raises(ValueError, match=r"custom code|trust_remote_code"):
             load(str(saved))
     assert not (tmp_path / "hurt").exists()
@@ -411,4 +411,4 @@ def test_code_that_lies_beside_a_model_does_not_run(
 def test_a_packaged_model_names_the_package_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(location.PACKAGED_MODELS, "tiny-1m", ("package_of_nobody", "tiny.gguf"))
     with pytest.raises(ValueError, match="'tiny-1m' needs the package package-of-nobody"):
-        load_pretrained("tiny-1m")
+        read_pretrained("tiny-1m")

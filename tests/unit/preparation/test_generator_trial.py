@@ -15,11 +15,11 @@ import torch
 import transformers
 
 from xray_runtime.config.base import HubBase
-from xray_runtime.config.engines import GeneratorConfig
+from xray_runtime.config.layouts import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.batch import Replies, TextBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.models.family import family_of
 from xray_runtime.preparation.generator_trial import check_sampled
 from xray_runtime.workers.generator_spec import GeneratorSpec
@@ -101,7 +101,7 @@ def test_a_generator_that_does_not_is_refused_in_one_line(
     with pytest.raises(ValueError, match=r"^base\.generator: vllm is not allowed for 'org/model': ") as caught:
         trial(out, opening(off_by, error))
     assert reason in str(caught.value)
-    assert str(caught.value).endswith("; set generator.engine to 'transformers'")
+    assert str(caught.value).endswith("; set generator.engine to 'deepspeed' or 'transformers'")
     assert "\n" not in str(caught.value)
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.unit.rewards.golds import MATH, REFUSED, SOLUTIONS, Row
 from xray_runtime.rewards.answers import read_gold
 from xray_runtime.rewards.checks import math
 
+LINES = Path(__file__).with_name("golds.jsonl").read_text(encoding="utf-8").splitlines()
+ROWS = [json.loads(line) for line in LINES if not line.startswith("#")]
+READ, REFUSED = ([row for row in ROWS if len(row) == length] for length in (3, 2))
 FORMS = (
     r"We add, so it is $\boxed{%s}$.",
     r"First $y = 99$. \[\boxed{%s}\] Done with step 3.",
@@ -20,8 +24,8 @@ FORMS = (
 )
 
 
-@pytest.mark.parametrize("row", [*MATH, *SOLUTIONS], ids=lambda row: repr(row[0])[-60:])
-def test_a_gold_and_its_replies(row: Row) -> None:
+@pytest.mark.parametrize("row", READ, ids=lambda row: repr(row[0])[-60:])
+def test_a_gold_and_its_replies(row: tuple[Any, list[str], list[str]]) -> None:
     gold, right, wrong = row
     found = {reply: math(reply, gold) for reply in _replies(right)}
     assert [reply for reply, score in found.items() if score != 1.0] == []
@@ -29,7 +33,7 @@ def test_a_gold_and_its_replies(row: Row) -> None:
     assert [reply for reply, score in found.items() if score != 0.0] == []
 
 
-def _replies(answers: tuple[str, ...]) -> list[str]:
+def _replies(answers: list[str]) -> list[str]:
     """Each answer in a box, and the answers in turn in the other forms."""
     # A form would put one formula's dollars into another's.
     forms = [[form for form in FORMS if "$" not in form or "$" not in text.replace(r"\$", "")] for text in answers]
@@ -41,7 +45,7 @@ def _replies(answers: tuple[str, ...]) -> list[str]:
 
 
 def test_there_are_two_hundred_golds() -> None:
-    assert len({repr(row[0]) for row in (*MATH, *SOLUTIONS)}) >= 200
+    assert len({repr(row[0]) for row in READ}) >= 200
 
 
 @pytest.mark.parametrize(("gold", "why"), REFUSED, ids=lambda value: repr(value)[:40])

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from xray_runtime.rewards import event_loop
-from xray_runtime.rewards.functions import FunctionSource
+from xray_runtime.rewards.kinds.function import FunctionSource
 from xray_runtime.rewards.source import Batch, Score
 
 BATCH = Batch(

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from xray_runtime import bounded_http
-from xray_runtime.config.rewards import JudgeConfig, ServiceConfig
 from xray_runtime.rewards import remote
-from xray_runtime.rewards.judge import JudgeSource, score_in
-from xray_runtime.rewards.pairwise_judge import PairwiseJudgeSource, circle
-from xray_runtime.rewards.service import ServiceSource
+from xray_runtime.rewards.kinds.judge.config import JudgeConfig
+from xray_runtime.rewards.kinds.judge.pairwise import PairwiseJudgeSource, circle
+from xray_runtime.rewards.kinds.judge.pointwise import JudgeSource, score_in
+from xray_runtime.rewards.kinds.service import ServiceConfig, ServiceSource
 from xray_runtime.rewards.source import Batch, Score
 
 Answer = Callable[[BaseHTTPRequestHandler, dict[str, Any]], None]

@@ -11,7 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from xray_runtime.config.rewards import CodeVerifier, JSONSchemaVerifier, MathVerifier, RegexVerifier, Route, Verifier
+from xray_runtime.config.reward_term import Route
+from xray_runtime.config.verifiers import CodeVerifier, JSONSchemaVerifier, MathVerifier, RegexVerifier, Verifier
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
 from xray_runtime.processes import TAG
 from xray_runtime.rewards import sandbox, verifiers
@@ -21,7 +22,7 @@ from xray_runtime.rewards.verifiers import VerifierSource
 
 def verify(config: Verifier, replies: Sequence[str], column: Sequence[Any]) -> list[Score]:
     batch = Batch(["p"] * len(replies), replies, [[]] * len(replies), {"answer": column})
-    return VerifierSource(config).score(batch)
+    return VerifierSource(config, "verifier").score(batch)
 
 
 def values(config: Verifier, rows: Sequence[tuple[str, Any]]) -> list[float]:
@@ -144,18 +145,18 @@ def test_a_column_is_checked_before_anything_runs(
         ]
         write_pairs(tmp_path / TRAIN, Example, rows)
 
-    source = VerifierSource(config)
+    source = VerifierSource(config, "ppo.rewards.0.verifier")
     written(good * 20)
-    source.check_column(tmp_path, "ppo.rewards.0.verifier", None)
+    source.check(tmp_path, ["a", "t"])
     written([*good, bad])
     where = f"ppo.rewards.0.verifier: row {len(good) + 1}-0 of train.arrow, column 'a': "
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        source.check_column(tmp_path, "ppo.rewards.0.verifier", None)
+        source.check(tmp_path, ["a", "t"])
     assert str(caught.value).startswith(where)
     assert why in str(caught.value)
     assert "\n" not in str(caught.value)
     # Rows that the source does not score are not checked.
-    source.check_column(tmp_path, "ppo.rewards.0.verifier", Route(column="t", equals=1))
+    VerifierSource(config, "v", Route(column="t", equals=1)).check(tmp_path, ["a", "t"])
 
 
 CODE = CodeVerifier(column="answer", limit_s=10.0)
@@ -203,7 +204,7 @@ def test_code_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TAG, "of-this-test")
     before = set(psutil.Process().children(recursive=True))
     loops = ["while True: pass", "import time; time.sleep(60)", "import os\ndef f(x):\n    while True: os.fork()"]
-    source = VerifierSource(CodeVerifier(column="answer", limit_s=1.0))
+    source = VerifierSource(CodeVerifier(column="answer", limit_s=1.0), "verifier")
     batch = Batch(["p"] * 3, loops, [[]] * 3, {"answer": ["assert f(1) == 2"] * 3})
     assert [score.value for score in source.score(batch)] == [0.0, 0.0, 0.0]
     servers = set(psutil.Process().children()) - before

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.ppo import KLConfig, PPOConfig, RewardTerm
+from xray_runtime.config.ppo import KLConfig, PPOConfig
+from xray_runtime.config.rewards import reward_term
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.batch import PromptBatch, Replies, Scores, StepAnswer, TextBatch
 from xray_runtime.data.pairs import Example, write_pairs
@@ -244,7 +245,7 @@ def attempt(
             "minibatch_size": MINIBATCH,
             "epochs": 1,
             "max_new_tokens": MAX_NEW_TOKENS,
-            "rewards": [RewardTerm(model="rewards.0")],
+            "rewards": [reward_term(model="rewards.0")],
             "kl": KLConfig(coef=0.1, target=2.0, horizon=8.0),
         }
         | fields

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from xray_runtime.config.ppo import JudgingConfig
-from xray_runtime.config.rewards import RewardTerm
+from xray_runtime.config.reward_term import Term
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.graph.artifacts import RewardModel
 from xray_runtime.graph.kind import Stage
@@ -16,7 +16,7 @@ from xray_runtime.rl.reward_sources import RewardSources
 
 
 def sources(
-    *terms: RewardTerm, models: Sequence[Path] = (), kept: Path | None = None, max_failed: float = 0.5, **functions: Any
+    *terms: Term, models: Sequence[Path] = (), kept: Path | None = None, max_failed: float = 0.5, **functions: Any
 ) -> RewardSources:
     config = JudgingConfig(rewards=list(terms), max_failed=max_failed)
     given = SimpleNamespace(rewards=[RewardModel(path) for path in models])

@@ -30,7 +30,7 @@ from xray_runtime.data.ragged import Ragged
 from xray_runtime.graph.artifacts import EPISODES, Dataset
 from xray_runtime.graph.inputs import BestOfNInputs, PPOInputs
 from xray_runtime.graph.kind import Stage
-from xray_runtime.lineage.recorded_answers import restore_answers, restore_episodes
+from xray_runtime.lineage.recorded_answers import restore_environment, restore_episodes
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import ANSWERS, Journal
 from xray_runtime.rl import best_of_n
@@ -174,7 +174,7 @@ def test_a_replay_samples_again_and_needs_no_agent(
     checkpoint = tmp_path / "whole"
     for path in inputs.policy.path.iterdir():
         (checkpoint / path.name).write_bytes(path.read_bytes())
-    assert restore_answers(checkpoint, config, inputs, 0, Journal(kept)) == ["environment"]
+    assert restore_environment(checkpoint, config, 0, Journal(kept)) == ["environment"]
     world, _, replayed = played(inputs, tmp_path / "again", "is_gone", kept=kept)
     assert replayed.equals(whole)
     assert len(world.seeds) == 12
@@ -206,7 +206,7 @@ def test_a_replay_of_validations_needs_no_agent(validated: PPOInputs, tmp_path: 
         (checkpoint / path.name).write_bytes(path.read_bytes())
     journal = Journal(kept)
     assert restore_episodes(checkpoint, journal) == ["environment"]
-    restore_answers(checkpoint, config, validated, 1, journal)
+    restore_environment(checkpoint, config, 1, journal)
     played(validated, tmp_path / "again", "is_gone", kept=kept, **VALIDATED)
     for name in (EPISODES, "ledger/000000.parquet", "ledger/000001.parquet"):
         assert (tmp_path / "again" / name).read_bytes() == (checkpoint / name).read_bytes()

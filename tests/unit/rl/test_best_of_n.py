@@ -17,8 +17,8 @@ import torch
 import xray
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.best_of_n import BestOfNConfig
-from xray_runtime.config.ppo import RewardTerm
 from xray_runtime.config.preferences import RewardedPreferences
+from xray_runtime.config.rewards import reward_term
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.batch import Replies, TextBatch
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, prompt_text, write_pairs
@@ -90,7 +90,7 @@ def attempt(
     from xray_runtime.models.causal_lm import load_tokenizer
 
     policy, data = Model(root / "model"), Dataset(root / "data")
-    given = {"rewards": [RewardTerm(function=function_name)], "samples": SAMPLES} | fields
+    given = {"rewards": [reward_term(function=function_name)], "samples": SAMPLES} | fields
     pairs = body is preferences
     config: Any = RewardedPreferences(**given) if pairs else BestOfNConfig(**given)
     inputs: Any = PreferencesInputs(policy, data) if pairs else BestOfNInputs(policy, data)
@@ -165,7 +165,7 @@ def test_a_function_of_any_name_has_metrics(root: Path, body: Any, name: str) ->
         ({}, lambda a, b: [1.0] * len(b), r"rewards\.0\.function .*must take the replies"),
         ({"gold": "no_such:f"}, letter, "gold"),
         (
-            {"rewards": [RewardTerm(verifier={"kind": "math", "column": "a"})]},
+            {"rewards": [reward_term(verifier={"kind": "math", "column": "a"})]},
             letter,
             r"verifier\.column: 'a' is not a",
         ),

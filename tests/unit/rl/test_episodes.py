@@ -27,7 +27,7 @@ from xray_runtime.data.ragged import Ragged
 from xray_runtime.environments import worker
 from xray_runtime.graph.graph import recording
 from xray_runtime.graph.inputs import PPOInputs
-from xray_runtime.lineage.recorded_answers import restore_answers
+from xray_runtime.lineage.recorded_answers import restore_environment
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.seeding import derive_seed
@@ -221,7 +221,7 @@ def test_a_replay_reads_the_answers_in_the_ledger(
     steps.unlink()
     config = PPOConfig(environment={"path": f"{HERE}:{environment}"}, rewards=[], **fields)  # type: ignore[arg-type]
     load_tokenizer(inputs.policy.path).save_pretrained(tmp_path / "first")
-    assert restore_answers(tmp_path / "first", config, inputs, 0, Journal(scratch)) == ["environment"]
+    assert restore_environment(tmp_path / "first", config, 0, Journal(scratch)) == ["environment"]
     again, _ = played(inputs, tmp_path / "again", environment, kept=scratch, **fields)
     assert not steps.exists()
     np.testing.assert_equal(taught(again), taught(first))

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests.unit.rl.loop import REPLIES, World, attempt, plain
-from xray_runtime.config.ppo import PPOConfig, RewardTerm
+from xray_runtime.config.ppo import PPOConfig
+from xray_runtime.config.rewards import reward_term
 from xray_runtime.data.ledger import read_shard, shard_path
 from xray_runtime.graph.inputs import PPOInputs
 from xray_runtime.rl.rollouts import PROBE_ROWS
@@ -76,7 +77,7 @@ def test_rows_that_move_to_a_later_minibatch_are_scored_after_all(
         return [None if number in (0, 3, 4) else number % 3 for number in range(len(replies))]
 
     fields = GRPO | {"prompts_per_iteration": 4, "minibatch_size": 2, "max_failed": 0.5, "reward_scaling": "none"}
-    fields |= {"rewards": [RewardTerm(function="half", retries=0)], "functions": {"half": half}}
+    fields |= {"rewards": [reward_term(function="half", retries=0)], "functions": {"half": half}}
 
     def run(name: str) -> tuple[World, list[dict[str, Any]]]:
         world = World(surer_by=0.1, generator_off_by=0.03)

@@ -20,7 +20,7 @@ from xray_runtime.config.validation import ConfigError, validate_as
 from xray_runtime.data.batch import PromptBatch, Replies
 from xray_runtime.data.ledger import read_shard, shard_path
 from xray_runtime.graph.inputs import PPOInputs
-from xray_runtime.lineage.recorded_answers import restore_answers
+from xray_runtime.lineage.recorded_answers import restore_environment
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import ANSWERS, Journal
 from xray_runtime.workers.protocols import ModelHandle
@@ -155,7 +155,7 @@ def test_a_run_that_was_killed_follows_its_journal_and_a_replay_the_ledger(
         replayed = tmp_path / f"kept-{number}"
         replayed.mkdir()
         config = PPOConfig(**options() | {"prompts_per_iteration": REPLIES, "minibatch_size": MINIBATCH})
-        restored = restore_answers(out, config, inputs, ITERATIONS - 1, Journal(replayed))
+        restored = restore_environment(out, config, ITERATIONS - 1, Journal(replayed))
         assert restored == ["environment"]
         trained(inputs, tmp_path / f"replayed-{number}", versions, replayed, agent="is_gone")
         for iteration in range(ITERATIONS):

@@ -11,7 +11,8 @@ import pytest
 
 from tests.unit.rl.loop import KL_PER_TOKEN, MINIBATCH, REPLIES, World, attempt, logprob
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.ppo import LedgerConfig, RewardTerm
+from xray_runtime.config.ppo import LedgerConfig
+from xray_runtime.config.rewards import reward_term
 from xray_runtime.data.ledger import Shard, iterations, read_shard, shard_path
 from xray_runtime.graph.inputs import PPOInputs
 from xray_runtime.store.manifest import MANIFEST
@@ -81,7 +82,7 @@ def test_a_reply_without_a_score_and_a_source_that_does_not_apply(inputs: PPOInp
     def half(prompts: list[str], replies: list[str]) -> list[float | None]:
         return [None if number == 1 else 0.5 for number in range(len(replies))]
 
-    terms = [RewardTerm(model="rewards.0"), RewardTerm(function="half", weight=2.0, retries=0)]
+    terms = [reward_term(model="rewards.0"), reward_term(function="half", weight=2.0, retries=0)]
     world = World()
     attempt(inputs, tmp_path / "out", world, rewards=terms, functions={"half": half}, max_failed=0.5, iterations=1)
     rows = shards(tmp_path / "out")[0].table.to_pylist()
@@ -110,7 +111,7 @@ def test_rows_that_others_took_the_place_of_stay_in_the_ledger(inputs: PPOInputs
         inputs,
         tmp_path / "out",
         World(),
-        rewards=[RewardTerm(function="late")],
+        rewards=[reward_term(function="late")],
         gold="own:length",
         functions={"late": late, "own:length": lambda prompts, replies: [len(reply) for reply in replies]},
         resample_rounds=2,

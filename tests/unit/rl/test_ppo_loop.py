@@ -15,7 +15,7 @@ import pytest
 
 from tests.unit.rl.loop import MINIBATCH, REPLIES, World, attempt, logprob, plain, words
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.ppo import RewardTerm
+from xray_runtime.config.rewards import reward_term
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.graph.inputs import PPOInputs
@@ -51,7 +51,7 @@ def test_other_prompts_take_the_place_of_those_whose_replies_tie(inputs: PPOInpu
 
     def attempt_with(name: str, rounds: int) -> tuple[World, FakeRecorder]:
         given.clear()
-        world, source = World(), RewardTerm(function="late")
+        world, source = World(), reward_term(function="late")
         options = fields | {"resample_rounds": rounds, "rewards": [source]}
         return world, attempt(inputs, tmp_path / name, world, functions={"late": late}, **options)
 
@@ -265,7 +265,7 @@ def test_a_resumed_stage_ends_with_the_same_bytes(inputs: PPOInputs, tmp_path: P
 def test_a_stage_that_samples_other_prompts_resumes_exactly(inputs: PPOInputs, tmp_path: Path) -> None:
     """Which prompts were taken for others is in the snapshot with the cursor: the next iteration asks the same."""
     groups = {"prompts_per_iteration": 2, "samples_per_prompt": 2, "minibatch_size": 2, "resample_rounds": 2}
-    fields: dict[str, Any] = groups | {"advantages": "rloo", "iterations": 3, "rewards": [RewardTerm(function="odd")]}
+    fields: dict[str, Any] = groups | {"advantages": "rloo", "iterations": 3, "rewards": [reward_term(function="odd")]}
 
     def odd(prompts: list[str], replies: list[str]) -> list[float]:
         return [float(sum(map(ord, reply)) % 2) for reply in replies]

@@ -20,10 +20,12 @@ from tests.unit.rl.loop import MINIBATCH, REPLIES, PPOModel, World, attempt, pla
 from tests.unit.rl.sources import sources
 from xray_runtime.algorithms.groups import group_advantages
 from xray_runtime.algorithms.rewards import SourceScores
-from xray_runtime.config.engines import FrozenConfig
+from xray_runtime.config.layouts import FrozenConfig
 from xray_runtime.config.ppo import JudgingConfig
-from xray_runtime.config.rewards import JSONSchemaVerifier, JudgeConfig, RegexVerifier, RewardTerm, Route, ServiceConfig
+from xray_runtime.config.reward_term import Route
+from xray_runtime.config.rewards import reward_term
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.verifiers import JSONSchemaVerifier, RegexVerifier
 from xray_runtime.data.batch import PromptBatch, Replies, Scores, TextBatch
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
 from xray_runtime.data.ragged import Ragged
@@ -34,6 +36,8 @@ from xray_runtime.graph.inputs import PPOInputs
 from xray_runtime.graph.kind import Stage
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import ANSWERS
+from xray_runtime.rewards.kinds.judge.config import JudgeConfig
+from xray_runtime.rewards.kinds.service import ServiceConfig
 from xray_runtime.rl.reward_sources import RewardSources
 from xray_runtime.store.shared import SharedFolder, SharedStore
 from xray_runtime.workers.protocols import Local, Ready
@@ -53,7 +57,7 @@ def as_is(prompts: list[str], replies: list[str]) -> list[Any]:
 
 
 def test_replies_a_source_does_not_score_are_masked() -> None:
-    terms = RewardTerm(function="f"), RewardTerm(function="g", weight=0.5)
+    terms = reward_term(function="f"), reward_term(function="g", weight=0.5)
     found = sources(*terms, f=as_is, g=lambda prompts, replies: [2.0] * 3)
     scores = score(found, ["1", "lost", "3"])
     assert found.scaled(scores)[[0, 2]].tolist() == [2.0, 4.0]
@@ -73,7 +77,7 @@ def test_replies_a_source_does_not_score_are_masked() -> None:
     ],
 )
 def test_the_budget_and_the_cause(replies: list[str], max_failed: float, says: str | None) -> None:
-    found = sources(RewardTerm(function="f", retries=1), max_failed=max_failed, f=as_is)
+    found = sources(reward_term(function="f", retries=1), max_failed=max_failed, f=as_is)
     if says is None:
         score(found, replies)
         return
@@ -85,8 +89,8 @@ def test_the_budget_and_the_cause(replies: list[str], max_failed: float, says: s
 
 def test_a_source_that_is_only_logged_costs_no_reply() -> None:
     found = sources(
-        RewardTerm(function="f"),
-        RewardTerm(function="g", weight=0.0),
+        reward_term(function="f"),
+        reward_term(function="g", weight=0.0),
         max_failed=0.0,
         f=as_is,
         g=lambda prompts, replies: [None] * 2,
@@ -103,9 +107,9 @@ def test_rows_go_to_the_sources_that_apply_to_them() -> None:
 
     when = Route(column="task", equals="math")
     found = sources(
-        RewardTerm(function="f", when=when),
-        RewardTerm(function="g", when=Route(column="task", equals=1)),
-        RewardTerm(verifier=RegexVerifier(pattern="b"), when=when, weight=5.0),
+        reward_term(function="f", when=when),
+        reward_term(function="g", when=Route(column="task", equals=1)),
+        reward_term(verifier=RegexVerifier(pattern="b"), when=when, weight=5.0),
         f=math_only,
         g=lambda prompts, replies: [3.0] * len(replies),
     )
@@ -135,7 +139,7 @@ def models(tmp_path: Path) -> list[Path]:
 def test_models_are_opened_with_their_heads(models: list[Path]) -> None:
     """Those that a term names, spread as the config says."""
     frozen = FrozenConfig(precision="bfloat16")
-    config = JudgingConfig(rewards=[RewardTerm(model="rewards.1")], frozen=frozen)
+    config = JudgingConfig(rewards=[reward_term(model="rewards.1")], frozen=frozen)
     given: Any = SimpleNamespace(rewards=[RewardModel(path) for path in models])
     stage: Any = Stage("s", 0, config, given, RuntimeConfig(), None)  # type: ignore[arg-type]
     [(role, spec)] = RewardSources(stage).specs().items()
@@ -144,7 +148,7 @@ def test_models_are_opened_with_their_heads(models: list[Path]) -> None:
 
 
 def test_a_source_by_itself_has_its_weight_and_its_deviations(models: list[Path]) -> None:
-    terms = RewardTerm(model="rewards.1", weight=-0.5), RewardTerm(function="f", weight=0.0)
+    terms = reward_term(model="rewards.1", weight=-0.5), reward_term(function="f", weight=0.0)
     found = sources(*terms, models=models, f=as_is)
     each = found.each(score(found, ["3", "lost"], [Scores(scores=np.array([5.0, 1.0], np.float32))]))
     # Mean 1 and deviation 2: −½ · (5 − 1) / 2. What is only logged is as it scores.
@@ -166,7 +170,7 @@ def test_functions_score_while_models_do(models: list[Path]) -> None:
         called.append(replies)
         return [1.0, 2.0]
 
-    found = sources(RewardTerm(model="rewards.1"), RewardTerm(function="f"), models=models, f=function)
+    found = sources(reward_term(model="rewards.1"), reward_term(function="f"), models=models, f=function)
     scores = found.scores([Local(Later())], [PROMPT] * 2, ["3", "4"], {})
     # Mean 1 and deviation 2: (5 − 1) / 2 + 1 and (1 − 1) / 2 + 2.
     assert found.scaled(scores).tolist() == [3.0, 2.0]
@@ -174,8 +178,8 @@ def test_functions_score_while_models_do(models: list[Path]) -> None:
 
 def test_an_ensemble_is_one_source(models: list[Path]) -> None:
     roles = [f"rewards.{n}" for n in range(3)]
-    ensemble = RewardTerm(models=roles, uncertainty=0.5, weight=2.0)
-    found = sources(ensemble, RewardTerm(model="rewards.1"), models=models)
+    ensemble = reward_term(models=roles, uncertainty=0.5, weight=2.0)
+    found = sources(ensemble, reward_term(model="rewards.1"), models=models)
     assert found.roles == roles
     # In their own deviations 1, 2, 3: mean 2 − ½ · 2/3; the second by itself is 2.
     answers = [Scores(scores=np.array(raw, np.float32)) for raw in ([2.0, 1.0], [5.0, 1.0], [13.0, 4.0])]
@@ -194,7 +198,7 @@ def test_an_ensemble_is_one_source(models: list[Path]) -> None:
 
 def test_equal_replies_have_one_score_in_any_batch(models: list[Path]) -> None:
     """A model's last bits depend on the rows beside; divided by a group's deviation they would be advantages of 1."""
-    found = sources(RewardTerm(model="rewards.0"), RewardTerm(models=["rewards.0", "rewards.1"]), models=models)
+    found = sources(reward_term(model="rewards.0"), reward_term(models=["rewards.0", "rewards.1"]), models=models)
     raw = np.array([0.5, 0.5, 0.5, 1.5], np.float32)
     raw[1:3] = np.nextafter(raw[1:3], np.float32(1.0))
     replies, answers = ["yes", "yes", "yes", "no"], [Scores(scores=raw), Scores(scores=raw[::-1].copy())]
@@ -217,9 +221,9 @@ def test_equal_replies_have_one_score_in_any_batch(models: list[Path]) -> None:
 
 
 def test_a_source_that_is_there_twice_is_two_sources() -> None:
-    term = RewardTerm(function="f")
-    assert list(sources(term, term, f=as_is).weights) == ["f", "f-2"]
-    schema = RewardTerm(verifier=JSONSchemaVerifier(definition={}))
+    same = reward_term(function="f")
+    assert list(sources(same, same, f=as_is).weights) == ["f", "f-2"]
+    schema = reward_term(verifier=JSONSchemaVerifier(definition={}))
     assert list(sources(schema, schema).weights) == ["json_schema", "json_schema-2"]
 
 
@@ -245,7 +249,7 @@ def test_answers_outlive_an_attempt(tmp_path: Path) -> None:
     replies = ["a", "b", "c", "d"]
 
     def attempt(max_failed: float = 0.3) -> list[float]:
-        found = sources(RewardTerm(service=service), kept=tmp_path, max_failed=max_failed)
+        found = sources(reward_term(service=service), kept=tmp_path, max_failed=max_failed)
         return found.scaled(score(found, replies, step=3)).tolist()
 
     with pytest.raises(RuntimeError, match="2 of 4 replies have no reward; service failed for 2: the service gave no"):
@@ -260,7 +264,7 @@ def test_answers_outlive_an_attempt(tmp_path: Path) -> None:
     np.testing.assert_equal(attempt(), first)
     assert len(asked) == 2
     # Another iteration asks anew.
-    found = sources(RewardTerm(service=service), kept=tmp_path)
+    found = sources(reward_term(service=service), kept=tmp_path)
     assert found.scaled(score(found, replies, step=4)).tolist() == [3.0] * 4
     server.shutdown()
 
@@ -283,10 +287,10 @@ def test_comparisons_outlive_an_attempt(tmp_path: Path) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/v1"
-    term = RewardTerm(judge=JudgeConfig(url=url, model="m", rubric="the later letter", opponents=2, retries=0))
+    comparing = reward_term(judge=JudgeConfig(url=url, model="m", rubric="the later letter", opponents=2, retries=0))
 
     def attempt() -> list[float]:
-        found = sources(term, kept=tmp_path)
+        found = sources(comparing, kept=tmp_path)
         return found.scaled(score(found, ["a", "b", "c"])).tolist()
 
     assert attempt() == [0.0, 0.5, 1.0]
@@ -316,7 +320,7 @@ def test_a_flaky_source_is_masked_counted_and_bounded(inputs: PPOInputs, tmp_pat
         return [None, *scores[1:]] if metadata["step"] else scores
 
     world = World()
-    fields: dict[str, Any] = {"rewards": [RewardTerm(function="flaky")], "reward_scaling": "none"}
+    fields: dict[str, Any] = {"rewards": [reward_term(function="flaky")], "reward_scaling": "none"}
     recorder = attempt(inputs, tmp_path / "out", world, functions={"flaky": flaky}, max_failed=0.25, **fields)
     assert calls == 4
     assert [point["reward/failed"] for point in recorder.points] == [0.0, 1.0]
@@ -370,8 +374,8 @@ def test_a_service_that_fails_in_every_way_costs_rows_and_not_the_loop(inputs: P
     server.handle_error = lambda *_: None  # type: ignore[method-assign]
     threading.Thread(target=server.serve_forever, daemon=True).start()
     limits: dict[str, Any] = {"timeout_s": 4.0, "retries": 0, "batch_size": 1, "concurrency": 1}
-    term = RewardTerm(service=ServiceConfig(url=f"http://127.0.0.1:{server.server_port}", **limits))
-    fields: dict[str, Any] = {"rewards": [term], "reward_scaling": "none", "max_failed": 0.25}
+    source = reward_term(service=ServiceConfig(url=f"http://127.0.0.1:{server.server_port}", **limits))
+    fields: dict[str, Any] = {"rewards": [source], "reward_scaling": "none", "max_failed": 0.25}
     world = World()
     recorder = attempt(inputs, tmp_path / "out", world, iterations=len(ways), **fields)
     lost = [0.0 if way == "is slow" else 1.0 for way in ways]
@@ -397,7 +401,7 @@ def test_too_few_replies_for_a_minibatch_each(inputs: PPOInputs, tmp_path: Path)
         functions={"one": one},
         max_failed=0.9,
         iterations=1,
-        rewards=[RewardTerm(function="one")],
+        rewards=[reward_term(function="one")],
     )
     assert [len(rows) for _, rows, _, _ in world.batches] == [1]
     assert recorder.points[0]["policy/updates"] == 1.0
@@ -415,7 +419,7 @@ def test_a_source_that_never_answers_twice_the_same_is_resumed_to_the_same_bytes
 
     def go(name: str, **more: Any) -> tuple[World, Any]:
         world = World()
-        terms = [RewardTerm(function="moody")]
+        terms = [reward_term(function="moody")]
         fields: dict[str, Any] = {"iterations": 4, "rewards": terms, "max_failed": 0.25, "reward_scaling": scaling}
         return world, attempt(inputs, tmp_path / name, world, functions={"moody": moody}, **fields, **more)
 
@@ -466,7 +470,7 @@ def test_ground_truth_comes_with_the_prompts(inputs: PPOInputs, tmp_path: Path) 
     attempt(
         *(PPOInputs(Model(inputs.policy.path), Dataset(data)), tmp_path / "out", World()),
         functions={"right": right},
-        rewards=[RewardTerm(function="right")],
+        rewards=[reward_term(function="right")],
     )
     assert len(seen) == 2 * REPLIES
     assert all(prompt == f"question number {answer}" == said for prompt, answer, said in seen)
@@ -505,7 +509,7 @@ def test_a_planted_length_bonus_is_seen_in_the_statistics_of_the_sources(inputs:
         model=Wordier,
         iterations=3,
         max_new_tokens=16,
-        rewards=[RewardTerm(function="quality"), RewardTerm(function="length")],
+        rewards=[reward_term(function="quality"), reward_term(function="length")],
         reward_scaling="none",
         reward_clip=None,
     )
@@ -522,7 +526,7 @@ def test_a_planted_length_bonus_is_seen_in_the_statistics_of_the_sources(inputs:
 
 @pytest.mark.parametrize("value", [NAN, math.inf])
 def test_a_score_of_a_model_that_is_no_number_is_a_fault(models: list[Path], value: float) -> None:
-    found = sources(RewardTerm(model="rewards.0"), models=models[:1])
+    found = sources(reward_term(model="rewards.0"), models=models[:1])
     answers = [Scores(scores=np.array([2.0, value, 3.0], np.float32))]
     with pytest.raises(NonFiniteError, match=r"the reward model rewards.0: scores of 1 of 3 rows \(the first: row 1"):
         score(found, ["a", "b", "c"], answers)

@@ -13,7 +13,8 @@ import numpy as np
 from tests.unit.rl.fake_model import FakeModel
 from tests.unit.rl.sources import sources
 from xray_runtime.agents.segments import Row
-from xray_runtime.config.ppo import PPOConfig, RewardTerm
+from xray_runtime.config.ppo import PPOConfig
+from xray_runtime.config.rewards import reward_term
 from xray_runtime.data.batch import Rollout, Scores, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.graph.inputs import PPOInputs
@@ -68,8 +69,9 @@ def test_a_reward_model_reads_whole_replies_and_a_function_the_messages(inputs: 
         return [0.0] * len(replies)
 
     reward = inputs.rewards[0].path
-    rewards = sources(RewardTerm(model="rewards.0"), RewardTerm(function="tell"), models=[reward], tell=tell)
+    rewards = sources(reward_term(model="rewards.0"), reward_term(function="tell"), models=[reward], tell=tell)
     rewards.branches["rewards.0"] = BranchSpec(reward)
+    rewards.roles.remove("rewards.0")
     a, n, an, end = *tokenizer.convert_tokens_to_ids(["a", "n", "an"]), tokenizer.eos_token_id
     replies = [[a, n, end], [an, end], [a, n, end], [a, n]]
     policy, critic, prompts = Policy(), Critic(), Prompts([(ASKED, [5, 6])])

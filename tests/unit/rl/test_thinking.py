@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.unit.data.encoding import encode_replies
 from tests.unit.rl.loop import REPLIES, PPOModel, World, attempt, logprob
-from xray_runtime.config.ppo import RewardTerm
+from xray_runtime.config.rewards import reward_term
 from xray_runtime.data.batch import Replies
 from xray_runtime.data.ledger import read_shard, readable, shard_path
 from xray_runtime.data.ragged import Ragged
@@ -53,7 +53,7 @@ def test_each_reads_its_part(inputs: PPOInputs, tmp_path: Path) -> None:
         return [1.0, 0.0, 0.5, 2.0]
 
     READ.clear()
-    rewards = [RewardTerm(model="rewards.0"), RewardTerm(function="f")]
+    rewards = [reward_term(model="rewards.0"), reward_term(function="f")]
     given: dict[str, Any] = {"iterations": 1, "max_new_tokens": 64, "rewards": rewards, "model": Thinking}
     recorder = attempt(inputs, tmp_path / "out", World(), functions={"f": function}, **given)
     assert seen == {"replies": WHOLE, "reasoning": REASONING, "answers": ANSWERS}

@@ -14,9 +14,9 @@ import pytest
 import xray
 from tests.unit.rl import sample_environments
 from tests.unit.rl.loop import KL_PER_TOKEN, PPOModel, World, attempt, words
-from xray_runtime.config.engines import FrozenConfig
-from xray_runtime.config.ppo import RewardTerm
-from xray_runtime.config.rewards import Route
+from xray_runtime.config.layouts import FrozenConfig
+from xray_runtime.config.reward_term import Route
+from xray_runtime.config.rewards import reward_term
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.batch import Scores, TextBatch
 from xray_runtime.data.pairs import Example, write_pairs
@@ -24,7 +24,7 @@ from xray_runtime.data.ragged import Ragged
 from xray_runtime.graph.artifacts import Dataset
 from xray_runtime.graph.graph import recording
 from xray_runtime.graph.inputs import PPOInputs
-from xray_runtime.rl import reward_sources
+from xray_runtime.rl import reward_models
 from xray_runtime.store.snapshots import Snapshot
 
 SYSTEM = [{"role": "system", "content": "Be brief."}]
@@ -90,7 +90,7 @@ def trained(
 ) -> tuple[World, Any, dict[str, Any]]:
     world, kept = World(), kept or out.parent / "kept"
     kept.mkdir(exist_ok=True)
-    terms = {"judges": [RewardTerm(function="judge")]} if judge is not None else {}
+    terms = {"judges": [reward_term(function="judge")]} if judge is not None else {}
     given: dict[str, Any] = {"iterations": 3, "validation": {"every": 1}, "model": Saving} | terms | fields
     functions = {"judge": judge} if judge is not None else None
     recorder = attempt(
@@ -162,8 +162,8 @@ def test_judges_read_columns_of_the_rows_they_look_at(validated: PPOInputs, tmp_
         asked.append([f"{prompt[-1]} {name}" for prompt, name in zip(prompts, task, strict=True)])
         return [1.0] * len(replies)
 
-    term = RewardTerm(function="judge", when=Route(column="task", equals="task 1"))
-    trained(validated, tmp_path / "out", judge, judges=[term], iterations=1)
+    judging = reward_term(function="judge", when=Route(column="task", equals="task 1"))
+    trained(validated, tmp_path / "out", judge, judges=[judging], iterations=1)
     assert asked == [["1 task 1"]] * 2
 
 
@@ -180,7 +180,7 @@ def test_a_reward_model_on_the_policys_trunk_scores_the_same(
     validated: PPOInputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, apart, of_its_own = trained(validated, tmp_path / "own", None)
-    monkeypatch.setattr(reward_sources, "same_trunk", lambda path, *trunk: True)
+    monkeypatch.setattr(reward_models, "same_trunk", lambda path, *trunk: True)
     fields = {"trainable_layers": 1, "model": OnTrunk}
     world, together, record = trained(validated, tmp_path / "trunk", None, kept=tmp_path / "k", **fields)
     assert record == of_its_own

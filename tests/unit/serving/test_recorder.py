@@ -20,7 +20,7 @@ from xray_runtime.data.recorded import RECORDED
 from xray_runtime.lineage import recorded
 from xray_runtime.lineage.audit_check import read_log
 from xray_runtime.lineage.evidence import evidence
-from xray_runtime.lineage.graph import Graph
+from xray_runtime.lineage.graph import CheckpointGraph
 from xray_runtime.lineage.keys import rotate, trusted_keys
 from xray_runtime.lineage.recorded import CHAIN, RecordedReader, SegmentWriter
 from xray_runtime.lineage.reference import LineageStore
@@ -36,7 +36,7 @@ def records(output: Path, user: str | None = None) -> list[dict[str, Any]]:
 
 def broken(output: Path, *known: str) -> set[str]:
     """Code and subject of what a check finds."""
-    graph = Graph()
+    graph = CheckpointGraph()
     graph.nodes |= dict.fromkeys((MODEL, *known))  # type: ignore[arg-type]
     verifier = Verifier(trusted_keys(output))
     store = LineageStore(output, graph, None)

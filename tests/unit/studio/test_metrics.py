@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.unit.lineage.synthetic import Lifecycle
 from tests.unit.studio.world import post, studio
-from xray.flows.nights import FILE, Night, place_of, write_night
+from xray.flows.cycles import FILE, Cycle, place_of, write_cycle
 from xray_runtime.evidence.view import RunBegan, run_lock
 from xray_runtime.lineage.log import append
 from xray_runtime.lineage.reference import find, open_lineage_store
@@ -35,10 +35,10 @@ def scraped(text: str) -> dict[Sample, float]:
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
 
 
-def night(output: Path, state: str) -> None:
+def cycle(output: Path, state: str) -> None:
     shas = {"start": "a" * 64, "data": "b" * 64, "feedback": ["c" * 64], "verdicts": None}
-    made = Night(number=1, first=1, last=2, state=state, **shas)
-    write_night(output, made)
+    made = Cycle(number=1, first=1, last=2, state=state, **shas)
+    write_cycle(output, made)
     os.utime(place_of(output, made) / FILE, (1_800_000_000, 1_800_000_000))
 
 
@@ -58,21 +58,21 @@ def test_runs_stages_cycles_and_audits_are_counted(output: Path) -> None:
     client = studio(output)
     found = scraped(client.get("/metrics").text)
     assert found[("xray_runs", (("status", "running"),))] == 0
-    # What nobody has audited is neither sound nor broken, and where there was no night there is no state.
-    assert not {name for name, _ in found} & {"xray_audit_sound", "xray_night_state"}
+    # What nobody has audited is neither sound nor broken, and where there was no cycle there is no state.
+    assert not {name for name, _ in found} & {"xray_audit_sound", "xray_cycle_state"}
     post(client, "/audit", hashing="yes")
     assert scraped(client.get("/metrics").text)[("xray_audit_sound", ())] == 1
     at_work(output)
-    night(output, "held")
+    cycle(output, "held")
     with run_lock(output, "live-1"):
         found = scraped(client.get("/metrics").text)
     where = (("run", "live-1"), ("stage", "ppo"))
     assert found[("xray_runs", (("status", "running"),))] == 1
     assert found[("xray_stage_metric", (("metric", "rollout/tokens_per_s"), *where))] == 200
     assert found[("xray_stage_step", where)] == 2
-    assert found[("xray_night_state", (("state", "held"),))] == 1
-    assert found[("xray_night_state", (("state", "begun"),))] == 0
-    assert found[("xray_night_timestamp_seconds", ())] == 1_800_000_000
+    assert found[("xray_cycle_state", (("state", "held"),))] == 1
+    assert found[("xray_cycle_state", (("state", "begun"),))] == 0
+    assert found[("xray_cycle_timestamp_seconds", ())] == 1_800_000_000
     node = find("sft", open_lineage_store(output, None))
     (node.directory / "model.safetensors").write_bytes(b"other bytes")
     post(client, "/audit", hashing="yes")
@@ -83,15 +83,15 @@ def test_runs_stages_cycles_and_audits_are_counted(output: Path) -> None:
 
 
 def test_a_tampered_cycle_is_a_metric_beside_all_others(output: Path) -> None:
-    night(output, "candidate")
+    cycle(output, "candidate")
     client = studio(output)
-    assert scraped(client.get("/metrics").text)[("xray_nights_sound", ())] == 1
+    assert scraped(client.get("/metrics").text)[("xray_cycles_sound", ())] == 1
     [path] = (output / "flywheel").glob(f"*/{FILE}")
     path.write_text(path.read_text().replace("candidate", "held"))
     found = scraped(client.get("/metrics").text)
-    assert found[("xray_nights_sound", ())] == 0
+    assert found[("xray_cycles_sound", ())] == 0
     assert ("xray_withdrawals", ()) in found
-    assert "xray_night_state" not in {name for name, _ in found}
+    assert "xray_cycle_state" not in {name for name, _ in found}
 
 
 def test_a_scrape_of_an_open_studio_bears_its_token(output: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_scrape_of_an_open_studio_bears_its_token(output: Path) -> None:
 
 def test_the_alerts_are_over_metrics_that_exist(output: Path) -> None:
     at_work(output)
-    night(output, "begun")
+    cycle(output, "begun")
     client = studio(output)
     post(client, "/audit")
     with run_lock(output, "live-1"):
@@ -116,7 +116,7 @@ def test_the_alerts_are_over_metrics_that_exist(output: Path) -> None:
     labels = {pair for _, pairs in found for pair in pairs} | {("status", "interrupted")}
     [group] = yaml.safe_load((DEPLOYMENTS / "alerts.yaml").read_text(encoding="utf-8"))["groups"]
     alerts = {rule["alert"]: rule for rule in group["rules"]}
-    assert {"XrayAuditBroken", "XrayNightHeld", "XrayNightStuck"} <= alerts.keys()
+    assert {"XrayAuditBroken", "XrayCycleHeld", "XrayCycleStuck"} <= alerts.keys()
     for name, rule in alerts.items():
         assert rule.keys() <= {"alert", "expr", "for", "labels", "annotations"}, name
         assert rule["labels"]["severity"] in ("page", "ticket"), name

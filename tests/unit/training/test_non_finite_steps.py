@@ -19,10 +19,10 @@ from tests.unit.rl.loop import PPOModel, World, attempt, plain
 from tests.unit.training import preference_loop
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.kto import KTOConfig
-from xray_runtime.config.ppo import RewardTerm
+from xray_runtime.config.rewards import reward_term
 from xray_runtime.data.batch import PromptBatch, Replies, Scores, StepAnswer, TextBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.errors import NonFiniteError, may_retry
 from xray_runtime.graph.artifacts import Dataset, Model, Preferences
 from xray_runtime.graph.inputs import DPOInputs, KTOInputs, PPOInputs
@@ -224,9 +224,9 @@ def test_the_place_of_an_error_is_named_once() -> None:
 def test_rewards_that_are_not_finite_are_refused(
     inputs: PPOInputs, tmp_path: Path, function: Callable[..., Any], cause: str
 ) -> None:
-    world, term = World(), RewardTerm(function="f", weight=2.0)
+    world, doubled = World(), reward_term(function="f", weight=2.0)
     with pytest.raises(RuntimeError, match=cause):
-        attempt(inputs, tmp_path / "out", world, rewards=[term], functions={"f": function})
+        attempt(inputs, tmp_path / "out", world, rewards=[doubled], functions={"f": function})
     assert not world.batches
 
 

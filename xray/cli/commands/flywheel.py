@@ -1,4 +1,4 @@
-"""`xray flywheel`: one night of the flow in `flows/flywheel.py`, under the supervisor."""
+"""`xray flywheel`: one cycle of the flow in `flows/flywheel.py`, under the supervisor."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ def command(
         list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Set a field; repeatable.")
     ] = None,
     release: Annotated[
-        str | None, typer.Option(metavar="NOTE", help="Release the last night, which is held; the note is recorded.")
+        str | None, typer.Option(metavar="NOTE", help="Release the last cycle, which is held; the note is recorded.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the night's record to stdout, all else to stderr.")
+        bool, typer.Option("--json", help="Print the cycle's record to stdout, all else to stderr.")
     ] = False,
 ) -> None:
-    """Make a candidate of the feedback since the last night: curate, train, evaluate beside the champion, check gates.
+    """Make a candidate of the feedback since the last cycle: curate, train, evaluate beside the champion, check gates.
 
     With `canary.share=0.1` the candidate then answers that share of the requests to `xray serve --record`; run the
-    command again to learn how that ended, and to begin a night after it.
-    Run the same command again to continue a night that was interrupted. `xray promote` makes the candidate champion.
+    command again to learn how that ended, and to begin a cycle after it.
+    Run the same command again to continue a cycle that was interrupted. `xray promote` makes the candidate champion.
     Exit codes: 0 done, 1 a stage failed, 2 bad input, 130 interrupted.
     """
-    from xray.flows.flywheel import begin_night
-    from xray.flows.nights import CANARY, night_markdown, place_of, read_nights
+    from xray.flows.cycles import CANARY, cycle_markdown, place_of, read_cycles
+    from xray.flows.flywheel import begin_cycle
 
     data = read_mapping(config) if config is not None else {}
     for field, value in parse_overrides(overrides or []).items():
         put(data, field, value, f"--set {field}")
     wanted = validate_as(FlywheelConfig, data)
     check_ray_address()
-    # Bad input is named before a server starts; the flow goes on with this very night.
-    night = begin_night(output.absolute(), wanted, release is not None)
+    # Bad input is named before a server starts; the flow goes on with this very cycle.
+    cycle = begin_cycle(output.absolute(), wanted, release is not None)
     console = Console(stderr=True, highlight=False)
-    if night is None:
-        console.print("nothing was recorded since the last night")
+    if cycle is None:
+        console.print("nothing was recorded since the last cycle")
         return
-    if night.state == CANARY:
-        console.print(f"night {night.number}: its canary runs; see `xray status`")
+    if cycle.state == CANARY:
+        console.print(f"cycle {cycle.number}: its canary runs; see `xray status`")
         return
     parameters: dict[str, Any] = {"output": str(output.absolute()), "config": wanted.model_dump(mode="json")}
     if release is not None:
@@ -69,10 +69,10 @@ def command(
     subject, runtime = Subject(flow=FLOW, parameters=parameters), saved_config(output).runtime
     code = supervise(output.absolute(), subject, runtime, console, to_stderr=as_json)
     if code == 0:
-        done = next(each for each in read_nights(output.absolute()) if each.number == night.number)
+        done = next(each for each in read_cycles(output.absolute()) if each.number == cycle.number)
         if as_json:
             print(json.dumps(done.model_dump(mode="json"), indent=2))
         else:
-            print(night_markdown(done))
+            print(cycle_markdown(done))
             print(f"records: {place_of(output, done)}")
     raise typer.Exit(code)

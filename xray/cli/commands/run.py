@@ -22,8 +22,7 @@ from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.evidence.log import LIFECYCLE
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.log import log_files
-from xray_runtime.lineage.signing import signing_key
+from xray_runtime.lineage.evidence import evidence
 from xray_runtime.planning.description import slow_precision
 from xray_runtime.planning.workload import this_machine
 from xray_runtime.terminal import print_table
@@ -75,7 +74,7 @@ def command(
     directory.mkdir(parents=True, exist_ok=True)
     if subject.config is not None:
         write_atomic(directory / CONFIG, resolved_yaml(subject.config))
-        log_files(directory, signing_key(directory), [directory / CONFIG], "config")
+        evidence().log_files(directory, [directory / CONFIG], "config")
     if verify:
         raise typer.Exit(verify_determinism(subject, runtime, directory, console))
     if graph is not None and (slow := slow_precision(graph, this_machine(runtime.device).device)):

@@ -1,4 +1,4 @@
-"""`xray withdraw`: a person's data, or a source, goes, and no model made from it is promoted again."""
+"""`xray withdraw`: erase a person's data or a source, and block every descendant."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ PANEL = "Checkpoints and keys"
 def command(
     output: Root,
     user: Annotated[
-        str | None, typer.Option(help="Person whose recorded data goes, as the requests named them.")
+        str | None, typer.Option(help="Person whose recorded data is erased, as the requests named them.")
     ] = None,
     source: Annotated[
-        str | None, typer.Option(help="Source of data that goes: its name in a config, or digest.")
+        str | None, typer.Option(help="Source of data to erase: its name in a config, or its digest.")
     ] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Check that no live model descends from what was withdrawn.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do it. Without it, only list what would be done.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Erase it; without this option, only list what would be erased.")
+    ] = False,
     by: By = None,
     as_json: AsJson = False,
 ) -> None:
@@ -81,9 +83,9 @@ def command(
 
 
 def _schedule(output: Path) -> None:
-    """Have a night without the data: it starts from the last policy that does not descend from it."""
-    from xray.deployments.retraining import schedule_night
+    """Have a cycle without the data: it starts from the last policy that does not descend from it."""
+    from xray.deployments.retraining import schedule_cycle
 
-    name = schedule_night(output)
-    print(f"scheduled: the flow run {name!r} trains again without it" if name else "the next night trains without it")
+    name = schedule_cycle(output)
+    print(f"scheduled: the flow run {name!r} trains again without it" if name else "the next cycle trains without it")
     print(f"retrain now: xray flywheel [CONFIG] --output {output}")

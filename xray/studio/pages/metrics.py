@@ -1,4 +1,4 @@
-"""Prometheus metrics of an output directory: its runs, their engines, nights and audits, read anew for each scrape.
+"""Prometheus metrics of an output directory: its runs, their engines, cycles and audits, read anew for each scrape.
 
 Served models have metrics of their own: `/metrics` of `xray serve`, from vLLM, the recorder and a canary.
 """
@@ -15,7 +15,7 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 
-from xray.flows.nights import DONE, FILE, place_of, read_nights
+from xray.flows.cycles import DONE, FILE, place_of, read_cycles
 from xray.studio.access import METRICS_PATH
 from xray.studio.pages.runs import RUNNING, runs, working
 from xray.studio.studio import Pages, Studio, studio_of
@@ -50,7 +50,7 @@ class OutputCollector:
         """Every metric, with its value now."""
         output = self.studio.output
         yield from _of_runs(output)
-        yield from _of_nights(output)
+        yield from _of_cycles(output)
         yield from _of_canary(self.studio.store())
         withdrawals = view(output).state(Withdrawals)
         yield GaugeMetricFamily("xray_withdrawals", "Withdrawals in the signed log", len(withdrawals))
@@ -88,24 +88,24 @@ def _of_runs(output: Path) -> Iterator[GaugeMetricFamily]:
     yield from (counted, last, step, changed)
 
 
-def _of_nights(output: Path) -> Iterator[GaugeMetricFamily]:
-    text = "Whether the nights' files are as the signed log has them"
+def _of_cycles(output: Path) -> Iterator[GaugeMetricFamily]:
+    text = "Whether the cycles' files are as the signed log has them"
     try:
-        nights = read_nights(output)
+        cycles = read_cycles(output)
     except ConfigError:
-        yield GaugeMetricFamily("xray_nights_sound", text, 0.0)
+        yield GaugeMetricFamily("xray_cycles_sound", text, 0.0)
         return
-    if not nights:
+    if not cycles:
         return
-    yield GaugeMetricFamily("xray_nights_sound", text, 1.0)
-    night = nights[-1]
-    state = GaugeMetricFamily("xray_night_state", "State of the last night: 1 for one of them", labels=["state"])
+    yield GaugeMetricFamily("xray_cycles_sound", text, 1.0)
+    cycle = cycles[-1]
+    state = GaugeMetricFamily("xray_cycle_state", "State of the last cycle: 1 for one of them", labels=["state"])
     for name in ("begun", *DONE):
-        state.add_metric([name], float(night.state == name))
+        state.add_metric([name], float(cycle.state == name))
     yield state
-    yield GaugeMetricFamily("xray_night_number", "Number of the last night", night.number)
-    changed = (place_of(output, night) / FILE).stat().st_mtime
-    yield GaugeMetricFamily("xray_night_timestamp_seconds", "Last change of the last night's record", changed)
+    yield GaugeMetricFamily("xray_cycle_number", "Number of the last cycle", cycle.number)
+    changed = (place_of(output, cycle) / FILE).stat().st_mtime
+    yield GaugeMetricFamily("xray_cycle_timestamp_seconds", "Last change of the last cycle's record", changed)
 
 
 def _of_canary(store: LineageStore) -> Iterator[GaugeMetricFamily]:

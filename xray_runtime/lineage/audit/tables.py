@@ -18,7 +18,7 @@ from typing import Any
 from xray_runtime.evidence.view import LogView
 from xray_runtime.lineage.audit.mlflow_schema import Database, Row, check_schema
 from xray_runtime.lineage.audit_check import Finding
-from xray_runtime.lineage.graph import Graph, Node
+from xray_runtime.lineage.graph import CheckpointGraph, Node
 from xray_runtime.tracking.mlflow_tracker import (
     ARTIFACTS,
     ATTEMPTS_TAG,
@@ -44,7 +44,7 @@ IMPORTED = "xray.imported"
 READY = 2
 
 
-def check_tables(path: Path, graph: Graph, view: LogView, output: Path) -> Iterator[Finding]:
+def check_tables(path: Path, graph: CheckpointGraph, view: LogView, output: Path) -> Iterator[Finding]:
     """Findings about the database at `path`, which is the output directory's own."""
     database = Database(path)
     try:
@@ -57,7 +57,7 @@ def check_tables(path: Path, graph: Graph, view: LogView, output: Path) -> Itera
 class _Rows:
     """The rows that a lifecycle leaves, by what explains them."""
 
-    def __init__(self, database: Database, graph: Graph, view: LogView, output: Path) -> None:
+    def __init__(self, database: Database, graph: CheckpointGraph, view: LogView, output: Path) -> None:
         self._db, self._graph, self._view, self._output = database, graph, view, output
         self.runs = {row["run_uuid"]: row for row in database.rows("runs")}
         self.models = {row["model_id"]: row for row in database.rows("logged_models")}

@@ -32,7 +32,7 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.errors import first_line
 from xray_runtime.evidence.view import Head
 from xray_runtime.files import write_atomic
-from xray_runtime.lineage.graph import Graph
+from xray_runtime.lineage.graph import CheckpointGraph
 from xray_runtime.lineage.provenance import package_digest
 from xray_runtime.lineage.signing import TrustedKey, Verifier, envelope, has_signing_key, signing_key
 from xray_runtime.store.checkpoints import read_bounded
@@ -88,7 +88,7 @@ class Baseline:
     """The end of the log then."""
 
 
-def read_baseline(output: Path, graph: Graph, trusted: Sequence[TrustedKey]) -> Baseline:
+def read_baseline(output: Path, graph: CheckpointGraph, trusted: Sequence[TrustedKey]) -> Baseline:
     """The checkpoints that have not changed since the last record; none, with the reason, if it does not count."""
     # Before anything is read: a checkpoint that changes during the audit has another state the next time.
     states = {node.directory.name: _state(node.directory) for node in graph.nodes.values()}
@@ -124,7 +124,9 @@ def last_head(output: Path, trusted: Sequence[TrustedKey]) -> Head | None:
         return None
 
 
-def write_record(output: Path, graph: Graph, trusted: Sequence[TrustedKey], baseline: Baseline, head: Head) -> str:
+def write_record(
+    output: Path, graph: CheckpointGraph, trusted: Sequence[TrustedKey], baseline: Baseline, head: Head
+) -> str:
     """Record that all of this is sound; returns why it was not recorded, or an empty text."""
     if not has_signing_key(output):
         return "the private key that would sign it is not here"
