@@ -19,7 +19,7 @@ from tests.component.models import open_models, same
 from xray_runtime.config.layouts import GeneratorConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.batch import PolicyBatch, PromptBatch, Replies, TextBatch
+from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.generation import Generation
 from xray_runtime.engines.sampling import EngineRank, Sampling
@@ -71,7 +71,7 @@ def prompts() -> PromptBatch:
     return PromptBatch(input_ids=ids, seed=np.arange(100, 100 + NUM_PROMPTS))
 
 
-def generate(models: dict[str, Any], rows: PromptBatch, version: int, sampling: Sampling = SAMPLING) -> Replies:
+def generate(models: dict[str, Any], rows: PromptBatch, version: int, sampling: Sampling = SAMPLING) -> ReplyBatch:
     return ray.get(models["generator"].generate.remote(rows, sampling, version))
 
 
@@ -164,7 +164,7 @@ def test_the_life_of_a_generator(models: dict[str, Any], prompts: PromptBatch, t
 
 
 def _logprobs(
-    directory: Path, weights: list[tuple[str, torch.Tensor]], asked: list[list[int]], out: Replies
+    directory: Path, weights: list[tuple[str, torch.Tensor]], asked: list[list[int]], out: ReplyBatch
 ) -> list[float]:
     """Log-probabilities of the replies' tokens under `weights`, by transformers in float64."""
     from transformers import AutoModelForCausalLM
@@ -258,7 +258,7 @@ def test_a_sharded_policy_is_followed_by_every_engine(
             np.testing.assert_allclose(sampled, scored.values, atol=2e-5)
 
 
-def _with_replies(prompts: PromptBatch, rollout: Replies) -> TextBatch:
+def _with_replies(prompts: PromptBatch, rollout: ReplyBatch) -> TextBatch:
     return TextBatch.of([ids.tolist() for ids in prompts.input_ids], rollout.response_ids)
 
 

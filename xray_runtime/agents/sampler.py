@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xray_runtime.data.batch import PromptBatch, Replies
+from xray_runtime.data.batch import PromptBatch, ReplyBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.sampling import Sampling
 
@@ -22,7 +22,7 @@ WINDOW_S = 0.005
 """Wait for more calls before a batch."""
 MAX_BATCH = 512
 
-Generate = Callable[[PromptBatch, Sampling, int], Replies]
+Generate = Callable[[PromptBatch, Sampling, int], ReplyBatch]
 """(prompts and seeds, sampling, policy version) → replies, as `Generation.generate`; called in a thread."""
 
 

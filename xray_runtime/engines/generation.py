@@ -11,7 +11,7 @@ import numpy as np
 
 from xray_runtime.config.layouts import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.batch import Replies
+from xray_runtime.data.batch import ReplyBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.generator import generator
 from xray_runtime.engines.sampling import EngineRank, Reply, Sampling
@@ -63,7 +63,7 @@ class Generation:
         """`Sampler.sleep`; weights that an update brings before the next sample (`synced_next`) are not kept."""
         self._sampler.sleep(drop=synced_next and self.weights.drop())
 
-    def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, version: int) -> Replies:
+    def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, version: int) -> ReplyBatch:
         """Sample one reply a prompt with policy version `version`.
 
         Log-probabilities are at the sampling temperature. Raises StaleWeightsError: another version is loaded, or a
@@ -79,7 +79,7 @@ class Generation:
             cut = [up_to_stop(reply, sampling.stop, tokenizer) for reply in replies]
             ended = [before or after is not None for before, after in zip(ended, cut, strict=True)]
             replies = [after or before for before, after in zip(replies, cut, strict=True)]
-        return Replies(
+        return ReplyBatch(
             response_ids=Ragged.of(reply.token_ids for reply in replies),
             rollout_logprobs=Ragged.of((reply.logprobs for reply in replies), np.float32),
             ended=np.array(ended),

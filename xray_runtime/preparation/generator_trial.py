@@ -11,7 +11,7 @@ import torch
 from xray_runtime.config.layouts import GENERATORS, able
 from xray_runtime.config.ppo import BFLOAT16_MISMATCH, FLOAT32_MISMATCH
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.data.batch import Replies
+from xray_runtime.data.batch import ReplyBatch
 from xray_runtime.engines.sampling import Sampling
 from xray_runtime.errors import StageInterruptedError, cause_line, is_out_of_memory, root_cause
 from xray_runtime.models.causal_lm import load_model, max_positions
@@ -69,7 +69,7 @@ def check_sampled(stage: Stage[HubBase, NoInputs], out: Path, stops: tuple[int, 
         )
 
 
-def _difference(out: Path, prompts: list[list[int]], answer: Replies) -> float:
+def _difference(out: Path, prompts: list[list[int]], answer: ReplyBatch) -> float:
     """Mean |log-probability difference| of the sampled tokens."""
     replies = [ids.tolist() for ids in answer.response_ids]
     ids = torch.tensor([token for prompt, reply in zip(prompts, replies, strict=True) for token in (*prompt, *reply)])

@@ -30,7 +30,7 @@ def sampling_of(config: SamplingConfig, model: Path, tokenizer: Any) -> Sampling
 
 
 def prompt_rows(stage: Stage[Any, Any], prompts: Sequence[Sequence[int]], *purpose: Any, first: int = 0) -> PromptBatch:
-    """What a generator takes; a reply's seed derives from `purpose` and its number, counted from `first`."""
+    """Prompts for a generator; a reply's seed derives from `purpose` and its number, counted from `first`."""
     seeds = [derive_seed(stage.seed, stage.name, *purpose, first + row) for row in range(len(prompts))]
     return PromptBatch(input_ids=Ragged.of(prompts), seed=np.array(seeds))
 

@@ -6,7 +6,7 @@ import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.data.batch import PromptBatch, Replies
+from xray_runtime.data.batch import PromptBatch, ReplyBatch
 from xray_runtime.workers.plain_errors import plain_errors
 from xray_runtime.workers.workhorse import RankInfo, Workhorse
 
@@ -78,7 +78,7 @@ class Generator(Workhorse):
         """One step of a transfer from GPU to GPU, which the trainer drives."""
         self._engine.receive(step, info, version)
 
-    def generate(self, rows: PromptBatch, sampling: Sampling, version: int) -> Replies:
+    def generate(self, rows: PromptBatch, sampling: Sampling, version: int) -> ReplyBatch:
         """Sample a reply to each prompt with its `seed`; see `Generation.generate`."""
         prompts = [ids.tolist() for ids in rows.input_ids]
         return self._engine.generate(prompts, rows.seed.tolist(), sampling, version)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeAlias, 
 
 if TYPE_CHECKING:
     from xray_runtime.config.runtime import RuntimeConfig
-    from xray_runtime.data.batch import PromptBatch, Replies, Scores, StepAnswer, TextBatch
+    from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, TextBatch
     from xray_runtime.engines.sampling import Sampling
     from xray_runtime.engines.sync.object_store import WeightUpdate
     from xray_runtime.engines.sync.route import Device, Route
@@ -111,7 +111,7 @@ class ModelHandle(Protocol):
     score: Score
     trunk: Score
     train: Train
-    generate: Method[[PromptBatch, Sampling, int], Replies]
+    generate: Method[[PromptBatch, Sampling, int], ReplyBatch]
     follow: Method[[ModelHandle, int], str | None]
     load_weights: Method[[WeightUpdate], int]
     load_checkpoint: Method[[Path, int], None]
@@ -139,7 +139,7 @@ class WholeModelHandle(Protocol):
     score: ScoreShards
     trunk: ScoreShards
     train: TrainShards
-    generate: Method[[Scattered[PromptBatch], Sampling, int], Replies]
+    generate: Method[[Scattered[PromptBatch], Sampling, int], ReplyBatch]
     follow: Method[[WholeModelHandle, int], str | None]
     load_weights: Method[[WeightUpdate], int]
     load_checkpoint: Method[[Path, int], None]
@@ -204,7 +204,7 @@ class WorkhorseHandle(Protocol):
 
     # Generator
     layers_of: Method[[set[str]], set[str]]
-    generate: Method[[PromptBatch, Sampling, int], Replies]
+    generate: Method[[PromptBatch, Sampling, int], ReplyBatch]
     verify_weights: Method[[WeightUpdate, int, int], None]
     load_weights: Method[[WeightUpdate, bool], int]
     load_checkpoint: Method[[Path, int], None]

@@ -17,7 +17,7 @@ import ray
 
 from xray_runtime.config.layouts import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.batch import PromptBatch, Replies, Scores, StepAnswer, TextBatch
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, TextBatch
 from xray_runtime.data.columnar import Batch
 from xray_runtime.engines.sync.route import Device, Route, choose_route
 from xray_runtime.engines.topology import Topology
@@ -153,11 +153,11 @@ class WholeModel:
                 return sums | {"refused_by": float(rank)}
         return sums
 
-    def generate(self, rows: Scattered[PromptBatch], sampling: Sampling, version: int) -> Replies:
+    def generate(self, rows: Scattered[PromptBatch], sampling: Sampling, version: int) -> ReplyBatch:
         """`Generator.generate` with a shard of the prompts a replica; replies in order. Raises NonFiniteError: a
         log-probability is not finite."""
         size = len(self._workhorses) // self._num_replicas
-        calls: list[Ref[Replies]] = []
+        calls: list[Ref[ReplyBatch]] = []
         firsts: list[int] = []
         for replica, shard in enumerate(rows.shards):
             if shard is not None:
@@ -339,7 +339,7 @@ class WholeModel:
 
 
 def _in_order(answers: list[B], rows: Scattered[Any]) -> B:
-    """What was made of the shards, in the order of the batch."""
+    """The answers to the shards, in the order of the batch."""
     if len(rows.shards) == 1:
         return answers[0]
     return type(answers[0]).join(answers, [places.tolist() for places in rows.places if len(places)])

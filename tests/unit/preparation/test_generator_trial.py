@@ -17,7 +17,7 @@ import transformers
 from xray_runtime.config.base import HubBase
 from xray_runtime.config.layouts import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.batch import Replies, TextBatch
+from xray_runtime.data.batch import ReplyBatch, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.sampling import Sampling
 from xray_runtime.models.family import family_of
@@ -56,7 +56,7 @@ class Generator:
             logprobs = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(REPLY)[:, None])[:, 0]
             found.append(logprobs.numpy() + np.float32(self._off_by))
         count = len(found)
-        return Ready(Replies(response_ids=Ragged.of([REPLY] * count), rollout_logprobs=Ragged.of(found, np.float32)))
+        return Ready(ReplyBatch(response_ids=Ragged.of([REPLY] * count), rollout_logprobs=Ragged.of(found, np.float32)))
 
 
 Opened = Callable[[dict[str, Any]], Any]
