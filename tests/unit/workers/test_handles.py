@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xray_runtime.config.engines import FrozenConfig, GeneratorConfig
+from xray_runtime.config.layouts import FrozenConfig, GeneratorConfig
 from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch, Scores, StepAnswer, TextBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.engines.topology import Topology
 from xray_runtime.workers import handles
 from xray_runtime.workers.handles import INLINE_BYTES, ModelProxy
