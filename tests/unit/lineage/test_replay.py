@@ -17,9 +17,9 @@ import pytest
 from tests.unit.lineage.commands import xray
 from tests.unit.lineage.synthetic import Lifecycle, ledger
 from tests.unit.rl.loop import PPOModel, World, attempt, make_inputs
-from xray_runtime.config.engines import Section
 from xray_runtime.config.ppo import LedgerConfig, PPOConfig
 from xray_runtime.config.rewards import reward_term
+from xray_runtime.config.section import Section
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.ledger import Shard, read_shard, shard_path
 from xray_runtime.data.pairs import Example, write_pairs
