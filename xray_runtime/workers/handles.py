@@ -43,6 +43,10 @@ class Scattered(Generic[B]):
     places: list[np.ndarray]
     """Indices of each shard's rows in the batch."""
 
+    def shard(self, number: int) -> B:
+        """A shard as an argument of a call: an actor gets the rows in place of a reference to them."""
+        return cast("B", self.shards[number])
+
 
 @dataclass(frozen=True)
 class _Call(Generic[P, T]):
@@ -93,7 +97,9 @@ class ModelProxy:
 
 
 def _sharded(rows: B, places: Sequence[np.ndarray]) -> Scattered[B]:
-    shards = [rows] if len(places) == 1 else [rows.take(own) if len(own) else None for own in places]
+    shards: list[B | None] = [rows]
+    if len(places) > 1:
+        shards = [rows.take(own) if len(own) else None for own in places]
     return Scattered([None if shard is None else _parcel(shard) for shard in shards], list(places))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Batch)
+K = TypeVar("K", bound=Batch)
 
 
 @plain_errors
@@ -159,12 +160,12 @@ class WholeModel:
         size = len(self._workhorses) // self._num_replicas
         calls: list[Ref[ReplyBatch]] = []
         firsts: list[int] = []
-        for replica, shard in enumerate(rows.shards):
-            if shard is not None:
+        for replica, places in enumerate(rows.places):
+            if len(places):
                 # Every rank of a replica gets the same prompts; the first rank answers for it.
                 ranks = self._workhorses[replica * size : (replica + 1) * size]
                 firsts.append(len(calls))
-                calls += [w.generate.remote(shard, sampling, version) for w in ranks]
+                calls += [w.generate.remote(rows.shard(replica), sampling, version) for w in ranks]
         replies = self._get(calls)
         self._check_finite([replies[first] for first in firsts], firsts)
         return _in_order([replies[first] for first in firsts], rows)
@@ -311,10 +312,10 @@ class WholeModel:
         """The rank that answers for each replica."""
         return [rank for rank in range(len(self._workhorses)) if self._topology.reports(rank)]
 
-    def _scatter(self, rows: Scattered[TextBatch], call: Callable[[WorkhorseHandle, Any], Ref[T]]) -> list[T]:
+    def _scatter(self, rows: Scattered[TextBatch], call: Callable[[WorkhorseHandle, TextBatch], Ref[T]]) -> list[T]:
         """The answer of each replica. All Workhorses of a replica get the same rows; one answers for it."""
         ranks = enumerate(self._workhorses)
-        answers = self._get([call(w, rows.shards[self._topology.data_rank(rank)]) for rank, w in ranks])
+        answers = self._get([call(w, rows.shard(self._topology.data_rank(rank))) for rank, w in ranks])
         return [answers[rank] for rank in self._reporting()]
 
     def _call(self, call: Callable[[WorkhorseHandle], Ref[T]]) -> list[T]:
@@ -338,7 +339,7 @@ class WholeModel:
             ray.kill(workhorse)
 
 
-def _in_order(answers: list[B], rows: Scattered[Any]) -> B:
+def _in_order(answers: list[B], rows: Scattered[K]) -> B:
     """The answers to the shards, in the order of the batch."""
     if len(rows.shards) == 1:
         return answers[0]
