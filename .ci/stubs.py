@@ -22,6 +22,7 @@ from pydantic import AfterValidator, BaseModel
 from pydantic.fields import FieldInfo
 
 import xray
+from xray_runtime.config.layouts import PlugSection
 from xray_runtime.config.rewards import KINDS, RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sources import BuiltInOrFunction, SourceTerms
@@ -94,6 +95,8 @@ class Types:
             return f"tuple[{', '.join(map(self.text_of, arguments))}] | list[{self.text_of(arguments[0])}]"
         if origin in (list, dict, collections.abc.Mapping, collections.abc.Sequence):
             return f"{origin.__name__}[{', '.join(map(self.text_of, arguments))}]"
+        if isinstance(annotation, type) and issubclass(annotation, PlugSection):
+            return " | ".join(map(self.section, annotation.members()))
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             return self.section(annotation)
         return "Any" if annotation is Any else str(annotation.__name__)
@@ -106,8 +109,9 @@ class Types:
             lines = [f"class {name}(TypedDict, total=False):"]
             for field, info in section.model_fields.items():
                 text = self.text_of_field(info)
-                # The discriminator of a union must be given.
+                # The discriminator of a union must be given, unless the union has a default.
                 is_tag = text.startswith("Literal[") and text.count(",") == 0 and info.default is not None
+                is_tag = is_tag and not issubclass(section, PlugSection)
                 lines.append(f"    {field}: {f'Required[{text}]' if info.is_required() or is_tag else text}")
             self.sections[name] = "\n".join(lines if len(lines) > 1 else [*lines, "    ..."])
         return name

@@ -21,7 +21,7 @@ import torch
 from benchmarks.held import LoadedLearner, held_bytes, innermost
 from benchmarks.ranks import run_ranks
 from xray_runtime.config.base import FreshBase, PretrainedBase
-from xray_runtime.config.engines import EngineConfig
+from xray_runtime.config.layouts import EngineConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.data.batch import PolicyBatch, TextBatch
 from xray_runtime.data.ragged import Ragged
@@ -210,7 +210,7 @@ def predicted(model: Path, layout: dict[str, Any]) -> Memory:
         from_pretrained(PretrainedBase(model=str(model))),
         4,
         Layout(
-            zero_stage=engine.zero,
+            zero_stage=engine.sharding_level,
             tp=engine.tensor_parallel,
             pp=engine.pipeline_parallel,
             dp=engine.data_parallel,

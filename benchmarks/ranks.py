@@ -22,7 +22,7 @@ PRELOAD = [
     "deepspeed",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # which ZeRO imports, and with it torch's compiler: seconds
     "transformers.models.llama.modeling_llama",
-    "xray_runtime.engines.training.megatron.engine",
+    "xray_runtime.engines.trainers.megatron.engine",
     "benchmarks.ranks",
 ]
 TIMEOUT_S = 900.0

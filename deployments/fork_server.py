@@ -35,8 +35,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xray.deployments import fork_client
+from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.gpus import has_driver
-from xray_runtime.workers.libraries import KEEP_MEMORY, VARIABLE, VLLM, prepare_imports
+from xray_runtime.workers.libraries import KEEP_MEMORY, VARIABLE, import_libraries, prepare_imports
 
 OF_A_RAY = ("RAY_RAYLET_PID", "RAY_JOB_ID")
 """Variables that Ray reads once, at its import."""
@@ -178,19 +179,12 @@ def import_torch() -> None:
     from xray_runtime.models import causal_lm, heads  # noqa: F401
 
 
-def import_libraries(name: str) -> None:
-    """Import everything else that a Workhorse of this kind needs, on CPU."""
-    if name == VLLM:
-        from xray_runtime.engines.generation.vllm import load_vllm
-
-        # vLLM imports Ray, for an executor that nothing here uses, and a server must fork before that.
-        sys.modules["ray"] = None  # type: ignore[assignment]
-        load_vllm("cpu")
-        del sys.modules["ray"]
-    else:
-        from xray_runtime.engines.training.deepspeed_setup import load_deepspeed
-
-        load_deepspeed("cpu")
+def import_plug(name: str) -> None:
+    """Import everything else that a Workhorse with this trainer or generator needs, on CPU."""
+    # vLLM imports Ray, for an executor that nothing here uses, and a server must fork before that.
+    sys.modules["ray"] = None  # type: ignore[assignment]
+    import_libraries(name, RuntimeConfig(), "cpu")
+    del sys.modules["ray"]
 
 
 def _import(request: Request, step: int) -> None:
@@ -200,7 +194,7 @@ def _import(request: Request, step: int) -> None:
         if request.libraries and step == 0:
             import_torch()
         elif request.libraries:
-            import_libraries(request.libraries)
+            import_plug(request.libraries)
         return
     os.environ.clear()
     os.environ |= request.environment

@@ -69,7 +69,7 @@ class Deployment:
             "entrypoint": self.flow,
             "tags": ["xray", self.flow.rpartition(".")[2], *self.tags],
             "work_pool": pool,
-            "parameters": output | self.parameters,
+            "parameters": {**output, **self.parameters},
         }
         if self.schedule is not None:
             slug, cron = self.schedule
@@ -79,11 +79,10 @@ class Deployment:
         return entry
 
 
-def shipped() -> list[Deployment]:
-    """The deployments of X-ray's own flows."""
+def long_computations() -> list[Deployment]:
+    """X-ray's own flows that train."""
     quickstart = {"config": read_mapping(CONFIGS / "quickstart.yaml")}
     search = {"name": "quickstart-ppo"} | read_mapping(CONFIGS / "search" / "quickstart-ppo.yaml")
-    model = f"{quickstart['config']['project']}-policy"
     return [
         Deployment(
             name="lifecycle",
@@ -117,6 +116,14 @@ def shipped() -> list[Deployment]:
             queue=QUEUE,
             extra="ops",
         ),
+    ]
+
+
+def short_flows() -> list[Deployment]:
+    """X-ray's own flows that take minutes at most."""
+    quickstart = {"config": read_mapping(CONFIGS / "quickstart.yaml")}
+    model = f"{quickstart['config']['project']}-policy"
+    return [
         Deployment(
             name="audit",
             description="Check every byte, record and alias; fails, with an event, if one was changed.",
@@ -160,7 +167,11 @@ def shipped() -> list[Deployment]:
 def deployments(values: Mapping[str, str]) -> list[dict[str, Any]]:
     """Every deployment, as an entry of prefect.yaml. Raises ValueError: two have one name."""
     found: dict[str, Deployment] = {}
-    for each in (*shipped(), *(point.load() for point in entry_points(group="xray.deployments"))):
+    for each in (
+        *long_computations(),
+        *short_flows(),
+        *(point.load() for point in entry_points(group="xray.deployments")),
+    ):
         if each.name in found:
             raise ValueError(f"deployment {each.name!r} is there twice: {found[each.name].flow}, {each.flow}")
         found[each.name] = each

@@ -1,25 +1,28 @@
-"""Pages of the site that are made from the code: stage kinds, config, commands, columns; none is copied by hand."""
+"""Pages of the site that are made from the code: stage kinds, config, engines, commands, columns; none by hand."""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel
 
+from xray_runtime.config.layouts import PlugSection
 from xray_runtime.graph.kind_help import field_help, meanings, role_text, summary, tag
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
 
+    from xray_runtime.config.plugs import Registry
     from xray_runtime.graph.kind import StageKind
 
 ROOT = Path(__file__).parents[1]
@@ -49,7 +52,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     sys.path.insert(0, str(ROOT))
     pages: dict[str, Callable[[], str]] = {"kinds.md": kinds_page, "config.md": config_page, "cli.md": cli_page}
-    pages["columns.md"] = columns_page
+    pages |= {"columns.md": columns_page, "engines.md": engines_page}
     for name, page in pages.items():
         files.append(File.generated(config, name, content=page()))
     return files
@@ -147,6 +150,8 @@ def _all_sections() -> list[type[BaseModel]]:
 def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
+    if isinstance(annotation, type) and issubclass(annotation, PlugSection):
+        yield from (member for member in annotation.members() if member is not annotation)
     for part in get_args(annotation):
         yield from _sections_in(part)
 
@@ -163,6 +168,52 @@ def _fields(section: type[BaseModel]) -> Iterator[str]:
             for field in field_help(section, lambda name: f"[{name}](config.md#{name.lower()})")
         ),
     )
+
+
+# Engines
+
+
+def engines_page() -> str:
+    """What each trainer and each generator can do."""
+    from xray_runtime.config.capabilities import GeneratorCapabilities, TrainerCapabilities
+    from xray_runtime.config.layouts import GENERATORS, TRAINERS
+
+    lines = [
+        "# Engines",
+        "",
+        "What each engine can do; the rest is refused before a run. This page is made from the code.",
+    ]
+    lines += ["", "## Trainers (`library`)", "", *_capabilities(TRAINERS, TrainerCapabilities)]
+    lines += ["", "## Generators (`engine`)", "", *_capabilities(GENERATORS, GeneratorCapabilities)]
+    return "\n".join(lines) + "\n"
+
+
+def _capabilities(registry: Registry[Any], kind: type[Any]) -> Iterator[str]:
+    about, names = meanings(kind), list(registry)
+    can = {name: registry.get(name).capabilities for name in names}
+    yield from _table(
+        ("", *(f"`{name}`" for name in names), "Meaning"),
+        (
+            (
+                field.name,
+                *(_able(getattr(can[name], field.name)) for name in names),
+                about[field.name],
+            )
+            for field in dataclasses.fields(kind)
+        ),
+    )
+
+
+def _able(value: object) -> str:
+    match value:
+        case bool():
+            return "yes" if value else "–"
+        case Mapping():
+            return ", ".join(f"`{name}`: {' or '.join(map(str, allowed))}" for name, allowed in value.items()) or "all"
+        case tuple():
+            parts = ("+".join(sorted(part)) if isinstance(part, frozenset) else str(part) for part in value)
+            return ", ".join(parts) or "–"
+    return "yes" if value is not None else "–"
 
 
 # Commands

@@ -16,8 +16,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from pydantic import Field, model_validator
 
 from xray.flows.subject import Subject
-from xray_runtime.config.engines import Count, Section
 from xray_runtime.config.loading import read_mapping
+from xray_runtime.config.section import Count, Section
 from xray_runtime.config.validation import CombinationError, ConfigError, validate_as
 from xray_runtime.graph.graph import StageCall
 from xray_runtime.store.identity import digest

@@ -28,8 +28,10 @@ _WHERE = {
     "xray_runtime.algorithms.checking": ("check_advantages", "check_loss"),
     "xray_runtime.algorithms.estimators": ("AdvantageInputs",),
     "xray_runtime.algorithms.losses": ("PolicyLossInputs", "TokenLoss"),
-    "xray_runtime.config.engines": ("FrozenConfig", "GeneratorConfig", "LayoutConfig", "Section", "TrainingConfig"),
+    "xray_runtime.config.layouts": ("FrozenConfig", "GeneratorConfig", "LayoutConfig"),
     "xray_runtime.config.methods": ("Method",),
+    "xray_runtime.config.section": ("Section",),
+    "xray_runtime.config.training": ("TrainingConfig",),
     "xray_runtime.config.validation": ("ConfigError",),
     "xray_runtime.environments.protocol": ("Start", "Step"),
     "xray_runtime.graph.artifacts": (

@@ -16,11 +16,12 @@ import ray
 from benchmarks.cluster_sim.cost import Estimate
 from benchmarks.cluster_sim.nodes import GPUNodes, driver_bytes, store_bytes
 from benchmarks.cluster_sim.workhorse import Scale, SimSpec, SimWorkhorse
-from xray_runtime.config.engines import EngineConfig, FrozenConfig, GeneratorConfig
+from xray_runtime.config.layouts import FrozenConfig, GeneratorConfig
 from xray_runtime.config.ppo import LedgerConfig, PPOConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.tokenizing import train_tokenizer
+from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
 from xray_runtime.graph.artifacts import Dataset, Model, RewardModel
 from xray_runtime.graph.inputs import PPOInputs
 from xray_runtime.graph.kind import Stage
@@ -110,7 +111,7 @@ class Job:
             epochs=1,
             max_new_tokens=self.reply_tokens // self.scale.tokens,
             rewards=[RewardModelTerm(model="rewards.0")],
-            engine=EngineConfig(num_workhorses=shares.policy, zero_stage=3, precision="bfloat16"),
+            engine=DeepSpeedConfig(num_workhorses=shares.policy, zero_stage=3, precision="bfloat16"),
             frozen=FrozenConfig(num_workhorses=shares.frozen, zero_stage=3, precision="bfloat16"),
             generator=GeneratorConfig(tensor_parallel=shares.tensor_parallel),
             ledger=LedgerConfig(keep="none"),

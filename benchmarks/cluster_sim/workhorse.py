@@ -17,13 +17,13 @@ import ray
 
 from benchmarks.cluster_sim.cost import Call, Part
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.batch import PromptBatch, Replies, Scores, StepAnswer, TextBatch
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, TextBatch
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.engines.sync.route import Device
 from xray_runtime.files import write_atomic
 from xray_runtime.planning.cost import SNAPSHOT_BYTES
 from xray_runtime.planning.model_states import HALF_BYTES
 from xray_runtime.store.shards import Piece, Shard, index_path, read_shards, shard_problem
-from xray_runtime.weights.device_transfer import Device
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.heartbeat import Heartbeat
 from xray_runtime.workers.model_spec import ModelSpec
@@ -129,11 +129,11 @@ class SimWorkhorse(Workhorse):
         scores = Scores() if "old_logprobs" in rows else Scores(old_logprobs=_logprobs(rows))
         return StepAnswer(dict.fromkeys(counts, 0.0) | {"grad_norm": 1.0}, scores)
 
-    def generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
+    def generate(self, rows: PromptBatch, sampling: Any, version: int) -> ReplyBatch:
         length, count = sampling.max_new_tokens, len(rows.seed)
         self._work("generate", count / self.spec.rollout_size)
         tokens = 20 + (rows.seed[:, None] + np.arange(length)) % 200
-        return Replies(
+        return ReplyBatch(
             response_ids=Ragged.of(tokens),
             rollout_logprobs=Ragged.of(np.full((count, length), LOGPROB), np.float32),
             ended=np.ones(count, bool),

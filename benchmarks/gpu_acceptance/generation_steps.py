@@ -16,10 +16,11 @@ import torch
 
 from benchmarks.gpu_acceptance import planned
 from benchmarks.gpu_acceptance.setting import Setting, check, free_bytes
-from xray_runtime.config.engines import FrozenConfig, GeneratorConfig, LoRAConfig
-from xray_runtime.data.batch import PromptBatch, Replies, Scores, TextBatch
+from xray_runtime.config.layouts import FrozenConfig, GeneratorConfig
+from xray_runtime.config.training import LoRAConfig
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, TextBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.workers.generator import Generator
 from xray_runtime.workers.generator_spec import GeneratorSpec
@@ -61,7 +62,7 @@ def generator(setting: Setting, engine: Engine, **runtime: Any) -> Iterator[Gene
     reserved.close()
 
 
-def mismatch(setting: Setting, replies: Replies, score: Callable[[TextBatch], Scores]) -> float:
+def mismatch(setting: Setting, replies: ReplyBatch, score: Callable[[TextBatch], Scores]) -> float:
     """Mean |difference| of the replies' log-probabilities, of the generator and by `score`; raises if it is large."""
     asked, sampled = prompts(setting), replies.response_ids
     scored = score(TextBatch.of(list(asked.input_ids), list(sampled)))

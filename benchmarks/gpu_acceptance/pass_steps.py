@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.gpu_acceptance.generation_steps import MISMATCH
 from benchmarks.gpu_acceptance.setting import Setting, check
 from benchmarks.gpu_acceptance.training_steps import LR, NUM_STEPS
-from xray_runtime.config.engines import FrozenConfig
+from xray_runtime.config.layouts import FrozenConfig
 from xray_runtime.data.batch import Scores, TextBatch
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import ReferenceObjective, SFTObjective, Tensors, Texts, last_hidden

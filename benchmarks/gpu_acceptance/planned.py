@@ -59,7 +59,10 @@ def training(setting: Setting, spec: ModelSpec) -> tuple[int, float]:
     assert spec.training is not None
     engine, role = spec.training.engine, trained_role(setting, spec)
     layout = Layout(
-        zero_stage=engine.zero, tp=engine.tensor_parallel, pp=engine.pipeline_parallel, dp=engine.data_parallel
+        zero_stage=engine.sharding_level,
+        tp=engine.tensor_parallel,
+        pp=engine.pipeline_parallel,
+        dp=engine.data_parallel,
     )
     one = workload(setting, role, micro_batch_tokens=engine.micro_batch_tokens)
     memory = one.memory(role, layout)

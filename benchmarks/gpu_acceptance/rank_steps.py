@@ -9,7 +9,7 @@ from benchmarks.gpu_acceptance.generation_steps import max_length, mismatch, pro
 from benchmarks.gpu_acceptance.setting import Setting, check
 from benchmarks.gpu_acceptance.training_steps import figures, run_steps
 from benchmarks.ranks import run_ranks
-from xray_runtime.config.engines import FrozenConfig, GeneratorConfig
+from xray_runtime.config.layouts import FrozenConfig, GeneratorConfig
 from xray_runtime.engines.topology import Topology
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.workers.generator_spec import GeneratorSpec

@@ -14,9 +14,10 @@ import torch
 import transformers
 import xxhash
 
-from xray_runtime.config.engines import EngineConfig, LoRAConfig
+from xray_runtime.config.layouts import EngineConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
+from xray_runtime.config.training import LoRAConfig
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.models.causal_lm import save_model

@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu_acceptance import planned
 from benchmarks.gpu_acceptance.machine_steps import matmul_flops
 from benchmarks.gpu_acceptance.setting import Setting, check, free_bytes, weights_digest
-from xray_runtime.config.engines import LoRAConfig
+from xray_runtime.config.training import LoRAConfig
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.models.causal_lm import load_model
 from xray_runtime.planning.shapes import ModelShape

@@ -20,8 +20,8 @@ def main(directory: Path) -> None:
     from vllm.platforms.interface import DeviceCapability
 
     from xray_runtime.config.runtime import RuntimeConfig
-    from xray_runtime.engines.generation.sampling import EngineRank
-    from xray_runtime.engines.generation.vllm import engine_options
+    from xray_runtime.engines.generators.vllm.sampler import engine_options
+    from xray_runtime.engines.sampling import EngineRank
 
     class H100(NonNvmlCudaPlatform):  # type: ignore[misc]
         @classmethod

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from tests.component.models import Empty, EmptySpec, open_models
-from xray_runtime.config.engines import FrozenConfig, GeneratorConfig
+from xray_runtime.config.layouts import FrozenConfig, GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.workhorse import RankInfo, Workhorse

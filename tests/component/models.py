@@ -15,7 +15,7 @@ import psutil
 import ray
 
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.batch import Replies, TextBatch
+from xray_runtime.data.batch import ReplyBatch, TextBatch
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.opening import model_opener
@@ -99,7 +99,7 @@ def text(num_rows: int = 9, seed: int = 0) -> TextBatch:
     return TextBatch.of(prompts, replies)
 
 
-def same(found: Replies, expected: Replies) -> None:
+def same(found: ReplyBatch, expected: ReplyBatch) -> None:
     """Replies are equal, to the bit."""
     for ours, theirs in (
         (found.response_ids, expected.response_ids),

@@ -17,8 +17,8 @@ from tests.component.models import open_models
 from tests.unit.environments import caller, samples
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.allowed_imports import VARIABLE
-from xray_runtime.config.engines import GeneratorConfig
 from xray_runtime.config.environment import EnvironmentConfig
+from xray_runtime.config.layouts import GeneratorConfig
 from xray_runtime.config.ppo import PPOConfig
 from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.runtime import RuntimeConfig

@@ -11,12 +11,12 @@ import torch
 import transformers
 
 from tests.component.models import open_models
-from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.data.batch import PromptBatch, TextBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
+from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
@@ -67,7 +67,7 @@ def test_a_trainer_that_sleeps_gives_its_memory_and_goes_on_alike(
         pytest.skip("only GPU memory can be released")
     shape = transformers.LlamaConfig(vocab_size=320, hidden_size=1024, num_hidden_layers=8, intermediate_size=4096)
     transformers.LlamaForCausalLM(shape).save_pretrained(tmp_path / "model")
-    training = SFTConfig(engine=EngineConfig(zero_stage=zero_stage))
+    training = SFTConfig(engine=DeepSpeedConfig(zero_stage=zero_stage))
     rows = TextBatch(input_ids=Ragged.of(np.arange(5, 17).reshape(2, 6)), prompt_lengths=np.array([2, 3]))
     stats, asleep, awake = {}, 0, 0
     for sleeps in (False, True):

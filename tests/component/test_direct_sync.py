@@ -10,7 +10,7 @@ import ray
 import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-from xray_runtime.weights.device_transfer import Sender
+from xray_runtime.engines.sync.route import Sender
 
 WEIGHTS = {"a": torch.tensor([1.0, 1.0 + 2**-12]), "b": torch.ones(2, 3)}
 

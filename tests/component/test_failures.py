@@ -17,7 +17,7 @@ import ray
 import torch
 
 from tests.component.models import gone, open_models, pids, text
-from xray_runtime.config.engines import EngineConfig
+from xray_runtime.config.layouts import EngineConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.cores import load

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.component.models import open_models
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.engines import EngineConfig, GeneratorConfig
+from xray_runtime.config.layouts import EngineConfig, GeneratorConfig
 from xray_runtime.config.ppo import PPOConfig
 from xray_runtime.config.rewards import reward_term
 from xray_runtime.config.runtime import RuntimeConfig

@@ -20,7 +20,7 @@ import ray
 
 from tests.e2e.conftest import ROOT
 from xray.deployments.fork_server import fork_server
-from xray_runtime.workers.libraries import FORK_SERVER, TRAINING, VLLM, worker_options
+from xray_runtime.workers.libraries import FORK_SERVER, worker_options
 
 pytestmark = pytest.mark.skipif(fork_server() is None, reason="this machine has a GPU, or is no Linux")
 
@@ -63,7 +63,9 @@ def probe(**options: Any) -> Any:
     return ray.remote(Probe).options(num_cpus=0, **options).remote()
 
 
-@pytest.mark.parametrize(("libraries", "modules"), [(TRAINING, {"torch", "deepspeed"}), (VLLM, {"torch", "vllm"})])
+@pytest.mark.parametrize(
+    ("libraries", "modules"), [("trainer:deepspeed", {"torch", "deepspeed"}), ("generator:vllm", {"torch", "vllm"})]
+)
 def test_a_workhorse_begins_with_its_libraries(cluster: None, libraries: str, modules: set[str]) -> None:
     first, second = (probe(**worker_options(libraries)) for _ in range(2))
     assert ray.get([first.modules.remote(), second.modules.remote()]) == [modules, modules]
@@ -77,7 +79,7 @@ def test_a_workhorse_begins_with_its_libraries(cluster: None, libraries: str, mo
 
 def test_a_workhorse_keeps_the_memory_that_it_frees(cluster: None) -> None:
     """Each step else takes new pages for its gradients, which the system must clear."""
-    first, second = ray.get(probe(**worker_options(TRAINING)).new_pages.remote())
+    first, second = ray.get(probe(**worker_options("trainer:deepspeed")).new_pages.remote())
     assert second < 0.01 * first
 
 
@@ -91,15 +93,15 @@ from pathlib import Path
 from tests.component.test_fork_server import Probe, probe
 from xray.deployments.fork_server import fork_server
 from xray.deployments.local_ray import running_ray
-from xray_runtime.workers.libraries import TRAINING, worker_options
+from xray_runtime.workers.libraries import worker_options
 import ray
 
 with running_ray(num_cpus=2):
-    actors = [probe(**worker_options(TRAINING)), probe()]
+    actors = [probe(**worker_options("trainer:deepspeed")), probe()]
     print(json.dumps(ray.get([actor.pid.remote() for actor in actors])), flush=True)
     print(fork_server().address, flush=True)
     sys.stdin.readline()
-    print(json.dumps(sorted(ray.get(probe(**worker_options(TRAINING)).modules.remote()))), flush=True)
+    print(json.dumps(sorted(ray.get(probe(**worker_options("trainer:deepspeed")).modules.remote()))), flush=True)
     sys.stdin.readline()
 """
 

@@ -16,19 +16,20 @@ import torch
 from safetensors.torch import load_file
 
 from tests.component.models import open_models, same
-from xray_runtime.config.engines import EngineConfig, GeneratorConfig
+from xray_runtime.config.layouts import GeneratorConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.batch import PolicyBatch, PromptBatch, Replies, TextBatch
+from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch, TextBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.engines.generation.generation import Generation
-from xray_runtime.engines.generation.sampling import EngineRank, Sampling
+from xray_runtime.engines.generation import Generation
+from xray_runtime.engines.sampling import EngineRank, Sampling
+from xray_runtime.engines.sync.object_store import WeightTransferError, pack
+from xray_runtime.engines.sync.versioned import StaleWeightsError
+from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
 from xray_runtime.errors import root_cause
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.models.ppo_objectives import PPOObjective
-from xray_runtime.weights.object_store import WeightTransferError, pack
-from xray_runtime.weights.versioned import StaleWeightsError
 from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.model_spec import ModelSpec
 
@@ -70,7 +71,7 @@ def prompts() -> PromptBatch:
     return PromptBatch(input_ids=ids, seed=np.arange(100, 100 + NUM_PROMPTS))
 
 
-def generate(models: dict[str, Any], rows: PromptBatch, version: int, sampling: Sampling = SAMPLING) -> Replies:
+def generate(models: dict[str, Any], rows: PromptBatch, version: int, sampling: Sampling = SAMPLING) -> ReplyBatch:
     return ray.get(models["generator"].generate.remote(rows, sampling, version))
 
 
@@ -163,7 +164,7 @@ def test_the_life_of_a_generator(models: dict[str, Any], prompts: PromptBatch, t
 
 
 def _logprobs(
-    directory: Path, weights: list[tuple[str, torch.Tensor]], asked: list[list[int]], out: Replies
+    directory: Path, weights: list[tuple[str, torch.Tensor]], asked: list[list[int]], out: ReplyBatch
 ) -> list[float]:
     """Log-probabilities of the replies' tokens under `weights`, by transformers in float64."""
     from transformers import AutoModelForCausalLM
@@ -234,7 +235,7 @@ def test_a_sharded_policy_is_followed_by_every_engine(
     cluster: None, tiny_model: Path, tmp_path: Path, prompts: PromptBatch
 ) -> None:
     """Parameters that ZeRO-3 has cut over two Workhorses, in vLLM and in DeepSpeed Inference."""
-    config = PPOStageConfig(temperature=SAMPLING.temperature, engine=EngineConfig(zero_stage=3, num_workhorses=2))
+    config = PPOStageConfig(temperature=SAMPLING.temperature, engine=DeepSpeedConfig(zero_stage=3, num_workhorses=2))
     generators = ("vllm", "deepspeed")
     specs: dict[str, Any] = {name: GeneratorSpec(tiny_model, 32, GeneratorConfig(engine=name)) for name in generators}
     specs["policy"] = ModelSpec(tiny_model, PPOObjective(config), training=config, new_head=True)
@@ -257,7 +258,7 @@ def test_a_sharded_policy_is_followed_by_every_engine(
             np.testing.assert_allclose(sampled, scored.values, atol=2e-5)
 
 
-def _with_replies(prompts: PromptBatch, rollout: Replies) -> TextBatch:
+def _with_replies(prompts: PromptBatch, rollout: ReplyBatch) -> TextBatch:
     return TextBatch.of([ids.tolist() for ids in prompts.input_ids], rollout.response_ids)
 
 

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from tests.component.models import RUNTIME, open_models, text
-from xray_runtime.config.engines import FrozenConfig
+from xray_runtime.config.layouts import FrozenConfig
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.columnar import Batch
 from xray_runtime.models.objectives import ReferenceObjective

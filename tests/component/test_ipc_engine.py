@@ -16,13 +16,13 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from xray_runtime.config.engines import GeneratorConfig
+from xray_runtime.config.layouts import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.batch import TextBatch
-from xray_runtime.engines.generation.generation import Generation
-from xray_runtime.engines.generation.sampling import EngineRank, Sampling
-from xray_runtime.weights.device_transfer import Sender
-from xray_runtime.weights.versioned import StaleWeightsError
+from xray_runtime.engines.generation import Generation
+from xray_runtime.engines.sampling import EngineRank, Sampling
+from xray_runtime.engines.sync.route import Sender
+from xray_runtime.engines.sync.versioned import StaleWeightsError
 
 SAMPLING = Sampling(max_new_tokens=6, temperature=0.7, stop_token_ids=(1,), pad_token_id=0)
 BUFFER_BYTES = 2**16

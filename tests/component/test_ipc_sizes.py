@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from xray_runtime.weights.device_transfer import Sender
+from xray_runtime.engines.sync.route import Sender
 
 GIB = 2**30
 MODELS = {

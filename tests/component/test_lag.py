@@ -16,13 +16,13 @@ import torch
 
 from tests.component.models import open_models
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.engines import GeneratorConfig
+from xray_runtime.config.layouts import GeneratorConfig
 from xray_runtime.config.ppo import PPOConfig
 from xray_runtime.config.rewards import reward_term
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.batch import PolicyBatch, PromptBatch, Replies
+from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.graph.artifacts import Dataset, Model
 from xray_runtime.graph.inputs import PPOInputs
 from xray_runtime.graph.kind import Stage
@@ -76,7 +76,7 @@ def await_other(me: str, number: int, other: str, other_number: int) -> None:
 class SlowGenerator(Generator):
     """Every rollout but the first lasts until the update that it is beside has begun."""
 
-    def generate(self, rows: PromptBatch, sampling: Sampling, version: int) -> Replies:
+    def generate(self, rows: PromptBatch, sampling: Sampling, version: int) -> ReplyBatch:
         # What a probe asks for is shorter.
         if sampling.max_new_tokens == MAX_NEW_TOKENS:
             number = ray.get(ray.get_actor(MEETING).begin.remote("rollout"))

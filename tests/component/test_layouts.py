@@ -33,20 +33,20 @@ from benchmarks.ranks import run_ranks
 from tests.component.layouts import part, same
 from tests.component.models import open_models
 from xray_runtime.algorithms import logprobs
-from xray_runtime.config.engines import EngineConfig
+from xray_runtime.config.layouts import EngineConfig
 from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.batch import PairBatch, TextBatch
-from xray_runtime.engines.make import can_shard
 from xray_runtime.engines.shard_loading import Weights, load_shard, skeleton_of
+from xray_runtime.engines.sync import object_store
+from xray_runtime.engines.sync.object_store import unpack
+from xray_runtime.engines.sync.shared_memory import SharedReader
+from xray_runtime.engines.trainers.deepspeed.build import can_split
 from xray_runtime.models import heads
 from xray_runtime.models.causal_lm import load_model, skeleton
 from xray_runtime.models.heads import Branch, HeadedLM
 from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.models.reward_objective import RewardObjective
-from xray_runtime.weights import object_store
-from xray_runtime.weights.object_store import unpack
-from xray_runtime.weights.shared_memory import SharedReader
 from xray_runtime.workers.learner import Learner
 from xray_runtime.workers.micro_batches import as_tensors
 from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
@@ -454,7 +454,7 @@ def test_allowed_splits_are_known_from_the_config(tiny_model: Path, tmp_path: Pa
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
     transformers.GPTNeoXConfig(**sizes).save_pretrained(tmp_path / "neox")
     transformers.GPT2Config(**sizes).save_pretrained(tmp_path / "gpt2")
-    found = [can_shard(str(model)) for model in (tiny_model, tmp_path / "neox", tmp_path / "gpt2")]
+    found = [can_split(str(model)) for model in (tiny_model, tmp_path / "neox", tmp_path / "gpt2")]
     assert found == [(True, True), (True, False), (False, False)]
 
 

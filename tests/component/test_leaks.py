@@ -15,9 +15,9 @@ import pytest
 import ray
 
 from tests.component.models import open_models, text
-from xray_runtime.config.engines import EngineConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
+from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.processes import TAG, tagged
 from xray_runtime.workers.model_spec import ModelSpec
@@ -32,7 +32,7 @@ SERVERS = ("raylet", "gcs_server")
 
 def cycle(model: Path, logs: Path) -> None:
     """A model of two ranks that trains, exports and ends, beside one that goes back to the worker pool."""
-    trained = ModelSpec(model, SFTObjective(), SFTConfig(engine=EngineConfig(num_workhorses=2, zero_stage=1)))
+    trained = ModelSpec(model, SFTObjective(), SFTConfig(engine=DeepSpeedConfig(num_workhorses=2, zero_stage=1)))
     with open_models(RUNTIME, logs, {"policy": trained, "reference": ModelSpec(model, SFTObjective())}) as models:
         ray.get(models["policy"].train.remote(text(), {"tokens": 10.0}, 1e-3))
         update = ray.get(models["policy"].export_weights.remote(1))

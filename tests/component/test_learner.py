@@ -16,12 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.component.models import RUNTIME, open_models, pids, text
-from xray_runtime.config.engines import EngineConfig, FrozenConfig
+from xray_runtime.config.layouts import EngineConfig, FrozenConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.data.batch import PolicyBatch, Scores, TextBatch
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import ReferenceObjective, SFTObjective
 from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
@@ -65,8 +66,8 @@ def alone(cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFact
     [
         EngineConfig(micro_batch_tokens=16),
         pytest.param(EngineConfig(num_workhorses=2), marks=pytest.mark.long),
-        pytest.param(EngineConfig(num_workhorses=2, zero_stage=2, micro_batch_tokens=32), marks=pytest.mark.long),
-        EngineConfig(num_workhorses=2, zero_stage=3),
+        pytest.param(DeepSpeedConfig(num_workhorses=2, zero_stage=2, micro_batch_tokens=32), marks=pytest.mark.long),
+        DeepSpeedConfig(num_workhorses=2, zero_stage=3),
     ],
     ids=["small micro-batches", "2 Workhorses", "2 Workhorses, ZeRO-2", "2 Workhorses, ZeRO-3"],
 )
@@ -176,7 +177,7 @@ def test_a_shared_trunk_scores_and_trains_like_the_whole(
 
 @pytest.mark.parametrize(
     "engine",
-    [EngineConfig(), pytest.param(EngineConfig(num_workhorses=2, zero_stage=3), marks=pytest.mark.long)],
+    [EngineConfig(), pytest.param(DeepSpeedConfig(num_workhorses=2, zero_stage=3), marks=pytest.mark.long)],
     ids=["alone", "ZeRO-3 on 2"],
 )
 def test_a_critic_of_its_own_takes_the_policys_trunk(

@@ -13,12 +13,12 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from xray_runtime.config.engines import FrozenConfig
+from xray_runtime.config.layouts import FrozenConfig
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.engine import MicroBatch
-from xray_runtime.engines.make import build_scorer
 from xray_runtime.engines.shard_loading import Weights, load_shard, skeleton_of
+from xray_runtime.engines.trainer import build_scorer
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.models.tensor_file import TensorFile

@@ -13,16 +13,17 @@ import ray
 
 from benchmarks.held import LoadedLearner, held_bytes, live_bytes
 from xray_runtime.config.base import FreshBase, PretrainedBase
-from xray_runtime.config.engines import EngineConfig, FrozenConfig, LoRAConfig
+from xray_runtime.config.layouts import FrozenConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
+from xray_runtime.config.training import LoRAConfig
 from xray_runtime.data.batch import StepAnswer, TextBatch
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
 from xray_runtime.models.objectives import ReferenceObjective, SFTObjective
-from xray_runtime.planning.memory import Layout, Memory, scoring_memory, training_memory
+from xray_runtime.planning.memory import Layout, Memory, scoring_memory, sharding_of, training_memory
 from xray_runtime.planning.pretrained_shapes import from_pretrained
 from xray_runtime.planning.workload import training_options
-from xray_runtime.workers.libraries import TRAINING
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.pool import start
 from xray_runtime.workers.workhorse import RankInfo
@@ -83,7 +84,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(cluster: None) -> Iterator[list[Any]]:
     """Two Workhorses for all stages: starting them costs more than what they do here."""
-    workhorses = [start(MeasuredLearner, RUNTIME, TRAINING) for _ in range(RANKS)]
+    workhorses = [start(MeasuredLearner, RUNTIME, "trainer:deepspeed") for _ in range(RANKS)]
     yield workhorses
     for workhorse in workhorses:
         ray.kill(workhorse)
@@ -135,7 +136,7 @@ def test_a_trained_model_is_held_as_predicted(
     precision: Literal["float32", "bfloat16"],
     lora: LoRAConfig | None,
 ) -> None:
-    engine = EngineConfig(zero_stage=stage, num_workhorses=RANKS, precision=precision)
+    engine = DeepSpeedConfig(zero_stage=stage, num_workhorses=RANKS, precision=precision)
     shape = from_pretrained(PretrainedBase(model=str(model)))
     width, options = training_options(lora, engine, "cpu")
     layout = Layout(zero_stage=stage, dp=RANKS)
@@ -166,7 +167,9 @@ def test_a_frozen_model_is_loaded_as_predicted(
     frozen = FrozenConfig(num_workhorses=RANKS, zero_stage=stage, precision=precision)
     shape = from_pretrained(PretrainedBase(model=str(model)))
     width = {"float32": 4, "bfloat16": 2}[precision]
-    predicted = scoring_memory(shape, width, Layout(zero_stage=stage, dp=RANKS), tokens=12, positions=8)
+    predicted = scoring_memory(
+        shape, width, Layout(zero_stage=stage, dp=RANKS), tokens=12, positions=8, sharding=sharding_of("deepspeed")
+    )
     with built(ranks, tmp_path, ModelSpec(model, ReferenceObjective(1.0), frozen=frozen)) as most:
         if stage or precision == "bfloat16":
             as_predicted(most, predicted)

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from benchmarks.layouts import global_batches, spec_of
 from benchmarks.ranks import run_ranks
 from tests.component.models import open_models
-from xray_runtime.config.engines import GeneratorConfig
+from xray_runtime.config.layouts import GeneratorConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.batch import PromptBatch, TextBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.errors import NonFiniteError, root_cause
 from xray_runtime.models.objectives import ReferenceObjective
 from xray_runtime.models.ppo_objectives import PPOObjective

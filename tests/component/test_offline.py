@@ -17,12 +17,13 @@ from tests.component.models import RUNTIME, open_models
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.best_of_n import BestOfNConfig
 from xray_runtime.config.dpo import DPOConfig
-from xray_runtime.config.engines import EngineConfig, GeneratorConfig
 from xray_runtime.config.kto import KTOConfig, KTOValidation
+from xray_runtime.config.layouts import EngineConfig, GeneratorConfig
 from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.rewards import reward_term
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, write_pairs
+from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
 from xray_runtime.graph.artifacts import Dataset, Model, Preferences
 from xray_runtime.graph.inputs import BestOfNInputs, DPOInputs, KTOInputs, RewardModelInputs, SFTInputs
 from xray_runtime.graph.kind import Stage
@@ -133,7 +134,7 @@ def test_states_of_a_frozen_trunk_are_computed_once(root: Path, monkeypatch: pyt
 @pytest.mark.long
 def test_a_trunk_in_bfloat16_on_two_workhorses(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ZeRO-3 shards the trunk too: its passes are collectives."""
-    engine = EngineConfig(num_workhorses=2, zero_stage=3, precision="bfloat16", micro_batch_tokens=64)
+    engine = DeepSpeedConfig(num_workhorses=2, zero_stage=3, precision="bfloat16", micro_batch_tokens=64)
     config = SFTConfig(batch_size=BATCH, steps=STEPS, lr=5e-3, trainable_layers=1, engine=engine)
     inputs = SFTInputs(Model(root / "model"), Dataset(root / "data"))
     kept = attempt(root, "kept", sft, config, inputs).points[1:]

@@ -17,8 +17,8 @@ from benchmarks.layouts import Run, collect, differences, global_batches, run_la
 from benchmarks.ranks import run_ranks
 from tests.component.layouts import part
 from tests.component.models import open_models
-from xray_runtime.config.engines import LoRAConfig
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.training import LoRAConfig
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.engines.states import Reader
 from xray_runtime.models.causal_lm import load_model

@@ -18,7 +18,7 @@ import pytest
 import ray
 
 from tests.component.models import RUN_ID, SECONDS, Empty, EmptySpec, Holder, Other, gone, open_models, pid_of, pids
-from xray_runtime.config.engines import EngineConfig, FrozenConfig, GeneratorConfig
+from xray_runtime.config.layouts import EngineConfig, FrozenConfig, GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.data.batch import TextBatch
@@ -26,7 +26,6 @@ from xray_runtime.data.ragged import Ragged
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.planning.roles import ModelRole, frozen, sampled
 from xray_runtime.workers.learner import Learner
-from xray_runtime.workers.libraries import TRAINING
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.opening import prestart_models
 from xray_runtime.workers.pool import (
@@ -65,7 +64,7 @@ def holders(cluster: None) -> Iterator[Any]:
 
 def lease(pool: Any, holder: Any, runtime: RuntimeConfig, kind: type = Empty) -> int:
     """Process id of one Workhorse that is leased to `holder`."""
-    [workhorse] = ray.get(pool.acquire.remote(kind, runtime, 1, holder, TRAINING), timeout=SECONDS)
+    [workhorse] = ray.get(pool.acquire.remote(kind, runtime, 1, holder, "trainer:deepspeed"), timeout=SECONDS)
     return pid_of(workhorse)
 
 
@@ -108,7 +107,7 @@ def test_the_next_stage_finds_its_processes_ready(pool: Any, holders: Any) -> No
         prestart_models(roles, runtime, RUN_ID)
         ray.get(pool.ping.remote(), timeout=SECONDS)
     assert num_idle(pool) == before + 1
-    [workhorse] = ray.get(pool.acquire.remote(Learner, runtime, 1, next_stage, TRAINING), timeout=SECONDS)
+    [workhorse] = ray.get(pool.acquire.remote(Learner, runtime, 1, next_stage, "trainer:deepspeed"), timeout=SECONDS)
     assert pid_of(workhorse) != leased
     assert num_idle(pool) == before
     loaded = ray.get(workhorse.__ray_call__.remote(lambda _: set(sys.modules)), timeout=SECONDS)
@@ -160,7 +159,7 @@ def test_busy_holders_do_not_keep_the_next_one_waiting(pool: Any, holders: Any) 
         lease(pool, holder, runtime)
         holder.work.remote(6.0)
     start = time.monotonic()
-    ray.get(pool.acquire.remote(Empty, runtime, 1, busy[0], TRAINING), timeout=SECONDS)
+    ray.get(pool.acquire.remote(Empty, runtime, 1, busy[0], "trainer:deepspeed"), timeout=SECONDS)
     assert time.monotonic() - start < len(busy) * PING_SECONDS
 
 

@@ -10,7 +10,7 @@ import ray
 import torch
 
 from tests.component.models import RUNTIME, open_models, text
-from xray_runtime.config.engines import EngineConfig
+from xray_runtime.config.layouts import EngineConfig
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.models.causal_lm import copy_small_files, load_model
 from xray_runtime.models.objectives import SFTObjective

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from tests.component.models import RUN_ID, SECONDS, EmptySpec, Holder, gone, open_models, pid_of, pids
-from xray_runtime.config.engines import FrozenConfig
+from xray_runtime.config.layouts import FrozenConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.errors import StageInterruptedError
 from xray_runtime.workers.acquisition import BusyClusterError

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.component.models import RUNTIME, open_models, text
-from xray_runtime.config.engines import EngineConfig
+from xray_runtime.config.layouts import EngineConfig
 from xray_runtime.config.sft import SFTConfig
+from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.workers.model_spec import ModelSpec
 
@@ -30,8 +31,8 @@ def steps(model: Any, numbers: range) -> list[float]:
     "engine",
     [
         EngineConfig(),
-        pytest.param(EngineConfig(zero_stage=1, num_workhorses=2), marks=pytest.mark.long),
-        pytest.param(EngineConfig(zero_stage=3, num_workhorses=2), marks=pytest.mark.long),
+        pytest.param(DeepSpeedConfig(zero_stage=1, num_workhorses=2), marks=pytest.mark.long),
+        pytest.param(DeepSpeedConfig(zero_stage=3, num_workhorses=2), marks=pytest.mark.long),
     ],
     ids=["alone", "ZeRO-1 on 2", "ZeRO-3 on 2"],
 )

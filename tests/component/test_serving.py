@@ -24,7 +24,7 @@ from tests.unit.environments.caller import CALL, conversation, save_caller
 from tests.unit.store.published import IDENTITY
 from xray.deployments.service import free_port
 from xray_runtime.data.tokenizing import encode_prompts
-from xray_runtime.engines.generation.vllm_server import (
+from xray_runtime.engines.generators.vllm.server import (
     NO_CALLS,
     call_parser,
     naming_reasoning_content,

@@ -10,8 +10,8 @@ from vllm.device_allocator import AllocationData, cumem
 from vllm.device_allocator.sleep_mode_backend import CuMemBackend
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from xray_runtime.engines.generation.sampling import Sampling
-from xray_runtime.engines.generation.vllm import VLLMSampler
+from xray_runtime.engines.generators.vllm.sampler import VLLMSampler
+from xray_runtime.engines.sampling import Sampling
 
 SIZES = {"weights": 16, "kv_cache": 40}
 SAMPLING = Sampling(4, 1.0, (1,), 0)

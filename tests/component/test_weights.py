@@ -18,9 +18,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.component.models import gone, pid_of
-from xray_runtime.models.tensor_file import WEIGHTS_FILE
-from xray_runtime.weights import object_store
-from xray_runtime.weights.object_store import (
+from xray_runtime.engines.sync import object_store
+from xray_runtime.engines.sync.object_store import (
     Memory,
     ObjectStore,
     WeightTransferError,
@@ -29,8 +28,9 @@ from xray_runtime.weights.object_store import (
     unpack,
     verify,
 )
-from xray_runtime.weights.shared_memory import SharedReader, SharedWriter
-from xray_runtime.weights.versioned import StaleWeightsError, Tensors, VersionedWeights
+from xray_runtime.engines.sync.shared_memory import SharedReader, SharedWriter
+from xray_runtime.engines.sync.versioned import StaleWeightsError, Tensors, VersionedWeights
+from xray_runtime.models.tensor_file import WEIGHTS_FILE
 
 MIB = 2**20
 NAMES = ("a", "b", "c", "d")

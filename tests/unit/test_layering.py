@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -41,20 +42,9 @@ FORBIDDEN = {
 
 OWNERS = {
     "mlflow": {"xray_runtime/lineage", "xray_runtime/tracking"},
-    "vllm": {
-        "xray_runtime/engines/generation/vllm.py",
-        "xray_runtime/engines/offload.py",
-        "xray_runtime/engines/generation/vllm_server.py",
-        "xray_runtime/weights/vllm_transfer.py",
-        "xray_runtime/weights/vllm_reload.py",
-        "xray_runtime/weights/device_transfer.py",
-    },
-    "deepspeed": {
-        "xray_runtime/engines/training/deepspeed_setup.py",
-        "xray_runtime/engines/training/tensor.py",
-        "xray_runtime/engines/training/zero.py",
-    },
-    "megatron": {"xray_runtime/engines/training/megatron/"},
+    "vllm": {"xray_runtime/engines/generators/vllm/"},
+    "deepspeed": {"xray_runtime/engines/trainers/deepspeed/", "xray_runtime/engines/generators/deepspeed/"},
+    "megatron": {"xray_runtime/engines/trainers/megatron/"},
     "fsspec": {"xray_runtime/store/shared.py"},
     "peft": {"xray_runtime/models/adapters.py"},
     "lm_eval": {"xray_runtime/evaluation/harness_task.py"},
@@ -260,6 +250,36 @@ def test_nothing_is_imported_against_the_layers(folder: str, names: set[str]) ->
         (f.name, name) for f in files for name in imported(f) if any(f"{name}.".startswith(f"{top}.") for top in names)
     ]
     assert found == []
+
+
+PLUGS = ("xray_runtime.engines.trainers.", "xray_runtime.engines.generators.")
+NAMED = {
+    # Serving is by vLLM, and a chat in this process by transformers.
+    ("xray_runtime.serving.replica", "xray_runtime.engines.generators.vllm.server"),
+    ("xray_runtime.feedback.chat_model", "xray_runtime.engines.generators.transformers.sampler"),
+    # One library, which trains and samples.
+    ("xray_runtime.engines.generators.deepspeed.sampler", "xray_runtime.engines.trainers.deepspeed.setup"),
+    ("xray_runtime.engines.generators.deepspeed.sampler", "xray_runtime.engines.generators.transformers.sampler"),
+}
+"""(module, module of a plug that it imports by name)."""
+
+
+def test_an_engine_is_chosen_by_its_name_in_a_config_alone() -> None:
+    """Nobody imports a plug, or compares its name, beside the plug itself."""
+    imports, files = imports_of(modules()), modules()
+    plug_of = {name: ".".join(name.split(".")[:4]) for name in files if name.startswith(PLUGS)}
+    found = {
+        (name, other)
+        for name, others in imports.items()
+        for other in others
+        if other in plug_of and plug_of[other] != plug_of.get(name)
+    }
+    assert found == NAMED
+    names = {name.split(".")[3] for name in plug_of}
+    assert names == {"deepspeed", "megatron", "transformers", "vllm"}
+    assert [
+        name for name, path in files.items() if re.search(r"\b(library|engine) [!=]= [\"']", path.read_text())
+    ] == []
 
 
 @pytest.mark.parametrize(("library", "owners"), OWNERS.items())

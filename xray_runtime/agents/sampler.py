@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xray_runtime.data.batch import PromptBatch, Replies
+from xray_runtime.data.batch import PromptBatch, ReplyBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 
 WINDOW_S = 0.005
 """Wait for more calls before a batch."""
 MAX_BATCH = 512
 
-Generate = Callable[[PromptBatch, Sampling, int], Replies]
+Generate = Callable[[PromptBatch, Sampling, int], ReplyBatch]
 """(prompts and seeds, sampling, policy version) → replies, as `Generation.generate`; called in a thread."""
 
 

@@ -6,7 +6,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.config.engines import Count, GeneratorConfig, Section
+from xray_runtime.config.layouts import GeneratorConfig
+from xray_runtime.config.section import Count, Section
 from xray_runtime.config.sources import Source
 
 HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)

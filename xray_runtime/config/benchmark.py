@@ -6,9 +6,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.config.engines import Count, FrozenConfig, GeneratorConfig, Section
 from xray_runtime.config.environment import AnyEnvironment, check_turns
+from xray_runtime.config.layouts import FrozenConfig, GeneratorConfig
 from xray_runtime.config.sampling import SamplingConfig
+from xray_runtime.config.section import Count, Section
 from xray_runtime.config.sources import Source
 from xray_runtime.config.verifiers import Verifier
 

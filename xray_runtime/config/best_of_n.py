@@ -6,10 +6,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.config.engines import Count
 from xray_runtime.config.environment import AgentConfig, check_turns
 from xray_runtime.config.ppo import JudgingConfig
 from xray_runtime.config.sampling import SamplingConfig
+from xray_runtime.config.section import Count
 
 
 class GroupsConfig(SamplingConfig, JudgingConfig):

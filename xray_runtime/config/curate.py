@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.config.engines import Count, Fraction, Section, UnitInterval
+from xray_runtime.config.section import Count, Fraction, Section, UnitInterval
 from xray_runtime.config.sources import Source
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from xray_runtime.config.engines import Count, Positive, Section
+from xray_runtime.config.section import Count, Positive, Section
 from xray_runtime.config.sources import Source
 
 

@@ -6,12 +6,12 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.config.engines import Fraction, NonNegative, Positive, Section, UnitInterval
 from xray_runtime.config.environment import AnyEnvironment, check_turns
 from xray_runtime.config.ppo import JudgingConfig
 from xray_runtime.config.reward_term import source_names
 from xray_runtime.config.rewards import ExternalReward, RewardTerm
 from xray_runtime.config.sampling import SamplingConfig
+from xray_runtime.config.section import Fraction, NonNegative, Positive, Section, UnitInterval
 
 
 class EvaluateConfig(SamplingConfig):

@@ -8,10 +8,10 @@ from pydantic import Field, model_validator
 
 from xray_runtime.config.curate import CurateConfig
 from xray_runtime.config.dpo import DPOConfig
-from xray_runtime.config.engines import Count, Section
 from xray_runtime.config.kto import KTOConfig
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.reward_model import RewardConfig
+from xray_runtime.config.section import Count, Section
 from xray_runtime.config.serving import CanaryConfig
 
 WAYS = ("dpo", "kto", "ppo")

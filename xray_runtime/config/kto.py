@@ -6,7 +6,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.config.engines import Count, NonNegative, Positive, TrainingConfig, ValidationSchedule
+from xray_runtime.config.section import Count, NonNegative, Positive, ValidationSchedule
+from xray_runtime.config.training import TrainingConfig
 
 
 class KTOValidation(ValidationSchedule):

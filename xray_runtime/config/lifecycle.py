@@ -14,55 +14,40 @@ from pydantic import Field, model_validator
 from xray_runtime.config.base import BaseConfig, CheckpointBase, FreshBase, PretrainedBase
 from xray_runtime.config.benchmark import BenchmarkConfig
 from xray_runtime.config.dpo import DPOConfig
-from xray_runtime.config.engines import (
-    LINEAR_LAYERS,
-    EngineConfig,
-    FrozenConfig,
-    GeneratorConfig,
-    LayoutConfig,
-    LoRAConfig,
-    Section,
-    TrainingConfig,
-    UnitInterval,
-    check_one_row_each,
-)
 from xray_runtime.config.evaluate import EvaluateSection, PromotionConfig
+from xray_runtime.config.layouts import EngineConfig, FrozenConfig, GeneratorConfig, LayoutConfig, check_one_row_each
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.config.preferences import DatasetPreferences, GoldPreferences, PreferencesConfig, RatingPreferences
 from xray_runtime.config.prepare import DataConfig
 from xray_runtime.config.reward_model import RewardBase, RewardConfig
 from xray_runtime.config.rewards import ExternalReward
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.section import Section, UnitInterval
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.config.sources import Gold, SourceTerms
+from xray_runtime.config.training import LINEAR_LAYERS, LoRAConfig, TrainingConfig, check_sampled, check_trained_part
 
 BaseModelConfig = FreshBase | PretrainedBase | CheckpointBase
 
 
 def _trains(field: str, engine: EngineConfig, base: BaseModelConfig) -> None:
-    tensor, stages = engine.tensor_parallel, engine.pipeline_parallel
     if not isinstance(base, FreshBase):
-        if stages > 1 and base.trainable_layers is not None:
-            raise ValueError(
-                f"{field}.pipeline_parallel = {stages} must be 1 where base.trainable_layers is set: a frozen trunk is "
-                "computed once, not in a pipeline"
-            )
-        if engine.library == "megatron" and base.trainable_layers is not None:
-            raise ValueError(
-                f"{field}.library = 'megatron' must be 'deepspeed' where base.trainable_layers is set: it trains whole "
-                "models"
-            )
+        try:
+            check_trained_part(None, base.trainable_layers, engine, field)
+        except ValueError as error:
+            raise ValueError(f"base.{error}") from None
         return
-    if engine.library == "megatron" and base.intermediate_size % tensor:
-        raise ValueError(
-            f"{field}.tensor_parallel = {tensor} must divide base.intermediate_size = {base.intermediate_size} with "
-            "library 'megatron'"
-        )
-    if engine.library == "megatron" and base.num_layers % stages:
-        raise ValueError(
-            f"{field}.pipeline_parallel = {stages} must divide base.num_layers = {base.num_layers} with library "
-            "'megatron'"
-        )
+    capabilities, library = engine.capabilities, engine.library
+    for degree, sizes in (
+        ("tensor_parallel", capabilities.tensor_divides),
+        ("pipeline_parallel", capabilities.pipeline_divides),
+    ):
+        for size in sizes:
+            if getattr(base, size) % getattr(engine, degree):
+                raise ValueError(
+                    f"{field}.{degree} = {getattr(engine, degree)} must divide base.{size} = {getattr(base, size)} "
+                    f"with library {library!r}"
+                )
 
 
 def _check_split(field: str, layout: LayoutConfig, base: BaseModelConfig) -> None:
@@ -175,7 +160,7 @@ class LifecycleConfig(Section):
             _trains(name, engine, self.base)
             if self.runtime.parallel == "as_written":
                 try:
-                    engine.check_zero_stage()
+                    engine.check_written()
                 except ValueError as error:
                     raise ValueError(f"{name}.{error}") from None
         for name, section in self.trained.items():
@@ -203,22 +188,13 @@ class LifecycleConfig(Section):
 
     @model_validator(mode="after")
     def _runtime_fits(self) -> Self:
-        direct = self.runtime.weight_transfer in ("nccl", "ipc")
-        if direct and (self.runtime.device == "cpu" or self.generator.engine != "vllm"):
-            raise ValueError(
-                f"runtime.weight_transfer = {self.runtime.weight_transfer!r} needs runtime.device 'cuda' and "
-                "generator.engine 'vllm'; 'plasma' works everywhere"
-            )
-        if self.runtime.generator_sleeps and (self.runtime.device == "cpu" or self.generator.engine != "vllm"):
-            raise ValueError(
-                "runtime.generator_sleeps = True needs runtime.device 'cuda' and generator.engine 'vllm': only vLLM on "
-                "CUDA can release its memory"
-            )
+        self.generator.check_runtime(self.runtime)
         if self.runtime.trainer_sleeps and self.runtime.device == "cpu":
             raise ValueError("runtime.trainer_sleeps = True needs runtime.device 'cuda'")
         for number, stage in enumerate(self.ppo_stages):
             try:
                 stage.check_runtime(self.runtime)
+                check_sampled(stage.lora, self.generator, self.runtime)
             except ValueError as error:
                 raise ValueError(f"ppo.stages.{number}.{error}") from None
         return self

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from xray_runtime.config.engines import Count, FrozenConfig, GeneratorConfig, Section
+from xray_runtime.config.layouts import FrozenConfig, GeneratorConfig
+from xray_runtime.config.section import Count, Section
 from xray_runtime.config.sources import Source
 
 

@@ -1,4 +1,4 @@
-"""What plugs in by name: trainers, generators, model families.
+"""Plugs by name: trainers, generators, model families.
 
 A plug is one module or one folder of the package that holds its sort, or an entry point of somebody else's package. It
 exposes one object under the name its sort agrees on. Names are known without importing any plug; a plug is imported
@@ -26,7 +26,7 @@ class Registry(Generic[T]):
     """The plugs of one sort."""
 
     sort: str
-    """What one of them is called in messages, such as `trainer`."""
+    """Their name in messages, such as `trainer`."""
     package: str
     """Each of its modules and folders is a plug of the same name, unless that begins with `_`."""
     attribute: str

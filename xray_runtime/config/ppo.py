@@ -7,29 +7,23 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from xray_runtime.config.engines import (
-    Count,
-    EngineConfig,
-    Fraction,
-    FrozenConfig,
-    GeneratorConfig,
-    NonNegative,
-    Positive,
-    Section,
-    TrainingConfig,
-    UnitInterval,
-    ValidationSchedule,
-    check_fused_layers,
-    check_one_row_each,
-    check_whole_layers,
-    with_precision,
-)
 from xray_runtime.config.environment import AgentConfig, AnyEnvironment, check_turns
+from xray_runtime.config.layouts import EngineConfig, FrozenConfig, GeneratorConfig, check_one_row_each, with_precision
 from xray_runtime.config.methods import Method, with_method
 from xray_runtime.config.rewards import RewardTerm
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sampling import BIASING, Stop
+from xray_runtime.config.section import (
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Section,
+    UnitInterval,
+    ValidationSchedule,
+)
 from xray_runtime.config.sources import BuiltInOrFunction, GivenGold, is_function
+from xray_runtime.config.training import TrainingConfig, check_sampled, check_trained_part
 from xray_runtime.config.watch import WatchConfig
 
 PolicyLossName = Annotated[str, BuiltInOrFunction(("ppo", "gspo", "cispo"))]
@@ -285,7 +279,7 @@ class PPOStageConfig(TrainingConfig):
             if self.critic_in_use != "separate":
                 raise ValueError("critic_engine must be left out unless critic is 'separate'")
             check_one_row_each(self.critic_engine, "minibatch_size", self.minibatch_size, "critic_engine")
-            check_whole_layers(self.lora, self.critic_engine, "critic_engine")
+            check_trained_part(self.lora, self.trainable_layers, self.critic_engine, "critic_engine")
         return self
 
     def _check_environment(self) -> None:
@@ -317,8 +311,6 @@ class PPOStageConfig(TrainingConfig):
                 f"engine: tensor_parallel or pipeline_parallel above 1 is not allowed with runtime.weight_transfer = "
                 f"{runtime.weight_transfer!r}: only 'plasma' sends the weights of a split model"
             )
-        if self.lora is not None and runtime.weight_transfer in ("nccl", "ipc"):
-            check_fused_layers(self.lora, runtime.weight_transfer)
         for field in ("generator_sleeps", "trainer_sleeps"):
             if self.lag and getattr(runtime, field):
                 raise ValueError(
@@ -333,6 +325,11 @@ class PPOConfig(PPOStageConfig, JudgingConfig):
     judges: list[RewardTerm] = Field(default_factory=list)
     """Sources that replace the rewards in `validation`, so that a version that only exploits the rewards is not
     chosen."""
+
+    def check_runtime(self, runtime: RuntimeConfig) -> None:
+        """Raises ValueError as `check_runtime` of a stage and of its generator."""
+        super().check_runtime(runtime)
+        check_sampled(self.lora, self.generator, runtime)
 
     def mismatch_limit(self, device: str) -> float:
         """`max_mismatch`, or its default on `device` ("cpu" or "cuda").

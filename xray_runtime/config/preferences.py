@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from xray_runtime.config.best_of_n import GroupsConfig
-from xray_runtime.config.engines import Fraction, GeneratorConfig, Positive, Section
+from xray_runtime.config.layouts import GeneratorConfig
 from xray_runtime.config.sampling import SamplingConfig
+from xray_runtime.config.section import Fraction, Positive, Section
 from xray_runtime.config.sources import ColumnNames, GivenGold, Source
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.config.engines import Count, Fraction, Positive, Section
+from xray_runtime.config.section import Count, Fraction, Positive, Section
 from xray_runtime.config.sources import ColumnNames, Source
 
 DEFAULT_SOURCE = "chitchat"

@@ -6,8 +6,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from xray_runtime.config.engines import Count, FrozenConfig, NonNegative, Positive, Section, TrainingConfig
+from xray_runtime.config.layouts import FrozenConfig
+from xray_runtime.config.section import Count, NonNegative, Positive, Section
 from xray_runtime.config.sources import Source
+from xray_runtime.config.training import TrainingConfig
 
 
 class RewardConfig(TrainingConfig):

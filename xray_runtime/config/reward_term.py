@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from xray_runtime.config.engines import Section
+from xray_runtime.config.section import Section
 from xray_runtime.errors import shown
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from xray_runtime.config.engines import Count, Fraction, NonNegative, Positive, Section
+from xray_runtime.config.section import Count, Fraction, NonNegative, Positive, Section
 
 
 class RuntimeConfig(Section):

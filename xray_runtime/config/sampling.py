@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from xray_runtime.config.engines import Count, Positive, Section
+from xray_runtime.config.section import Count, Positive, Section
 
 Stop = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
 """Texts that end a reply, beside the tokens that end a turn; they stay in it."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from xray_runtime.config.engines import Count, Positive, Section, UnitInterval
+from xray_runtime.config.section import Count, Positive, Section, UnitInterval
 from xray_runtime.config.sources import Function
 
 Route = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from xray_runtime.config.engines import Count, NonNegative, Positive, TrainingConfig, ValidationSchedule
+from xray_runtime.config.section import Count, NonNegative, Positive, ValidationSchedule
+from xray_runtime.config.training import TrainingConfig
 
 REPLY_TOKENS = 512
 """The default limit of replies, for models whose context is at least three times as long."""

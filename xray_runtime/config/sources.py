@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, GetCoreSchemaHandler, GetJsonSchemaH
 from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 from xray_runtime.config.allowed_imports import check_import
-from xray_runtime.config.engines import Section
+from xray_runtime.config.section import Section
 from xray_runtime.credentials import has_login, strip_credentials
 
 BUILT_IN_GOLD = "vader"

@@ -10,6 +10,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from xray_runtime.config.layouts import PlugSection
+
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -47,6 +49,8 @@ def _describe(error: ErrorDetails, model: type[BaseModel], where: str) -> str:
     path = ".".join([where, *names] if where else names) or "the config"
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
+        if _is_model(owner) and issubclass(owner, PlugSection) and (line := owner.lacks(names[-1])):
+            return f"{path.rpartition('.')[0]}: {line}"
         known = sorted(owner.model_fields) if _is_model(owner) else []
         here = ".".join("N" if isinstance(part, int) else str(part) for part in loc)
         places = [place for place in _places(model, str(loc[-1])) if place != here]
@@ -132,7 +136,7 @@ def _member(owner: Any, name: str) -> Any:
 def _models(annotation: Any) -> list[type[BaseModel]]:
     """The models in an annotation, including those in unions, containers and `Annotated`."""
     if _is_model(annotation):
-        return [annotation]
+        return list(annotation.members()) if issubclass(annotation, PlugSection) else [annotation]
     return [model for argument in get_args(annotation) for model in _models(argument)]
 
 

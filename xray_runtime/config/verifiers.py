@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from xray_runtime.config.engines import Positive, Section
 from xray_runtime.config.reward_term import Column
+from xray_runtime.config.section import Positive, Section
 
 
 def _compiles(pattern: str) -> str:

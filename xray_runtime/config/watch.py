@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from xray_runtime.config.engines import Count, Fraction, Positive, Section
+from xray_runtime.config.section import Count, Fraction, Positive, Section
 
 
 class WatchConfig(Section):

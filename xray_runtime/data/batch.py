@@ -143,7 +143,7 @@ class PolicyBatch(TextBatch[A]):
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Replies(Batch[A]):
+class ReplyBatch(Batch[A]):
     """Answer of a generator."""
 
     response_ids: Ragged[A] = column("[B, R]", "int64", "engines.generation", "rl.scoring", "the reply", required=True)
@@ -152,7 +152,7 @@ class Replies(Batch[A]):
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Rollout(Replies[A]):
+class Rollout(ReplyBatch[A]):
     """Sampled replies; those to one prompt follow one another. Columns from `prompt_ids` on are those of episodes."""
 
     seed: A = _SEED
@@ -206,7 +206,7 @@ class Scores(Batch[A]):
         return found
 
 
-KINDS = (PromptBatch, TextBatch, PairBatch, LabelledBatch, PolicyBatch, Replies, Rollout, Scores)
+KINDS = (PromptBatch, TextBatch, PairBatch, LabelledBatch, PolicyBatch, ReplyBatch, Rollout, Scores)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ TOTALS = (
 """`training.steps.StepTotals`: inputs of a step, over all its rows."""
 
 STATISTICS = (
-    listed("grad_norm", "number", "float", "engines.training", "training, rl.metrics", "before clipping"),
+    listed("grad_norm", "number", "float", "engines.trainers", "training, rl.metrics", "before clipping"),
     listed("refused_by", "number", "int", "workers.whole_model", "training.finite", "rank with a non-finite loss"),
     listed("computed_tokens", "number", "float", "workers.learner", "training, rl.metrics", "shared prompts once"),
     listed("nll", "number", "float", "models.objectives", "training.sft", "sum over tokens"),

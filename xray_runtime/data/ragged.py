@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 A = TypeVar("A", bound="np.ndarray | Tensor", default="np.ndarray")
-"""What holds the numbers of a batch: numpy arrays on the way, tensors in a micro-batch."""
+"""The arrays of a batch: numpy's on the way, tensors in a micro-batch."""
 B = TypeVar("B", bound="np.ndarray | Tensor")
 
 OFFSETS = ".offsets"

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from xray_runtime.data.batch import TextBatch
-from xray_runtime.engines.training.threads import in_threads
+from xray_runtime.engines.threads import in_threads
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,18 @@
 """Offload a trained model to host memory while it is idle, so that others can use the GPU. CUDA only.
 
-vLLM's allocator maps the memory again at the same addresses, so flat buffers and their views stay valid.
+The allocator is that of a generator which has one (`GeneratorCapabilities.memory_pool`). It maps the memory again at
+the same addresses, so flat buffers and their views stay valid.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
+
+from xray_runtime.config.layouts import GENERATORS, able
+from xray_runtime.engines.generator import MemoryPool, generator
 
 TAG = "training"
 
@@ -42,7 +45,6 @@ def onload() -> None:
     torch.cuda.synchronize()
 
 
-def _allocator() -> Any:
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    return CuMemAllocator.get_instance()
+def _allocator() -> MemoryPool:
+    [name, *_] = able(GENERATORS, "memory_pool")
+    return generator(name).memory_pool()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,12 +20,27 @@ from xray_runtime.models.heads import BorrowedHead, HeadedLM
 from xray_runtime.models.weight_files import MappedFiles, read_tensor, weight_files
 from xray_runtime.signs import part_done
 
-if TYPE_CHECKING:
-    from xray_runtime.engines.training.tensor import Split
-    from xray_runtime.engines.training.zero import Partition
-
 SMALL = 100_000
 """Elements up to which rank 0 reads a parameter for all: below ZeRO-3's limit every rank may keep it whole."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a parameter is split over tensor-parallel ranks: along `dim`, into slices of these sizes."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+
+class Partition(Protocol):
+    """Shards parameters over data-parallel ranks as they are loaded."""
+
+    by_share: bool
+    """Whether ranks can fill in their shares by themselves."""
+
+    def __call__(self, parameter: nn.Parameter, share: Callable[[int, int], Tensor] | None) -> None:
+        """Leave every rank its share of a parameter that rank 0 has whole and the others have empty; with `share` all
+        have it empty, and each fills in the elements `share(start, size)` of the flattened parameter."""
 
 
 class Weights:

@@ -19,7 +19,7 @@ import numpy as np
 from xray_runtime.data.batch import PromptBatch, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.reasoning import answers_of
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.evaluation.harness_files import HarnessTasks, read_tasks
 from xray_runtime.evaluation.results import plain_numbers, write_results
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of

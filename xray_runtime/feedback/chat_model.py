@@ -10,7 +10,7 @@ from typing import Any
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Messages
 from xray_runtime.data.tokenizing import decode_replies, decode_reply, encode_prompts
-from xray_runtime.engines.generation.sampling import EngineRank, Sampling
+from xray_runtime.engines.sampling import EngineRank, Sampling
 from xray_runtime.errors import first_line
 from xray_runtime.lineage.graph import CheckpointGraph, Node
 
@@ -111,7 +111,7 @@ class ChatModel:
 
     def reply(self, prompt: Sequence[int], seed: int, tokens: list[int]) -> Iterator[str]:
         """The reply to a prompt that fits, in pieces as they come; appends its tokens to `tokens`."""
-        from xray_runtime.engines.generation.transformers_generate import stream
+        from xray_runtime.engines.generators.transformers.sampler import stream
 
         sent, text = "", ""
         for token in stream(self._lm, list(prompt), seed, self._limits.sampling):
@@ -127,7 +127,7 @@ class BatchSampler:
     """A model in memory that answers many prompts, each with its own seed."""
 
     def __init__(self, directory: Path, limits: PromptLimits, device: str) -> None:
-        from xray_runtime.engines.generation.transformers_generate import TransformersSampler
+        from xray_runtime.engines.generators.transformers.sampler import TransformersSampler
 
         with _loading(directory):
             self._sampler = TransformersSampler(directory, EngineRank(device))

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, get_args, get
 
 from pydantic import BaseModel, TypeAdapter
 
-from xray_runtime.config.engines import Section
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.section import Section
 from xray_runtime.config.validation import ConfigError, validate_as
 from xray_runtime.graph.artifacts import TYPES, Artifact, RewardModel
 from xray_runtime.graph.current import current_graph

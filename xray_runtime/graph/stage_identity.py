@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from xray_runtime.config.engines import with_precision
+from xray_runtime.config.layouts import with_precision
 from xray_runtime.config.paths import section
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.section import sections
 from xray_runtime.graph.kind import StageKind
 from xray_runtime.models.family import FAMILIES
 from xray_runtime.store.code_digest import Code, code_reached, function_code
@@ -52,12 +53,16 @@ def identify(
         for field, value in kind.outside(config).items()
     ]
     values: dict[str, Any] = with_precision(config, runtime.device).model_dump(mode="json")
+    chosen = list(sections(config))
+    for path, part in chosen:
+        for field in part.not_in_key:
+            section(values, path).pop(field)
     for field, found in zip(kind.outside(config), outside, strict=True):
         above, _, last = field.rpartition(".")
         section(values, above)[last] = f"{found.kind}:{found.digest}"
     if kind.computes:
         values["runtime"] = runtime.in_keys()
-    code = _code(kind.module)
+    code = _code(kind.module, frozenset(module for _, part in chosen for module in part.plugs()))
     called = {
         function: function_code(functions.get(function, function), {OWN_PACKAGE}, DECLARATIONS)
         for function in kind.functions(config)
@@ -76,16 +81,19 @@ def identify(
 
 
 def code_of(kind: StageKind) -> dict[str, str]:
-    """Module of the kind's code → digest of its syntax tree."""
-    return _code(kind.module).modules
+    """Module of the kind's code → digest of its syntax tree; without the plugs that a config chooses."""
+    return _code(kind.module, frozenset()).modules
 
 
 @cache
-def _code(module: str) -> Code:
+def _code(module: str, plugs: frozenset[str]) -> Code:
     # Cached for the process: imported code does not change.
-    code = code_reached([module], {OWN_PACKAGE, module.partition(".")[0]}, DECLARATIONS)
+    def reached(roots: set[str]) -> Code:
+        followed = {OWN_PACKAGE, *(root.partition(".")[0] for root in roots)}
+        return code_reached(sorted(roots), followed, DECLARATIONS)
+
+    code = reached({module, *plugs})
     if FAMILY not in code.modules:
         return code
     # A model's own files choose among the families, so each may compute.
-    roots = [module, *(FAMILIES.module(name) for name in FAMILIES)]
-    return code_reached(roots, {OWN_PACKAGE, *(root.partition(".")[0] for root in roots)}, DECLARATIONS)
+    return reached({module, *plugs, *(FAMILIES.module(name) for name in FAMILIES)})

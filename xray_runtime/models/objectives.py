@@ -54,7 +54,7 @@ def training_loss(
 
 
 def sequences(rows: Texts) -> Texts:
-    """What goes through the model, B' texts: of pairs all chosen, then all rejected ones, both with their prompts."""
+    """The B' texts that go through the model: of pairs all chosen, then all rejected ones, both with their prompts."""
     if not isinstance(rows, PairBatch):
         return rows
     ids = _one_after_other(rows.input_ids, rows.rejected_ids)

@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from xray_runtime.config.layouts import EngineConfig
 from xray_runtime.config.paths import section
 from xray_runtime.config.validation import ConfigError
+from xray_runtime.engines.trainer import trainer
 from xray_runtime.planning.demand import Resources, check_call
 from xray_runtime.planning.memory import Layout, Options
 from xray_runtime.planning.plan import Plan
@@ -39,16 +41,22 @@ class Changes:
     def of_call(self, call: StageCall) -> StageCall:
         """`call` with these changes to every trained model, and without layouts. Raises ConfigError."""
         data: dict[str, Any] = call.config.model_dump(mode="json")
-        engine: dict[str, Any] = {"offload": "cpu", "nvme_path": None} if self.offload else {}
-        if self.micro_batch_tokens is not None:
-            engine["micro_batch_tokens"] = self.micro_batch_tokens
         for role in call.kind.models(call.config).values():
             layout = section(data, role.field)
             for field in CHOSEN:
                 layout.pop(field, None)
             if role.use != "trained":
                 continue
-            layout.update(engine)
+            assert isinstance(role.layout, EngineConfig)
+            library = role.layout.library
+            if role.layout.capabilities.sharding is None:
+                # The planner does not know this trainer, so it plans for the one that is known.
+                library, kept = EngineConfig.default, layout.keys() & EngineConfig.model_fields.keys()
+                for field in layout.keys() - kept:
+                    del layout[field]
+            layout |= {"library": library, **trainer(library).planned(None, offload=self.offload)}
+            if self.micro_batch_tokens is not None:
+                layout["micro_batch_tokens"] = self.micro_batch_tokens
             if self.lora_rank is not None:
                 section(data, role.field.rpartition(".")[0])["lora"] = {"rank": self.lora_rank}
         runtime = call.runtime.model_copy(update={"parallel": "auto"})
@@ -138,14 +146,15 @@ def choose(workload: Workload, machine: Machine) -> Plan:
     return found
 
 
-def engine_of(plan: Plan) -> dict[str, Any]:
-    """The plan's `EngineConfig` fields for trained models."""
-    layout = plan.layouts["trained"]
-    engine = {"library": "deepspeed", "zero_stage": layout.zero_stage, **_layout_fields(layout)}
+def engine_of(plan: Plan, library: str) -> dict[str, Any]:
+    """The plan's `EngineConfig` fields for models that the trainer `library` trains."""
+    layout, offload = plan.layouts["trained"], "offload" in plan.workload.open_choices and plan.offloads
+    engine = {"library": library, **_layout_fields(layout)}
+    engine |= trainer(library).planned(layout.zero_stage, offload=offload)
     engine |= {"activation_checkpointing": True} if plan.recomputes else {}
     if "micro_batch_tokens" in plan.workload.open_choices:
         engine["micro_batch_tokens"] = plan.workload.micro_batch_tokens
-    return engine | ({"offload": "cpu"} if "offload" in plan.workload.open_choices and plan.offloads else {})
+    return engine
 
 
 def with_layouts(call: StageCall, plan: Plan) -> StageCall:
@@ -155,7 +164,8 @@ def with_layouts(call: StageCall, plan: Plan) -> StageCall:
     for role in call.kind.models(call.config).values():
         chosen: dict[str, Any] = {"tensor_parallel": plan.layouts["sampled"].tp}
         if role.use == "trained":
-            chosen = engine_of(plan)
+            assert isinstance(role.layout, EngineConfig)
+            chosen = engine_of(plan, role.layout.library)
         elif role.use == "frozen":
             # The layout of a user's kind may have no ZeRO.
             chosen = _layout_fields(frozen) | ({"zero_stage": frozen.zero_stage} if frozen.zero_stage else {})

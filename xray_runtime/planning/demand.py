@@ -12,12 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pydantic import BaseModel
-
-from xray_runtime.config.engines import EngineConfig, GeneratorConfig, LayoutConfig
+from xray_runtime.config.layouts import EngineConfig, GeneratorConfig, LayoutConfig
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.config.section import sections
 from xray_runtime.config.validation import ConfigError
 
 if TYPE_CHECKING:
@@ -59,6 +58,7 @@ def demand(role: str, layout: LayoutConfig | GeneratorConfig, runtime: RuntimeCo
     together = layout.tensor_parallel
     if isinstance(layout, GeneratorConfig):
         replicas = runtime.generator_replicas
+        gpus = 0.0 if layout.capabilities.remote else gpus
         return Demand(role, together * replicas, runtime.cpus_per_workhorse, gpus, together, replicas)
     return Demand(role, layout.num_workhorses, runtime.cpus_per_workhorse, gpus, together)
 
@@ -111,38 +111,21 @@ def check_call(call: StageCall, device: str, nodes: Sequence[Resources] | None) 
     """
     runtime = call.runtime
     if runtime.generator_sleeps and device == "cpu":
-        raise ConfigError(
-            "runtime.generator_sleeps: true is not allowed on CPU: only vLLM on CUDA can release its memory"
-        )
+        raise ConfigError("runtime.generator_sleeps: true is not allowed on CPU: only GPU memory can be released")
     if runtime.trainer_sleeps and device == "cpu":
         raise ConfigError("runtime.trainer_sleeps: true is not allowed on CPU: only GPU memory can be released")
     try:
         call.config.check_runtime(runtime)
     except ValueError as error:
         raise ConfigError(f"{call.name}.{error}") from None
-    for name, engine in _engines(call.config, call.name).items():
-        if device == "cpu" and engine.cuda_only:
-            raise ConfigError(
-                f"{name}.{engine.cuda_only} is not allowed on CPU: Megatron-core supports it only on CUDA"
-            )
-        if engine.offload == "nvme" and device != "cuda":
-            raise ConfigError(f'{name}.offload: "nvme" is not allowed on CPU: it needs CUDA; set it to "cpu" or "none"')
+    for name, engine in sections(call.config, call.name):
+        if isinstance(engine, EngineConfig):
+            try:
+                engine.check_device(device, name)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
     if runtime.parallel != "auto" and nodes is not None:
         check(call.name, call_demands(call, device), nodes)
-
-
-def _engines(value: Any, path: str) -> dict[str, EngineConfig]:
-    """Path of each engine in a section, however deep → the engine."""
-    if isinstance(value, EngineConfig):
-        return {path: value}
-    inside: dict[Any, Any] = {}
-    if isinstance(value, BaseModel):
-        inside = {name: getattr(value, name) for name in type(value).model_fields}
-    elif isinstance(value, list | tuple):
-        inside = dict(enumerate(value))
-    elif isinstance(value, dict):
-        inside = value
-    return {name: engine for key, item in inside.items() for name, engine in _engines(item, f"{path}.{key}").items()}
 
 
 def check(what: str, demands: Sequence[Demand], nodes: Sequence[Resources]) -> None:

@@ -14,15 +14,13 @@ attention a·s² of them; LoRA after Hu et al. 2021.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from xray_runtime.config.capabilities import Sharding, unsupported
+from xray_runtime.config.layouts import TRAINERS, EngineConfig, able
 from xray_runtime.planning.model_states import FLOAT32_BYTES, kept_bytes, model_states
 from xray_runtime.planning.shapes import ModelShape, ceil_div, device_parameters, lora_parameters
 
-ZERO_BUCKET = 500_000_000
-"""Elements of DeepSpeed's buffer for reducing gradients (default of `reduce_bucket_size`)."""
-LIVE_PARAMETERS = 1_000_000_000
-"""Most parameters that ZeRO-3 keeps gathered (DeepSpeed's default of `stage3_max_live_parameters`)."""
 MAX_LOGITS, MAX_LOGITS_ON_GPU = 2**24, 2**28
 """Logits computed at a time (as in `algorithms.logprobs`, which needs torch)."""
 LOGIT_BYTES = 3 * FLOAT32_BYTES
@@ -66,10 +64,23 @@ class Options:
     Rajbhandari et al. 2021, ZeRO-Infinity)."""
     checkpointing: bool = False
     """Keep only each layer's input and recompute the rest in the backward pass."""
+    may_recompute: bool = True
+    """Its trainer supports `checkpointing`."""
     float32_sums: bool = False
     """Gradients of half-precision passes are summed in float32, as X-ray's engine has DeepSpeed do."""
     least_zero_stage: int = 0
     """The lowest ZeRO stage that supports these options."""
+    sharding: Sharding = field(default_factory=lambda: sharding_of(EngineConfig.default))
+    """The cost of its trainer's sharding."""
+
+
+def sharding_of(library: str) -> Sharding:
+    """The cost in memory of a trainer's sharding. Raises ValueError: the planner cannot know."""
+    capabilities = TRAINERS.get(library).capabilities
+    if capabilities.sharding is None:
+        where = "runtime.parallel = 'auto'"
+        raise ValueError(unsupported(f"library = {library!r}", where, able(TRAINERS, "sharding")))
+    return capabilities.sharding
 
 
 PLAIN = Options()
@@ -219,11 +230,12 @@ def training_memory(
     if options.lora_rank is not None:
         trained = lora_parameters(shape, options.lora_rank, layout.tp, layout.pp, targets=options.lora_targets)
         held += trained
+    sharding, sums = options.sharding, options.float32_sums
     weights, gradients, optimizer = model_states(
-        held, trained, weight_bytes, layout.zero_stage, layout.dp, float32_sums=options.float32_sums
+        held, trained, weight_bytes, layout.zero_stage, layout.dp, sharding, float32_sums=sums
     )
-    bucket_width = FLOAT32_BYTES if options.float32_sums else weight_bytes
-    bucket = min(ZERO_BUCKET, trained) * bucket_width if layout.zero_stage else 0
+    bucket_width = FLOAT32_BYTES if sums else weight_bytes
+    bucket = min(sharding.bucket_elements, trained) * bucket_width if layout.zero_stage else 0
     memory = Memory(
         weights=0 if options.offload and layout.zero_stage >= 3 else round(weights),
         gradients=round(gradients),
@@ -236,9 +248,9 @@ def training_memory(
     )
     return replace(
         memory,
-        kept=kept_bytes(memory.gradients, bucket, trained, layout.zero_stage, float32_sums=options.float32_sums),
-        loading=_loading_bytes(shape, weight_bytes, layout, memory, trained, float32_sums=options.float32_sums),
-        buffers=memory.buffers + _gathered_bytes(held, weight_bytes, layout, options.offload),
+        kept=kept_bytes(memory.gradients, bucket, trained, layout.zero_stage, sharding, float32_sums=sums),
+        loading=_loading_bytes(shape, weight_bytes, layout, memory, trained, float32_sums=sums),
+        buffers=memory.buffers + _gathered_bytes(held, weight_bytes, layout, sharding, options.offload),
     )
 
 
@@ -249,6 +261,7 @@ def scoring_memory(
     *,
     tokens: int,
     positions: int,
+    sharding: Sharding,
     scored_length: int = 0,
     on_gpu: bool = False,
 ) -> Memory:
@@ -256,7 +269,7 @@ def scoring_memory(
     held = device_parameters(shape, layout.tp, layout.pp)
     return Memory(
         weights=round(held * weight_bytes / (layout.dp if layout.zero_stage >= 3 else 1)),
-        buffers=_gathered_bytes(held, weight_bytes, layout),
+        buffers=_gathered_bytes(held, weight_bytes, layout, sharding),
         activations=layer_activation_bytes(shape, tokens, weight_bytes, layout.tp, scored_length),
         logits=logit_bytes(shape, positions, on_gpu=on_gpu),
         loading=reading_bytes(shape, weight_bytes, layout),
@@ -326,7 +339,7 @@ def _loading_bytes(
     return max(reading, flat, states + reading)
 
 
-def _gathered_bytes(held: int, weight_bytes: int, layout: Layout, offload: bool = False) -> int:
+def _gathered_bytes(held: int, weight_bytes: int, layout: Layout, sharding: Sharding, offload: bool = False) -> int:
     # ZeRO-3 gathers the parameters it computes with, and keeps those it needs again soon.
     elsewhere = layout.zero_stage >= 3 and (layout.dp > 1 or offload)
-    return min(held, LIVE_PARAMETERS) * weight_bytes if elsewhere else 0
+    return min(held, sharding.gathered_elements) * weight_bytes if elsewhere else 0

@@ -5,14 +5,16 @@ After ZeRO (Rajbhandari et al. 2020, §3 and §5), with DeepSpeed's own copies.
 
 from __future__ import annotations
 
+from xray_runtime.config.capabilities import Sharding
+
 FLOAT32_BYTES, HALF_BYTES = 4, 2
 
 
-def optimizer_bytes(weight_bytes: int, zero_stage: int) -> int:
+def optimizer_bytes(weight_bytes: int, zero_stage: int, sharding: Sharding) -> int:
     """AdamW's bytes per trained parameter: two float32 moments, and a float32 master copy of half-precision weights
     (K = 12 in the ZeRO paper). DeepSpeed's ZeRO 1 to 3 also copy float32 weights.
     """
-    return 12 if weight_bytes < FLOAT32_BYTES or zero_stage else 8
+    return 12 if weight_bytes < FLOAT32_BYTES or (zero_stage and sharding.copies_float32) else 8
 
 
 def gradient_bytes(weight_bytes: int, zero_stage: int, float32_sums: bool) -> int:
@@ -24,12 +26,16 @@ def gradient_bytes(weight_bytes: int, zero_stage: int, float32_sums: bool) -> in
     return FLOAT32_BYTES if zero_stage >= 2 else FLOAT32_BYTES + weight_bytes
 
 
-def kept_bytes(gradients: int, bucket: int, trained: int, zero_stage: int, *, float32_sums: bool) -> int:
-    """Bytes of gradients and buffers that DeepSpeed 0.19 keeps between turns.
+def kept_bytes(
+    gradients: int, bucket: int, trained: int, zero_stage: int, sharding: Sharding, *, float32_sums: bool
+) -> int:
+    """Bytes of gradients and buffers that are kept between turns.
 
-    ZeRO-3 keeps its gradients and its bucket, allocated once (`stage3.py`); ZeRO-1 the float32 sums of half-precision
-    gradients (`bf16_optimizer.py`). Other gradients are dropped after a step.
+    DeepSpeed 0.19's ZeRO-3 keeps its gradients and its bucket, allocated once (`stage3.py`); ZeRO-1 the float32 sums of
+    half-precision gradients (`bf16_optimizer.py`). Other gradients are dropped after a step.
     """
+    if not sharding.keeps_gradients:
+        return 0
     if zero_stage >= 3:
         return gradients + bucket
     return FLOAT32_BYTES * trained if zero_stage == 1 and float32_sums else 0
@@ -41,6 +47,7 @@ def model_states(
     weight_bytes: int,
     zero_stage: int,
     dp: int,
+    sharding: Sharding,
     *,
     float32_sums: bool = False,
 ) -> tuple[float, float, float]:
@@ -52,5 +59,5 @@ def model_states(
     """
     weights = num_parameters * weight_bytes / (dp if zero_stage >= 3 else 1)
     gradients = num_trained * gradient_bytes(weight_bytes, zero_stage, float32_sums) / (dp if zero_stage >= 2 else 1)
-    optimizer = num_trained * optimizer_bytes(weight_bytes, zero_stage) / (dp if zero_stage >= 1 else 1)
+    optimizer = num_trained * optimizer_bytes(weight_bytes, zero_stage, sharding) / (dp if zero_stage >= 1 else 1)
     return weights, gradients, optimizer

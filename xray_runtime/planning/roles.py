@@ -6,12 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from xray_runtime.config.engines import FrozenConfig, GeneratorConfig, LayoutConfig, LoRAConfig, TrainingConfig
+from xray_runtime.config.capabilities import unsupported
+from xray_runtime.config.layouts import TRAINERS, EngineConfig, FrozenConfig, GeneratorConfig, LayoutConfig, able
+from xray_runtime.config.training import LoRAConfig, TrainingConfig
 from xray_runtime.config.validation import ConfigError
 
 Use = Literal["trained", "frozen", "sampled"]
 ALL_USES: tuple[Use, ...] = get_args(Use)
-CHOSEN = ("library", "num_workhorses", "zero_stage", "tensor_parallel", "pipeline_parallel")
+CHOSEN = ("num_workhorses", "zero_stage", "tensor_parallel", "pipeline_parallel")
 """The fields of a layout that `auto` chooses."""
 
 
@@ -54,6 +56,10 @@ class ModelRole:
 def check_left_open(stage: str, roles: Iterable[ModelRole]) -> None:
     """Raise ConfigError if the config of `stage` sets a layout that `auto` would choose."""
     for role in roles:
+        if isinstance(role.layout, EngineConfig) and role.layout.capabilities.sharding is None:
+            feature = f"{role.field}.library = {role.layout.library!r}"
+            where, others = "runtime.parallel = 'auto'", able(TRAINERS, "sharding")
+            raise ConfigError(f"{stage}.{unsupported(feature, where, others)}")
         for field, info in type(role.layout).model_fields.items():
             value = getattr(role.layout, field)
             if field in CHOSEN and value != info.default:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from xray_runtime.config.base import FreshBase
-from xray_runtime.config.engines import LINEAR_LAYERS
+from xray_runtime.config.training import LINEAR_LAYERS
 from xray_runtime.models.context import positions
 from xray_runtime.models.family import LayerSizes, family_of
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 
+from xray_runtime.engines.trainer import trainer
 from xray_runtime.planning.memory import Layout
 from xray_runtime.planning.workload import Machine, Role, Workload
 
@@ -24,7 +25,7 @@ def splits(roles: Sequence[Role], machine: Machine) -> Iterator[tuple[int, int]]
     if any(_is_whole(role) for role in roles):
         return
     # This takes seconds of imports, so it runs only if whole replicas do not fit.
-    by_tensor, by_layers = map(all, zip(*(_can_shard(role.model) for role in roles), strict=True))
+    by_tensor, by_layers = map(all, zip(*(_can_split(role.library, role.model) for role in roles), strict=True))
     heads = math.gcd(*(size for role in roles for size in (role.shape.num_heads, role.shape.num_kv_heads)))
     layers = min(role.shape.num_layers for role in roles)
     tensor = [tp for tp in DEGREES if tp == 1 or (by_tensor and heads % tp == 0 and tp <= machine.node_size)]
@@ -48,9 +49,11 @@ def groups(machine: Machine, tp: int, others: Sequence[int]) -> int:
 def trained_layouts(workload: Workload, tp: int, pp: int, dp: int) -> Iterator[Layout]:
     """Layouts of the trained models by ZeRO stage: from the lowest that all support; more only for several replicas,
     and 3 only for whole ones."""
-    least = max((role.options.least_zero_stage for role in workload.of_use("trained")), default=0)
-    last = least if dp == 1 else 2 if tp * pp > 1 else 3
-    yield from (Layout(zero_stage=stage, tp=tp, pp=pp, dp=dp) for stage in range(least, last + 1))
+    options = [role.options for role in workload.of_use("trained")]
+    least = max((each.least_zero_stage for each in options), default=0)
+    of_all = [each.sharding.split_levels if tp * pp > 1 else each.sharding.levels for each in options] or [(0,)]
+    stages = sorted(stage for stage in set(of_all[0]).intersection(*of_all) if stage >= least)
+    yield from (Layout(zero_stage=stage, tp=tp, pp=pp, dp=dp) for stage in (stages[:1] if dp == 1 else stages))
 
 
 def zero3_shards(workload: Workload, machine: Machine) -> Iterator[Layout]:
@@ -67,9 +70,5 @@ def _is_whole(role: Role) -> bool:
 
 
 @cache
-def _can_shard(model: str | None) -> tuple[bool, bool]:
-    if model is None:
-        return True, True
-    from xray_runtime.engines.make import can_shard
-
-    return can_shard(model)
+def _can_split(library: str, model: str | None) -> tuple[bool, bool]:
+    return (True, True) if model is None else trainer(library).can_split(model)

@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from xray_runtime.config.base import FreshBase, PretrainedBase
-from xray_runtime.config.engines import EngineConfig, GeneratorConfig, with_precision
+from xray_runtime.config.layouts import EngineConfig, GeneratorConfig, with_precision
 from xray_runtime.config.prepare import PROMPT_TOKENS
 from xray_runtime.config.sft import REPLY_TOKENS
 from xray_runtime.config.validation import ConfigError
@@ -36,7 +36,11 @@ def stage_workload(call: StageCall, device: str) -> Workload | None:
     declared = dict(call.kind.models(call.config))
     on_trunks = [name for name, role in declared.items() if _is_branch(call, role, declared)]
     branches = Counter(declared[name].trunk for name in on_trunks)
-    kept = {name: role for name, role in declared.items() if name not in on_trunks}
+    kept = {
+        name: role
+        for name, role in declared.items()
+        if name not in on_trunks and not (isinstance(role.layout, GeneratorConfig) and role.layout.capabilities.remote)
+    }
     if not kept:
         return None
     roles = tuple(_planned(call, name, role, branches[name], device) for name, role in kept.items())
@@ -65,14 +69,14 @@ def _open_choices(call: StageCall, engines: list[EngineConfig]) -> Iterator[Open
     """Choices that the config leaves at their defaults."""
     runtime, defaults = call.runtime, type(call.runtime).model_fields
     roles = call.kind.models(call.config).values()
-    vllm = all(r.layout.engine == "vllm" for r in roles if isinstance(r.layout, GeneratorConfig))
+    sleeps = all(r.layout.capabilities.sleep for r in roles if isinstance(r.layout, GeneratorConfig))
     if all(engine.micro_batch_tokens == EngineConfig().micro_batch_tokens for engine in engines):
         yield "micro_batch_tokens"
     if runtime.generator_replicas == defaults["generator_replicas"].default:
         yield "generator_replicas"
-    if vllm and not runtime.generator_sleeps and not runtime.trainer_sleeps and _may_sleep(call):
+    if sleeps and not runtime.generator_sleeps and not runtime.trainer_sleeps and _may_sleep(call):
         yield "sleep"
-    if all(engine.offload == "none" for engine in engines):
+    if all(engine.capabilities.offload and not engine.offloads("cuda") for engine in engines):
         yield "offload"
 
 
@@ -110,7 +114,8 @@ def _planned(call: StageCall, name: str, role: ModelRole, branches: int, device:
         top_layers=role.trainable_layers,
         branches=role.branches + branches,
         options=options,
-        in_one_piece=isinstance(layout, GeneratorConfig) and layout.engine == "transformers",
+        in_one_piece=isinstance(layout, GeneratorConfig) and not layout.capabilities.tensor_parallel,
+        library=getattr(layout, "library", EngineConfig.default),
         model=None if isinstance(source, FreshBase) or family_of(shape.family).beyond is not None else source,
         epochs=role.epochs,
         sequences_per_row=role.sequences_per_row,

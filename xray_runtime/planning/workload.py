@@ -7,7 +7,8 @@ from typing import Any, Literal, get_args
 
 import psutil
 
-from xray_runtime.config.engines import EngineConfig, LoRAConfig, with_precision
+from xray_runtime.config.layouts import EngineConfig, with_precision
+from xray_runtime.config.training import LoRAConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.cores import usable_cores
 from xray_runtime.gpus import has_driver
@@ -18,6 +19,7 @@ from xray_runtime.planning.memory import (
     Options,
     generation_memory,
     scoring_memory,
+    sharding_of,
     training_memory,
 )
 from xray_runtime.planning.model_states import FLOAT32_BYTES, HALF_BYTES
@@ -75,6 +77,8 @@ class Role:
     """Only for a trained role."""
     in_one_piece: bool = False
     """Its engine cannot split it."""
+    library: str = EngineConfig.default
+    """The trainer that splits it."""
     model: str | None = None
     """Its pretrained base model, which may not support splitting; None: a Llama."""
     epochs: int = 1
@@ -126,6 +130,7 @@ class Workload:
 
         def changed(role: Role) -> Role:
             options = replace(role.options, **changes)
+            options = replace(options, checkpointing=options.checkpointing and options.may_recompute)
             if options.offload:
                 options = replace(options, least_zero_stage=max(options.least_zero_stage, 1))
             return replace(role, options=options) if role.use == "trained" else role
@@ -171,7 +176,12 @@ class Workload:
             )
         tokens, positions = self._pass(role, self.score_tokens)
         scoring = scoring_memory(
-            *(shape, width, layout), tokens=tokens, positions=positions, scored_length=scored_length, on_gpu=on_gpu
+            *(shape, width, layout),
+            tokens=tokens,
+            positions=positions,
+            sharding=sharding_of(role.library),
+            scored_length=scored_length,
+            on_gpu=on_gpu,
         )
         if role.use == "frozen":
             return scoring
@@ -218,10 +228,12 @@ def training_options(lora: LoRAConfig | None, engine: EngineConfig, device: str)
     options = Options(
         lora_rank=lora.rank if lora is not None else None,
         lora_targets=tuple(sorted(lora.target_modules)) if lora is not None and lora.target_modules else None,
-        offload=engine.offload not in (("none", "cpu") if device == "cpu" else ("none",)),
+        offload=engine.offloads(device),
         checkpointing=engine.activation_checkpointing,
+        may_recompute=engine.capabilities.activation_checkpointing,
         float32_sums=mixed,
-        least_zero_stage=engine.least_zero_stage,
+        least_zero_stage=engine.least_sharding_level,
+        sharding=sharding_of(engine.library),
     )
     return HALF_BYTES if mixed else FLOAT32_BYTES, options
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from xray_runtime.config.layouts import GENERATORS, able
 from xray_runtime.config.ppo import BFLOAT16_MISMATCH, FLOAT32_MISMATCH
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.data.batch import Replies
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.data.batch import ReplyBatch
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.errors import StageInterruptedError, cause_line, is_out_of_memory, root_cause
 from xray_runtime.models.causal_lm import load_model, max_positions
 from xray_runtime.models.family import family_of
@@ -33,17 +34,20 @@ PASSING = (ConfigError, StageInterruptedError, BusyClusterError, WorkhorseError)
 
 
 def check_sampled(stage: Stage[HubBase, NoInputs], out: Path, stops: tuple[int, ...], padding: int) -> None:
-    """Sample from the model in `out` with vLLM and compare log-probabilities with transformers', unless its family was
-    tried so.
+    """Sample from the model in `out` with a generator that has its own models, and compare log-probabilities with
+    transformers', unless the generator is known to compute this family.
 
     Raises:
-        ValueError: vLLM refuses the model, or computes another one; one line.
+        ValueError: the generator refuses the model, or computes another one; one line.
     """
     generator, content = stage.config.generator, json.loads((out / "config.json").read_text(encoding="utf-8"))
-    if generator is None or generator.engine != "vllm" or "vllm" in family_of(content["model_type"]).tried:
+    if generator is None or not generator.capabilities.own_models:
         return
-    refused = f"{stage.name}.generator: vllm is not allowed for {stage.config.model!r}"
-    remedy = "set generator.engine to 'transformers'"
+    if generator.engine in family_of(content["model_type"]).tried:
+        return
+    refused = f"{stage.name}.generator: {generator.engine} is not allowed for {stage.config.model!r}"
+    others = [repr(name) for name in GENERATORS if name not in able(GENERATORS, "own_models")]
+    remedy = f"set generator.engine to {' or '.join(others)}"
     prompts = [row.tolist() for row in tried_rows(int(content["vocab_size"]))[0].split(list(LENGTHS))]
     sampling = Sampling(NEW_TOKENS, 1.0, stops, padding)
     spec = GeneratorSpec(out, min(MAX_LENGTH, max_positions(out) or MAX_LENGTH), generator)
@@ -65,7 +69,7 @@ def check_sampled(stage: Stage[HubBase, NoInputs], out: Path, stops: tuple[int, 
         )
 
 
-def _difference(out: Path, prompts: list[list[int]], answer: Replies) -> float:
+def _difference(out: Path, prompts: list[list[int]], answer: ReplyBatch) -> float:
     """Mean |log-probability difference| of the sampled tokens."""
     replies = [ids.tolist() for ids in answer.response_ids]
     ids = torch.tensor([token for prompt, reply in zip(prompts, replies, strict=True) for token in (*prompt, *reply)])

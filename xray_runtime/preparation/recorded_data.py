@@ -26,7 +26,7 @@ from xray_runtime.graph.artifacts import ANSWERS, DEMONSTRATIONS, HELDOUT_OF, JU
 
 if TYPE_CHECKING:
     from xray_runtime.config.curate import RecordedPromptsConfig
-    from xray_runtime.config.engines import Section
+    from xray_runtime.config.section import Section
     from xray_runtime.graph.inputs import DemonstrationsInputs, PreferencesInputs, RecordedPromptsInputs
     from xray_runtime.graph.kind import Recorder, Stage
 

@@ -28,9 +28,9 @@ from xray_runtime.agents.gateway import Gateway
 from xray_runtime.agents.outcomes import Outcome
 from xray_runtime.agents.runner import Address, Runner, open_runner
 from xray_runtime.agents.segments import Call
-from xray_runtime.data.batch import PromptBatch, Replies, Rollout
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Rollout
 from xray_runtime.data.chat_format import chat_format
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.rewards.journal import Journal
 from xray_runtime.rl.agent_records import (
     AGENT,
@@ -175,7 +175,7 @@ class AgentEpisodes:
         if self._records:
             write_episodes(self._records_path, self._records)
 
-    def _generate(self, rows: PromptBatch, sampling: Sampling, version: int) -> Replies:
+    def _generate(self, rows: PromptBatch, sampling: Sampling, version: int) -> ReplyBatch:
         answer = get(self._generator.generate.remote(rows, sampling, version))
         check_rollout(answer, len(rows), sampling)
         return answer

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from xray_runtime.agents.segments import Call
-from xray_runtime.data.batch import PromptBatch, Replies
+from xray_runtime.data.batch import PromptBatch, ReplyBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.rl.agent_records import Place, Played, Record, journal_entry, journal_key, read_calls
 
 
@@ -27,7 +27,7 @@ class ReplayedEpisodes:
 
     def __init__(
         self,
-        generate: Callable[[PromptBatch, Sampling, int], Replies],
+        generate: Callable[[PromptBatch, Sampling, int], ReplyBatch],
         sampling: Sampling,
         records: Mapping[Place, Record],
     ) -> None:

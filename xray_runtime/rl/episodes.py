@@ -27,7 +27,7 @@ from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.data.tokenizing import decode_replies
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.environments.episodes import EnvironmentFailure
 from xray_runtime.environments.pool import EnvironmentPool
 from xray_runtime.environments.protocol import Start, Step

@@ -42,7 +42,7 @@ class PolicyReplies:
     mask: Ragged | None = None
     """True where the policy sampled the token of `ids`; None: it sampled all."""
     branches: Ragged | None = None
-    """Of agents' episodes."""
+    """Only of agents' episodes."""
     scores: list[Score] | None = None
     """The environment's scores."""
     means: dict[str, float] = field(default_factory=dict)

@@ -32,7 +32,7 @@ from xray_runtime.config.sources import is_function
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.gold import GoldScore, import_function, load_gold
 from xray_runtime.data.pairs import TRAIN, prompt_text
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.graph.artifacts import VALUE_HEAD
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
 from xray_runtime.models.objectives import ReferenceObjective

@@ -22,7 +22,7 @@ from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
 from xray_runtime.workers.protocols import get_all
 
 if TYPE_CHECKING:
-    from xray_runtime.config.engines import FrozenConfig
+    from xray_runtime.config.layouts import FrozenConfig
     from xray_runtime.config.reward_term import Term
     from xray_runtime.data.batch import TextBatch
     from xray_runtime.data.pairs import Messages

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xray_runtime.data.batch import Replies, Rollout, TextBatch
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.data.batch import ReplyBatch, Rollout, TextBatch
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.rl.agent_episodes import AgentEpisodes
 from xray_runtime.rl.episode import EpisodeBatch
 from xray_runtime.rl.in_flight import InFlightEpisodes
@@ -56,8 +56,8 @@ class PendingRollout:
     """Version of the sampling policy: the number of updates before it."""
     prompts: list[int]
     """Prompt number of each reply."""
-    answer: Ref[Replies]
-    """Of a generator; a whole rollout of episodes or from a snapshot."""
+    answer: Ref[ReplyBatch]
+    """A generator's answer, or a whole rollout of episodes or from a snapshot."""
     seeds: np.ndarray | None = None
     """Seed of each reply [B]; None if `answer` is a rollout, which has its own."""
 
@@ -177,6 +177,6 @@ class Rollouts:
     def load_state(self, directory: Path) -> None:
         for path in sorted(directory.glob("rollout-*.safetensors")):
             rollout = Rollout.load(path)
-            restored: Ref[Replies] = Ready(rollout)
+            restored: Ref[ReplyBatch] = Ready(rollout)
             version, prompts = int(rollout.version[0]), rollout.prompt.tolist()
             self._pending.append(PendingRollout(version, prompts, restored))

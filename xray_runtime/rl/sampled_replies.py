@@ -10,7 +10,7 @@ import numpy as np
 
 from xray_runtime.data.batch import PromptBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.models.causal_lm import stops_of
 from xray_runtime.rl.turns import sampling_turn
 from xray_runtime.seeding import derive_seed
@@ -30,7 +30,7 @@ def sampling_of(config: SamplingConfig, model: Path, tokenizer: Any) -> Sampling
 
 
 def prompt_rows(stage: Stage[Any, Any], prompts: Sequence[Sequence[int]], *purpose: Any, first: int = 0) -> PromptBatch:
-    """What a generator takes; a reply's seed derives from `purpose` and its number, counted from `first`."""
+    """Prompts for a generator; a reply's seed derives from `purpose` and its number, counted from `first`."""
     seeds = [derive_seed(stage.seed, stage.name, *purpose, first + row) for row in range(len(prompts))]
     return PromptBatch(input_ids=Ragged.of(prompts), seed=np.array(seeds))
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from xray_runtime.data.batch import Rollout, Scores, TextBatch, with_end_of_turn
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.rl.episode import EpisodeBatch
 from xray_runtime.rl.reward_reader import answer_rows
 from xray_runtime.rl.reward_sources import RewardSources

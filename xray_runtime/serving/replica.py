@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 from starlette.types import ASGIApp as App
 
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.engines.generation.vllm_server import VLLMServer, arguments
+from xray_runtime.engines.generators.vllm.server import VLLMServer, arguments
 from xray_runtime.processes import redirect_output
 from xray_runtime.serving import NotServedError
 from xray_runtime.serving.canary_metrics import CanaryCollector, CanaryState

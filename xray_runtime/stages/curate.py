@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from xray_runtime.config.curate import CurateConfig, RecordedPromptsConfig
-from xray_runtime.config.engines import Section
+from xray_runtime.config.section import Section
 from xray_runtime.graph.artifacts import Curated, Dataset
 from xray_runtime.graph.inputs import CurateInputs, DemonstrationsInputs, RecordedPromptsInputs
 from xray_runtime.graph.kind import StageKind, register

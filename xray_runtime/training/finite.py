@@ -20,8 +20,8 @@ from xray_runtime.data.ragged import non_finite
 from xray_runtime.errors import NonFiniteError, root_cause
 
 if TYPE_CHECKING:
-    from xray_runtime.data.batch import Replies
-    from xray_runtime.engines.generation.sampling import Sampling
+    from xray_runtime.data.batch import ReplyBatch
+    from xray_runtime.engines.sampling import Sampling
     from xray_runtime.graph.kind import Stage
     from xray_runtime.training.steps import StepStatistics
 
@@ -77,7 +77,7 @@ class SkippedSteps:
         return finite | {"training/skipped_steps": float(self.count)}
 
 
-def check_rollout(sampled: Replies, num_prompts: int, sampling: Sampling) -> None:
+def check_rollout(sampled: ReplyBatch, num_prompts: int, sampling: Sampling) -> None:
     """Reject answers of a generator that it cannot have sampled for `num_prompts` prompts.
 
     Raises:

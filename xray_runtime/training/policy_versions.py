@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.config.engines import ValidationSchedule
+from xray_runtime.config.section import ValidationSchedule
 from xray_runtime.files import link_or_copy, sync
 from xray_runtime.graph.artifacts import VALUE_HEAD
 from xray_runtime.workers.protocols import ModelHandle, get

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import numpy as np
 
-from xray_runtime.config.engines import with_precision
+from xray_runtime.config.layouts import with_precision
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.derived import Derived, computed_key
 from xray_runtime.data.ragged import Ragged, join_ragged
@@ -25,7 +25,7 @@ from xray_runtime.models.weight_files import trunk_digest
 from xray_runtime.workers.protocols import ModelHandle, get
 
 if TYPE_CHECKING:
-    from xray_runtime.config.engines import TrainingConfig
+    from xray_runtime.config.training import TrainingConfig
     from xray_runtime.graph.kind import Recorder, Stage
 
 ENDING = ".states"

@@ -26,7 +26,6 @@ from xray_runtime.errors import StageInterruptedError
 from xray_runtime.planning.demand import Demand, check, total
 from xray_runtime.workers.groups import are_ready, holders_text, plan_groups, request_group
 from xray_runtime.workers.heartbeat import request_heartbeat
-from xray_runtime.workers.libraries import TRAINING
 from xray_runtime.workers.nodes import await_answers, nodes, num_lost
 from xray_runtime.workers.pool import evict_idle_workers, find_worker_pool, start
 from xray_runtime.workers.progress import find_progress
@@ -60,7 +59,7 @@ class Request:
     kind: type[Workhorse]
     holder: Pingable
     """The WholeModel of the Workhorses: the pool kills them when it is dead."""
-    libraries: str = TRAINING
+    libraries: str
 
 
 class Acquisition:

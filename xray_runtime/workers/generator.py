@@ -6,16 +6,14 @@ import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.config.engines import GeneratorConfig
-from xray_runtime.data.batch import PromptBatch, Replies
-from xray_runtime.processes import at_low_priority, without_collection
+from xray_runtime.data.batch import PromptBatch, ReplyBatch
 from xray_runtime.workers.plain_errors import plain_errors
-from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
+from xray_runtime.workers.workhorse import RankInfo, Workhorse
 
 if TYPE_CHECKING:
-    from xray_runtime.engines.generation.generation import Generation
-    from xray_runtime.engines.generation.sampling import Sampling
-    from xray_runtime.weights.object_store import WeightUpdate
+    from xray_runtime.engines.generation import Generation
+    from xray_runtime.engines.sampling import Sampling
+    from xray_runtime.engines.sync.object_store import WeightUpdate
     from xray_runtime.workers.generator_spec import GeneratorSpec
 
 
@@ -27,22 +25,11 @@ class Generator(Workhorse):
     _engine: Generation
     """Kept when its model is unloaded, for the next one."""
 
-    def load_libraries(self, config: GeneratorConfig) -> None:
-        """Import slow libraries before there is a model."""
-        if config.engine == "vllm":
-            at_low_priority(self._load_vllm)
-
-    @without_collection()
-    def _load_vllm(self) -> None:
-        from xray_runtime.engines.generation.vllm import load_vllm
-
-        load_vllm(resolve_device(self.runtime.device), reproducible=self.runtime.reproducible)
-
     def build(self, spec: GeneratorSpec, rank_info: RankInfo) -> None:
         """Start the engine on the checkpoint, or load the checkpoint into the previous model's engine."""
         self._begin(rank_info)
-        from xray_runtime.engines.generation.generation import Generation
-        from xray_runtime.engines.generation.sampling import EngineRank
+        from xray_runtime.engines.generation import Generation
+        from xray_runtime.engines.sampling import EngineRank
 
         if hasattr(self, "_engine"):
             if self._engine.fits(spec.directory, spec.max_length, spec.config):
@@ -91,7 +78,7 @@ class Generator(Workhorse):
         """One step of a transfer from GPU to GPU, which the trainer drives."""
         self._engine.receive(step, info, version)
 
-    def generate(self, rows: PromptBatch, sampling: Sampling, version: int) -> Replies:
+    def generate(self, rows: PromptBatch, sampling: Sampling, version: int) -> ReplyBatch:
         """Sample a reply to each prompt with its `seed`; see `Generation.generate`."""
         prompts = [ids.tolist() for ids in rows.input_ids]
         return self._engine.generate(prompts, rows.seed.tolist(), sampling, version)

@@ -7,19 +7,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xray_runtime.config.engines import GeneratorConfig
-from xray_runtime.workers.libraries import TRAINING, VLLM
+from xray_runtime.config.layouts import GeneratorConfig
 
 if TYPE_CHECKING:
     from xray_runtime.workers.workhorse import Workhorse
 
 USES = ("xray_runtime.workers.whole_model",)
 """Its proxy, so that a stage's key digests the code."""
-
-
-def libraries_of(config: GeneratorConfig) -> str:
-    """The libraries of a Generator's engine: `TRAINING` or `VLLM`."""
-    return VLLM if config.engine == "vllm" else TRAINING
 
 
 @dataclass(frozen=True)
@@ -36,7 +30,7 @@ class GeneratorSpec:
 
     @property
     def libraries(self) -> str:
-        return libraries_of(self.config)
+        return self.config.libraries
 
     @property
     def workhorse(self) -> type[Workhorse]:

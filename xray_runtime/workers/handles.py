@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 import numpy as np
 import ray
 
-from xray_runtime.config.engines import GeneratorConfig
+from xray_runtime.config.layouts import GeneratorConfig
 from xray_runtime.data.batch import PromptBatch, TextBatch
 from xray_runtime.data.columnar import Batch
 from xray_runtime.data.ragged import balance
@@ -22,9 +22,9 @@ from xray_runtime.engines.topology import Topology
 from xray_runtime.workers.protocols import ModelHandle, Ref, WholeModelHandle
 
 if TYPE_CHECKING:
-    from xray_runtime.config.engines import LayoutConfig
-    from xray_runtime.data.batch import Replies, Scores, StepAnswer
-    from xray_runtime.engines.generation.sampling import Sampling
+    from xray_runtime.config.layouts import LayoutConfig
+    from xray_runtime.data.batch import ReplyBatch, Scores, StepAnswer
+    from xray_runtime.engines.sampling import Sampling
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -77,10 +77,11 @@ class ModelProxy:
     def _train(self, rows: TextBatch, totals: dict[str, float], lr: float, at_once: int = 1) -> Ref[StepAnswer]:
         return self.model.train.remote(self._scattered(rows), totals, lr, at_once)
 
-    def _generate(self, rows: PromptBatch, sampling: Sampling, version: int) -> Ref[Replies]:
+    def _generate(self, rows: PromptBatch, sampling: Sampling, version: int) -> Ref[ReplyBatch]:
         """Prompts are spread by predicted tokens."""
         loads = balance(rows.input_ids.lengths + sampling.max_new_tokens, self._replicas)
-        return self.model.generate.remote(_cut(rows, [np.array(load, np.int64) for load in loads]), sampling, version)
+        prompts = _sharded(rows, [np.array(load, np.int64) for load in loads])
+        return self.model.generate.remote(prompts, sampling, version)
 
     def _follow(self, policy: ModelHandle, version: int) -> Ref[str | None]:
         return self.model.follow.remote(cast("ModelProxy", policy).model, version)
@@ -88,10 +89,10 @@ class ModelProxy:
     def _scattered(self, rows: TextBatch) -> Scattered[TextBatch]:
         if len(rows) < self._replicas:
             raise ValueError(f"{self._role}: {len(rows)} rows are too few for {self._replicas} replicas")
-        return _cut(rows.on_wire(), rows.shard_places(self._replicas))
+        return _sharded(rows.on_wire(), rows.shard_places(self._replicas))
 
 
-def _cut(rows: B, places: Sequence[np.ndarray]) -> Scattered[B]:
+def _sharded(rows: B, places: Sequence[np.ndarray]) -> Scattered[B]:
     shards = [rows] if len(places) == 1 else [rows.take(own) if len(own) else None for own in places]
     return Scattered([None if shard is None else _parcel(shard) for shard in shards], list(places))
 

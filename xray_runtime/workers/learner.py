@@ -12,22 +12,23 @@ from typing import TYPE_CHECKING, Any
 from xray_runtime.data.batch import Scores, StepAnswer, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.errors import NonFiniteError
-from xray_runtime.processes import at_low_priority, return_freed_memory, without_collection
+from xray_runtime.processes import return_freed_memory
 from xray_runtime.signs import part_done
 from xray_runtime.store.shards import read_shards, shard_problem
 from xray_runtime.workers.micro_batches import as_arrays, as_tensors, joined, row_groups
 from xray_runtime.workers.plain_errors import plain_errors
 from xray_runtime.workers.published_checks import PublishedChecks
 from xray_runtime.workers.trunk_memory import TrunkMemory
-from xray_runtime.workers.workhorse import RankInfo, Workhorse, resolve_device
+from xray_runtime.workers.workhorse import RankInfo, Workhorse
 
 if TYPE_CHECKING:
     import torch
 
     from xray_runtime.engines.engine import Engine, MicroBatch
-    from xray_runtime.weights.device_transfer import Sender, Transport
-    from xray_runtime.weights.object_store import WeightUpdate
-    from xray_runtime.weights.shared_memory import SharedWriter
+    from xray_runtime.engines.generator import DirectSender
+    from xray_runtime.engines.sync.object_store import WeightUpdate
+    from xray_runtime.engines.sync.route import Route
+    from xray_runtime.engines.sync.shared_memory import SharedWriter
     from xray_runtime.workers.model_spec import ModelSpec
     from xray_runtime.workers.protocols import WorkhorseHandle
 
@@ -39,29 +40,18 @@ class Learner(PublishedChecks, Workhorse):
     engine: Engine | None = None
     scorer: Any = None
     _shared: SharedWriter | None = None
-    _sender: Sender | None = None
+    _sender: DirectSender | None = None
     _trunks: TrunkMemory
-
-    def load_libraries(self) -> None:
-        """Import slow libraries before there is a model."""
-        at_low_priority(self._load_libraries)
-
-    @without_collection()
-    def _load_libraries(self) -> None:
-        from xray_runtime.engines.training.deepspeed_setup import load_deepspeed
-        from xray_runtime.models import causal_lm, heads  # noqa: F401
-
-        load_deepspeed(resolve_device(self.runtime.device))
 
     def build(self, spec: ModelSpec, rank_info: RankInfo) -> None:
         """Load the model; if it is trained, join its process group and start its engine."""
         self._begin(rank_info)
         from safetensors.torch import load_file
 
-        from xray_runtime.engines.make import build_engine, build_scorer
+        from xray_runtime.engines import process_group
         from xray_runtime.engines.offload import can_offload
         from xray_runtime.engines.shard_loading import skeleton_of
-        from xray_runtime.engines.training.deepspeed_setup import init_collectives
+        from xray_runtime.engines.trainer import build_engine, build_scorer
         from xray_runtime.models.adapters import Adapters
         from xray_runtime.models.causal_lm import published
         from xray_runtime.models.heads import HeadedLM
@@ -88,7 +78,7 @@ class Learner(PublishedChecks, Workhorse):
         module.eval()
         self._trunks = TrunkMemory()
         if spec.training is not None or rank_info.world_size > 1:
-            init_collectives(rank_info.rank, rank_info.world_size, rank_info.host, rank_info.port, self.device)
+            process_group.join(rank_info.rank, rank_info.world_size, rank_info.host, rank_info.port, self.device)
         with can_offload(self.runtime.trainer_sleeps and spec.training is not None):
             if spec.training is not None:
                 self.engine = self.scorer = build_engine(module, spec.training, spec.directory, self.device)
@@ -196,7 +186,7 @@ class Learner(PublishedChecks, Workhorse):
         import torch
 
         from xray_runtime.engines.engine import MicroBatch
-        from xray_runtime.engines.training.threads import micro_batches_at_once
+        from xray_runtime.engines.threads import micro_batches_at_once
 
         at_once = micro_batches_at_once(self.module, rows) if self.scorer.threaded else 1
         max_tokens //= self.runtime.micro_batch_divisor
@@ -263,8 +253,8 @@ class Learner(PublishedChecks, Workhorse):
             shared: in memory that readers on this machine map, not in the object store.
             dtype: to send them in; None: as they are.
         """
-        from xray_runtime.weights.object_store import pack
-        from xray_runtime.weights.shared_memory import SharedWriter
+        from xray_runtime.engines.sync.object_store import pack
+        from xray_runtime.engines.sync.shared_memory import SharedWriter
 
         assert self.engine is not None
         self._shared = self._shared or SharedWriter()
@@ -276,14 +266,16 @@ class Learner(PublishedChecks, Workhorse):
         return {name for name, _ in self._weights(head=False)}
 
     def send_weights(
-        self, version: int, transport: Transport, meet: tuple[str, int], ranks: list[WorkhorseHandle], per_replica: int
+        self, version: int, route: Route, meet: tuple[str, int], ranks: list[WorkhorseHandle], per_replica: int
     ) -> None:
-        """Send trainable weights from GPU to GPU; see `weights.device_transfer.Sender`."""
-        from xray_runtime.weights.device_transfer import Sender
+        """Send trainable weights from GPU to GPU; see `engines.generator.DirectSender`."""
+        from xray_runtime.engines.generator import Receivers, generator
 
         if self._sender is None:
             tensors = functools.partial(self._weights, head=False)
-            self._sender = Sender(transport, tensors, self.rank_info.rank, ranks, per_replica)
+            receivers = Receivers(len(ranks), per_replica, functools.partial(_receive, ranks))
+            plug = generator(route.engine)
+            self._sender = plug.sender(route.transport, tensors, self.rank_info.rank, receivers)
         with self._turn():
             self._sender.send(version, meet)
 
@@ -342,3 +334,9 @@ class Learner(PublishedChecks, Workhorse):
                 yield from self._published(name, tensor).items()
             elif head:
                 yield name, tensor
+
+
+def _receive(ranks: list[WorkhorseHandle], step: str, infos: list[dict[str, Any]], version: int) -> None:
+    import ray
+
+    ray.get([rank.receive.remote(step, info, version) for rank, info in zip(ranks, infos, strict=True)])

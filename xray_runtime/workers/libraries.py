@@ -14,11 +14,9 @@ if TYPE_CHECKING:
     from xray_runtime.config.runtime import RuntimeConfig
 
 VARIABLE = "XRAY_WORKER_LIBRARIES"
-"""Environment variable of a Workhorse: what was imported before the fork, `TRAINING` or `VLLM`."""
+"""Environment variable of a Workhorse: what was imported before the fork, as `trainer:NAME` or `generator:NAME`."""
 FORK_SERVER = "XRAY_FORK_SERVER"
 """Environment variable of a Ray that has a fork server: its address."""
-TRAINING, VLLM = "training", "vllm"
-
 SPIN_COUNT = 500
 """How often a waiting OpenMP thread looks for work before it sleeps (measured: 22 ns a look, 11 μs in all). Sleeping at
 once costs a wake-up for every operation of a small model; looking longer takes cores from other processes (10,000 made
@@ -65,6 +63,15 @@ def worker_options(name: str) -> dict[str, Any]:
     return {"runtime_env": {"env_vars": {VARIABLE: name}}} if os.environ.get(FORK_SERVER) else {}
 
 
+def import_libraries(name: str, runtime: RuntimeConfig, device: str) -> None:
+    """Import what the trainer or generator of this name needs (see `VARIABLE`)."""
+    from xray_runtime.engines.generator import generator
+    from xray_runtime.engines.trainer import trainer
+
+    sort, _, plug = name.partition(":")
+    (trainer(plug) if sort == "trainer" else generator(plug)).load_libraries(runtime, device)
+
+
 def cuda_environment(runtime: RuntimeConfig) -> dict[str, str]:
     """Variables that must be set before CUDA starts. A CPU ignores them."""
     return REPRODUCIBLE_CUDA if runtime.reproducible else {}
@@ -74,7 +81,7 @@ def configure_torch(runtime: RuntimeConfig, device: str, *, samples: bool) -> No
     """Set torch's switches for `runtime.reproducible` and `runtime.tf32` in this process.
 
     A CPU always computes the same bits twice. On CUDA that costs speed, so it is off by default. Where the model
-    `samples`, nothing is refused: vLLM has a mode of its own (`engines.generation.vllm.environment`), and sampling
+    `samples`, nothing is refused: vLLM has a mode of its own (`generators.vllm.sampler.environment`), and sampling
     needs operators without a deterministic form on CUDA.
     """
     import torch

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.config.engines import FrozenConfig, LayoutConfig, TrainingConfig
+from xray_runtime.config.layouts import EngineConfig, FrozenConfig
+from xray_runtime.config.training import TrainingConfig
 from xray_runtime.seeding import derive_seed
-from xray_runtime.workers.libraries import TRAINING
 
 if TYPE_CHECKING:
     from xray_runtime.graph.kind import Stage
@@ -68,7 +68,7 @@ class ModelSpec:
 
     @property
     def libraries(self) -> str:
-        return TRAINING
+        return self.layout.libraries
 
     @property
     def workhorse(self) -> type[Workhorse]:
@@ -77,7 +77,7 @@ class ModelSpec:
         return Learner
 
     @property
-    def layout(self) -> LayoutConfig:
+    def layout(self) -> FrozenConfig | EngineConfig:
         return self.frozen if self.training is None else self.training.engine
 
     def located(self, find: Callable[[Path], Path]) -> ModelSpec:

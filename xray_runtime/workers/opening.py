@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
-from xray_runtime.config.engines import GeneratorConfig
+from xray_runtime.config.layouts import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.cores import load
 from xray_runtime.planning.demand import demand
 from xray_runtime.store.identity import environment_digest
 from xray_runtime.workers.acquisition import Acquisition, Request
 from xray_runtime.workers.generator import Generator
-from xray_runtime.workers.generator_spec import GeneratorSpec, libraries_of
+from xray_runtime.workers.generator_spec import GeneratorSpec
 from xray_runtime.workers.handles import ModelProxy
 from xray_runtime.workers.learner import Learner
-from xray_runtime.workers.libraries import TRAINING
 from xray_runtime.workers.liveness import answered
 from xray_runtime.workers.model_spec import ModelSpec
 from xray_runtime.workers.nodes import WorkerInfo, note_placement, same_node
@@ -28,6 +27,7 @@ from xray_runtime.workers.placement import device
 from xray_runtime.workers.pool import find_worker_pool
 from xray_runtime.workers.protocols import ModelHandle, WholeModelHandle, get_all
 from xray_runtime.workers.whole_model import WholeModel
+from xray_runtime.workers.workhorse import Workhorse
 
 if TYPE_CHECKING:
     from xray_runtime.graph.kind import OpenModels
@@ -70,16 +70,14 @@ def prestart_models(roles: Mapping[str, ModelRole], runtime: RuntimeConfig, run_
     if pool is None:
         return
     where = device(runtime)
-    wanted: Counter[GeneratorConfig | None] = Counter()
+    wanted: Counter[tuple[type[Workhorse], str]] = Counter()
     for name, role in roles.items():
-        layout, needed = role.layout, demand(name, role.layout, runtime, where)
+        needed = demand(name, role.layout, runtime, where)
         if not needed.grouped():
-            wanted[layout if isinstance(layout, GeneratorConfig) else None] += needed.num_ranks
-    for config, count in wanted.items():
-        if config is None:
-            pool.prestart.remote(Learner, runtime, count, TRAINING)
-        else:
-            pool.prestart.remote(Generator, runtime, count, libraries_of(config), config)
+            kind: type[Workhorse] = Generator if isinstance(role.layout, GeneratorConfig) else Learner
+            wanted[kind, role.layout.libraries] += needed.num_ranks
+    for (kind, libraries), count in wanted.items():
+        pool.prestart.remote(kind, runtime, count, libraries)
 
 
 @contextlib.contextmanager

@@ -58,12 +58,10 @@ class WorkerPool:
     def ping(self) -> None:
         """Answers as long as the pool lives."""
 
-    def prestart(
-        self, kind: type[Workhorse], runtime: RuntimeConfig, count: int, libraries: str, *arguments: Any
-    ) -> None:
+    def prestart(self, kind: type[Workhorse], runtime: RuntimeConfig, count: int, libraries: str) -> None:
         """Start Workhorses of class `kind` until there are `count`, leased ones included, as far as CPUs are free.
 
-        They load their libraries, with these `arguments`.
+        They load these `libraries`.
         """
         want = _kind(kind, runtime)
         missing = count - self._num_idle(want) - sum(lease.kind == want for lease in self._leases)
@@ -71,7 +69,7 @@ class WorkerPool:
             if ray.available_resources().get("CPU", 0.0) < runtime.cpus_per_workhorse:
                 break
             workhorse = start(kind, runtime, libraries)
-            workhorse.load_libraries.remote(*arguments)
+            workhorse.load_libraries.remote(libraries)
             self._idle.append((want, workhorse))
 
     def num_missing(self, wanted: Mapping[type[Workhorse], int], runtime: RuntimeConfig) -> int:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeAlias, 
 
 if TYPE_CHECKING:
     from xray_runtime.config.runtime import RuntimeConfig
-    from xray_runtime.data.batch import PromptBatch, Replies, Scores, StepAnswer, TextBatch
-    from xray_runtime.engines.generation.sampling import Sampling
-    from xray_runtime.weights.device_transfer import Device, Transport
-    from xray_runtime.weights.object_store import WeightUpdate
+    from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, TextBatch
+    from xray_runtime.engines.sampling import Sampling
+    from xray_runtime.engines.sync.object_store import WeightUpdate
+    from xray_runtime.engines.sync.route import Device, Route
     from xray_runtime.workers.generator_spec import GeneratorSpec
     from xray_runtime.workers.handles import Scattered
     from xray_runtime.workers.heartbeat import Heartbeat
@@ -111,7 +111,7 @@ class ModelHandle(Protocol):
     score: Score
     trunk: Score
     train: Train
-    generate: Method[[PromptBatch, Sampling, int], Replies]
+    generate: Method[[PromptBatch, Sampling, int], ReplyBatch]
     follow: Method[[ModelHandle, int], str | None]
     load_weights: Method[[WeightUpdate], int]
     load_checkpoint: Method[[Path, int], None]
@@ -139,7 +139,7 @@ class WholeModelHandle(Protocol):
     score: ScoreShards
     trunk: ScoreShards
     train: TrainShards
-    generate: Method[[Scattered[PromptBatch], Sampling, int], Replies]
+    generate: Method[[Scattered[PromptBatch], Sampling, int], ReplyBatch]
     follow: Method[[WholeModelHandle, int], str | None]
     load_weights: Method[[WeightUpdate], int]
     load_checkpoint: Method[[Path, int], None]
@@ -157,7 +157,7 @@ class WholeModelHandle(Protocol):
     where: Method[[], list[Device]]
     export_weights: ExportWeights
     whole_weight_names: Method[[], set[str] | None]
-    send_weights: Method[[int, Transport, list[WorkhorseHandle], int], None]
+    send_weights: Method[[int, Route, list[WorkhorseHandle], int], None]
 
 
 class HeartbeatMethod(Protocol):
@@ -170,7 +170,7 @@ class WorkhorseHandle(Protocol):
     where: Method[[], Device]
     rendezvous: Method[[], tuple[str, int]]
     unload: Method[[], None]
-    load_libraries: Method[..., None]
+    load_libraries: Method[[str], None]
     build: Method[[ModelSpec | GeneratorSpec, RankInfo], None]
 
     # Files
@@ -188,7 +188,7 @@ class WorkhorseHandle(Protocol):
     train: Method[[TextBatch, dict[str, float], float, int], StepAnswer]
     export_weights: Method[[int, bool, str | None], WeightUpdate]
     weight_names: Method[[], set[str]]
-    send_weights: Method[[int, Transport, tuple[str, int], list[WorkhorseHandle], int], None]
+    send_weights: Method[[int, Route, tuple[str, int], list[WorkhorseHandle], int], None]
     begin_save: Method[[Path, int, int], None]
     save: Method[[Path, str | None], dict[str, str]]
     tried_logprobs: Method[[], Tried]
@@ -204,7 +204,7 @@ class WorkhorseHandle(Protocol):
 
     # Generator
     layers_of: Method[[set[str]], set[str]]
-    generate: Method[[PromptBatch, Sampling, int], Replies]
+    generate: Method[[PromptBatch, Sampling, int], ReplyBatch]
     verify_weights: Method[[WeightUpdate, int, int], None]
     load_weights: Method[[WeightUpdate, bool], int]
     load_checkpoint: Method[[Path, int], None]

@@ -27,7 +27,7 @@ class PublishedChecks:
         """The trained model's answer to `published_check.tried_ids`; a collective."""
         import torch
 
-        from xray_runtime.config.engines import with_precision
+        from xray_runtime.config.layouts import with_precision
         from xray_runtime.data.batch import TextBatch
         from xray_runtime.models.objectives import ReferenceObjective
         from xray_runtime.models.published_check import tried_ids

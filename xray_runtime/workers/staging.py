@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.engines.training.disk import own_directory
+from xray_runtime.engines.disk import own_directory
 from xray_runtime.store.manifest import LEDGER
 from xray_runtime.workers.protocols import WorkhorseHandle
 

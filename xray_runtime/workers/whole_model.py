@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from xray_runtime.config.engines import GeneratorConfig
+from xray_runtime.config.layouts import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.batch import PromptBatch, Replies, Scores, StepAnswer, TextBatch
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, TextBatch
 from xray_runtime.data.columnar import Batch
+from xray_runtime.engines.sync.route import Device, Route, choose_route
 from xray_runtime.engines.topology import Topology
 from xray_runtime.errors import NonFiniteError
 from xray_runtime.store.shards import WEIGHTS_INDEX
-from xray_runtime.weights.device_transfer import Device, Route, Transport, choose_route
 from xray_runtime.workers.handles import Scattered
 from xray_runtime.workers.health import HealthMonitor, WorkhorseError
 from xray_runtime.workers.liveness import answered
@@ -34,8 +34,8 @@ from xray_runtime.workers.staging import FileStager, merge_copy
 from xray_runtime.workers.workhorse import RankInfo
 
 if TYPE_CHECKING:
-    from xray_runtime.engines.generation.sampling import Sampling
-    from xray_runtime.weights.object_store import WeightUpdate
+    from xray_runtime.engines.sampling import Sampling
+    from xray_runtime.engines.sync.object_store import WeightUpdate
     from xray_runtime.workers.generator_spec import GeneratorSpec
     from xray_runtime.workers.model_spec import ModelSpec
 
@@ -153,11 +153,11 @@ class WholeModel:
                 return sums | {"refused_by": float(rank)}
         return sums
 
-    def generate(self, rows: Scattered[PromptBatch], sampling: Sampling, version: int) -> Replies:
+    def generate(self, rows: Scattered[PromptBatch], sampling: Sampling, version: int) -> ReplyBatch:
         """`Generator.generate` with a shard of the prompts a replica; replies in order. Raises NonFiniteError: a
         log-probability is not finite."""
         size = len(self._workhorses) // self._num_replicas
-        calls: list[Ref[Replies]] = []
+        calls: list[Ref[ReplyBatch]] = []
         firsts: list[int] = []
         for replica, shard in enumerate(rows.shards):
             if shard is not None:
@@ -210,7 +210,7 @@ class WholeModel:
             self.load_weights(update)
             return update.digest
         per_replica = len(self._workhorses) // self._num_replicas
-        get(policy.send_weights.remote(version, route.transport, self._workhorses, per_replica))
+        get(policy.send_weights.remote(version, route, self._workhorses, per_replica))
         return None
 
     def _route(self, policy: WholeModelHandle) -> Route:
@@ -226,12 +226,10 @@ class WholeModel:
         """Names of the trained weights; None if no rank has all of them whole."""
         return None if self._topology.is_split else self._call(lambda w: w.weight_names.remote())[0]
 
-    def send_weights(
-        self, version: int, transport: Transport, receivers: list[WorkhorseHandle], per_replica: int
-    ) -> None:
+    def send_weights(self, version: int, route: Route, receivers: list[WorkhorseHandle], per_replica: int) -> None:
         """`Learner.send_weights` on all ranks, to the Workhorses of a generator."""
         meet = self._call(lambda w: w.rendezvous.remote())[0]
-        self._call(lambda w: w.send_weights.remote(version, transport, meet, receivers, per_replica))
+        self._call(lambda w: w.send_weights.remote(version, route, meet, receivers, per_replica))
 
     def where(self) -> list[Device]:
         return self._call(lambda w: w.where.remote())
@@ -341,7 +339,7 @@ class WholeModel:
 
 
 def _in_order(answers: list[B], rows: Scattered[Any]) -> B:
-    """What was made of the shards, in the order of the batch."""
+    """The answers to the shards, in the order of the batch."""
     if len(rows.shards) == 1:
         return answers[0]
     return type(answers[0]).join(answers, [places.tolist() for places in rows.places if len(places)])

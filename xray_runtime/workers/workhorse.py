@@ -7,6 +7,7 @@ knows its rank in its model and nothing of other models; everything between mode
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import threading
@@ -17,14 +18,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.cores import give_way
-from xray_runtime.processes import redirect_output
+from xray_runtime.processes import at_low_priority, redirect_output, without_collection
 from xray_runtime.workers.heartbeat import Heartbeat, HeartbeatSource
-from xray_runtime.workers.libraries import configure_torch, cuda_environment, prepare_imports
+from xray_runtime.workers.libraries import configure_torch, cuda_environment, import_libraries, prepare_imports
 from xray_runtime.workers.plain_errors import plain_errors
 from xray_runtime.workers.staging import FileReceiver
 
 if TYPE_CHECKING:
-    from xray_runtime.weights.device_transfer import Device
+    from xray_runtime.engines.sync.route import Device
     from xray_runtime.workers.nodes import WorkerInfo
 
 
@@ -58,6 +59,16 @@ class Workhorse(FileReceiver):
         self.runtime = runtime
         self._heartbeat = HeartbeatSource()
         self._meeting: socket.socket | None = None
+
+    def load_libraries(self, name: str) -> None:
+        """Import slow libraries before there is a model; `name` as in `import_libraries`."""
+        at_low_priority(functools.partial(self._load_libraries, name))
+
+    @without_collection()
+    def _load_libraries(self, name: str) -> None:
+        from xray_runtime.models import causal_lm, heads  # noqa: F401
+
+        import_libraries(name, self.runtime, resolve_device(self.runtime.device))
 
     def _begin(self, rank_info: RankInfo) -> None:
         """Reset the process, which may have held another model before."""
@@ -111,8 +122,8 @@ class Workhorse(FileReceiver):
     def where(self) -> Device:
         import torch
 
-        from xray_runtime.weights.device_transfer import Device
-        from xray_runtime.weights.shared_memory import machine
+        from xray_runtime.engines.sync.route import Device
+        from xray_runtime.engines.sync.shared_memory import machine
 
         on_gpu = self.device.type == "cuda"
         return Device(machine(), str(torch.cuda.get_device_properties(0).uuid) if on_gpu else None)

@@ -15,11 +15,11 @@ import numpy as np
 from xray_runtime.agents.episode import AgentEpisode, EpisodeLimits, Policy
 from xray_runtime.agents.gateway import Gateway
 from xray_runtime.agents.segments import Call
-from xray_runtime.data.batch import PromptBatch, Replies
+from xray_runtime.data.batch import PromptBatch, ReplyBatch
 from xray_runtime.data.chat_format import ChatFormat, chat_format
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.seeding import derive_seed
 
 TEXTS = ["question number one", "an answer to it", "go on then", "the tool says no", "think about it"] * 5
@@ -47,7 +47,7 @@ class FakeGenerator:
     error: Exception | None = None
     batches: list[int] = field(default_factory=list)
 
-    def __call__(self, rows: PromptBatch, sampling: Sampling, version: int) -> Replies:
+    def __call__(self, rows: PromptBatch, sampling: Sampling, version: int) -> ReplyBatch:
         if self.pause is not None:
             assert self.pause.wait(20)
         if self.error is not None:
@@ -67,7 +67,7 @@ class FakeGenerator:
             replies.append(ids)
             logprobs.append(found)
             ended.append(ids[-1] == self.tokenizer.eos_token_id)
-        return Replies(
+        return ReplyBatch(
             response_ids=Ragged.of(replies),
             rollout_logprobs=Ragged.of(logprobs, np.float32),
             ended=np.array(ended),

@@ -23,7 +23,7 @@ from xray_runtime.config.base import FreshBase
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.models.causal_lm import fresh_llama
 from xray_runtime.seeding import derive_seed
 

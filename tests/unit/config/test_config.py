@@ -13,7 +13,7 @@ from hypothesis import example, given, strategies as st
 from pydantic import BaseModel
 
 from xray.flows.lifecycle_graph import recorded_graph
-from xray_runtime.config.engines import EngineConfig
+from xray_runtime.config.layouts import EngineConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import load_config, resolved_yaml, validate
 from xray_runtime.config.reward_term import Route
@@ -115,7 +115,7 @@ REFUSED = [
     ),
     (
         "sft: {engine: {library: megatron, zero_stage: 2, num_workhorses: 2}}",
-        "sft.engine: zero_stage = 2 must be at most 1 with library 'megatron'",
+        "sft.engine.zero_stage: 2 is not allowed: must be less than or equal to 1",
     ),
     (
         "{base: {kind: fresh, num_heads: 10, num_kv_heads: 10, hidden_size: 320, intermediate_size: 449}, "
@@ -128,7 +128,7 @@ REFUSED = [
     ),
     (
         "{base: {kind: pretrained, model: x, trainable_layers: 2}, sft: {engine: {library: megatron}}}",
-        "sft.engine.library = 'megatron' must be 'deepspeed' where base.trainable_layers is set",
+        "base.trainable_layers = 2 is not supported with sft.engine.library = 'megatron' (deepspeed can)",
     ),
     (
         "sft: {batch_size: 1, engine: {pipeline_parallel: 2, num_workhorses: 4}}",
@@ -159,7 +159,7 @@ REFUSED = [
     (
         "{base: {kind: pretrained, model: x, trainable_layers: 2}, sft: {engine: {pipeline_parallel: 2, "
         "num_workhorses: 2}}}",
-        "sft.engine.pipeline_parallel = 2 must be 1 where base.trainable_layers is set",
+        "base.trainable_layers = 2 is not supported with sft.engine.pipeline_parallel = 2: a frozen trunk is",
     ),
     (
         "sft: {engine: {precision: float16}}",
@@ -188,11 +188,11 @@ REFUSED = [
     ("reward: {lora: {target_modules: [lm_head]}}", "reward.lora.target_modules: 'lm_head' must be one of q_proj, k_p"),
     (
         "sft: {lora: {}, engine: {tensor_parallel: 2, num_workhorses: 2}}",
-        "sft: lora must be null with engine.tensor_parallel = 2 and engine.pipeline_parallel = 1: adapters support",
+        "sft: lora is not supported with engine.tensor_parallel = 2 and engine.pipeline_parallel = 1: adapters",
     ),
     (
         "ppo: {stages: [{lora: {}, critic: separate, critic_engine: {pipeline_parallel: 2, num_workhorses: 2}}]}",
-        "ppo.stages.0: lora must be null with critic_engine.tensor_parallel = 1 and critic_engine.pipeline_parallel",
+        "ppo.stages.0: lora is not supported with critic_engine.tensor_parallel = 1 and",
     ),
     (
         "{ppo: {stages: [{trainable_layers: 2, lora: {}}]}}",
@@ -217,15 +217,18 @@ REFUSED = [
         "data.max_prompt_tokens + the longest reply = 61 must be at most",
     ),
     ("generator: {engine: mystery}", 'generator.engine: "mystery" is not allowed'),
-    ("generator: {engine: transformers, tensor_parallel: 2}", "generator: tensor_parallel = 2 must be 1 with engine"),
+    (
+        "generator: {engine: transformers, tensor_parallel: 2}",
+        "generator: tensor_parallel = 2 is not supported with engine = 'transformers' (",
+    ),
     ("generator: {tensor_parallel: 2}", "generator.tensor_parallel = 2 must divide base.num_heads = 5"),
     (
         "{runtime: {device: cpu, weight_transfer: nccl}}",
-        "runtime.weight_transfer = 'nccl' needs runtime.device 'cuda' and generator.engine 'vllm'",
+        "runtime.weight_transfer = 'nccl' is not supported with runtime.device = 'cpu'",
     ),
     (
         "{runtime: {generator_sleeps: true}, generator: {engine: transformers}}",
-        "runtime.generator_sleeps = True needs runtime.device 'cuda' and generator.engine 'vllm'",
+        "runtime.generator_sleeps = True is not supported with generator.engine = 'transformers' (vllm can)",
     ),
     ("runtime: {trainer_sleeps: true, device: cpu}", "runtime.trainer_sleeps = True needs runtime.device 'cuda'"),
     ("reward: null", "preferences must be null where no reward model is trained"),
@@ -494,8 +497,8 @@ def test_a_judge_that_compares_is_none_of_the_evaluation() -> None:
 )
 def test_a_zero_stage_left_out_is_the_lowest_that_has_what_is_asked_for(written: dict[str, Any], zero: int) -> None:
     engine = EngineConfig(**written)
-    assert engine.zero == zero
-    engine.check_zero_stage()
+    assert engine.sharding_level == zero
+    engine.check_written()
 
 
 @pytest.mark.parametrize(

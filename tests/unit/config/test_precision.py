@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.config.engines import EngineConfig, FrozenConfig, with_precision
+from xray_runtime.config.layouts import EngineConfig, FrozenConfig, with_precision
 from xray_runtime.config.ppo import PPOConfig, PPOStageConfig
 from xray_runtime.config.sft import SFTConfig
+from xray_runtime.engines.trainers.megatron.config import MegatronConfig
 
 
 def test_precision_is_what_a_device_is_good_at() -> None:
@@ -16,13 +17,13 @@ def test_precision_is_what_a_device_is_good_at() -> None:
     auto = SFTConfig()
     assert with_precision(auto, "cuda").engine.precision == "bfloat16"
     # Gradients are summed in float32 from ZeRO-1 on.
-    assert (auto.engine.zero, with_precision(auto, "cuda").engine.zero) == (0, 1)
+    assert (auto.engine.sharding_level, with_precision(auto, "cuda").engine.sharding_level) == (0, 1)
     assert with_precision(auto, "cpu").engine.precision == "float32"
     assert with_precision(FrozenConfig(), "cuda").precision == "bfloat16"
     for field in ({"zero_stage": 0}, {"precision": "float32"}):
         assert with_precision(EngineConfig.model_validate(field), "cuda").precision == "float32"
-    megatron = with_precision(EngineConfig(library="megatron", zero_stage=0), "cuda")
-    assert (megatron.precision, megatron.zero) == ("bfloat16", 0)
+    megatron = with_precision(MegatronConfig(zero_stage=0), "cuda")
+    assert (megatron.precision, megatron.sharding_level) == ("bfloat16", 0)
     assert with_precision(EngineConfig(precision="bfloat16"), "cpu").precision == "bfloat16"
     # In a section of a section, and in lists.
     ppo = with_precision(PPOStageConfig(critic_engine=EngineConfig(), critic="separate"), "cuda")

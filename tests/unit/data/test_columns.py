@@ -16,7 +16,7 @@ from xray_runtime.data.batch import (
     KINDS,
     PairBatch,
     PromptBatch,
-    Replies,
+    ReplyBatch,
     Rollout,
     Scores,
     StepAnswer,
@@ -98,7 +98,7 @@ class Checked(PPOModel):
         self._same_tokens(rows, answer)
         return answer
 
-    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
+    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> ReplyBatch:
         answer = super()._generate(rows, sampling, version)
         check(rows)
         check(answer)
@@ -160,7 +160,7 @@ def test_a_loop_makes_what_is_listed(inputs: PPOInputs, tmp_path: Path, made: li
     attempt(inputs, tmp_path / "out", World(), model=Checked, lag=1, iterations=3, critic=critic, kl={"place": "loss"})
     assert len(made) == 3
     for rollout in made:
-        assert check(rollout) == {*Replies.declared(), "seed", "version", "prompt"}
+        assert check(rollout) == {*ReplyBatch.declared(), "seed", "version", "prompt"}
         np.testing.assert_array_equal(rollout.rollout_logprobs.offsets, rollout.response_ids.offsets)
     names = check_ledger(tmp_path / "out", {"rewards.0"})
     assert {"score/SOURCE", "advantages", "times_trained"} <= names

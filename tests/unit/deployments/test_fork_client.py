@@ -12,7 +12,7 @@ import pytest
 
 from xray.deployments import fork_client
 from xray.deployments.fork_client import worker_command
-from xray_runtime.workers.libraries import TRAINING, VARIABLE
+from xray_runtime.workers.libraries import VARIABLE
 
 PYTHON = "/usr/bin/python3"
 WORKER = ["ray/_private/workers/default_worker.py", "--worker-id=1"]
@@ -29,17 +29,17 @@ def test_a_plain_worker_has_no_libraries() -> None:
 
 
 def test_a_workhorse_has_those_of_its_environment() -> None:
-    assert worker_command(VARIABLE, PYTHON, context({VARIABLE: TRAINING})) == (TRAINING, WORKER)
+    assert worker_command(VARIABLE, PYTHON, context({VARIABLE: "trainer:deepspeed"})) == ("trainer:deepspeed", WORKER)
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        context({VARIABLE: TRAINING, "CUBLAS": "1"}),
-        context({"OTHER": TRAINING}),
+        context({VARIABLE: "trainer:deepspeed", "CUBLAS": "1"}),
+        context({"OTHER": "trainer:deepspeed"}),
         context({}),
-        context({VARIABLE: TRAINING}, command_prefix=["nice"]),
-        context({VARIABLE: TRAINING}, py_executable="/other/python"),
+        context({VARIABLE: "trainer:deepspeed"}, command_prefix=["nice"]),
+        context({VARIABLE: "trainer:deepspeed"}, py_executable="/other/python"),
         ["ray/dashboard/agent.py"],
         ["ray/_private/workers/setup_worker.py", *WORKER],
     ],

@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from xray_runtime.engines.training.disk import own_directory
+from xray_runtime.engines.disk import own_directory
 
 CODE = """
 import sys
 from pathlib import Path
-from xray_runtime.engines.training.disk import own_directory
+from xray_runtime.engines.disk import own_directory
 place = own_directory(Path(sys.argv[1]))
 (place / "states.swp").write_bytes(b"x")
 print(place, flush=True)

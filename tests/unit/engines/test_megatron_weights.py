@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from xray_runtime.config.engines import EngineConfig
-from xray_runtime.engines.training.megatron.weights import Fused, check_llama, llama, padded_vocabulary
+from xray_runtime.engines.trainers.megatron.config import MegatronConfig
+from xray_runtime.engines.trainers.megatron.weights import Fused, check_llama, llama, padded_vocabulary
 from xray_runtime.models.heads import HeadedLM
 
 CPU = torch.device("cpu")
@@ -109,12 +109,6 @@ def test_the_last_stage_borrows_a_tied_embedding_and_has_the_head() -> None:
             "engine.tensor_parallel: 4 is not allowed: it must divide the",
         ),
         ({}, {"pipeline_parallel": 3, "num_workhorses": 3}, "engine.pipeline_parallel: 3 is not allowed: with library"),
-        ({}, {"pipeline_parallel": 2, "num_workhorses": 2}, "engine.pipeline_parallel: 2 is not allowed on CPU: Mega"),
-        (
-            {},
-            {"zero_stage": 1, "num_workhorses": 2},
-            "engine.zero_stage: 1 is not allowed on CPU: Megatron-core",
-        ),
         ({"attention_bias": True}, {}, "engine.library: 'megatron' is not allowed for this LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, {}, "engine.library: 'megatron' is not allowed for this LlamaForCausalLM"),
         (
@@ -129,7 +123,7 @@ def test_models_megatron_cannot_train_are_refused(
 ) -> None:
     module = HeadedLM(LlamaForCausalLM(config(**changes)))
     with pytest.raises(ValueError, match=message):
-        check_llama(module, EngineConfig(library="megatron", **layout), CPU)
+        check_llama(module, MegatronConfig(**layout))
 
 
 def test_other_families_and_frozen_trunks_are_refused() -> None:
@@ -137,8 +131,8 @@ def test_other_families_and_frozen_trunks_are_refused() -> None:
     sizes = {name: getattr(shape, name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
     other = HeadedLM(Qwen2ForCausalLM(Qwen2Config(**sizes, num_hidden_layers=1, num_attention_heads=2)))
     with pytest.raises(ValueError, match=r"engine\.library: 'megatron' is not allowed for this Qwen2"):
-        check_llama(other, EngineConfig(library="megatron"), CPU)
+        check_llama(other, MegatronConfig())
     trunk = HeadedLM(LlamaForCausalLM(shape), trainable_layers=1)
     with pytest.raises(ValueError, match=r"'megatron' is not allowed with base\.trainable_layers"):
-        check_llama(trunk, EngineConfig(library="megatron"), CPU)
-    check_llama(HeadedLM(LlamaForCausalLM(shape)), EngineConfig(library="megatron"), CPU)
+        check_llama(trunk, MegatronConfig())
+    check_llama(HeadedLM(LlamaForCausalLM(shape)), MegatronConfig())

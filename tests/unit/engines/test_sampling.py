@@ -10,9 +10,9 @@ import torch
 from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.loading import validate
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.engines.generation.generation import up_to_stop
-from xray_runtime.engines.generation.sampling import Reply, Sampling
-from xray_runtime.engines.generation.transformers_generate import SeededSampling
+from xray_runtime.engines.generation import up_to_stop
+from xray_runtime.engines.generators.transformers.sampler import SeededSampling
+from xray_runtime.engines.sampling import Reply, Sampling
 
 PROBABILITIES = [0.5, 0.3, 0.15, 0.05]
 DRAWS = 200

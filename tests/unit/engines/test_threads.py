@@ -12,7 +12,7 @@ from torch import nn
 
 from xray_runtime.data.batch import PairBatch, TextBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.engines.training.threads import SMALLEST, add_gradients, in_threads, micro_batches_at_once
+from xray_runtime.engines.threads import SMALLEST, add_gradients, in_threads, micro_batches_at_once
 
 SECONDS = 30
 

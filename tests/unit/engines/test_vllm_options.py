@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.engines.generation import vllm
-from xray_runtime.engines.generation.sampling import EngineRank
+from xray_runtime.engines.generators.vllm import sampler as vllm
+from xray_runtime.engines.sampling import EngineRank
 
 RUNTIME = RuntimeConfig(gpu_memory_fraction=0.3)
 

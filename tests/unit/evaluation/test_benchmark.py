@@ -18,7 +18,7 @@ from tests.unit.rl.fake_model import FakeModel
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.data.batch import PromptBatch, Replies, Scores, TextBatch
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, TextBatch
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
@@ -40,7 +40,7 @@ class Answering(FakeModel):
     def __init__(self, root: Path, said: Callable[[str, int], str]) -> None:
         self.tokenizer, self.said, self.count = load_tokenizer(root / "model"), said, 0
 
-    def do_generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
+    def do_generate(self, rows: PromptBatch, sampling: Any, version: int) -> ReplyBatch:
         replies = []
         for ids in rows.input_ids:
             question = self.tokenizer.decode(ids)
@@ -49,7 +49,7 @@ class Answering(FakeModel):
             replies.append([*self.tokenizer(text, add_special_tokens=False)["input_ids"], sampling.stop_token_ids[0]])
         ids = Ragged.of(replies)
         logprobs = Ragged(np.full(len(ids.values), -1.0, np.float32), ids.offsets)
-        return Replies(response_ids=ids, rollout_logprobs=logprobs, ended=np.ones(len(replies), bool))
+        return ReplyBatch(response_ids=ids, rollout_logprobs=logprobs, ended=np.ones(len(replies), bool))
 
     def do_score(self, rows: TextBatch) -> Scores:
         tokens = rows.input_ids.lengths - rows.prompt_lengths

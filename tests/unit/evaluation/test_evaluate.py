@@ -16,7 +16,7 @@ from tests.unit.rl.fake_model import FakeModel
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.batch import PromptBatch, Replies, Scores, TextBatch
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, TextBatch
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
@@ -40,12 +40,12 @@ class Judged(FakeModel):
     def __init__(self, role: str, root: Path) -> None:
         self.role, self.tokenizer = role, load_tokenizer(root / "before")
 
-    def do_generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
+    def do_generate(self, rows: PromptBatch, sampling: Any, version: int) -> ReplyBatch:
         reply = [*self.tokenizer(SAID[version], add_special_tokens=False)["input_ids"], sampling.stop_token_ids[0]]
         count = len(rows.seed)
         ids = Ragged.of([reply] * count)
         logprobs = Ragged(np.full(len(ids.values), -1.0, np.float32), ids.offsets)
-        return Replies(response_ids=ids, rollout_logprobs=logprobs, ended=np.ones(count, bool))
+        return ReplyBatch(response_ids=ids, rollout_logprobs=logprobs, ended=np.ones(count, bool))
 
     def do_load_checkpoint(self, directory: Path, version: int) -> None:
         assert (directory.name, version) == ("after", 1)

@@ -17,7 +17,7 @@ from tests.unit.rl.fake_model import FakeModel
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.lm_eval import LMEvalConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.batch import PromptBatch, Replies, Scores, TextBatch
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.evaluation import harness_task
@@ -44,10 +44,10 @@ class Even(FakeModel):
         scores = [-1.0 if "even" in continuation else -2.0 for _, continuation in said]
         return Scores(loglikelihood=np.array(scores, np.float32), greedy=np.zeros(len(scores), np.float32))
 
-    def do_generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
+    def do_generate(self, rows: PromptBatch, sampling: Any, version: int) -> ReplyBatch:
         assert (sampling.top_k, sampling.stop, sampling.max_new_tokens) == (1, (".",), 8)
         ids = self.tokenizer("even. and so on", add_special_tokens=False)["input_ids"]
-        return Replies(response_ids=Ragged.of([ids] * len(rows.seed)))
+        return ReplyBatch(response_ids=Ragged.of([ids] * len(rows.seed)))
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Messages, prompt_text
 from xray_runtime.data.tokenizing import encode_prompts
-from xray_runtime.engines.generation.sampling import EngineRank
-from xray_runtime.engines.generation.transformers_generate import TransformersSampler, stream
+from xray_runtime.engines.generators.transformers.sampler import TransformersSampler, stream
+from xray_runtime.engines.sampling import EngineRank
 from xray_runtime.environments.pool import EnvironmentPool
 from xray_runtime.environments.protocol import Step
 from xray_runtime.feedback.chat_episode import play

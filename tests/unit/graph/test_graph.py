@@ -9,7 +9,7 @@ import pytest
 
 import xray
 from tests.unit.graph.calls import brevity, parts, refused
-from xray_runtime.config.engines import FrozenConfig, GeneratorConfig
+from xray_runtime.config.layouts import FrozenConfig, GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.artifacts import Dataset, Model, RewardModel

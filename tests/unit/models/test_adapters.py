@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.unit.conftest import TINY
-from xray_runtime.config.engines import LINEAR_LAYERS, LoRAConfig
+from xray_runtime.config.training import LINEAR_LAYERS, LoRAConfig
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.causal_lm import fresh_llama
 from xray_runtime.models.heads import HeadedLM

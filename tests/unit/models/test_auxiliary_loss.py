@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.unit.models.families import model
-from xray_runtime.config.engines import EngineConfig
+from xray_runtime.config.layouts import EngineConfig
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.engines.make import build_engine
+from xray_runtime.engines.trainer import build_engine
 from xray_runtime.models.families._mixture import load_balancing
 from xray_runtime.models.family import FAMILIES
 from xray_runtime.models.heads import HeadedLM

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from xray_runtime.config.base import FreshBase
 from xray_runtime.data.tokenizing import CHATML
-from xray_runtime.engines.generation.sampling import Sampling
-from xray_runtime.engines.generation.transformers_generate import sample
+from xray_runtime.engines.generators.transformers.sampler import sample
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.models import causal_lm, weight_files
 from xray_runtime.models.causal_lm import (
     check_publishable,

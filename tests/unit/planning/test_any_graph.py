@@ -14,7 +14,7 @@ from xray.cli.explain import explained
 from xray.flows.search import SearchConfig, search_space
 from xray.flows.study import VALUES, Search
 from xray.flows.subject import Subject
-from xray_runtime.config.engines import EngineConfig
+from xray_runtime.config.layouts import EngineConfig
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.graph.artifacts import Model
 from xray_runtime.graph.graph import Graph, recording
@@ -198,7 +198,7 @@ def test_layouts_go_where_a_kind_says(tmp_path: Path) -> None:
     # 34 GB over the eight GPUs that both models share.
     assert (teacher.num_workhorses, teacher.tensor_parallel) == (8, 2)
     assert (engine.tensor_parallel, engine.pipeline_parallel) == (1, 1)
-    assert engine.zero < 3
+    assert engine.sharding_level < 3
     assert text is not None
     assert "teacher TP2 DP4" in text
 

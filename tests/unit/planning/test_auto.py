@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from xray.flows.lifecycle_graph import recorded_graph
-from xray_runtime.config.engines import EngineConfig
+from xray_runtime.config.layouts import EngineConfig
 from xray_runtime.config.lifecycle import LifecycleConfig
 from xray_runtime.config.loading import load_config, validate
 from xray_runtime.config.paths import section
@@ -68,7 +68,7 @@ def engines(call: StageCall) -> list[Any]:
 
 
 def layouts(call: StageCall) -> set[tuple[int, int]]:
-    return {(engine.num_workhorses, engine.zero) for engine in engines(call)}
+    return {(engine.num_workhorses, engine.sharding_level) for engine in engines(call)}
 
 
 def ppo_workload(config: LifecycleConfig) -> Workload:
@@ -92,7 +92,7 @@ def test_on_a_laptop_every_config_of_ours_stays_as_it_is(path: Path) -> None:
         data = chosen.config.model_dump()
         for role in roles:
             if isinstance(role.layout, EngineConfig):
-                assert section(data, role.field)["zero_stage"] == role.layout.least_zero_stage
+                assert section(data, role.field)["zero_stage"] == role.layout.least_sharding_level
                 section(data, role.field)["zero_stage"] = role.layout.zero_stage
         assert data == call.config.model_dump()
         assert (text is None) == (not roles)
@@ -187,7 +187,7 @@ def two_rows(base: dict[str, Any], **runtime: Any) -> LifecycleConfig:
 def replica(call: StageCall) -> tuple[int, int, int, int]:
     """(TP, PP, DP, ZeRO stage), the same for every trained model."""
     [engine] = set(engines(call))
-    return engine.tensor_parallel, engine.pipeline_parallel, engine.data_parallel, engine.zero
+    return engine.tensor_parallel, engine.pipeline_parallel, engine.data_parallel, engine.sharding_level
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_a_llama_of_seventy_billion_with_its_reference_and_reward_model(
 def test_models_that_cannot_be_split_are_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     """34.5 × 10⁹ parameters in float32: 138 GB over all devices, and 4 GB of gathered parameters on each. A sync has
     the generator's 69 in bfloat16 beside the policy's states on 32 of them, 17, and what DeepSpeed keeps, 6."""
-    monkeypatch.setattr(splits, "_can_shard", lambda model: (False, False))
+    monkeypatch.setattr(splits, "_can_split", lambda library, model: (False, False))
     big = {"hidden_size": 8192, "num_layers": 40, "num_heads": 64, "num_kv_heads": 8, "intermediate_size": 28672}
     written = large(512).model_dump(mode="json") | {"base": {"kind": "fresh", **big, "vocab_size": 32000}}
     call = recorded_graph(validate(written)).calls["ppo-1"]

@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 
 from tests.unit.planning.recount import recounted
 from xray.flows.lifecycle_graph import recorded_graph
-from xray_runtime.config.engines import EngineConfig
+from xray_runtime.config.layouts import EngineConfig
 from xray_runtime.config.loading import validate
 from xray_runtime.config.validation import ConfigError
 from xray_runtime.planning.auto import UNCHANGED, Changes, GraphPlan, choose_layouts, plan, plan_call, with_layouts

@@ -24,6 +24,7 @@ from xray_runtime.planning.memory import (
     layer_activation_bytes,
     logit_bytes,
     scoring_memory,
+    sharding_of,
     training_memory,
 )
 from xray_runtime.planning.model_states import model_states
@@ -38,6 +39,7 @@ from xray_runtime.planning.shapes import (
 )
 from xray_runtime.planning.sync_memory import buffer_bytes, receiving_bytes, sending_bytes
 
+SHARDING = sharding_of("deepspeed")
 SMALL = ModelShape(
     num_layers=2,
     hidden_size=64,
@@ -69,12 +71,12 @@ LLAMA_3_8B = LLAMA_2_7B | {"num_key_value_heads": 8, "intermediate_size": 14336,
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_the_zero_papers_figure_1(stage: int, gigabytes: float) -> None:
     """7.5 billion parameters, 64 devices, mixed-precision Adam (Rajbhandari et al. 2020)."""
-    assert round(sum(model_states(7.5e9, 7.5e9, 2, stage, 64)) / 1e9, 1) == gigabytes
+    assert round(sum(model_states(7.5e9, 7.5e9, 2, stage, 64, SHARDING)) / 1e9, 1) == gigabytes
 
 
 def test_states_of_a_float32_model() -> None:
     # 1,000 parameters: 4 bytes of weight, 4 of gradient, 8 of moments; ZeRO 1 to 3 add a master copy of 4.
-    assert [sum(model_states(1000, 1000, 4, stage, 4)) for stage in range(4)] == [
+    assert [sum(model_states(1000, 1000, 4, stage, 4, SHARDING)) for stage in range(4)] == [
         4000 + 4000 + 8000,
         4000 + 4000 + 12000 / 4,
         4000 + 4000 / 4 + 12000 / 4,
@@ -101,10 +103,10 @@ def test_a_frozen_trunk_has_weights_only() -> None:
 
 def test_mixed_precision_sums_gradients_in_float32() -> None:
     # 1,000 parameters: 2 bytes of weight, 4 of master, 8 of moments; gradients 4 and, until ZeRO 2, a pass's 2.
-    states = [sum(model_states(1000, 1000, 2, stage, 4, float32_sums=True)) for stage in (1, 2, 3)]
+    states = [sum(model_states(1000, 1000, 2, stage, 4, SHARDING, float32_sums=True)) for stage in (1, 2, 3)]
     assert states == [2000 + 6000 + 12000 / 4, 2000 + 4000 / 4 + 12000 / 4, (2000 + 4000 + 12000) / 4]
     # With adapters of 100 parameters only these are summed and stepped.
-    assert model_states(1100, 100, 2, 1, 1, float32_sums=True) == (2200, 600, 1200)
+    assert model_states(1100, 100, 2, 1, 1, SHARDING, float32_sums=True) == (2200, 600, 1200)
 
 
 def test_adapters_on_some_layers() -> None:
@@ -132,7 +134,7 @@ def test_memory_of_loading() -> None:
     largest, n = 320 * 64, SMALL.num_parameters
 
     def frozen(width: int, **layout: int) -> int:
-        return scoring_memory(SMALL, width, Layout(**layout), tokens=8, positions=8).loading
+        return scoring_memory(SMALL, width, Layout(**layout), tokens=8, positions=8, sharding=SHARDING).loading
 
     def trained(width: int, **layout: int) -> int:
         return training_memory(SMALL, width, Layout(**layout), tokens=8, positions=8).loading

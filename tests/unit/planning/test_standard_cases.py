@@ -76,9 +76,9 @@ def test_the_configs_for_gpus_are_planned(name: str, count: int, gib: int, param
 @pytest.mark.parametrize("family", [name for name in FAMILIES if FAMILIES.get(name).beyond is not None])
 def test_families_that_are_counted_exactly_can_be_split(family: str, tmp_path: Path) -> None:
     """Plans take this for granted, so that none imports torch."""
-    from xray_runtime.engines.make import can_shard
+    from xray_runtime.engines.trainers.deepspeed.build import can_split
 
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"intermediate_size": 128, "vocab_size": 320}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **sizes}))
-    assert can_shard(str(tmp_path)) == (True, True)
+    assert can_split(str(tmp_path)) == (True, True)

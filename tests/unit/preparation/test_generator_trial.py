@@ -15,11 +15,11 @@ import torch
 import transformers
 
 from xray_runtime.config.base import HubBase
-from xray_runtime.config.engines import GeneratorConfig
+from xray_runtime.config.layouts import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.batch import Replies, TextBatch
+from xray_runtime.data.batch import ReplyBatch, TextBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.models.family import family_of
 from xray_runtime.preparation.generator_trial import check_sampled
 from xray_runtime.workers.generator_spec import GeneratorSpec
@@ -56,7 +56,7 @@ class Generator:
             logprobs = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(REPLY)[:, None])[:, 0]
             found.append(logprobs.numpy() + np.float32(self._off_by))
         count = len(found)
-        return Ready(Replies(response_ids=Ragged.of([REPLY] * count), rollout_logprobs=Ragged.of(found, np.float32)))
+        return Ready(ReplyBatch(response_ids=Ragged.of([REPLY] * count), rollout_logprobs=Ragged.of(found, np.float32)))
 
 
 Opened = Callable[[dict[str, Any]], Any]
@@ -101,7 +101,7 @@ def test_a_generator_that_does_not_is_refused_in_one_line(
     with pytest.raises(ValueError, match=r"^base\.generator: vllm is not allowed for 'org/model': ") as caught:
         trial(out, opening(off_by, error))
     assert reason in str(caught.value)
-    assert str(caught.value).endswith("; set generator.engine to 'transformers'")
+    assert str(caught.value).endswith("; set generator.engine to 'deepspeed' or 'transformers'")
     assert "\n" not in str(caught.value)
 
 

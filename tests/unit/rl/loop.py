@@ -20,7 +20,7 @@ from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.ppo import KLConfig, PPOConfig
 from xray_runtime.config.rewards import reward_term
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.batch import PromptBatch, Replies, Scores, StepAnswer, TextBatch
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, TextBatch
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
@@ -150,7 +150,7 @@ class PPOModel:
         self.version, self.updates = version, policy.updates  # type: ignore[attr-defined]
         return f"{self.updates} steps, {self.surer:g}"
 
-    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
+    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> ReplyBatch:
         probe = len(rows) != REPLIES
         self._note(f"{'probe' if probe else 'generate'} {version}")
         assert version == self.version
@@ -158,7 +158,7 @@ class PPOModel:
         tokens = Ragged.of([20 + seed % 50, sampling.stop_token_ids[0]] for seed in rows.seed)
         logprobs = logprob(tokens.values) + np.float32(self.world.generator_off_by + self.surer)
         ended = np.ones(len(tokens), bool)
-        return Replies(response_ids=tokens, rollout_logprobs=Ragged(logprobs, tokens.offsets), ended=ended)
+        return ReplyBatch(response_ids=tokens, rollout_logprobs=Ragged(logprobs, tokens.offsets), ended=ended)
 
     def _score(self, rows: TextBatch, at_once: int = 1) -> Scores:
         self._note("score")

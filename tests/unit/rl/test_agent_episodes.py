@@ -23,7 +23,7 @@ from xray_runtime.config.evaluate import EvaluationConfig
 from xray_runtime.config.ppo import KLConfig, PPOConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.validation import ConfigError, validate_as
-from xray_runtime.data.batch import PolicyBatch, PromptBatch, Replies, Scores
+from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch, Scores
 from xray_runtime.data.ledger import read_shard, readable, shard_path
 from xray_runtime.data.pairs import Example, Pairs, write_pairs
 from xray_runtime.data.ragged import Ragged
@@ -44,7 +44,7 @@ HERE = sample_agents.__name__
 class Policy(PPOModel):
     """Says a few letters, which the seed decides, and checks that each token is scored after its own history."""
 
-    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
+    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> ReplyBatch:
         self._note(f"generate {version}")
         self.world.seeds += rows.seed.tolist()
         found = FakeGenerator(self.world.tokenizer)(rows, sampling, version)  # type: ignore[attr-defined]
@@ -238,7 +238,7 @@ def test_two_sides_of_a_comparison_are_two_rollouts(inputs: PPOInputs, tmp_path:
     prompts = [([{"role": "user", "content": "question number 1"}], [5, 6])]
 
     class Says(Policy):
-        def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
+        def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> ReplyBatch:
             return FakeGenerator(tokenizer, texts[self.role])(rows, sampling, version)
 
     for side, text in texts.items():

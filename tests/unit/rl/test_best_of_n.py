@@ -20,7 +20,7 @@ from xray_runtime.config.best_of_n import BestOfNConfig
 from xray_runtime.config.preferences import RewardedPreferences
 from xray_runtime.config.rewards import reward_term
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.data.batch import Replies, TextBatch
+from xray_runtime.data.batch import ReplyBatch, TextBatch
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, prompt_text, write_pairs
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
@@ -62,7 +62,7 @@ class FakeGenerator:
         ids = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in letters]
         ended = np.array([int(seed) % 3 != 0 for seed in rows.seed])
         replies = [[*row, sampling.stop_token_ids[0]] if end else row for row, end in zip(ids, ended, strict=True)]
-        return Ready(Replies(response_ids=Ragged.of(replies), ended=ended))
+        return Ready(ReplyBatch(response_ids=Ragged.of(replies), ended=ended))
 
 
 @pytest.fixture

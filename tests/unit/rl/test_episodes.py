@@ -20,7 +20,7 @@ from tests.unit.rl.loop import MINIBATCH, REPLIES, PPOModel, World, attempt, log
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.ppo import KLConfig, PPOConfig
 from xray_runtime.config.validation import ConfigError
-from xray_runtime.data.batch import PromptBatch, Replies
+from xray_runtime.data.batch import PromptBatch, ReplyBatch
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.ledger import read_shard, readable, shard_path
 from xray_runtime.data.ragged import Ragged
@@ -39,13 +39,13 @@ OF_TURNS = (0.0, 0.5, 1.0)
 class Policy(PPOModel):
     """Says each word in the bytes of "an", which the tokenizer itself would write as one token."""
 
-    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
+    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> ReplyBatch:
         self._note(f"generate {len(rows)}")
         self.world.seeds += rows.seed.tolist()
         tokenizer = self.world.tokenizer  # type: ignore[attr-defined]
         word = tokenizer.convert_tokens_to_ids(["a", "n"])
         ids = Ragged.of([*word, sampling.stop_token_ids[0]] for _ in rows.seed)
-        return Replies(
+        return ReplyBatch(
             response_ids=ids,
             rollout_logprobs=Ragged(logprob(ids.values), ids.offsets),
             ended=np.ones(len(ids), bool),
@@ -283,7 +283,7 @@ def test_a_death_within_an_episode_changes_no_byte(
     class Struck(Policy):
         calls, generator_dies = 0, True
 
-        def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
+        def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> ReplyBatch:
             Struck.calls += 1
             if Struck.calls == call:
                 [process] = [p for p in psutil.Process().children() if worker.__name__ in p.cmdline()]

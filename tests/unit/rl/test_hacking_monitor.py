@@ -13,7 +13,7 @@ import pytest
 from tests.unit.rl.loop import PPOModel, World, attempt, logprob
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.watch import WatchConfig
-from xray_runtime.data.batch import PromptBatch, Replies
+from xray_runtime.data.batch import PromptBatch, ReplyBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.graph.inputs import PPOInputs
 from xray_runtime.graph.kind import Answer
@@ -25,7 +25,7 @@ ITERATIONS = 12
 class Longer(PPOModel):
     """Replies have a token more each iteration, and no two pairs of tokens alike."""
 
-    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
+    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> ReplyBatch:
         found = super()._generate(rows, sampling, version)
         starts = [20 + seed % 50 for seed in rows.seed.tolist()]
         ids = [[*range(start, start + 1 + version), sampling.stop_token_ids[0]] for start in starts]

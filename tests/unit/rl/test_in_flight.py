@@ -17,7 +17,7 @@ from tests.unit.rl.loop import MINIBATCH, REPLIES, PPOModel, World, attempt, log
 from tests.unit.rl.recorder import FakeRecorder
 from xray_runtime.config.ppo import KLConfig, PPOConfig
 from xray_runtime.config.validation import ConfigError, validate_as
-from xray_runtime.data.batch import PromptBatch, Replies
+from xray_runtime.data.batch import PromptBatch, ReplyBatch
 from xray_runtime.data.ledger import read_shard, shard_path
 from xray_runtime.graph.inputs import PPOInputs
 from xray_runtime.lineage.recorded_answers import restore_environment
@@ -37,7 +37,7 @@ class Policy(PPOModel):
         (self.world.versions / str(version)).touch()  # type: ignore[attr-defined]
         return found
 
-    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
+    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> ReplyBatch:
         assert version == self.version
         self.world.seeds += rows.seed.tolist()
         seeds = rows.seed + version

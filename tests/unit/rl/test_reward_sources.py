@@ -20,13 +20,13 @@ from tests.unit.rl.loop import MINIBATCH, REPLIES, PPOModel, World, attempt, pla
 from tests.unit.rl.sources import sources
 from xray_runtime.algorithms.groups import group_advantages
 from xray_runtime.algorithms.rewards import SourceScores
-from xray_runtime.config.engines import FrozenConfig
+from xray_runtime.config.layouts import FrozenConfig
 from xray_runtime.config.ppo import JudgingConfig
 from xray_runtime.config.reward_term import Route
 from xray_runtime.config.rewards import reward_term
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.verifiers import JSONSchemaVerifier, RegexVerifier
-from xray_runtime.data.batch import PromptBatch, Replies, Scores, TextBatch
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, TextBatch
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
@@ -484,7 +484,7 @@ class Wordier(PPOModel):
 
     tokenizer: Any = None
 
-    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
+    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> ReplyBatch:
         found = super()._generate(rows, sampling, version)
         good, other = (self.tokenizer.encode(sign)[0] for sign in (GOOD, "D"))
         ids = [[good] * (6 - version) + [other] * 3 * version + [sampling.stop_token_ids[0]]] * len(rows)

@@ -10,7 +10,7 @@ import numpy as np
 from tests.unit.data.encoding import encode_replies
 from tests.unit.rl.loop import REPLIES, PPOModel, World, attempt, logprob
 from xray_runtime.config.rewards import reward_term
-from xray_runtime.data.batch import Replies
+from xray_runtime.data.batch import ReplyBatch
 from xray_runtime.data.ledger import read_shard, readable, shard_path
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import decode_prompts, train_tokenizer
@@ -33,7 +33,7 @@ class Thinking(PPOModel):
         ids[2] = ids[2][:-1]
         tokens = Ragged.of(ids)
         ended = np.array([True, True, False, True])
-        return Replies(
+        return ReplyBatch(
             response_ids=tokens,
             rollout_logprobs=Ragged(logprob(tokens.values), tokens.offsets),
             ended=ended,

@@ -14,7 +14,7 @@ import pytest
 import xray
 from tests.unit.rl import sample_environments
 from tests.unit.rl.loop import KL_PER_TOKEN, PPOModel, World, attempt, words
-from xray_runtime.config.engines import FrozenConfig
+from xray_runtime.config.layouts import FrozenConfig
 from xray_runtime.config.reward_term import Route
 from xray_runtime.config.rewards import reward_term
 from xray_runtime.config.validation import ConfigError

@@ -257,7 +257,9 @@ def test_nothing_python_itself_imports_is_missed() -> None:
     roots = ["xray_runtime.preparation.prepare", "xray_runtime.planning.auto", "xray_runtime.store.checkpoints"]
     code = f"import sys, {', '.join(roots)}; print(*(m for m in sys.modules if m.startswith('xray_runtime')))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    imported = set(done.stdout.split())
+    # A config declares the fields of every engine; the keys of stages digest those that it chooses.
+    plugs = ("xray_runtime.engines.trainers.", "xray_runtime.engines.generators.")
+    imported = {name for name in done.stdout.split() if not name.startswith(plugs)}
     assert len(imported) > 20
     assert imported <= set(code_reached(roots, ["xray_runtime"]).modules)
 

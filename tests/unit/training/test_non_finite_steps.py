@@ -20,9 +20,9 @@ from tests.unit.training import preference_loop
 from xray_runtime.config.dpo import DPOConfig
 from xray_runtime.config.kto import KTOConfig
 from xray_runtime.config.rewards import reward_term
-from xray_runtime.data.batch import PromptBatch, Replies, Scores, StepAnswer, TextBatch
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, TextBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.engines.generation.sampling import Sampling
+from xray_runtime.engines.sampling import Sampling
 from xray_runtime.errors import NonFiniteError, may_retry
 from xray_runtime.graph.artifacts import Dataset, Model, Preferences
 from xray_runtime.graph.inputs import DPOInputs, KTOInputs, PPOInputs
@@ -55,7 +55,7 @@ def with_sums(**sums: float) -> Change:
 def replies(change: Callable[[list[np.ndarray]], list[Any]]) -> Change:
     """Other tokens than were sampled; log-probabilities to match."""
 
-    def changed(answer: Replies) -> Replies:
+    def changed(answer: ReplyBatch) -> ReplyBatch:
         ids = Ragged.of(change(list(answer.response_ids)))
         return answer.with_columns(response_ids=ids, rollout_logprobs=ids.like(np.full(len(ids.values), -1.0)))
 
@@ -86,7 +86,7 @@ class Broken(PPOModel):
         self.calls += 1
         return world.change(answer) if self.calls == world.at + 1 else answer
 
-    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> Replies:
+    def _generate(self, rows: PromptBatch, sampling: Any, version: int) -> ReplyBatch:
         return self._broken("generate", super()._generate(rows, sampling, version))
 
     def _score(self, rows: TextBatch, at_once: int = 1) -> Scores:
@@ -171,7 +171,7 @@ def rollout(ids: list[list[int]], logprob: float = -1.0, ended: int | None = Non
     tokens = Ragged.of(ids)
     logprobs = Ragged(np.full(len(tokens.values), logprob, np.float32), tokens.offsets)
     done = np.ones(len(ids) if ended is None else ended, bool)
-    return Replies(response_ids=tokens, rollout_logprobs=logprobs, ended=done)
+    return ReplyBatch(response_ids=tokens, rollout_logprobs=logprobs, ended=done)
 
 
 LONGEST = Sampling(max_new_tokens=3, temperature=1.0, stop_token_ids=(1,), pad_token_id=0)

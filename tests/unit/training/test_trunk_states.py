@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from tests.unit.rl.fake_model import FakeModel
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.engines import EngineConfig
+from xray_runtime.config.layouts import EngineConfig
 from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.batch import PairBatch, Scores, TextBatch

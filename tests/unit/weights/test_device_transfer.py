@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.config.engines import GeneratorConfig, LoRAConfig, check_fused_layers
+from xray_runtime.config.capabilities import Transport
+from xray_runtime.config.layouts import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.weights.device_transfer import Device, Transport, choose
+from xray_runtime.config.training import LoRAConfig, check_sampled
+from xray_runtime.engines.sync.route import Device, Route, choose
 from xray_runtime.workers.protocols import Ready
 from xray_runtime.workers.whole_model import WholeModel
 
@@ -39,7 +41,9 @@ def test_the_shortest_way_is_taken(trainer: list[Device], generator: list[Device
 
 @pytest.mark.parametrize("wanted", ["nccl", "ipc"])
 def test_an_unavailable_transfer_is_refused(wanted: Transport) -> None:
-    with pytest.raises(ValueError, match=rf"runtime.weight_transfer: '{wanted}' needs .*; available here: 'plasma'"):
+    with pytest.raises(
+        ValueError, match=rf"^runtime.weight_transfer = '{wanted}' is not .*; available here: 'plasma'$"
+    ):
         choose(wanted, VLLM, CPU, CPU)
 
 
@@ -88,7 +92,7 @@ class Policy:
         (None, "the policy is split over tensor-parallel or pipeline-parallel ranks, and only its first rank sends"),
         (
             {"layers.0.q_proj.weight", "layers.0.v_proj.weight"},
-            "layers.0.k_proj.weight is not trained, but vLLM holds it in one layer with weights that are",
+            "layers.0.k_proj.weight is not trained, but the generator holds it in one layer with weights that are",
         ),
     ],
     ids=["pipeline", "LoRA on q and v"],
@@ -107,7 +111,7 @@ def test_weights_that_vllm_would_load_wrongly_go_through_the_object_store(traine
 def test_whole_layers_go_from_gpu_to_gpu() -> None:
     policy: Any = Policy(QKV | {"norm.weight"})
     assert Follower("auto").follow(policy, 3) is None
-    assert policy.calls == [(3, "ipc", [], 0)]
+    assert policy.calls == [(3, Route("vllm", "ipc", True, "bfloat16"), [], 0)]
 
 
 @pytest.mark.parametrize(
@@ -118,8 +122,9 @@ def test_adapters_on_a_part_of_a_fused_layer_are_refused_before_the_run(
     targets: list[str] | None, refused: bool
 ) -> None:
     lora = LoRAConfig(target_modules=targets)
+    runtime = RuntimeConfig(weight_transfer="nccl")
     if not refused:
-        check_fused_layers(lora, "nccl")
+        check_sampled(lora, VLLM, runtime)
         return
-    with pytest.raises(ValueError, match=r"^lora.target_modules: .* is not allowed with runtime.weight_transfer = 'nc"):
-        check_fused_layers(lora, "nccl")
+    with pytest.raises(ValueError, match=r"^lora.target_modules: .* is not supported with runtime.weight_tr"):
+        check_sampled(lora, VLLM, runtime)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from xray_runtime.weights import object_store
-from xray_runtime.weights.object_store import ObjectStore, WeightUpdate, pack
+from xray_runtime.engines.sync import object_store
+from xray_runtime.engines.sync.object_store import ObjectStore, WeightUpdate, pack
 
 
 class Kept(ObjectStore):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.engines.generation.vllm import environment
-from xray_runtime.engines.training.deepspeed_setup import REDUCE_BUCKET, communication
+from xray_runtime.engines.generators.vllm.sampler import environment
+from xray_runtime.engines.trainers.deepspeed.setup import REDUCE_BUCKET, communication
 from xray_runtime.workers.libraries import configure_torch, cuda_environment
 
 EXACT = RuntimeConfig(device="cuda", reproducible=True)

@@ -29,9 +29,7 @@ def command(
     verify: Annotated[
         bool, typer.Option("--verify", help="Check that no live model descends from what was withdrawn.")
     ] = False,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Erase it; without this option, only list what would be erased.")
-    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Erase it; by default only list what would be.")] = False,
     by: By = None,
     as_json: AsJson = False,
 ) -> None:

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from xray_runtime.config.engines import Positive
 from xray_runtime.config.reward_term import Recording
+from xray_runtime.config.section import Positive
 from xray_runtime.config.sources import Function
 from xray_runtime.data.arguments import Arguments
 from xray_runtime.data.gold import FormError, import_function, score_list

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from xray_runtime.config.engines import Count
 from xray_runtime.config.reward_term import Recording
+from xray_runtime.config.section import Count
 from xray_runtime.rewards.kind import ExternalTerm
 from xray_runtime.rewards.kinds._remote import RemoteConfig
 from xray_runtime.rewards.source import Batch, Score, Source, failure

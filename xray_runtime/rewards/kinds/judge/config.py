@@ -6,8 +6,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.config.engines import Count, NonNegative
 from xray_runtime.config.reward_term import Column
+from xray_runtime.config.section import Count, NonNegative
 from xray_runtime.rewards.kinds._remote import Address, RemoteConfig
 
 

@@ -1,0 +1,102 @@
+"""Abilities of engines, as data, and the one place that says that something is not supported with an engine.
+
+The planner leaves out what cannot be, checks of a config ask before anything starts, and the site's page of engines
+prints the tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Transport = Literal["plasma", "nccl", "ipc"]
+"""How weights go to a generator: through host memory, or from GPU to GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """The cost in memory of sharding over data-parallel ranks, for the planner: levels as ZeRO's stages (0 nothing, 1
+    optimizer states, 2 gradients too, 3 weights too)."""
+
+    levels: tuple[int, ...]
+    """The levels that there are."""
+    split_levels: tuple[int, ...] = (0,)
+    """Those of a model that is also split by tensor or pipeline parallelism."""
+    bucket_elements: int = 0
+    """Most elements of the buffer in which gradients are reduced, from level 1 on."""
+    gathered_elements: int = 1_000_000_000
+    """Most parameters that level 3 keeps gathered."""
+    copies_float32: bool = False
+    """From level 1 on, float32 weights have a float32 copy that the optimizer steps."""
+    keeps_gradients: bool = False
+    """Between steps level 3 keeps gradients and the buffer, and level 1 the float32 sums of half-precision ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerCapabilities:
+    """Abilities of a trainer."""
+
+    tensor_parallel: bool = False
+    """Ranks share each layer's matrices."""
+    pipeline_parallel: bool = False
+    """Ranks share the layers."""
+    activation_checkpointing: bool = False
+    """Activations are computed again in the backward pass."""
+    lora: bool = False
+    """Adapters, on models that are whole or sharded over data-parallel ranks."""
+    trainable_layers: bool = False
+    """The top layers alone, above a frozen trunk."""
+    scoring: bool = False
+    """It shards models that only score, too: `frozen.library`."""
+    on_cpu: Mapping[str, Collection[object]] = field(default_factory=dict)
+    """Field of its config → the values that work on CPU, where not all do."""
+    tensor_divides: tuple[str, ...] = ()
+    """Sizes of a model, beside its heads, that the tensor-parallel degree must divide."""
+    pipeline_divides: tuple[str, ...] = ()
+    """Sizes of a model that the number of pipeline stages must divide."""
+    sharding: Sharding | None = None
+    """The cost of its sharding; None: the planner does not know it, and `runtime.parallel: auto` refuses it."""
+    offload: bool = False
+    """Optimizer states may live in host memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorCapabilities:
+    """Abilities of a generator."""
+
+    tensor_parallel: bool = False
+    """Workhorses share a model."""
+    remote: bool = False
+    """The model runs elsewhere: a Workhorse is its client and takes no device, and nothing is planned for it."""
+    sleep: bool = False
+    """It releases its GPU's memory while it waits."""
+    transports: tuple[Transport, ...] = ("plasma",)
+    """The ways in which it receives weights."""
+    fused_layers: tuple[frozenset[str], ...] = ()
+    """Linear layers that it holds as one, so that a transfer from GPU to GPU must bring them together."""
+    bfloat16_on_gpu: bool = False
+    """It computes in bfloat16 on GPUs; others in float32 everywhere."""
+    own_models: bool = False
+    """It has its own implementation of each family, so that one that was never tried is tried first."""
+    memory_pool: bool = False
+    """It has an allocator for GPU memory that can be moved to the host and back, which trained models use as well."""
+
+
+def can(capabilities: object, capability: str, value: object = True) -> bool:
+    """Whether a plug has a capability; of one that is several things, whether `value` is among them."""
+    has: object = getattr(capabilities, capability)
+    return value in has if isinstance(has, tuple) else bool(has)
+
+
+def unsupported(feature: str, where: str, able: Collection[str] = (), why: str = "") -> str:
+    """The line that says that something is not supported.
+
+    Args:
+        feature: a field and its value.
+        where: what it is not supported with.
+        able: names of the plugs that support it.
+        why: the reason or the remedy.
+    """
+    others = f" ({' and '.join(able)} can)" if able else ""
+    return f"{feature} is not supported with {where}{others}" + (f": {why}" if why else "")

@@ -1,0 +1,109 @@
+"""A sampler and the policy version it holds."""
+
+from __future__ import annotations
+
+import bisect
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xray_runtime.config.layouts import GeneratorConfig
+from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.data.batch import ReplyBatch
+from xray_runtime.data.ragged import Ragged
+from xray_runtime.engines.generator import generator
+from xray_runtime.engines.sampling import EngineRank, Reply, Sampling
+from xray_runtime.engines.sync.versioned import VersionedWeights
+from xray_runtime.models.weight_files import weight_files
+
+
+class Generation:
+    """A sampler and the policy version it holds.
+
+    Args:
+        directory: Hugging Face checkpoint to start from, as weight version 0.
+        max_length: longest prompt and reply together, in tokens.
+
+    Attributes:
+        weights: the weights it holds, with their version.
+    """
+
+    def __init__(
+        self, directory: Path, max_length: int, config: GeneratorConfig, runtime: RuntimeConfig, rank: EngineRank
+    ) -> None:
+        self._shape, self._directory = _shape(directory, max_length, config), directory
+        self._sampler = generator(config.engine).sampler(directory, max_length, config, runtime, rank)
+        self.layers_of = self._sampler.layers_of
+        self.weights = VersionedWeights(directory, self._sampler.write, self.layers_of)
+
+    def fits(self, directory: Path, max_length: int, config: GeneratorConfig) -> bool:
+        """Whether the checkpoint differs from this engine's first one only in its weights."""
+        return _shape(directory, max_length, config) == self._shape
+
+    def restart(self, directory: Path, version: int = 0) -> None:
+        """Hold the weights of `directory`, which differs only in its weights, as `version`."""
+        self._directory = directory
+        self.weights.restart(directory, version)
+
+    def receive(self, step: str, info: dict[str, Any], version: int) -> None:
+        """One step of a transfer from GPU to GPU; see `Sampler.receive`."""
+        if step == "init":
+            self._sampler.receive(step, info, version)
+        else:
+            run, names = partial(self._sampler.receive, step, info, version), info.get("names", ())
+            self.weights.receive(run, version, first=step == "start", last=step == "finish", names=names)
+
+    def wake_up(self) -> None:
+        """`Sampler.wake_up`."""
+        self._sampler.wake_up()
+
+    def sleep(self, *, synced_next: bool = False) -> None:
+        """`Sampler.sleep`; weights that an update brings before the next sample (`synced_next`) are not kept."""
+        self._sampler.sleep(drop=synced_next and self.weights.drop())
+
+    def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, version: int) -> ReplyBatch:
+        """Sample one reply a prompt with policy version `version`.
+
+        Log-probabilities are at the sampling temperature. Raises StaleWeightsError: another version is loaded, or a
+        load failed midway.
+        """
+        self.weights.use(version)
+        replies = self._sampler.sample(prompts, seeds, sampling)
+        ended = [reply.ended(sampling) for reply in replies]
+        if sampling.stop:
+            from xray_runtime.models.causal_lm import load_tokenizer
+
+            tokenizer = load_tokenizer(self._directory)
+            cut = [up_to_stop(reply, sampling.stop, tokenizer) for reply in replies]
+            ended = [before or after is not None for before, after in zip(ended, cut, strict=True)]
+            replies = [after or before for before, after in zip(replies, cut, strict=True)]
+        return ReplyBatch(
+            response_ids=Ragged.of(reply.token_ids for reply in replies),
+            rollout_logprobs=Ragged.of((reply.logprobs for reply in replies), np.float32),
+            ended=np.array(ended),
+        )
+
+
+def up_to_stop(reply: Reply, stop: tuple[str, ...], tokenizer: Any) -> Reply | None:
+    """`reply` up to the token that completes one of the texts `stop`; None if it holds none of them.
+
+    Engines sample without a tokenizer, so the rest is sampled and discarded.
+    """
+
+    def holds_stop(num_tokens: int) -> bool:
+        text = tokenizer.decode(reply.token_ids[:num_tokens], skip_special_tokens=True)
+        return any(each in text for each in stop)
+
+    if not holds_stop(len(reply.token_ids)):
+        return None
+    end = bisect.bisect_left(range(len(reply.token_ids)), True, key=holds_stop)
+    return Reply(reply.token_ids[:end], reply.logprobs[:end])
+
+
+def _shape(directory: Path, max_length: int, config: GeneratorConfig) -> tuple[object, ...]:
+    names = sorted(weight_files(directory))
+    if not names:
+        return directory, max_length, config
+    return (directory / "config.json").read_text(), names, max_length, config

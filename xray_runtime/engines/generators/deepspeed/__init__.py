@@ -1,0 +1,41 @@
+"""DeepSpeed Inference: transformers' `generate` over a model that DeepSpeed has split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from xray_runtime.config.capabilities import GeneratorCapabilities
+from xray_runtime.config.layouts import GeneratorConfig
+from xray_runtime.engines.generator import Generator
+
+if TYPE_CHECKING:
+    from xray_runtime.config.runtime import RuntimeConfig
+    from xray_runtime.engines.sampling import EngineRank, Sampler
+
+
+class DeepSpeedInferenceConfig(GeneratorConfig):
+    """Sampling with DeepSpeed Inference."""
+
+    engine: Literal["deepspeed"] = "deepspeed"
+    """DeepSpeed Inference."""
+
+
+class DeepSpeedInference(Generator):
+    """See `Generator`."""
+
+    config = DeepSpeedInferenceConfig
+    capabilities = GeneratorCapabilities(tensor_parallel=True)
+
+    def load_libraries(self, runtime: RuntimeConfig, device: str) -> None:
+        from xray_runtime.engines.generators.deepspeed import sampler  # noqa: F401
+
+    def sampler(
+        self, directory: Path, max_length: int, config: GeneratorConfig, runtime: RuntimeConfig, rank: EngineRank
+    ) -> Sampler:
+        from xray_runtime.engines.generators.deepspeed.sampler import DeepSpeedSampler
+
+        return DeepSpeedSampler(directory, max_length, rank)
+
+
+GENERATOR = DeepSpeedInference()

@@ -1,0 +1,41 @@
+"""transformers' `generate`: any Hugging Face causal LM, on one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from xray_runtime.config.capabilities import GeneratorCapabilities
+from xray_runtime.config.layouts import GeneratorConfig
+from xray_runtime.engines.generator import Generator
+
+if TYPE_CHECKING:
+    from xray_runtime.config.runtime import RuntimeConfig
+    from xray_runtime.engines.sampling import EngineRank, Sampler
+
+
+class TransformersConfig(GeneratorConfig):
+    """Sampling with transformers."""
+
+    engine: Literal["transformers"] = "transformers"
+    """transformers' `generate`."""
+
+
+class Transformers(Generator):
+    """See `Generator`."""
+
+    config = TransformersConfig
+    capabilities = GeneratorCapabilities()
+
+    def load_libraries(self, runtime: RuntimeConfig, device: str) -> None:
+        from xray_runtime.engines.generators.transformers import sampler  # noqa: F401
+
+    def sampler(
+        self, directory: Path, max_length: int, config: GeneratorConfig, runtime: RuntimeConfig, rank: EngineRank
+    ) -> Sampler:
+        from xray_runtime.engines.generators.transformers.sampler import TransformersSampler
+
+        return TransformersSampler(directory, rank)
+
+
+GENERATOR = Transformers()

@@ -1,0 +1,150 @@
+"""Generation by transformers' `generate`: any Hugging Face causal LM, on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from xray_runtime.engines.sampling import EngineRank, Reply, Sampler, Sampling
+from xray_runtime.engines.sync.versioned import Tensors
+from xray_runtime.models.causal_lm import load_model
+from xray_runtime.signs import part_done
+
+ROWS = 32
+WIDTH_STEP = 32
+"""Prompts are padded to a multiple of this. Float rounding depends on a matrix's shape, which must depend on the prompt
+alone, not on the rest of the batch."""
+
+
+class TransformersSampler(Sampler):
+    """One model under `generate`."""
+
+    def __init__(self, directory: Path, rank: EngineRank) -> None:
+        self._lm: Any = load_model(directory).to(rank.device).eval()
+        # A checkpoint's recommendations (top-k, penalties, end tokens) would change our sampling.
+        self._lm.generation_config = transformers.GenerationConfig()
+
+    def sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Reply]:
+        return sample(self._lm.generate, self._lm.device, prompts, seeds, sampling)
+
+    def write(self, tensors: Tensors, version: int) -> None:
+        own = dict(self._lm.named_parameters())
+        with torch.no_grad():
+            for name, tensor in tensors:
+                # A tied output layer may also arrive under its own name, with the same bytes.
+                parameter = own[name] if name in own else self._lm.get_parameter(name)
+                parameter.copy_(tensor)
+
+
+class SeededSampling(transformers.LogitsProcessor):
+    """Draws each row's token with that row's own random numbers, and records its log-probability.
+
+    Gumbel-max: argmax of log p + g, g standard Gumbel, is a sample of p (Gumbel 1954). The returned scores only allow
+    the drawn token.
+    """
+
+    def __init__(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, device: torch.device) -> None:
+        self._generators = [torch.Generator(device).manual_seed(seed % 2**63) for seed in seeds]
+        self._sampling, self._seen = sampling, [torch.tensor(prompt, device=device) for prompt in prompts]
+        self._limits = transformers.LogitsProcessorList()
+        # In vLLM's order.
+        if sampling.min_p:
+            self._limits.append(transformers.MinPLogitsWarper(sampling.min_p))
+        if sampling.top_k is not None:
+            self._limits.append(transformers.TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1.0:
+            self._limits.append(transformers.TopPLogitsWarper(sampling.top_p))
+        self.logprobs: list[torch.Tensor] = []
+        """By step: [B] float32."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = self._penalized(scores.float()) / self._sampling.temperature
+        logprobs = torch.log_softmax(self._limits(input_ids, scores), -1)
+        draws = [torch.rand(scores.shape[1], generator=g, device=scores.device) for g in self._generators]
+        gumbel = -torch.log(-torch.log(torch.stack(draws).clamp_(1e-20, 1 - 2**-24)))
+        chosen = (logprobs + gumbel).argmax(-1, keepdim=True)
+        self.logprobs.append(logprobs.gather(1, chosen)[:, 0])
+        part_done()
+        self._seen = [torch.cat(row) for row in zip(self._seen, chosen, strict=True)]
+        return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
+
+    def _penalized(self, scores: torch.Tensor) -> torch.Tensor:
+        penalty = self._sampling.repetition_penalty
+        if penalty == 1.0:
+            return scores
+        seen = torch.stack(
+            [torch.zeros_like(row).index_fill_(0, ids, 1.0) for row, ids in zip(scores, self._seen, strict=True)]
+        )
+        return torch.where(seen > 0, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
+
+
+def stream(lm: Any, prompt: list[int], seed: int, sampling: Sampling) -> Iterator[int]:
+    """The tokens of one reply as they are sampled, including the end token."""
+    sampler = SeededSampling([prompt], [seed], sampling, lm.device)
+    ids, cache = torch.tensor([prompt], device=lm.device), None
+    for _ in range(sampling.max_new_tokens):
+        # Not around the loop: the caller computes between two tokens.
+        with torch.inference_mode():
+            out = lm(input_ids=ids, past_key_values=cache, use_cache=True)
+            ids, cache = sampler(ids, out.logits[:, -1]).argmax(-1, keepdim=True), out.past_key_values
+        token = int(ids)
+        yield token
+        if token in sampling.stop_token_ids:
+            return
+
+
+def sample(
+    generate: Callable[..., Any], device: torch.device, prompts: list[list[int]], seeds: list[int], sampling: Sampling
+) -> list[Reply]:
+    """Replies by a `generate` of transformers' form, in batches of fixed shapes."""
+    widths = [-(-len(prompt) // WIDTH_STEP) * WIDTH_STEP for prompt in prompts]
+    replies: dict[int, Reply] = {}
+    for width in sorted(set(widths)):
+        alike = [row for row, w in enumerate(widths) if w == width]
+        for start in range(0, len(alike), ROWS):
+            rows = alike[start : start + ROWS]
+            # The batch is filled with its first prompt; those replies are dropped.
+            filled = rows + rows[:1] * (ROWS - len(rows))
+            batch = _batch(generate, device, [prompts[r] for r in filled], [seeds[r] for r in filled], width, sampling)
+            replies |= zip(rows, batch, strict=False)
+    return [replies[row] for row in range(len(prompts))]
+
+
+def _batch(
+    generate: Callable[..., Any],
+    device: torch.device,
+    prompts: list[list[int]],
+    seeds: list[int],
+    width: int,
+    sampling: Sampling,
+) -> list[Reply]:
+    ids = torch.full((len(prompts), width), sampling.pad_token_id)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    sampler = SeededSampling(prompts, seeds, sampling, device)
+    with torch.inference_mode():
+        tokens = generate(
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            generation_config=transformers.GenerationConfig(
+                max_new_tokens=sampling.max_new_tokens,
+                do_sample=False,
+                num_beams=1,
+                eos_token_id=list(sampling.stop_token_ids),
+                pad_token_id=sampling.pad_token_id,
+            ),
+            logits_processor=[sampler],
+        )[:, width:].tolist()
+    logprobs = torch.stack(sampler.logprobs, 1).tolist()
+    replies = []
+    for row_tokens, row_logprobs in zip(tokens, logprobs, strict=True):
+        stops = (number for number, token in enumerate(row_tokens, start=1) if token in sampling.stop_token_ids)
+        n = next(stops, len(row_tokens))
+        replies.append(Reply(row_tokens[:n], row_logprobs[:n]))
+    return replies

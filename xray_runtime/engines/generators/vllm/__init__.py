@@ -1,0 +1,71 @@
+"""vLLM, in the process of a Workhorse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+from xray_runtime.config.capabilities import GeneratorCapabilities, Transport
+from xray_runtime.config.layouts import GeneratorConfig
+from xray_runtime.engines.generator import DirectSender, Generator, MemoryPool, Receivers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from xray_runtime.config.runtime import RuntimeConfig
+    from xray_runtime.engines.sampling import EngineRank, Sampler
+
+
+class VLLMConfig(GeneratorConfig):
+    """Sampling with vLLM. Libraries and layouts round differently, so all fields are part of the key of every stage
+    that samples."""
+
+    engine: Literal["vllm"] = "vllm"
+    """vLLM."""
+
+
+class VLLM(Generator):
+    """See `Generator`."""
+
+    config = VLLMConfig
+    capabilities = GeneratorCapabilities(
+        tensor_parallel=True,
+        sleep=True,
+        transports=("plasma", "nccl", "ipc"),
+        fused_layers=(frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "up_proj"})),
+        bfloat16_on_gpu=True,
+        own_models=True,
+        memory_pool=True,
+    )
+
+    def load_libraries(self, runtime: RuntimeConfig, device: str) -> None:
+        from xray_runtime.engines.generators.vllm.sampler import load_vllm
+
+        load_vllm(device, reproducible=runtime.reproducible)
+
+    def sampler(
+        self, directory: Path, max_length: int, config: GeneratorConfig, runtime: RuntimeConfig, rank: EngineRank
+    ) -> Sampler:
+        from xray_runtime.engines.generators.vllm.sampler import VLLMSampler
+
+        return VLLMSampler(directory, max_length, runtime, rank)
+
+    def memory_pool(self) -> MemoryPool:
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        return cast("MemoryPool", CuMemAllocator.get_instance())
+
+    def sender(
+        self,
+        transport: Transport,
+        tensors: Callable[[], Iterator[tuple[str, Tensor]]],
+        rank: int,
+        receivers: Receivers,
+    ) -> DirectSender:
+        from xray_runtime.engines.generators.vllm.send import Sender
+
+        return Sender(transport, tensors, rank, receivers)
+
+
+GENERATOR = VLLM()

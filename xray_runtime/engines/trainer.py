@@ -1,0 +1,89 @@
+"""The protocol of a trainer, and how a model comes under the one that its layout names.
+
+A trainer is a folder in `trainers`, or an entry point of the group `xray.trainers`. Its module is light: it declares
+the config's fields and what the trainer can do, and imports its library in functions. At module level it imports
+`config.layouts`, `config.capabilities` and this module, and nothing else of X-ray: configs are read after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+from xray_runtime.config.layouts import TRAINERS, FrozenConfig, TrainerPlug, with_precision
+
+if TYPE_CHECKING:
+    import torch
+
+    from xray_runtime.config.runtime import RuntimeConfig
+    from xray_runtime.config.training import TrainingConfig
+    from xray_runtime.engines.engine import Engine, Scorer
+    from xray_runtime.models.heads import HeadedLM
+
+
+class Trainer(TrainerPlug, Protocol):
+    """A library that trains models. Before `engine` or `scorer` is called, this process has joined its process group
+    (`process_group.join`), and torch's `distributed` is all that it may take for granted."""
+
+    def load_libraries(self, runtime: RuntimeConfig, device: str) -> None:
+        """Import what is slow, before there is a model."""
+
+    def engine(self, module: HeadedLM, training: TrainingConfig, checkpoint: Path, device: torch.device) -> Engine:
+        """The engine of this rank, with its part of `module`.
+
+        Args:
+            module: the model or its skeleton, whose weights this rank reads as far as it needs them.
+            training: `precision` is not `auto`.
+            checkpoint: of the skeleton's weights.
+
+        Raises:
+            ValueError: the model cannot be sharded or trained so; the message names the field.
+        """
+
+    def scorer(self, module: HeadedLM, layout: FrozenConfig, checkpoint: Path, device: torch.device) -> Scorer:
+        """This rank of a model that only scores and that is split or sharded, as `engine`. Called with
+        `capabilities.scoring` alone."""
+        raise AssertionError(f"{type(self).__name__} is not asked for this")
+
+    def can_split(self, model: str) -> tuple[bool, bool]:
+        """Whether `model` (as in `PretrainedBase`) supports tensor and pipeline parallelism. Called with
+        `capabilities.sharding` alone, as `planned`."""
+        raise AssertionError(f"{type(self).__name__} is not asked for this")
+
+    def planned(self, level: int | None, *, offload: bool) -> Mapping[str, int | str | None]:
+        """The fields of its config, beside those of every trainer, for a plan.
+
+        Args:
+            level: of sharding; None: not chosen yet.
+            offload: optimizer states are in host memory.
+        """
+        raise AssertionError(f"{type(self).__name__} is not asked for this")
+
+
+def trainer(name: str) -> Trainer:
+    """The trainer `name`. Raises ValueError: there is none."""
+    return cast("Trainer", TRAINERS.get(name))
+
+
+def build_engine(module: HeadedLM, training: TrainingConfig, checkpoint: Path, device: torch.device) -> Engine:
+    """The engine of `training.engine`'s layout, with this rank's part of `module`; see `Trainer.engine`."""
+    training = with_precision(training, device.type)
+    training.engine.check_written()
+    training.engine.check_device(device.type, "engine")
+    return trainer(training.engine.library).engine(module, training, checkpoint, device)
+
+
+def build_scorer(module: HeadedLM, layout: FrozenConfig, checkpoint: Path, device: torch.device) -> Scorer:
+    """This rank of a model that only scores: a whole replica, or what its trainer makes of a layout that is split or
+    sharded. Raises ValueError: the model cannot be sharded so; the message names the field."""
+    import torch
+
+    from xray_runtime.engines.engine import Scorer
+    from xray_runtime.engines.shard_loading import Weights, load_shard
+
+    layout = with_precision(layout, device.type)
+    if layout.is_split or (layout.zero_stage and layout.data_parallel > 1):
+        return trainer(layout.library).scorer(module, layout, checkpoint, device)
+    load_shard(module, Weights(module, checkpoint), device, getattr(torch, layout.precision))
+    return Scorer(module, threaded=device.type == "cpu")

@@ -1,0 +1,1 @@
+"""Trainers: each folder is one, and exposes `TRAINER`, an `engines.trainer.Trainer`."""

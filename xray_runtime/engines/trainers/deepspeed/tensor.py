@@ -1,0 +1,103 @@
+"""Tensor parallelism: DeepSpeed AutoTP splits a model's linear layers by the plan of its Hugging Face class.
+
+Column-parallel layers hold rows of their matrix, row-parallel ones columns; norms, embeddings and heads are whole on
+every peer. AutoTP is called directly with our own groups: its config key would make groups without a pipeline.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from xray_runtime.engines.mesh import Mesh
+from xray_runtime.engines.shard_loading import Split
+from xray_runtime.models.heads import HeadedLM
+
+
+def check_split(lm: Any, degree: int, field: str) -> None:
+    """Raises ValueError if `lm` cannot be split over `degree` peers, as `field` requires."""
+    refused = f"{field}.tensor_parallel: {degree} is not allowed"
+    config = lm.config
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if heads % degree or kv_heads % degree:
+        raise ValueError(f"{refused}: it must divide the model's {heads} heads and {kv_heads} key-value heads")
+    if not getattr(config, "base_model_tp_plan", None):
+        raise ValueError(f"{refused}: a {type(lm).__name__} has no tensor-parallel plan")
+    try:
+        _layer_specs(lm)
+    except ValueError as error:
+        raise ValueError(f"{refused} for a {type(lm).__name__}: {error}") from error
+
+
+def _layer_specs(lm: Any) -> Any:
+    from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
+    from deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan
+
+    return TPPlanConverter.convert(_get_hf_tp_plan(lm))
+
+
+def split_layers(module: HeadedLM, mesh: Mesh, device: torch.device) -> dict[str, Split]:
+    """Replace the module's linear layers by this rank's slices; returns parameter name → split.
+
+    The model has passed `check_split` and may be a skeleton. `device` is the device of the mesh's groups.
+    """
+    degree = mesh.topology.tensor
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    _autotp(module, mesh)._replace_module(module)
+    splits = {}
+    for name, parameter in module.named_parameters():
+        dims = [d for d, (whole, part) in enumerate(zip(shapes[name], parameter.shape, strict=True)) if whole != part]
+        if dims:
+            sizes = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(degree)]
+            dist.all_gather(sizes, torch.tensor(parameter.shape[dims[0]], device=device), group=mesh.tensor_group)
+            splits[name] = Split(dims[0], tuple(int(size) for size in sizes))
+    return splits
+
+
+def sum_gradients(module: HeadedLM, mesh: Mesh) -> None:
+    """Sum gradients of whole parameters that only see a slice of the activations (Qwen3's head norms)."""
+    _autotp(module, mesh).register_replicated_grad_hooks(module)
+
+
+def _autotp(module: HeadedLM, mesh: Mesh) -> Any:
+    from deepspeed.module_inject import set_autotp_mode
+    from deepspeed.module_inject.auto_tp import AutoTP
+    from deepspeed.module_inject.autotp_config import AutoTPConfig
+
+    set_autotp_mode(training=True)
+    autotp = AutoTP(
+        module=module,
+        all_reduce_linears=(),
+        prefix="",
+        state_dict=None,
+        linear_layer_setting=(nn.Linear, nn.Embedding),
+        orig_layer_impl=None,
+        partition_config=AutoTPConfig(tp_size=mesh.topology.tensor, layer_specs=_layer_specs(module.lm)),
+        model_config=module.lm.config,
+        training_mode=True,
+    )
+    # Its setter would use DeepSpeed's own groups.
+    autotp.mp_size, autotp.mp_group = mesh.topology.tensor, mesh.tensor_group
+    autotp.update_linear_policies()
+    return autotp
+
+
+def join(part: Tensor, split: Split, mesh: Mesh) -> Tensor:
+    """Gather the whole tensor from the `part` of every tensor-parallel peer."""
+    widest, own = max(split.sizes), split.sizes[mesh.tensor_rank]
+    shape = list(part.shape)
+    if split.dim == 0 and min(split.sizes) == widest:
+        # Rows go where they belong, without a second copy of all.
+        whole = part.new_empty((sum(split.sizes), *shape[1:]))
+        dist.all_gather(list(whole.split(widest)), part.contiguous(), group=mesh.tensor_group)
+        return whole
+    shape[split.dim] = widest - own
+    # all_gather needs equal parts, so all are padded to the widest.
+    padded = torch.cat([part, part.new_zeros(shape)], dim=split.dim).contiguous()
+    parts = [torch.empty_like(padded) for _ in split.sizes]
+    dist.all_gather(parts, padded, group=mesh.tensor_group)
+    return torch.cat([p.narrow(split.dim, 0, size) for p, size in zip(parts, split.sizes, strict=True)], dim=split.dim)
