@@ -95,7 +95,7 @@ def global_batches(
     """
     rng = np.random.default_rng(0)
     module = HeadedLM(load_model(model), scalar_head=True).eval()
-    batches = []
+    batches: list[TextBatch] = []
     for _ in range(count):
         prompts = [rng.integers(5, 280, size=rng.integers(*prompt_tokens)) for _ in range(0, num_rows, group_size)]
         prompts = [prompt for prompt in prompts for _ in range(group_size)][:num_rows]

@@ -210,7 +210,7 @@ class Work:
         if method == "kto":
             return size.rows, self._replies(order(2 * len(tokens), size.rows), name)
         taken = tokens.take(order(len(tokens), size.pairs))
-        sides = zip(taken["prompt_lengths"].tolist(), taken["input_ids"], taken["rejected_ids"], strict=True)
+        sides = zip(taken.prompt_lengths.tolist(), taken.input_ids, taken.rejected_ids, strict=True)
         if method == "reward":
             return size.pairs, [{"chosen_ids": a.tolist(), "rejected_ids": b.tolist()} for _, a, b in sides]
         return size.pairs, [
@@ -225,7 +225,7 @@ class Work:
         tokens = ConversationTokens(dataset / TRAIN, self._tokenizer, *limits, seal_of(self.output))
         rows = tokens.take(order(len(tokens)))
         examples = []
-        for ids, start, mask in zip(rows["input_ids"], rows["prompt_lengths"], rows["response_mask"], strict=True):
+        for ids, start, mask in zip(rows.input_ids, rows.prompt_lengths, rows.response_mask, strict=True):
             labels = np.where(np.concatenate([np.zeros(start, bool), mask]), ids, -100)
             examples.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
         return examples
@@ -242,7 +242,7 @@ class Work:
                 "label": bool(number % 2 == 0),
             }
             for ids, n, other, number in zip(
-                rows["input_ids"], rows["prompt_lengths"].tolist(), others["input_ids"], order.tolist(), strict=True
+                rows.input_ids, rows.prompt_lengths.tolist(), others.input_ids, order.tolist(), strict=True
             )
         ]
 

@@ -63,7 +63,7 @@ class Deployment:
         if self.queue is not None:
             pool["work_queue_name"] = self.queue
         output = {"output": f"{values['XRAY_HOME']}/output"} if self.has_output else {}
-        entry = {
+        entry: dict[str, Any] = {
             "name": self.name,
             "description": self.description,
             "entrypoint": self.flow,

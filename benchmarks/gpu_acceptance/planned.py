@@ -42,11 +42,11 @@ def sampled_role(setting: Setting) -> Role:
 
 def workload(setting: Setting, *roles: Role, micro_batch_tokens: int) -> Workload:
     """The batch of the setting, rolled out and learned from once; the choices of the layout are the caller's."""
-    lengths = setting.rows["input_ids"].lengths
+    lengths = setting.rows.input_ids.lengths
     return Workload(
         roles=roles,
         sequence_tokens=int(lengths.max()),
-        response_tokens=int((lengths - setting.rows["prompt_lengths"]).max()),
+        response_tokens=int((lengths - setting.rows.prompt_lengths).max()),
         batch_size=setting.size.num_rows,
         rollout_size=setting.size.num_rows,
         micro_batch_tokens=micro_batch_tokens,

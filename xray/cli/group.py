@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -21,7 +21,7 @@ from xray_runtime.config.plugs import Registry
 if TYPE_CHECKING:
     from typer._click import Command, Context
 
-Plug = typer.Typer | Callable[..., None]
+Plug: TypeAlias = typer.Typer | Callable[..., None]
 ATTRIBUTE = "command"
 COMMANDS = Registry[Plug]("command", "xray.cli.commands", ATTRIBUTE, "xray.commands")
 PANELS = ("Run", "Evidence", "People", "Champion", "Checkpoints and keys", "Servers")
@@ -32,8 +32,8 @@ OTHERS = "Commands of other packages"
 class Commands(TyperGroup):
     """Commands whose errors are one line each, with Prefect's, Ray's and MLflow's chatter switched off."""
 
-    def __init__(self, **attributes: object) -> None:
-        super().__init__(**attributes)  # type: ignore[arg-type]
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
         try:
             self.commands = {_shown(name): TyperCommand(_shown(name)) for name in COMMANDS}
         except ValueError as error:

@@ -46,7 +46,8 @@ def _yaml() -> YAML:
     """YAML 1.2: 1e-4 is a number, only true and false are booleans, 010 is ten, and no key is given twice."""
     strict = YAML(typ="safe", pure=True)
     strict.Composer, strict.Constructor = _Composer, _Constructor
-    strict.default_flow_style = strict.sort_base_mapping_type_on_output = False
+    strict.default_flow_style = False
+    strict.sort_base_mapping_type_on_output = False
     return strict
 
 

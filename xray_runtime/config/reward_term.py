@@ -1,4 +1,4 @@
-"""What all reward terms share; each kind of reward is one file in `xray_runtime.rewards.kinds`."""
+"""The base of all reward terms; each kind of reward is one file in `xray_runtime.rewards.kinds`."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Term(Section):
 
     @classmethod
     def identity(cls, fields: Mapping[str, Any]) -> Any:
-        """What makes two terms the same source. `fields`: a term as JSON."""
+        """The key by which equal sources compare equal. `fields`: a term as JSON."""
         return fields[cls.field]
 
 

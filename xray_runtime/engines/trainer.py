@@ -85,5 +85,5 @@ def build_scorer(module: HeadedLM, layout: FrozenConfig, checkpoint: Path, devic
     layout = with_precision(layout, device.type)
     if layout.is_split or (layout.zero_stage and layout.data_parallel > 1):
         return trainer(layout.library).scorer(module, layout, checkpoint, device)
-    load_shard(module, Weights(module, checkpoint), device, getattr(torch, layout.precision))
+    load_shard(module, Weights(module, checkpoint), device, getattr(torch, layout.precision), frozen=True)
     return Scorer(module, threaded=device.type == "cpu")

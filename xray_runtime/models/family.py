@@ -132,7 +132,7 @@ UNLISTED = Family(model_types=())
 @cache
 def family_name(model_type: str | None) -> str | None:
     """The registered name of the family of a `model_type`; None where no family lists it."""
-    names = [model_type] if model_type in FAMILIES else []
+    names = [model_type] if model_type in [*FAMILIES] else []
     # A file that is called as its model_type is asked first, so that the others need not be imported.
     return next((n for n in (*names, *FAMILIES) if n and model_type in FAMILIES.get(n).model_types), None)
 

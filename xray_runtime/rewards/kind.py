@@ -1,4 +1,4 @@
-"""What a kind of reward is: a term of the config that says how it scores, and how its answers are recorded.
+"""The form of a kind of reward: a term of the config that says how it scores, and how its answers are recorded.
 
     class Brevity(ExternalTerm, field="brevity", recording=Recording.COMPUTED):
         brevity: BrevityConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -94,7 +95,7 @@ class Greeted(SignedEntry):
 KINDS = (Greeted,)
 """
     installed("xray.log_entries", "greeting", source)
-    import strangers_greeting
+    strangers_greeting = importlib.import_module("strangers_greeting")
 
     text = signed_line(LogRecord, strangers_greeting.Greeted(name="Ada"), {}, signing_key(tmp_path))
     view = LogView()
@@ -115,7 +116,7 @@ def test_an_entry_of_no_kind_is_refused(tmp_path: Path) -> None:
 
 def test_another_package_may_take_the_place_of_the_evidence(installed: Callable[[str, str, str], None]) -> None:
     installed("xray.evidence", "notary", "EVIDENCE = object()")
-    import strangers_notary
+    strangers_notary = importlib.import_module("strangers_notary")
 
     assert evidence() is strangers_notary.EVIDENCE
 

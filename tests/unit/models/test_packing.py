@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor
 
 from tests.unit.models.families import PACKED, model
+from tests.unit.models.tensors import batch
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.packing import Trees, can_pack
@@ -67,10 +68,10 @@ def test_in_float32_one_row_and_padded_rows_differ_by_rounding(family: str) -> N
         module.packs = packs
         assert module.scalar is not None
         torch.nn.init.constant_(module.scalar.weight, 0.1)
-        scores = objective.score(module, rows)
-        loss, _ = objective.loss(module, rows, {"tokens": 8.0})
+        scores = objective.score(module, batch(rows))  # type: ignore[arg-type]
+        loss, _ = objective.loss(module, batch(rows), {"tokens": 8.0})  # type: ignore[arg-type]
         loss.backward()
-        per_token = [torch.cat(list(scores[name])).detach() for name in ("logprobs", "values")]
+        per_token = [scores.logprobs.values.detach(), scores.values.values.detach()]
         return [*per_token, loss.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
 
     packed, padded = outcome(True), outcome(False)

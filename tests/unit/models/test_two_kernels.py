@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tests.unit.models.families import model
+from tests.unit.models.tensors import batch
 from xray_runtime.algorithms import logprobs
 from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.models import heads, packing
@@ -160,9 +161,9 @@ def waits(layers: int, max_logits: int, monkeypatch: pytest.MonkeyPatch) -> Coun
     rows["alike"] = torch.tensor(FIRST)
     count = int((lengths - prompts).sum())
     rows |= {name: torch.zeros(count, dtype=torch.float64) for name in ("old_logprobs", "advantages", "weights")}
-    found = Waits()
+    found, given = Waits(), batch(rows)
     with found, Copies(found.counts):
-        loss, _ = PPOObjective(PPOStageConfig(entropy_coef=0.1)).loss(module, rows, {"tokens": float(count)})
+        loss, _ = PPOObjective(PPOStageConfig(entropy_coef=0.1)).loss(module, given, {"tokens": float(count)})  # type: ignore[arg-type]
         loss.backward()
     return found.counts
 

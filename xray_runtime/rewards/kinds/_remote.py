@@ -1,4 +1,4 @@
-"""What services and judges share in the config."""
+"""Fields that services and judges share."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def scorer(module: HeadedLM, layout: FrozenConfig, checkpoint: Path, device: tor
     dtype = getattr(torch, layout.precision)
     if mesh is None:
         return ZeroScorer(module, weights, device, dtype)
-    load_shard(module, weights, device, dtype)
+    load_shard(module, weights, device, dtype, frozen=True)
     return Scorer(module) if mesh.topology.pipeline == 1 else StageScorer(module, mesh)
 
 
