@@ -104,11 +104,11 @@ def test_perplexity_is_of_all_tokens_together(root: Path) -> None:
     lengths = sorted({len(ids) for ids in _reply_lengths(root)})
     [a, b] = lengths
     assert tokens == ASKED // 2 * (a + b)
-    assert found.nll == pytest.approx((a * a + b * b) / (a + b), rel=1e-6)
-    assert found["perplexity"] == pytest.approx(math.exp(found.nll))
+    assert found["nll"] == pytest.approx((a * a + b * b) / (a + b), rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(found["nll"]))
     assert found["perplexity_ci95"][0] <= found["perplexity"] <= found["perplexity_ci95"][1]
     alone = attempt(root, suite="perplexity", max_response_tokens=a)
-    assert (alone["rows"], alone["left_out_too_long"], alone.nll) == (ASKED // 2, ASKED // 2, a)
+    assert (alone["rows"], alone["left_out_too_long"], alone["nll"]) == (ASKED // 2, ASKED // 2, a)
     with pytest.raises(ValueError, match=r"^stage: no row of the dataset fits$"):
         attempt(root, suite="perplexity", max_response_tokens=1)
 
@@ -175,13 +175,13 @@ def test_episodes_of_an_environment(root: Path) -> None:
     said = attempt(root, lambda question, row: "yes" if row < 2 * ASKED and row % 2 == 0 else "no", **fields)
     # Those about question 3 fail in their second turn. Of the others the rewards are 0 + ½ + 1, and 2 for a yes.
     assert (said["episodes"], said["failed"], said["samples"]) == (2 * ASKED, 1 / ASKED, ASKED)
-    assert (said["success"], said["reward"], said.ended) == (0.5, 2.5, 1.0)
+    assert (said["success"], said["reward"], said["ended"]) == (0.5, 2.5, 1.0)
     assert (said["turns"], said["info/tool_errors"], said["info/is_last"]) == (3.0, 3.0, 1.0)
     assert [name for name in said if name.startswith("info/")] == ["info/is_last", "info/tool_errors"]
     # Each prompt has one of each kind, so resampling prompts changes nothing.
     assert said["success_ci95"] == [0.5, 0.5]
     short = attempt(root, **fields | {"environment": fields["environment"] | {"max_turns": 1}})
-    assert (short["success"], short.ended, short["failed"]) == (0.0, 0.0, 0.0)
+    assert (short["success"], short["ended"], short["failed"]) == (0.0, 0.0, 0.0)
     samples = json.loads((root / "out-2" / "samples.json").read_text())
     assert {tuple(sample) for sample in samples} == {("prompt", "episode", "reward")}
     failed = [sample for sample in samples if sample["prompt"] == "question 3"]
