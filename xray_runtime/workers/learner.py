@@ -153,7 +153,8 @@ class Learner(PublishedChecks, Workhorse):
 
         assert self.engine is not None
         assert self.spec.training is not None
-        layout, columns = self.spec.training.engine, list[tuple[MicroBatch, Scores]]()
+        layout = self.spec.training.engine
+        columns: list[tuple[MicroBatch, Scores]] = []
         found: dict[int, dict[str, torch.Tensor]] = {}
 
         def loss(batch: MicroBatch) -> torch.Tensor:
