@@ -210,7 +210,7 @@ class Work:
         if method == "kto":
             return size.rows, self._replies(order(2 * len(tokens), size.rows), name)
         taken = tokens.take(order(len(tokens), size.pairs))
-        sides = zip(taken.prompt_lengths.tolist(), taken.input_ids, taken.rejected_ids, strict=True)
+        sides = zip(taken.prompt_lengths.tolist(), *taken.sides(), strict=True)
         if method == "reward":
             return size.pairs, [{"chosen_ids": a.tolist(), "rejected_ids": b.tolist()} for _, a, b in sides]
         return size.pairs, [
