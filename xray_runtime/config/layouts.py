@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar, Union
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from xray_runtime.config.capabilities import GeneratorCapabilities, TrainerCapabilities, can, unsupported
@@ -80,6 +89,12 @@ class PlugSection(Section):
         union: Any = Union[tuple(cls.members())]  # noqa: UP007
         named = BeforeValidator(lambda value: {cls.tag: cls.default, **value} if isinstance(value, dict) else value)
         return handler.generate_schema(Annotated[union, Field(discriminator=cls.tag), named])
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler, /) -> JsonSchemaValue:
+        """As validation: the tag may be left out, so that a config may be one of several plugs."""
+        found = handler(schema)
+        return {"anyOf": found["oneOf"]} if "oneOf" in found else found
 
     @classmethod
     def lacks(cls, field: str) -> str | None:

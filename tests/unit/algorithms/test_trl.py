@@ -25,6 +25,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.models.tensors import batch
 from xray_runtime.algorithms.advantages import gae, place_rewards, whiten
 from xray_runtime.algorithms.groups import GroupBaseline, group_advantages
 from xray_runtime.algorithms.kl import kl_estimate
@@ -78,7 +79,7 @@ class Known(Model):
 
 
 def loss_of(objective: Any, model: Model, rows: dict[str, Tensor], totals: dict[str, float]) -> tuple[Tensor, Any]:
-    loss, stats = objective.loss(cast(HeadedLM, model), rows, totals)
+    loss, stats = objective.loss(cast(HeadedLM, model), batch(rows), totals)
     return loss, stats
 
 
@@ -237,7 +238,7 @@ def reply_rows() -> tuple[dict[str, Tensor], Tensor, Tensor]:
     there = given["attention_mask"].bool()
     lengths = there.sum(1)
     rows = {"input_ids": given["input_ids"][there], "lengths": lengths}
-    rows |= {"prompt_lengths": torch.full_like(lengths, PROMPT), "ref_logprobs": given["ref_logprobs"]}
+    rows |= {"prompt_lengths": torch.full_like(lengths, PROMPT), "ref_reply_logprobs": given["ref_logprobs"]}
     return rows, there, given["logits"].requires_grad_()
 
 
@@ -246,7 +247,7 @@ def pair_rows() -> tuple[dict[str, Tensor], Tensor, Tensor]:
     flat, there, leaf = reply_rows()
     chosen, rejected = flat["lengths"].chunk(2)
     ids = flat["input_ids"].split([int(chosen.sum()), int(rejected.sum())])
-    ref_chosen, ref_rejected = flat["ref_logprobs"].chunk(2)
+    ref_chosen, ref_rejected = flat["ref_reply_logprobs"].chunk(2)
     rows = {"input_ids": ids[0], "lengths": chosen, "rejected_ids": ids[1], "rejected_lengths": rejected}
     rows |= {"prompt_lengths": flat["prompt_lengths"][:3], "ref_chosen": ref_chosen, "ref_rejected": ref_rejected}
     return rows, there, leaf
@@ -289,8 +290,7 @@ def test_kto_of_one_step(case: str) -> None:
     config = KTOConfig(beta=TRL["kto"]["beta"], desirable_weight=weights[0], undesirable_weight=weights[1])
     objective = KTOObjective(config)
     other = rows | {"input_ids": inputs["mismatched_ids"][there]}
-    logprobs = objective.score(cast(HeadedLM, Model(inputs["mismatched_logits"][there])), other)["logprobs"]
-    assert isinstance(logprobs, Tensor)
+    logprobs = objective.score(cast(HeadedLM, Model(inputs["mismatched_logits"][there])), batch(other)).reply_logprobs
     baseline = kto_baseline(logprobs - expected["mismatched_ref_logprobs"])
     assert (baseline > 0) == (case == "baseline")
     rows |= {"desirable": inputs["desirable"]}

@@ -131,7 +131,7 @@ def test_conversations_with_too_many_tokens_are_left_out(dataset: Path, tokenize
         found.list_dropped(dropped)
     listed = [json.loads(line) for line in (dataset.parent / "dropped.jsonl").read_text().splitlines()]
     names = [example.id for example in Pairs(dataset, Example) if len(example.prompt) > 2]
-    assert sorted(row.id for row in listed) == sorted(names)
+    assert sorted(row["id"] for row in listed) == sorted(names)
     assert {row["reason"] for row in listed} == {"prompt_too_long"}
     assert {tokenizer.decode(ids[-1:]) for ids in found.take(range(7)).input_ids} == {"<|end|>"}
     # The call is longer than any of the other replies; what follows it is learned with it in view.

@@ -122,7 +122,7 @@ def test_rows_are_readable() -> None:
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in ("hello", "there", "hello", "there")]
     rows = list(readable(shard(reply_ids=lists(Ragged.of(ids), pa.int32())).table, tokenizer))
     assert [row["reply"] for row in rows] == ["hello", "there", "hello", "there"]
-    assert [row.scores for row in rows[:3]] == [
+    assert [row["scores"] for row in rows[:3]] == [
         {"judge": 0.75, "length": 2.0},
         {"judge": -1.0, "length": None},
         {"judge": "failed", "length": 1.0},

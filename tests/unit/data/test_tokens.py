@@ -53,9 +53,9 @@ def test_rows_are_the_encoded_pairs(dataset: Path, tokenizer: Any) -> None:
     rows = tokens.take(order)
     prompts = encode_prompts(tokenizer, [EXAMPLES[i].prompt for i in order])
     replies = encode_replies(tokenizer, [EXAMPLES[i].response for i in order])
-    assert [ids.tolist() for ids in rows["input_ids"]] == [p + r for p, r in zip(prompts, replies, strict=True)]
-    assert rows["prompt_lengths"].tolist() == list(map(len, prompts))
-    assert {rows["input_ids"].values.dtype, rows["prompt_lengths"].dtype} == {np.dtype(np.int64)}
+    assert [ids.tolist() for ids in rows.input_ids] == [p + r for p, r in zip(prompts, replies, strict=True)]
+    assert rows.prompt_lengths.tolist() == list(map(len, prompts))
+    assert {rows.input_ids.values.dtype, rows.prompt_lengths.dtype} == {np.dtype(np.int64)}
     assert [tokens.prompt(i) for i in order] == prompts
 
 
@@ -73,7 +73,7 @@ def test_preferences_have_both_sides(tmp_path: Path, tokenizer: Any) -> None:
     write_pairs(tmp_path / "data" / "p", PreferenceExample, [PreferenceExample("0", prompt, TEXTS[1], TEXTS[3])])
     rows = Tokens(tmp_path / "data" / "p", PreferenceExample, tokenizer, process_seal()).take([0])
     [ids], [chosen, rejected] = encode_prompts(tokenizer, [prompt]), encode_replies(tokenizer, [TEXTS[1], TEXTS[3]])
-    assert [rows[name].values.tolist() for name in ("input_ids", "rejected_ids")] == [ids + chosen, ids + rejected]
+    assert [side.values.tolist() for side in rows.sides()] == [ids + chosen, ids + rejected]
 
 
 def test_replies_that_call_tools_are_turns_of_their_conversations(tmp_path: Path, tokenizer: Any) -> None:
@@ -86,12 +86,10 @@ def test_replies_that_call_tools_are_turns_of_their_conversations(tmp_path: Path
     (tmp_path / "data").mkdir()
     write_pairs(tmp_path / "data" / "p", PreferenceExample, pairs)
     rows = Tokens(tmp_path / "data" / "p", PreferenceExample, tokenizer, process_seal()).take([0, 1])
-    form, start = chat_format(tokenizer), rows["prompt_lengths"][0]
-    for name, replies in {
-        "input_ids": [("", [call]), ("sunny", None)],
-        "rejected_ids": [("sunny", None), ("fine", [call, call])],
-    }.items():
-        for ids, (text, calls) in zip(rows[name], replies, strict=True):
+    form, start = chat_format(tokenizer), rows.prompt_lengths[0]
+    chosen, rejected = [("", [call]), ("sunny", None)], [("sunny", None), ("fine", [call, call])]
+    for side, replies in zip(rows.sides(), (chosen, rejected), strict=True):
+        for ids, (text, calls) in zip(side, replies, strict=True):
             reply = {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
             [turns] = form.turns([([*prompt, reply], [1])])
             assert ids.tolist() == turns.ids

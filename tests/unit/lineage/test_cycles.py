@@ -95,7 +95,7 @@ def test_each_way_learns_from_what_was_curated(way: str, roles: dict[str, str]) 
             "policy": "start",
             "data": "preferences",
         }
-        assert [term.model for term in policy.call.config.rewards] == ["rewards.0", None]
+        assert [list(term.roles) for term in policy.call.config.rewards] == [["rewards.0"], []]
 
 
 def test_no_stage_learns_from_a_held_cycle(fresh: Callable[[], Path]) -> None:

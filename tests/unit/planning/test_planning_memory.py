@@ -344,6 +344,8 @@ def test_a_training_pass_peaks_as_predicted(layers: int, vocabulary: int, rows: 
     import transformers
 
     from benchmarks.held import peak_bytes
+    from xray_runtime.data.batch import TextBatch
+    from xray_runtime.data.ragged import Ragged
     from xray_runtime.models.heads import HeadedLM
     from xray_runtime.models.objectives import SFTObjective
 
@@ -357,11 +359,8 @@ def test_a_training_pass_peaks_as_predicted(layers: int, vocabulary: int, rows: 
         tie_word_embeddings=True,
     )
     model = HeadedLM(transformers.LlamaForCausalLM(config)).eval()
-    batch = {
-        "input_ids": torch.zeros(rows * 64, dtype=torch.int64),
-        "prompt_lengths": torch.full((rows,), 32),
-        "lengths": torch.full((rows,), 64),
-    }
+    ids = Ragged(torch.zeros(rows * 64, dtype=torch.int64), torch.arange(0, rows * 64 + 1, 64))
+    batch = TextBatch(input_ids=ids, prompt_lengths=torch.full((rows,), 32))
 
     def step() -> None:
         loss, _ = SFTObjective().loss(model, batch, {"tokens": 1.0})
