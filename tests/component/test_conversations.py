@@ -104,9 +104,7 @@ def test_both_forms_are_the_same_tokens(data: dict[str, Path], base: Path) -> No
     for form, dataset in data.items():
         rows = ConversationTokens(dataset / TRAIN, tokenizer, 400, 64, process_seal())
         taken = rows.take(range(len(rows)))
-        found[form] = [
-            (i.tolist(), m.tolist()) for i, m in zip(taken["input_ids"], taken["response_mask"], strict=True)
-        ]
+        found[form] = [(i.tolist(), m.tolist()) for i, m in zip(taken.input_ids, taken.response_mask, strict=True)]
     assert len(found["trl"]) > 30
     assert found["trl"] == found["openai"]
     for ids, mask in found["trl"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import ray
 import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-from xray_runtime.engines.sync.route import Sender
+from xray_runtime.engines.generator import Receivers
+from xray_runtime.engines.generators.vllm.send import Sender
+from xray_runtime.workers.learner import _receive
 
 WEIGHTS = {"a": torch.tensor([1.0, 1.0 + 2**-12]), "b": torch.ones(2, 3)}
 
@@ -73,7 +76,7 @@ def test_one_connection_serves_all_syncs_in_half_precision(cluster: None, engine
         yield from WEIGHTS.items()
 
     receiver: Any = Receiver.remote()
-    sender = Sender("nccl", tensors, 0, [receiver], 1)
+    sender = Sender("nccl", tensors, 0, Receivers(1, 1, partial(_receive, [receiver])))
     for version in (1, 2):
         sender.send(version, ("127.0.0.1", 1234))
     [engine] = engines
@@ -88,7 +91,8 @@ def test_one_connection_serves_all_syncs_in_half_precision(cluster: None, engine
 
 
 def test_a_broken_sync_connects_anew(cluster: None, engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    sender = Sender("nccl", lambda: iter(WEIGHTS.items()), 0, [Receiver.remote()], 1)  # type: ignore[attr-defined]
+    receiver: Any = Receiver.remote()  # type: ignore[attr-defined]
+    sender = Sender("nccl", lambda: iter(WEIGHTS.items()), 0, Receivers(1, 1, partial(_receive, [receiver])))
     monkeypatch.setattr(FakeEngine, "fails", True)
     with pytest.raises(RuntimeError, match="the broadcast broke"):
         sender.send(1, ("127.0.0.1", 1234))

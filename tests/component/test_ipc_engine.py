@@ -20,8 +20,9 @@ from xray_runtime.config.layouts import GeneratorConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.engines.generation import Generation
+from xray_runtime.engines.generator import Receivers
+from xray_runtime.engines.generators.vllm.send import Sender
 from xray_runtime.engines.sampling import EngineRank, Sampling
-from xray_runtime.engines.sync.route import Sender
 from xray_runtime.engines.sync.versioned import StaleWeightsError
 
 SAMPLING = Sampling(max_new_tokens=6, temperature=0.7, stop_token_ids=(1,), pad_token_id=0)
@@ -100,7 +101,7 @@ def _synced(directory: Path) -> dict[str, Any]:
         return worker.weight_transfer_engine._direct._packed_importer._entry is not None
 
     sampler: Any = engine._sampler
-    sender = Sender("ipc", tensors, 0, [], 1)
+    sender = Sender("ipc", tensors, 0, Receivers(0, 1, lambda *_: None))
     sender._client = client  # type: ignore[assignment]
     found: dict[str, Any] = {"written": [], "sent": [], "mapped": []}
     with ExitStack() as stack:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from xray_runtime.engines.sync.route import Sender
+from xray_runtime.engines.generator import Receivers
+from xray_runtime.engines.generators.vllm.send import Sender
 
 GIB = 2**30
 MODELS = {
@@ -87,7 +88,7 @@ def test_the_buffer_holds_the_largest_tensor(model: str, monkeypatch: pytest.Mon
     monkeypatch.setattr("torch.cuda.ipc_collect", lambda: None)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: SimpleNamespace(uuid="GPU-0"))
     monkeypatch.setattr("torch.accelerator.current_device_index", lambda: 0)
-    sender, client = Sender("ipc", lambda: tensors(model), 0, [], 1), Client()
+    sender, client = Sender("ipc", lambda: tensors(model), 0, Receivers(0, 1, lambda *_: None)), Client()
     sender._client = client  # type: ignore[assignment]
     sender.send(1, ("127.0.0.1", 1))
     assert client.steps == ["init", "start", "finish"]

@@ -22,7 +22,7 @@ from xray_runtime.config.layouts import EngineConfig
 from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.config.sft import SFTConfig
-from xray_runtime.data.batch import PromptBatch, TextBatch
+from xray_runtime.data.batch import PairBatch, PromptBatch, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.sampling import Sampling
 from xray_runtime.engines.sync.object_store import unpack
@@ -138,8 +138,8 @@ def rewarded(learner: Learner, deal: Callable[[TextBatch], TextBatch], rows: Tex
 
 def test_weights_without_a_gradient_decay_as_in_one_process(grouped_model: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
-    names = ("input_ids", "rejected_ids")
-    rows = {n: Ragged.of(rng.integers(5, 280, size=k) for k in rng.integers(5, 15, size=6)) for n in names}
+    ids = [Ragged.of(rng.integers(5, 280, size=k) for k in rng.integers(5, 15, size=6)) for _ in range(2)]
+    rows = PairBatch(input_ids=ids[0], rejected_ids=ids[1])
 
     def output_layer(layout: dict[str, Any]) -> np.ndarray:
         training = RewardConfig(weight_decay=0.1, engine=EngineConfig(**layout))
@@ -155,7 +155,10 @@ def test_weights_without_a_gradient_decay_as_in_one_process(grouped_model: Path,
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ({"pipeline_parallel": 2, "num_workhorses": 2}, "engine.pipeline_parallel: 2 is not allowed on CPU: Megatron"),
+        (
+            {"pipeline_parallel": 2, "num_workhorses": 2},
+            "engine.pipeline_parallel = 2 is not supported with library = 'megatron' on CPU",
+        ),
         (
             {"zero_stage": 1, "num_workhorses": 2},
             "engine.zero_stage = 1 is not supported with library = 'megatron' on CPU",
