@@ -22,14 +22,14 @@ from pydantic import AfterValidator, BaseModel
 from pydantic.fields import FieldInfo
 
 import xray
-from xray_runtime.config.layouts import PlugSection
-from xray_runtime.config.rewards import KINDS, RewardTerm
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.sources import BuiltInOrFunction, SourceTerms
-from xray_runtime.graph.artifacts import RewardModel
-from xray_runtime.graph.kind import StageKind
-from xray_runtime.graph.kind_help import description, tag
-from xray_runtime.stages import kinds
+from xray_runtime.engines.layouts import PlugSection
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.config.sources import BuiltInOrFunction, SourceTerms
+from xray_runtime.kernel.graph import kinds
+from xray_runtime.kernel.graph.artifacts import RewardModel
+from xray_runtime.kernel.graph.kind import StageKind
+from xray_runtime.kernel.graph.kind_help import description, tag
+from xray_runtime.rewards.config import KINDS, RewardTerm
 
 ROOT = Path(__file__).resolve().parents[1]
 STUB = ROOT / "xray" / "__init__.pyi"
@@ -58,7 +58,7 @@ KNOWN = {
     *("bool", "dict", "float", "int", "list", "str", "tuple"),
 }
 """Names that annotations in the stub may use."""
-MORE = {"xray_runtime.graph.graph": ("Graph",), "xray_runtime.config.runtime": ("RuntimeConfig",)}
+MORE = {"xray_runtime.kernel.config.section": ("RuntimeConfig",), "xray_runtime.kernel.graph.graph": ("Graph",)}
 """Names that the stub needs in addition to those it re-exports."""
 GIVEN = ("model", "models", "function")
 """Fields of a reward that are given as its source."""
@@ -188,7 +188,7 @@ def workspace_function(known: Types) -> str:
 
 
 def reward_function(known: Types) -> str:
-    from xray_runtime.graph.handles import reward
+    from xray_runtime.kernel.graph.handles import reward
 
     parameters = ["source: Callable[..., Any] | str | Handle | Sequence[Handle] | None = None", "*"]
     fields = dict.fromkeys(field for kind in KINDS.values() for field in keywords(kind, known, GIVEN))
@@ -251,7 +251,7 @@ def known_type(annotation: str) -> str:
 
 
 def shipped() -> list[StageKind]:
-    return [getattr(kinds, name) for name in kinds.__all__ if isinstance(getattr(kinds, name), StageKind)]
+    return kinds.shipped()
 
 
 def stub() -> str:
@@ -267,10 +267,10 @@ def stub() -> str:
     functions.append(function("task_runner", [], "TaskRunner[PrefectFuture[Any]]", runner or ""))
     imports = [
         f"from {module} import {', '.join(f'{name} as {name}' for name in sorted(names) if name not in WRITTEN)}"
-        for module, names in sorted({**xray._WHERE, **MORE}.items())
+        for module, names in sorted((*xray._WHERE.items(), *MORE.items()))
         if set(names) - set(WRITTEN)
     ]
-    imports.append("from xray_runtime.graph.handles import RewardSource, Weighable")
+    imports.append("from xray_runtime.kernel.graph.handles import RewardSource, Weighable")
     terms = f"_RewardTerm: TypeAlias = {known.text_of(RewardTerm)}"
     parts = [HEAD + "\n".join(imports), REWARD.strip(), *known.sections.values(), terms, *functions]
     return "\n\n".join(parts) + "\n"

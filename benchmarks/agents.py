@@ -30,7 +30,7 @@ import xray
 from benchmarks.machine import line, machine, table
 from examples.agents.largest_digit import half_right
 from xray_runtime.data.ledger import iterations, read_shard, shard_path
-from xray_runtime.files import write_atomic
+from xray_runtime.kernel.files import write_atomic
 
 SDKS = Path(__file__).parents[1] / "examples" / "agents" / "sdks"
 AGENTS: dict[str, tuple[str, list[str]]] = {

@@ -6,11 +6,11 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+from xray_runtime.cluster.learner import Learner
+from xray_runtime.cluster.model_spec import ModelSpec
+from xray_runtime.cluster.types import RankInfo
 from xray_runtime.models.heads import BorrowedHead
 from xray_runtime.models.tensor_file import WEIGHTS_FILE
-from xray_runtime.workers.learner import Learner
-from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.workhorse import RankInfo
 
 
 class LoadedLearner(Learner):

@@ -21,12 +21,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 import xray
-from xray_runtime.config.allowed_imports import VARIABLE
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.graph.graph import Graph, recording
-from xray_runtime.graph.stage_identity import identify
-from xray_runtime.store import content_digest
-from xray_runtime.store.digest_memory import DigestMemory
+from xray_runtime.kernel.config.allowed_imports import VARIABLE
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.graph.graph import Graph, recording
+from xray_runtime.kernel.graph.stage_identity import identify
+from xray_runtime.kernel.store import content_digest
+from xray_runtime.kernel.store.digest_memory import DigestMemory
 
 TABLE = Path(__file__).parents[1] / "docs" / "identity-table.md"
 RUNTIME = RuntimeConfig(device="cpu")

@@ -20,21 +20,21 @@ import torch
 
 from benchmarks.held import LoadedLearner, held_bytes, innermost
 from benchmarks.ranks import run_ranks
-from xray_runtime.config.base import FreshBase, PretrainedBase
-from xray_runtime.config.layouts import EngineConfig
-from xray_runtime.config.ppo import PPOStageConfig
+from xray_runtime.cluster.learner import Learner
+from xray_runtime.cluster.micro_batches import as_arrays, as_tensors
+from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.data.batch import PolicyBatch, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
+from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.engines.topology import Topology
+from xray_runtime.methods.ppo.config import PPOStageConfig
+from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
+from xray_runtime.models.config import FreshBase, PretrainedBase
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.ppo_objectives import PPOObjective
-from xray_runtime.planning.memory import Layout, Memory, training_memory
-from xray_runtime.planning.pretrained_shapes import from_pretrained
-from xray_runtime.workers.learner import Learner
-from xray_runtime.workers.micro_batches import as_arrays, as_tensors
-from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.models.pretrained_shapes import from_pretrained
+from xray_runtime.ops.planner.memory import Layout, Memory, training_memory
 
 BASE = FreshBase(
     vocab_size=320, hidden_size=384, num_layers=4, num_heads=6, num_kv_heads=6, intermediate_size=512, max_positions=64
@@ -259,7 +259,7 @@ layout {updates} PPO updates of a Llama of 4.7M parameters with a value head, on
 - *held*: bytes of weights, gradients and optimizer states on the fullest rank between backward pass and optimizer step,
   every storage counted once;
 - *loading*: the most bytes that torch had allocated on the fullest rank until it could take its first step;
-- *predicted*: the planner's formulas (`xray_runtime/planning/memory.py`).
+- *predicted*: the planner's formulas (`xray_runtime/ops/planner/memory.py`).
 
 Differences are float32 rounding: sums run in another order, and Adam divides by small numbers. ZeRO-1 to ZeRO-3 keep a
 second float32 copy of the weights they step. Megatron also splits the embedding, which the planner does not count;

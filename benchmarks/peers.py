@@ -28,9 +28,9 @@ from scipy.stats import ttest_ind  # type: ignore[import-untyped]
 from benchmarks.machine import gflop_per_second, line, machine, ratio, spread, table
 from benchmarks.peers_measure import TRL, Measured, run_module, settled
 from benchmarks.peers_work import EPOCHS, LAST_WITH_PPO, METHODS, NEWEST, SAMPLING, SIZES, THREADS
-from xray_runtime.config.base import PretrainedBase
-from xray_runtime.planning.pretrained_shapes import from_pretrained
-from xray_runtime.planning.shapes import ModelShape
+from xray_runtime.models.config import PretrainedBase
+from xray_runtime.models.pretrained_shapes import from_pretrained
+from xray_runtime.models.shapes import ModelShape
 
 PASSES = {"sft": 3.0, "reward": 3.0, "dpo": 3.0, "kto": 4.0, "grpo": 5.0}
 PASSES |= {"ppo": 5.0 + 6 * EPOCHS, "ppo-shared": 4.0 + 3 * EPOCHS}

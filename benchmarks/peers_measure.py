@@ -19,8 +19,8 @@ import psutil
 
 import xray
 from benchmarks.machine import MIB
-from xray_runtime.report.figures import read_metrics
-from xray_runtime.tracking.recorder import METRICS, read_points, records_directory
+from xray_runtime.kernel.report.figures import read_metrics
+from xray_runtime.kernel.tracking.recorder import METRICS, read_points, records_directory
 
 ROOT = Path(__file__).parents[1]
 SETTLE_S, SETTLE_POLL_S, BUSY_PERCENT = 120.0, 3.0, 10.0

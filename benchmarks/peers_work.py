@@ -100,7 +100,7 @@ def write_rows(directory: Path, count: int, cut: Callable[[str], str | None] | N
 
     Returns (conversations, pairs), as JSON Lines.
     """
-    from xray_runtime.data.sources import chitchat_conversations
+    from xray_runtime.data.reading.sources import chitchat_conversations
 
     directory.mkdir(parents=True, exist_ok=True)
     chats, pairs = directory / "chats.jsonl", directory / "pairs.jsonl"

@@ -39,18 +39,18 @@ from benchmarks.peers_work import (
     share_of_e,
     write_rows,
 )
-from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.conversations import ConversationTokens
 from xray_runtime.data.pairs import TRAIN, PreferenceExample
 from xray_runtime.data.replies import both_sides, mismatched
 from xray_runtime.data.tokens import Tokens
-from xray_runtime.graph.artifacts import REWARD_HEAD
-from xray_runtime.lineage.keys import seal_of
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.graph.artifacts import REWARD_HEAD
+from xray_runtime.kernel.seeding import derive_seed
+from xray_runtime.methods.common.training.dataset import max_prompt_tokens, max_reply_tokens
+from xray_runtime.methods.common.training.prompts import UniquePrompts
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.seeding import derive_seed
-from xray_runtime.training.dataset import max_prompt_tokens, max_reply_tokens
-from xray_runtime.training.prompts import UniquePrompts
+from xray_runtime.trust.keys import seal_of
 
 HELDOUT = 0.05
 LOSSES = {"sft": "sft/loss", "reward": "reward_model/loss", "dpo": "dpo/loss", "kto": "kto/loss"}

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from xray.flows.lifecycle_graph import recorded_graph
-from xray_runtime.config.loading import validate
-from xray_runtime.graph.graph import Graph
-from xray_runtime.planning.auto import Changes, GraphPlan, plan_call
-from xray_runtime.planning.cost import GPUS, Gpu
-from xray_runtime.planning.plan import Plan
-from xray_runtime.planning.suggestions import suggest
-from xray_runtime.planning.workload import Machine
+from xray_runtime.cluster.pool.machine import Machine
+from xray_runtime.kernel.graph.graph import Graph
+from xray_runtime.methods.loading import validate
+from xray_runtime.ops.planner.auto import Changes, GraphPlan, plan_call
+from xray_runtime.ops.planner.cost import GPUS, Gpu
+from xray_runtime.ops.planner.plan import Plan
+from xray_runtime.ops.planner.suggestions import suggest
 
 SMALL = ("Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-3B", "Qwen/Qwen3-8B")
 LARGE = ("Qwen/Qwen3-32B", "meta-llama/Llama-3.1-70B")

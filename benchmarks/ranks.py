@@ -11,12 +11,13 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.cluster.learner import Learner
+from xray_runtime.cluster.model_spec import ModelSpec
+from xray_runtime.cluster.types import RankInfo
+from xray_runtime.cluster.workhorse import reserve_port
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.engines.topology import Topology
-from xray_runtime.workers.learner import Learner
-from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.workhorse import RankInfo, reserve_port
+from xray_runtime.kernel.config.section import RuntimeConfig
 
 PRELOAD = [
     "deepspeed",

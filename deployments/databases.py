@@ -12,8 +12,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.errors import first_line
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.errors import first_line
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import URL

@@ -32,15 +32,15 @@ from xray.deployments.server_home import PORTS, ServerHome, check_free
 from xray.deployments.servers import servers
 from xray.tasks.output_directory import saved_config
 from xray.tasks.preflight import check_ray_address
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.credentials import strip_credentials
-from xray_runtime.errors import first_line
-from xray_runtime.evidence.log import view
-from xray_runtime.gpus import has_driver
-from xray_runtime.lineage.audit_check import read_log
-from xray_runtime.lineage.graph import read_graph
-from xray_runtime.lineage.signing import exposed_keys
-from xray_runtime.store.checkpoints import CHECKPOINTS
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.credentials import strip_credentials
+from xray_runtime.kernel.errors import first_line
+from xray_runtime.kernel.evidence.log import view
+from xray_runtime.kernel.gpus import has_driver
+from xray_runtime.kernel.history.audit_check import read_log
+from xray_runtime.kernel.history.graph import read_graph
+from xray_runtime.kernel.store.checkpoints import CHECKPOINTS
+from xray_runtime.trust.signing import exposed_keys
 
 DISTRIBUTION = "xray-rlhf"
 PYTHONS = ((3, 11), (3, 12), (3, 13))

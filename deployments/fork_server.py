@@ -35,15 +35,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xray.deployments import fork_client
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.gpus import has_driver
-from xray_runtime.workers.libraries import KEEP_MEMORY, VARIABLE, import_libraries, prepare_imports
+from xray_runtime.cluster.pool.libraries import KEEP_MEMORY, VARIABLE, import_libraries, prepare_imports
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.gpus import has_driver
 
 OF_A_RAY = ("RAY_RAYLET_PID", "RAY_JOB_ID")
 """Variables that Ray reads once, at its import."""
 RAY_STEP = 2
 """Index of the step of a request's path that imports Ray."""
-WORKERS = "xray_runtime.workers"
+WORKERS = "xray_runtime.cluster"
 WITH_RAY = ("ray", "ray._private.node", f"{WORKERS}.whole_model", f"{WORKERS}.learner", f"{WORKERS}.generator")
 """Imported together with Ray: the actors of models."""
 POLL_SECONDS = 5.0

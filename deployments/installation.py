@@ -25,8 +25,8 @@ from prefect.utilities.callables import parameter_schema
 from xray.deployments.automations import install as install_automations
 from xray.deployments.presets import POOL, QUEUE, VARIABLES, deployments
 from xray.flows.search import SearchConfig
-from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.store.identity import digest
+from xray_runtime.kernel.store.identity import digest
+from xray_runtime.methods.lifecycle import LifecycleConfig
 
 FIRST = {
     "LifecycleConfig": ("project", "seed", "data", "base", "sft", "ppo", "evaluate"),

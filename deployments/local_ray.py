@@ -26,11 +26,11 @@ import psutil
 from xray.deployments.fork_server import ForkServer, fork_server
 from xray.deployments.patience import NotUpError, Patience, end_of
 from xray.deployments.service import free_port
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.cores import usable_cores
-from xray_runtime.errors import first_line
-from xray_runtime.processes import GRACE_SECONDS, kill
-from xray_runtime.workers.libraries import FORK_SERVER
+from xray_runtime.cluster.pool.libraries import FORK_SERVER
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.cores import usable_cores
+from xray_runtime.kernel.errors import first_line
+from xray_runtime.kernel.processes import GRACE_SECONDS, kill
 
 log = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ from filelock import FileLock, Timeout
 from xray.deployments.local_ray import is_dead, ray_servers, running_ray, temporary_environment
 from xray.deployments.service import LOOPBACK, Service, free_port
 from xray.tasks.command import is_commanded
-from xray_runtime.network import check_addresses
-from xray_runtime.processes import QUIET, without_collection
-from xray_runtime.template_database import copy_template, sqlite_address
+from xray_runtime.kernel.network import check_addresses
+from xray_runtime.kernel.processes import QUIET, without_collection
+from xray_runtime.kernel.template_database import copy_template, sqlite_address
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from typing import Any
 import yaml
 
 from xray import configs
-from xray_runtime.config.extras import missing_packages
-from xray_runtime.config.loading import read_mapping
+from xray_runtime.kernel.config.extras import missing_packages
+from xray_runtime.kernel.config.loading import read_mapping
 
 CONFIGS = Path(configs.__file__).parent
 POOL = "xray"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from xray_runtime.credentials import hide_logins
-from xray_runtime.network import exempt_loopback
-from xray_runtime.processes import QUIET
+from xray_runtime.kernel.credentials import hide_logins
+from xray_runtime.kernel.network import exempt_loopback
+from xray_runtime.kernel.processes import QUIET
 
 
 def quiet_environment() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from prefect.client.orchestration import get_client
 
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.errors import error_summary
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.errors import error_summary
 
 
 def schedule_cycle(output: Path) -> str | None:

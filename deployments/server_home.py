@@ -27,9 +27,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from xray.deployments.databases import VARIABLES, check_databases
 from xray.deployments.service import LOOPBACK, ProcessRecord
 from xray.tasks.preflight import is_loopback
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.files import write_atomic
-from xray_runtime.processes import QUIET
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.files import write_atomic
+from xray_runtime.kernel.processes import QUIET
 
 PORTS = {"prefect": 4200, "mlflow": 5000, "ray": 6379, "dashboard": 8265}
 
@@ -40,7 +40,7 @@ class State(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     tag: str
-    """Prefix of the process tags (`xray_runtime.processes.TAG`) of every process of this server home."""
+    """Prefix of the process tags (`xray_runtime.kernel.processes.TAG`) of every process of this server home."""
     host: str = LOOPBACK
     ports: dict[str, int] = PORTS
     started: dict[str, ProcessRecord] = {}

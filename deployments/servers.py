@@ -28,10 +28,10 @@ from xray.deployments.local_services import PREFECT_SERVER
 from xray.deployments.presets import POOL
 from xray.deployments.server_home import ServerHome, State, check_free, clients_address
 from xray.deployments.service import LOOPBACK, Service, free_port
-from xray_runtime.cores import usable_cores
-from xray_runtime.processes import TAG, kill_tagged
-from xray_runtime.template_database import sqlite_address
-from xray_runtime.tracking.registry import own_store
+from xray_runtime.kernel.cores import usable_cores
+from xray_runtime.kernel.processes import TAG, kill_tagged
+from xray_runtime.kernel.template_database import sqlite_address
+from xray_runtime.kernel.tracking.registry import own_store
 
 RAY = "ray"
 """Directory below `ServerHome.ray_sessions` that Ray uses."""

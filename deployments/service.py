@@ -21,7 +21,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict
 
 from xray.deployments.patience import NotUpError, Patience, end_of
-from xray_runtime.processes import kill, tagged
+from xray_runtime.kernel.processes import kill, tagged
 
 LOOPBACK = "127.0.0.1"
 SERVER_PORTS = range(20_000, 32_000)

@@ -13,10 +13,10 @@ from rich.table import Table
 from xray.deployments.server_home import ServerHome, State
 from xray.deployments.servers import ask, servers, worker
 from xray.deployments.suspension import ACTIVE, is_suspended
-from xray_runtime.evidence.kinds.canary import Canaries
-from xray_runtime.evidence.log import view
-from xray_runtime.lineage.canary import summary
-from xray_runtime.lineage.reference import CHAMPION
+from xray_runtime.kernel.evidence.kinds.canary import Canaries
+from xray_runtime.kernel.evidence.log import view
+from xray_runtime.kernel.history.reference import CHAMPION
+from xray_runtime.live.canary import summary
 
 MAX_RUNS = 50
 TITLES = {"runs": "on", "suspended": "suspended", "waiting": "waiting", "next": "next"}

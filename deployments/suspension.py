@@ -19,7 +19,7 @@ import psutil
 from xray.deployments.presets import NO_HEARTBEAT, POOL, SUSPENDED
 from xray.deployments.server_home import State
 from xray.deployments.servers import ask, worker_name
-from xray_runtime.processes import kill, tagged
+from xray_runtime.kernel.processes import kill, tagged
 
 KEY = "xray-down-"
 """Prefix of the pause key of a run that X-ray resumes."""

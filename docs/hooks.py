@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel
 
-from xray_runtime.config.layouts import PlugSection
-from xray_runtime.graph.kind_help import field_help, meanings, role_text, summary, tag
+from xray_runtime.engines.layouts import PlugSection
+from xray_runtime.kernel.graph.kind_help import field_help, meanings, role_text, summary, tag
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
 
-    from xray_runtime.config.plugs import Registry
-    from xray_runtime.graph.kind import StageKind
+    from xray_runtime.kernel.graph.kind import StageKind
+    from xray_runtime.kernel.plugs import Registry
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = (
-    "xray_runtime.config.lifecycle:LifecycleConfig",
+    "xray_runtime.methods.lifecycle:LifecycleConfig",
     "xray.flows.search:SearchConfig",
-    "xray_runtime.config.serving:RecordingConfig",
-    "xray_runtime.config.flywheel:FlywheelConfig",
+    "xray_runtime.live.serving.config:RecordingConfig",
+    "xray_runtime.live.flywheel:FlywheelConfig",
 )
 """The files people write: each with all sections below it."""
 
@@ -63,8 +63,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def kinds_page() -> str:
     """Every stage kind that X-ray ships: inputs, output, config fields."""
-    from xray_runtime.graph.kind import KINDS
-    from xray_runtime.stages.kinds import find_kind
+    from xray_runtime.kernel.graph.kind import KINDS
+    from xray_runtime.kernel.graph.kinds import find_kind
 
     find_kind("")
     lines = [
@@ -123,8 +123,8 @@ def config_page() -> str:
 
 def _all_sections() -> list[type[BaseModel]]:
     """The files people write, then every section they hold, then those that only stage kinds hold."""
-    from xray_runtime.graph.kind import KINDS
-    from xray_runtime.stages.kinds import find_kind
+    from xray_runtime.kernel.graph.kind import KINDS
+    from xray_runtime.kernel.graph.kinds import find_kind
 
     find_kind("")
     found: dict[str, type[BaseModel]] = {}
@@ -175,8 +175,8 @@ def _fields(section: type[BaseModel]) -> Iterator[str]:
 
 def engines_page() -> str:
     """What each trainer and each generator can do."""
-    from xray_runtime.config.capabilities import GeneratorCapabilities, TrainerCapabilities
-    from xray_runtime.config.layouts import GENERATORS, TRAINERS
+    from xray_runtime.engines.capabilities import GeneratorCapabilities, TrainerCapabilities
+    from xray_runtime.engines.layouts import GENERATORS, TRAINERS
 
     lines = [
         "# Engines",

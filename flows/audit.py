@@ -10,11 +10,11 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 from prefect.events import emit_event
 
-from xray_runtime.credentials import strip_credentials
-from xray_runtime.lineage.audit.checkpoints import Audit, audit as run_audit
-from xray_runtime.lineage.model_page import model_addresses
-from xray_runtime.lineage.reference import LineageStore, open_lineage_store
-from xray_runtime.report.rendering import markdown_table
+from xray_runtime.kernel.credentials import strip_credentials
+from xray_runtime.kernel.history.reference import LineageStore, open_lineage_store
+from xray_runtime.kernel.report.rendering import markdown_table
+from xray_runtime.trust.audit.checkpoints import Audit, audit as run_audit
+from xray_runtime.trust.model_page import model_addresses
 
 
 class NotSound(RuntimeError):

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 from xray.flows.lifecycle_graph import Lifecycle, lifecycle_graph, record_options
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import find_result, show_cached
-from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.evidence.log import read_run
-from xray_runtime.graph.graph import Graph, recording
-from xray_runtime.graph.stage_identity import identify
-from xray_runtime.lineage.attestation import open_store
-from xray_runtime.store.checkpoints import Store
-from xray_runtime.store.digest_memory import DIGESTS, DigestMemory
-from xray_runtime.store.ref import CheckpointRef
-from xray_runtime.store.shared import open_shared
-from xray_runtime.workers.device import local_device
+from xray_runtime.cluster.device import local_device
+from xray_runtime.kernel.evidence.log import read_run
+from xray_runtime.kernel.graph.graph import Graph, recording
+from xray_runtime.kernel.graph.stage_identity import identify
+from xray_runtime.kernel.store.checkpoints import Store
+from xray_runtime.kernel.store.digest_memory import DIGESTS, DigestMemory
+from xray_runtime.kernel.store.ref import CheckpointRef
+from xray_runtime.kernel.store.shared import open_shared
+from xray_runtime.methods.lifecycle import LifecycleConfig
+from xray_runtime.trust.attestation import open_store
 
 if TYPE_CHECKING:
     from xray.tasks.run_record import RunRecord

@@ -11,13 +11,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.evidence.kinds.cycle import Cycles, CycleWritten
-from xray_runtime.evidence.log import view
-from xray_runtime.files import write_atomic
-from xray_runtime.lineage.evidence import evidence
-from xray_runtime.lineage.promotion_check import Gate
-from xray_runtime.report.rendering import markdown_table
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.evidence.kinds.cycle import Cycles, CycleWritten
+from xray_runtime.kernel.evidence.log import view
+from xray_runtime.kernel.files import write_atomic
+from xray_runtime.kernel.history.evidence import evidence
+from xray_runtime.kernel.history.promotion_check import Gate
+from xray_runtime.kernel.report.rendering import markdown_table
 
 CANARY = "canary"
 """State of a cycle whose candidate answers a share of the requests."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
-from xray_runtime.lineage.bundle import export as run_export
-from xray_runtime.lineage.reference import resolve
+from xray_runtime.kernel.history.reference import resolve
+from xray_runtime.trust.bundle import export as run_export
 
 FOLDER = "exports"
 

@@ -32,31 +32,29 @@ from xray.tasks.output_directory import saved_config
 from xray.tasks.prefect_run import show
 from xray.tasks.task_runner import task_runner
 from xray.tasks.workspace import Workspace
-from xray_runtime.config.flywheel import FlywheelConfig
-from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.evidence.kinds.canary import Canaries
-from xray_runtime.evidence.log import view
-from xray_runtime.feedback.canary import decide
-from xray_runtime.feedback.collection import collect, sound_chain
-from xray_runtime.feedback.publication import publish
-from xray_runtime.feedback.session import read_sessions
-from xray_runtime.graph.artifacts import Dataset
-from xray_runtime.graph.handles import Handle
-from xray_runtime.lineage import canary, promotion
-from xray_runtime.lineage.gates import check_gates
-from xray_runtime.lineage.graph import CheckpointGraph
-from xray_runtime.lineage.reference import LineageStore, open_lineage_store, require_language_model, resolve
-from xray_runtime.stages.kinds import (
-    CURATE,
-    DPO,
-    EVALUATE,
-    KTO,
-    PPO,
-    PREFERENCES,
-    RECORDED_PROMPTS,
-    REWARD_MODEL,
-)
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.evidence.kinds.canary import Canaries
+from xray_runtime.kernel.evidence.log import view
+from xray_runtime.kernel.graph.artifacts import Dataset
+from xray_runtime.kernel.graph.handles import Handle
+from xray_runtime.kernel.history.graph import CheckpointGraph
+from xray_runtime.kernel.history.reference import LineageStore, open_lineage_store, require_language_model, resolve
+from xray_runtime.live import canary
+from xray_runtime.live.feedback.canary import decide
+from xray_runtime.live.feedback.collection import collect, sound_chain
+from xray_runtime.live.feedback.publication import publish
+from xray_runtime.live.feedback.session import read_sessions
+from xray_runtime.live.flywheel import FlywheelConfig
+from xray_runtime.methods.curate.kind import CURATE, RECORDED_PROMPTS
+from xray_runtime.methods.dpo.kind import DPO
+from xray_runtime.methods.evaluate.kind import EVALUATE
+from xray_runtime.methods.kto.kind import KTO
+from xray_runtime.methods.lifecycle import LifecycleConfig
+from xray_runtime.methods.ppo.kind import PPO
+from xray_runtime.methods.preferences.kind import PREFERENCES
+from xray_runtime.methods.reward_model.kind import REWARD_MODEL
+from xray_runtime.trust import promotion
+from xray_runtime.trust.gates import check_gates
 
 BY = "flywheel"
 """Publishes a cycle's feedback, on record."""

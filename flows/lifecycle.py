@@ -20,15 +20,15 @@ from xray.tasks.prefect_run import show
 from xray.tasks.preflight import check_run
 from xray.tasks.task_runner import task_runner
 from xray.tasks.workspace import Workspace
-from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.lineage.evidence import evidence
-from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.page import write_html
-from xray_runtime.lineage.reference import LineageStore, open_lineage_store
-from xray_runtime.lineage.render import lineage_mermaid, lineage_text, selection
-from xray_runtime.processes import redirect_output
-from xray_runtime.workers.nodes import nodes
-from xray_runtime.workers.placement import with_device
+from xray_runtime.cluster.pool.nodes import nodes
+from xray_runtime.cluster.pool.placement import with_device
+from xray_runtime.kernel.history.evidence import evidence
+from xray_runtime.kernel.history.graph import Node
+from xray_runtime.kernel.history.reference import LineageStore, open_lineage_store
+from xray_runtime.kernel.history.render import lineage_mermaid, lineage_text, selection
+from xray_runtime.kernel.processes import redirect_output
+from xray_runtime.methods.lifecycle import LifecycleConfig
+from xray_runtime.trust.page import write_html
 
 
 @flow(

@@ -8,30 +8,28 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from xray_runtime.config.base import FreshBase, PretrainedBase
-from xray_runtime.config.evaluate import EvaluateConfig
-from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.preferences import DatasetPreferences, GoldPreferences
-from xray_runtime.config.reward_model import RewardConfig
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.graph.current import current_graph
-from xray_runtime.graph.graph import Graph, recording
-from xray_runtime.graph.handles import Handle, OpenGraph
-from xray_runtime.stages.kinds import (
-    BASE,
-    BENCHMARK,
-    DPO,
-    EVALUATE,
-    FRESH_BASE,
-    PPO,
-    PREFERENCES,
-    PREPARE,
-    REWARD_BASE,
-    REWARD_MODEL,
-    SFT,
-    SPLIT_PREFERENCES,
-)
-from xray_runtime.store.manifest import MANIFEST
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph.current import current_graph
+from xray_runtime.kernel.graph.graph import Graph, recording
+from xray_runtime.kernel.graph.handles import Handle, OpenGraph
+from xray_runtime.kernel.store.manifest import MANIFEST
+from xray_runtime.methods.base.kind import BASE
+from xray_runtime.methods.benchmark.kind import BENCHMARK
+from xray_runtime.methods.dpo.kind import DPO
+from xray_runtime.methods.evaluate.config import EvaluateConfig
+from xray_runtime.methods.evaluate.kind import EVALUATE
+from xray_runtime.methods.fresh_base.kind import FRESH_BASE
+from xray_runtime.methods.lifecycle import LifecycleConfig
+from xray_runtime.methods.ppo.kind import PPO
+from xray_runtime.methods.preferences.config import DatasetPreferences, GoldPreferences
+from xray_runtime.methods.preferences.kind import PREFERENCES
+from xray_runtime.methods.prepare.kind import PREPARE
+from xray_runtime.methods.reward_base.kind import REWARD_BASE
+from xray_runtime.methods.reward_model.config import RewardConfig
+from xray_runtime.methods.reward_model.kind import REWARD_MODEL
+from xray_runtime.methods.sft.kind import SFT
+from xray_runtime.methods.split_preferences.kind import SPLIT_PREFERENCES
+from xray_runtime.models.config import FreshBase, PretrainedBase
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from pydantic import Field
 from rich.console import Console
 
 from xray.flows.lifecycle_graph import recorded_graph
-from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.planning.auto import UNCHANGED
-from xray_runtime.planning.description import as_dict, machine_of, show, slow_precision
-from xray_runtime.planning.search import MAX_DEVICES
-from xray_runtime.planning.suggestions import planner_of, suggest
+from xray_runtime.methods.lifecycle import LifecycleConfig
+from xray_runtime.ops.planner.auto import UNCHANGED
+from xray_runtime.ops.planner.description import as_dict, machine_of, show, slow_precision
+from xray_runtime.ops.planner.search import MAX_DEVICES
+from xray_runtime.ops.planner.suggestions import planner_of, suggest
 
 COLUMNS = 140
 

@@ -24,21 +24,21 @@ from pydantic import Field
 from xray.tasks.output_directory import saved_config
 from xray.tasks.task_runner import task_runner
 from xray.tasks.workspace import Workspace
-from xray_runtime.config.evaluate import PromotionConfig
-from xray_runtime.config.rewards import reward_term
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.graph.handles import Handle, RewardSource, reward
-from xray_runtime.graph.stage_identity import identify
-from xray_runtime.lineage import promotion
-from xray_runtime.lineage.gates import NotPromoted, gates_for
-from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.promotion import PromotionReview
-from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve
-from xray_runtime.stages.kinds import COMPARE
-from xray_runtime.store.digest_memory import DIGESTS, DigestMemory
-from xray_runtime.store.identity import digest
-from xray_runtime.tracking.registry_view import RegistryView
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph.handles import Handle, RewardSource, reward
+from xray_runtime.kernel.graph.stage_identity import identify
+from xray_runtime.kernel.history.graph import Node
+from xray_runtime.kernel.history.reference import LineageStore, open_lineage_store, resolve
+from xray_runtime.kernel.store.digest_memory import DIGESTS, DigestMemory
+from xray_runtime.kernel.store.identity import digest
+from xray_runtime.kernel.tracking.registry_view import RegistryView
+from xray_runtime.methods.compare.kind import COMPARE
+from xray_runtime.methods.evaluate.config import PromotionConfig
+from xray_runtime.rewards.config import reward_term
+from xray_runtime.trust import promotion
+from xray_runtime.trust.gates import NotPromoted, gates_for
+from xray_runtime.trust.promotion import PromotionReview
 
 STAGE = "compare"
 MAX_SAMPLES = 6

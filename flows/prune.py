@@ -9,8 +9,8 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 
 from xray.tasks.output_directory import require_no_run
-from xray_runtime.lineage.reference import open_lineage_store, resolve
-from xray_runtime.lineage.retention import plan_prune, prune as run_prune
+from xray_runtime.kernel.history.reference import open_lineage_store, resolve
+from xray_runtime.trust.retention import plan_prune, prune as run_prune
 
 
 @flow(name="prune", flow_run_name="prune {output}", persist_result=False)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from xray.flows.cycles import Cycle
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.evidence.kinds.withdrawn import Withdrawals
-from xray_runtime.evidence.log import view
-from xray_runtime.feedback.collection import collect
-from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.lineage.withdrawal import LIVE, refusal
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.evidence.kinds.withdrawn import Withdrawals
+from xray_runtime.kernel.evidence.log import view
+from xray_runtime.kernel.history.graph import Node
+from xray_runtime.kernel.history.reference import LineageStore
+from xray_runtime.live.feedback.collection import collect
+from xray_runtime.live.withdrawal import LIVE, refusal
 
 
 def is_due(store: LineageStore, name: str, last: Iterable[str]) -> bool:

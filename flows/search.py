@@ -16,11 +16,11 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from pydantic import Field, model_validator
 
 from xray.flows.subject import Subject
-from xray_runtime.config.loading import read_mapping
-from xray_runtime.config.section import Count, Section
-from xray_runtime.config.validation import CombinationError, ConfigError, validate_as
-from xray_runtime.graph.graph import StageCall
-from xray_runtime.store.identity import digest
+from xray_runtime.kernel.config.loading import read_mapping
+from xray_runtime.kernel.config.section import Count, Section
+from xray_runtime.kernel.config.validation import CombinationError, ConfigError, validate_as
+from xray_runtime.kernel.graph.graph import StageCall
+from xray_runtime.kernel.store.identity import digest
 
 Mode = Literal["max", "min"]
 Metric = Annotated[str, Field(pattern=r"^[a-z0-9_]+/[A-Za-z0-9_]+$")]

@@ -22,8 +22,8 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from xray.flows.search import MAX_DRAWS, SearchConfig, Space, drawn_values, search_digest, trial_digest
 from xray.flows.subject import Subject
-from xray_runtime.files import write_atomic
-from xray_runtime.seeding import derive_seed
+from xray_runtime.kernel.files import write_atomic
+from xray_runtime.kernel.seeding import derive_seed
 
 log = logging.getLogger(__name__)
 

@@ -14,14 +14,15 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from xray.flows.lifecycle_graph import recorded_graph
-from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.loading import load_config, parse_overrides, validate
-from xray_runtime.config.paths import put
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.graph.graph import Graph, OnlyPlannedError
-from xray_runtime.graph.planning import planning
-from xray_runtime.tracking.registry import own_store
+from xray_runtime.kernel.config.loading import parse_overrides
+from xray_runtime.kernel.config.paths import put
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph.graph import Graph, OnlyPlannedError
+from xray_runtime.kernel.graph.planning import planning
+from xray_runtime.kernel.tracking.registry import own_store
+from xray_runtime.methods.lifecycle import LifecycleConfig
+from xray_runtime.methods.loading import load_config, validate
 
 
 class Subject(BaseModel):

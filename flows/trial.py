@@ -25,20 +25,20 @@ from xray.tasks.command import Command, commanded
 from xray.tasks.output_directory import CONFIG
 from xray.tasks.task_runner import task_runner
 from xray.tasks.workspace import Workspace
-from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.loading import resolved_yaml
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.errors import error_summary, is_cancelled, root_cause
-from xray_runtime.files import write_atomic
-from xray_runtime.graph.handles import Handle
-from xray_runtime.graph.stage_identity import identify
-from xray_runtime.report.figures import read_metrics
-from xray_runtime.store.digest_memory import DIGESTS, DigestMemory
-from xray_runtime.store.seal import process_seal
-from xray_runtime.store.shared import open_shared
-from xray_runtime.store.snapshots import Snapshots
-from xray_runtime.tracking.mlflow_tracker import StageRun
-from xray_runtime.tracking.recorder import METRICS, records_directory, snapshots_directory
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.errors import error_summary, is_cancelled, root_cause
+from xray_runtime.kernel.files import write_atomic
+from xray_runtime.kernel.graph.handles import Handle
+from xray_runtime.kernel.graph.stage_identity import identify
+from xray_runtime.kernel.report.figures import read_metrics
+from xray_runtime.kernel.store.digest_memory import DIGESTS, DigestMemory
+from xray_runtime.kernel.store.seal import process_seal
+from xray_runtime.kernel.store.shared import open_shared
+from xray_runtime.kernel.store.snapshots import Snapshots
+from xray_runtime.kernel.tracking.mlflow_tracker import StageRun
+from xray_runtime.kernel.tracking.recorder import METRICS, records_directory, snapshots_directory
+from xray_runtime.methods.lifecycle import LifecycleConfig
+from xray_runtime.methods.loading import resolved_yaml
 
 VALUE = "search/value"
 """MLflow metric with the trial's value, for comparing trials in MLflow."""

@@ -25,11 +25,11 @@ from xray.tasks.prefect_run import crash_lost_flow_run
 from xray.tasks.preflight import check_run
 from xray.tasks.task_runner import task_runner
 from xray.tasks.workspace import STOP_SECONDS
-from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.cores import load
-from xray_runtime.files import write_atomic
-from xray_runtime.workers.nodes import nodes
-from xray_runtime.workers.placement import with_device
+from xray_runtime.cluster.pool.nodes import nodes
+from xray_runtime.cluster.pool.placement import with_device
+from xray_runtime.kernel.cores import load
+from xray_runtime.kernel.files import write_atomic
+from xray_runtime.methods.lifecycle import LifecycleConfig
 
 log = logging.getLogger(__name__)
 

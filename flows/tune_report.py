@@ -13,12 +13,13 @@ from rich.console import Console
 
 from xray.flows.search import SearchConfig
 from xray.flows.study import ERROR, PLACE, VALUES, Search
-from xray_runtime.config.loading import resolved_yaml, to_yaml
-from xray_runtime.evidence.log import read_run
-from xray_runtime.files import write_atomic
-from xray_runtime.report.figures import COLORS, style
-from xray_runtime.report.rendering import markdown_table
-from xray_runtime.terminal import print_table
+from xray_runtime.kernel.config.loading import to_yaml
+from xray_runtime.kernel.evidence.log import read_run
+from xray_runtime.kernel.files import write_atomic
+from xray_runtime.kernel.report.figures import COLORS, style
+from xray_runtime.kernel.report.rendering import markdown_table
+from xray_runtime.kernel.terminal import print_table
+from xray_runtime.methods.loading import resolved_yaml
 
 RESULTS, BEST, FIGURE = "results.json", "best.yaml", "search.png"
 MIN_FOR_IMPORTANCE = 5

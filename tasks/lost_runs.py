@@ -17,8 +17,8 @@ from typing import Any
 
 from filelock import Timeout
 
-from xray_runtime.evidence.log import LIFECYCLE, read_run, view
-from xray_runtime.evidence.view import run_lock
+from xray_runtime.kernel.evidence.log import LIFECYCLE, read_run, view
+from xray_runtime.kernel.evidence.view import run_lock
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +56,10 @@ def _running(path: Path) -> dict[str, Any] | None:
 def _close(output: Path, path: Path, content: dict[str, Any]) -> None:
     from xray.tasks.prefect_run import crash_lost_flow_run
     from xray.tasks.run_summary import end_record
-    from xray_runtime.credentials import tracking_address
-    from xray_runtime.lineage.evidence import evidence
-    from xray_runtime.tracking.mlflow_tracker import abandon_run
-    from xray_runtime.tracking.registry import LOG_TAG, own_store
+    from xray_runtime.kernel.credentials import tracking_address
+    from xray_runtime.kernel.history.evidence import evidence
+    from xray_runtime.kernel.tracking.mlflow_tracker import abandon_run
+    from xray_runtime.kernel.tracking.registry import LOG_TAG, own_store
 
     # Edits of its record by somebody else are not signed.
     sealed = evidence().seal(output).read_sealed(path)
@@ -80,7 +80,7 @@ def _close(output: Path, path: Path, content: dict[str, Any]) -> None:
 
 def _from_log(output: Path, run_id: str) -> dict[str, Any] | None:
     """The facts of a run that the signed log has; None without such a run."""
-    from xray_runtime.lineage.evidence import evidence
+    from xray_runtime.kernel.history.evidence import evidence
 
     began = evidence().trusted_view(output).runs.get(run_id)
     if began is None:

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.evidence.log import read_run
-from xray_runtime.evidence.view import LOCKS, run_lock
-from xray_runtime.store.identity import digest
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.evidence.log import read_run
+from xray_runtime.kernel.evidence.view import LOCKS, run_lock
+from xray_runtime.kernel.store.identity import digest
 
 if TYPE_CHECKING:
-    from xray_runtime.config.lifecycle import LifecycleConfig
+    from xray_runtime.methods.lifecycle import LifecycleConfig
 
 CONFIG, SEARCH = "config.yaml", "search.yaml"
 
 
 def saved_config(output: Path) -> LifecycleConfig:
     """The config of the last run in `output`, or the defaults if there is none."""
-    from xray_runtime.config.loading import load_config
+    from xray_runtime.methods.loading import load_config
 
     path = output / CONFIG
     return load_config(path if path.is_file() else None)

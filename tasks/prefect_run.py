@@ -19,7 +19,7 @@ from prefect.settings import get_current_settings
 from prefect.states import Crashed
 from pydantic import TypeAdapter
 
-from xray_runtime.credentials import strip_credentials
+from xray_runtime.kernel.credentials import strip_credentials
 
 log = logging.getLogger(__name__)
 

@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import urlsplit
 
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.credentials import strip_credentials
-from xray_runtime.graph.graph import Graph, StageCall
-from xray_runtime.planning.demand import Resources, check_call
-from xray_runtime.planning.workload import local_node, this_machine
-from xray_runtime.store.hub import check_on_hub
-from xray_runtime.store.shared import SharedStore, StorageError
-from xray_runtime.tracking.mirrors import require_mirror
+from xray_runtime.cluster.pool.demand import Resources, check_call
+from xray_runtime.cluster.pool.machine import local_node, this_machine
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.credentials import strip_credentials
+from xray_runtime.kernel.graph.graph import Graph, StageCall
+from xray_runtime.kernel.store.hub import check_on_hub
+from xray_runtime.kernel.store.shared import SharedStore, StorageError
+from xray_runtime.kernel.tracking.mirrors import require_mirror
 
 SERVERS = {"PREFECT_API_URL": "Prefect server", "MLFLOW_TRACKING_URI": "MLflow server"}
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from xray.tasks.prefect_run import show
-from xray_runtime.errors import StageInterruptedError
-from xray_runtime.workers.progress import find_progress
+from xray_runtime.cluster.progress import find_progress
+from xray_runtime.kernel.errors import StageInterruptedError
 
 if TYPE_CHECKING:
     from xray.tasks.spec import StageResult

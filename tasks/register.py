@@ -24,9 +24,9 @@ def register(
         policy: the `StageResult` of the policy, as JSON.
         evaluation: the `StageResult` of its evaluation, for the model card.
     """
-    from xray_runtime.lineage.evidence import evidence
-    from xray_runtime.lineage.reference import CANDIDATE
-    from xray_runtime.tracking.mlflow_tracker import Tracker
+    from xray_runtime.kernel.history.evidence import evidence
+    from xray_runtime.kernel.history.reference import CANDIDATE
+    from xray_runtime.kernel.tracking.mlflow_tracker import Tracker
 
     os.environ |= {k: value.get_secret_value() for k, value in context.variables.items()}
     output = Path(context.output)

@@ -37,23 +37,23 @@ class Result:
 
     def figure(self) -> Figure | None:
         """Its training curves as in the report; None if it has none."""
-        from xray_runtime.report.figures import training_figure
-        from xray_runtime.stages.kinds import find_kind
+        from xray_runtime.kernel.graph.kinds import find_kind
+        from xray_runtime.kernel.report.figures import training_figure
 
         kind = find_kind(self.stage.kind)
         return training_figure(kind.panels, self.series()) if kind is not None else None
 
     def series(self) -> dict[str, list[tuple[int, float]]]:
         """Metric → its (step, value) points."""
-        from xray_runtime.report.figures import read_metrics
-        from xray_runtime.tracking.recorder import METRICS, records_directory
+        from xray_runtime.kernel.report.figures import read_metrics
+        from xray_runtime.kernel.tracking.recorder import METRICS, records_directory
 
         return read_metrics(records_directory(self.output, self.stage.name, self.stage.key) / METRICS)
 
     def lineage(self) -> str:
         """Its ancestors as a tree."""
-        from xray_runtime.lineage.reference import open_lineage_store
-        from xray_runtime.lineage.render import lineage_text
+        from xray_runtime.kernel.history.reference import open_lineage_store
+        from xray_runtime.kernel.history.render import lineage_text
 
         store = open_lineage_store(self.output, self.tracking_uri)
         return "\n".join(lineage_text(store.graph, store.graph.nodes[self.sha256], False))

@@ -19,8 +19,8 @@ from prefect.input import RunInput
 from pydantic import Field
 
 from xray.tasks.progress import StageProgress, artifact_key
-from xray_runtime.graph.kind import Answer
-from xray_runtime.store.identity import digest
+from xray_runtime.kernel.graph.kind import Answer
+from xray_runtime.kernel.store.identity import digest
 
 log = logging.getLogger(__name__)
 

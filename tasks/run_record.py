@@ -16,18 +16,18 @@ from xray.tasks.output_directory import unfinished_run
 from xray.tasks.prefect_run import PAGE, crash_lost_flow_run, flow_parameters, prefect_tags, show, trigger_of_run
 from xray.tasks.run_summary import RunSummary, end_record
 from xray.tasks.spec import RunContext, forwarded_variables
-from xray_runtime.config.loading import to_yaml
-from xray_runtime.config.sources import SourceTerms
-from xray_runtime.credentials import strip_credentials, tracking_address
-from xray_runtime.errors import is_cancelled
-from xray_runtime.evidence.log import LIFECYCLE, REPORT, digests, view
-from xray_runtime.evidence.view import LOCKS, RunBegan, run_lock
-from xray_runtime.lineage.evidence import evidence
-from xray_runtime.report.evaluations import figure
-from xray_runtime.store.identity import digest, file_sha256, text_sha256
-from xray_runtime.store.shared import open_shared
-from xray_runtime.tracking.mlflow_tracker import ARTIFACTS, StageRun, Tracker, params_of, table_text
-from xray_runtime.tracking.registry import LOG_TAG, own_store
+from xray_runtime.kernel.config.loading import to_yaml
+from xray_runtime.kernel.config.sources import SourceTerms
+from xray_runtime.kernel.credentials import strip_credentials, tracking_address
+from xray_runtime.kernel.errors import is_cancelled
+from xray_runtime.kernel.evidence.log import LIFECYCLE, REPORT, digests, view
+from xray_runtime.kernel.evidence.view import LOCKS, RunBegan, run_lock
+from xray_runtime.kernel.history.evidence import evidence
+from xray_runtime.kernel.report.evaluations import figure
+from xray_runtime.kernel.store.identity import digest, file_sha256, text_sha256
+from xray_runtime.kernel.store.shared import open_shared
+from xray_runtime.kernel.tracking.mlflow_tracker import ARTIFACTS, StageRun, Tracker, params_of, table_text
+from xray_runtime.kernel.tracking.registry import LOG_TAG, own_store
 
 
 class RunRecord:

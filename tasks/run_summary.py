@@ -13,22 +13,22 @@ from typing import Any
 
 from xray.tasks.spec import StageResult
 from xray.tasks.summary import evaluation_rows
-from xray_runtime.config.loading import to_yaml
-from xray_runtime.evidence.log import LIFECYCLE, REPORT
-from xray_runtime.evidence.statement import read_statement
-from xray_runtime.evidence.view import RunEnded
-from xray_runtime.files import write_atomic
-from xray_runtime.graph.artifacts import Evaluation
-from xray_runtime.lineage.evidence import evidence, read_logged
-from xray_runtime.report.evaluations import Measured, SideBySide, as_json, measured, side_by_side
-from xray_runtime.report.figures import StageRecord, parse_metrics
-from xray_runtime.report.rendering import computed_text, markdown_table
-from xray_runtime.stages.kinds import find_kind
-from xray_runtime.store.identity import digest
-from xray_runtime.store.published import read_published
-from xray_runtime.store.ref import CheckpointRef
-from xray_runtime.store.seal import SEALED
-from xray_runtime.tracking.recorder import METRICS, records_directory
+from xray_runtime.kernel.config.loading import to_yaml
+from xray_runtime.kernel.evidence.log import LIFECYCLE, REPORT
+from xray_runtime.kernel.evidence.statement import read_statement
+from xray_runtime.kernel.evidence.view import RunEnded
+from xray_runtime.kernel.files import write_atomic
+from xray_runtime.kernel.graph.artifacts import Evaluation
+from xray_runtime.kernel.graph.kinds import find_kind
+from xray_runtime.kernel.history.evidence import evidence, read_logged
+from xray_runtime.kernel.report.evaluations import Measured, SideBySide, as_json, measured, side_by_side
+from xray_runtime.kernel.report.figures import StageRecord, parse_metrics
+from xray_runtime.kernel.report.rendering import computed_text, markdown_table
+from xray_runtime.kernel.store.identity import digest
+from xray_runtime.kernel.store.published import read_published
+from xray_runtime.kernel.store.ref import CheckpointRef
+from xray_runtime.kernel.store.seal import SEALED
+from xray_runtime.kernel.tracking.recorder import METRICS, records_directory
 
 
 class RunSummary:
@@ -126,7 +126,7 @@ class RunSummary:
         return self._text()
 
     def _report(self) -> None:
-        from xray_runtime.report.html import write_report
+        from xray_runtime.kernel.report.html import write_report
 
         records = [
             StageRecord(s["name"], s["kind"], records_directory(self._output, s["name"], s["key"]) / METRICS)

@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, SecretStr
 
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.sources import SourceTerms
-from xray_runtime.credentials import FORWARDED
-from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.config.sources import SourceTerms
+from xray_runtime.kernel.credentials import FORWARDED
+from xray_runtime.kernel.store.ref import CheckpointRef
 
 
 class StageSpec(BaseModel):

@@ -18,11 +18,11 @@ from prefect.cache_policies import NO_CACHE
 from prefect.states import Cancelled, Completed
 
 from xray.tasks.spec import RunContext, StageSpec
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.errors import error_summary, is_cancelled, may_retry
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.errors import error_summary, is_cancelled, may_retry
 
 if TYPE_CHECKING:
-    from xray_runtime.graph.kind import StageKind
+    from xray_runtime.kernel.graph.kind import StageKind
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +46,11 @@ def stage(
         parents: role → the parent's `StageResult`, or a `CheckpointRef`, as JSON.
         functions: reward functions that were given as objects.
     """
-    from xray_runtime.cores import give_way
-    from xray_runtime.processes import redirect_output
-    from xray_runtime.stages.kinds import import_kind
-    from xray_runtime.store.function_digest import remember_sources
-    from xray_runtime.workers.plain_errors import plain
+    from xray_runtime.cluster.plain_errors import plain
+    from xray_runtime.kernel.cores import give_way
+    from xray_runtime.kernel.graph.kinds import import_kind
+    from xray_runtime.kernel.processes import redirect_output
+    from xray_runtime.kernel.store.function_digest import remember_sources
 
     os.environ |= {name: value.get_secret_value() for name, value in context.variables.items()}
     sys.path += [path for path in context.path if path not in sys.path]
@@ -83,8 +83,8 @@ def stage(
 
 def _check_code(spec: StageSpec, kind: StageKind) -> None:
     """Raises ConfigError if this node's code differs from the code where the graph was built."""
-    from xray_runtime.graph.stage_identity import code_of
-    from xray_runtime.store.identity import OTHER_ENVIRONMENT
+    from xray_runtime.kernel.graph.stage_identity import code_of
+    from xray_runtime.kernel.store.identity import OTHER_ENVIRONMENT
 
     here = code_of(kind)
     if here != spec.code:

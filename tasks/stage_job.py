@@ -28,8 +28,10 @@ from xray.tasks.review import ask_person
 from xray.tasks.spec import RunContext, StageResult, StageSpec
 from xray.tasks.stored_results import find_result, keep_result, show_cached
 from xray.tasks.summary import headline, stage_markdown
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.errors import (
+from xray_runtime.cluster.opening import model_opener
+from xray_runtime.cluster.stage import Stage
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.errors import (
     NonFiniteError,
     StageOutOfMemoryError,
     WorkerEndedError,
@@ -37,24 +39,23 @@ from xray_runtime.errors import (
     is_cancelled,
     is_out_of_memory,
 )
-from xray_runtime.evidence.statement import OutsideSource, RunFacts, terms_of
-from xray_runtime.graph.artifacts import dataset_of
-from xray_runtime.graph.kind import Stage, StageKind, config_of
-from xray_runtime.graph.stage_identity import identify
-from xray_runtime.lineage.evidence import evidence
+from xray_runtime.kernel.evidence.statement import OutsideSource, RunFacts, terms_of
+from xray_runtime.kernel.graph.artifacts import dataset_of
+from xray_runtime.kernel.graph.kind import StageKind, config_of
+from xray_runtime.kernel.graph.stage_identity import identify
+from xray_runtime.kernel.history.evidence import evidence
+from xray_runtime.kernel.report.figures import read_metrics, training_figure
+from xray_runtime.kernel.store.checkpoints import load_manifest
+from xray_runtime.kernel.store.content_digest import check_unchanged
+from xray_runtime.kernel.store.digest_memory import DIGESTS, DigestMemory
+from xray_runtime.kernel.store.ref import CheckpointRef
+from xray_runtime.kernel.store.shared import open_shared
+from xray_runtime.kernel.tracking.mirrors import MIRRORS
+from xray_runtime.kernel.tracking.mlflow_tracker import Tracker
+from xray_runtime.kernel.tracking.recorder import StageRecorder
+from xray_runtime.methods.common.training.finite import naming
 from xray_runtime.models.transformers_import import import_transformers
-from xray_runtime.report.figures import read_metrics, training_figure
 from xray_runtime.rewards.journal import Journal, publish_answers
-from xray_runtime.store.checkpoints import load_manifest
-from xray_runtime.store.content_digest import check_unchanged
-from xray_runtime.store.digest_memory import DIGESTS, DigestMemory
-from xray_runtime.store.ref import CheckpointRef
-from xray_runtime.store.shared import open_shared
-from xray_runtime.tracking.mirrors import MIRRORS
-from xray_runtime.tracking.mlflow_tracker import Tracker
-from xray_runtime.tracking.recorder import StageRecorder
-from xray_runtime.training.finite import naming
-from xray_runtime.workers.opening import model_opener
 
 log = logging.getLogger(__name__)
 

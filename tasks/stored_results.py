@@ -20,18 +20,18 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from xray.tasks.spec import RunContext, StageResult
-from xray_runtime.errors import first_line
-from xray_runtime.evidence.lines import HOW_TO_TRUST, LogRecord, SignatureProblem, parse_line
-from xray_runtime.evidence.log import digests
-from xray_runtime.evidence.view import Line, Published
-from xray_runtime.files import write_atomic
-from xray_runtime.lineage.evidence import evidence, read_as_signed, read_logged
-from xray_runtime.store.checkpoints import CHECKPOINTS, Store, load_manifest
-from xray_runtime.store.manifest import MANIFEST
-from xray_runtime.store.ref import CheckpointRef
-from xray_runtime.store.shared import DamagedError, SharedStore
-from xray_runtime.tracking.mlflow_tracker import ARTIFACTS, Tracker, table_text
-from xray_runtime.tracking.recorder import METRICS, RECORDS, points_of, records_directory
+from xray_runtime.kernel.errors import first_line
+from xray_runtime.kernel.evidence.lines import HOW_TO_TRUST, LogRecord, SignatureProblem, parse_line
+from xray_runtime.kernel.evidence.log import digests
+from xray_runtime.kernel.evidence.view import Line, Published
+from xray_runtime.kernel.files import write_atomic
+from xray_runtime.kernel.history.evidence import evidence, read_as_signed, read_logged
+from xray_runtime.kernel.store.checkpoints import CHECKPOINTS, Store, load_manifest
+from xray_runtime.kernel.store.manifest import MANIFEST
+from xray_runtime.kernel.store.ref import CheckpointRef
+from xray_runtime.kernel.store.shared import DamagedError, SharedStore
+from xray_runtime.kernel.tracking.mlflow_tracker import ARTIFACTS, Tracker, table_text
+from xray_runtime.kernel.tracking.recorder import METRICS, RECORDS, points_of, records_directory
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import ray
 from prefect.client.schemas.objects import State
 
 from xray.tasks.prefect_run import crash_lost_task_run
-from xray_runtime.errors import StageInterruptedError, first_line, root_cause
+from xray_runtime.kernel.errors import StageInterruptedError, first_line, root_cause
 
 POLL_SECONDS = 0.2
 

@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 from xray.tasks.spec import StageResult
-from xray_runtime.graph.kind import StageKind
-from xray_runtime.report.rendering import markdown_table
+from xray_runtime.kernel.graph.kind import StageKind
+from xray_runtime.kernel.report.rendering import markdown_table
 
 BARS = "▁▂▃▄▅▆▇█"
 MAX_BARS = 24

@@ -29,27 +29,27 @@ from xray.tasks.spec import StageResult, StageSpec
 from xray.tasks.stage import stage
 from xray.tasks.submitted import SubmittedTask, SubmittedTasks
 from xray.tasks.task_runner import task_runner
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.sources import SourceTerms
-from xray_runtime.config.validation import ConfigError, validate_as
-from xray_runtime.cores import load
-from xray_runtime.graph.artifacts import TYPES, Artifact, Benchmark, Evaluation
-from xray_runtime.graph.graph import Graph, StageCall
-from xray_runtime.graph.handles import Handle
-from xray_runtime.graph.stage_identity import code_of
-from xray_runtime.lineage.evidence import evidence
-from xray_runtime.planning.auto import choose_layouts
-from xray_runtime.planning.roles import check_left_open
-from xray_runtime.planning.workload import Machine
-from xray_runtime.processes import tighten_umask
-from xray_runtime.store.function_digest import function_sources
-from xray_runtime.store.ref import CheckpointRef
-from xray_runtime.store.syntax import CodeDigestError
-from xray_runtime.workers.nodes import node_addresses, nodes, only_node
-from xray_runtime.workers.opening import prestart_models
-from xray_runtime.workers.placement import cluster_machine, with_device
-from xray_runtime.workers.pool import open_worker_pool
-from xray_runtime.workers.progress import open_progress
+from xray_runtime.cluster.opening import prestart_models
+from xray_runtime.cluster.pool.machine import Machine
+from xray_runtime.cluster.pool.nodes import node_addresses, nodes, only_node
+from xray_runtime.cluster.pool.placement import cluster_machine, with_device
+from xray_runtime.cluster.pool.pool import open_worker_pool
+from xray_runtime.cluster.progress import open_progress
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.config.sources import SourceTerms
+from xray_runtime.kernel.config.validation import ConfigError, validate_as
+from xray_runtime.kernel.cores import load
+from xray_runtime.kernel.graph.artifacts import TYPES, Artifact, Benchmark, Evaluation
+from xray_runtime.kernel.graph.graph import Graph, StageCall
+from xray_runtime.kernel.graph.handles import Handle
+from xray_runtime.kernel.graph.roles import check_left_open
+from xray_runtime.kernel.graph.stage_identity import code_of
+from xray_runtime.kernel.history.evidence import evidence
+from xray_runtime.kernel.processes import tighten_umask
+from xray_runtime.kernel.store.function_digest import function_sources
+from xray_runtime.kernel.store.ref import CheckpointRef
+from xray_runtime.kernel.store.syntax import CodeDigestError
+from xray_runtime.ops.planner.auto import choose_layouts
 
 log = logging.getLogger(__name__)
 

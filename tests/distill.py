@@ -12,7 +12,7 @@ import numpy as np
 
 import xray
 from xray.data import TRAIN
-from xray_runtime.config.sft import SFTConfig
+from xray_runtime.methods.sft.config import SFTConfig
 
 
 class DistillConfig(SFTConfig):
@@ -39,16 +39,16 @@ def distill_models(config: DistillConfig) -> dict[str, xray.ModelRole]:
 def distill(stage: xray.Stage[DistillConfig, DistillInputs], out: Path, recorder: xray.Recorder) -> int:
     """Each step the teacher scores a batch, and the student learns the likelier half of it."""
     from xray_runtime.algorithms.schedules import learning_rate
+    from xray_runtime.cluster.model_spec import ModelSpec
+    from xray_runtime.cluster.protocols import get
     from xray_runtime.data.batching import Cursor
     from xray_runtime.data.conversations import ConversationTokens
+    from xray_runtime.kernel.seeding import derive_seed
+    from xray_runtime.methods.common.training.dataset import max_prompt_tokens
+    from xray_runtime.methods.common.training.resumable import Resumable
+    from xray_runtime.methods.common.training.steps import SFTSums, StepTotals, read_step
     from xray_runtime.models.causal_lm import load_tokenizer
     from xray_runtime.models.objectives import SFTObjective
-    from xray_runtime.seeding import derive_seed
-    from xray_runtime.training.dataset import max_prompt_tokens
-    from xray_runtime.training.resumable import Resumable
-    from xray_runtime.training.steps import SFTSums, StepTotals, read_step
-    from xray_runtime.workers.model_spec import ModelSpec
-    from xray_runtime.workers.protocols import get
 
     config, student, data = stage.config, stage.inputs.student.path, stage.inputs.data.path
     limits = max_prompt_tokens(data, student, 64), 64

@@ -21,20 +21,20 @@ import importlib
 from typing import Any
 
 _WHERE = {
-    "xray.session": ("workspace", "checkpoint", "register"),
     "xray.flow_runner": ("task_runner",),
+    "xray.session": ("workspace", "checkpoint", "register"),
     "xray.tasks.result": ("Result",),
     "xray.tasks.workspace": ("Workspace",),
+    "xray_runtime.agents.environments.protocol": ("Start", "Step"),
     "xray_runtime.algorithms.checking": ("check_advantages", "check_loss"),
     "xray_runtime.algorithms.estimators": ("AdvantageInputs",),
     "xray_runtime.algorithms.losses": ("PolicyLossInputs", "TokenLoss"),
-    "xray_runtime.config.layouts": ("FrozenConfig", "GeneratorConfig", "LayoutConfig"),
-    "xray_runtime.config.methods": ("Method",),
-    "xray_runtime.config.section": ("Section",),
-    "xray_runtime.config.training": ("TrainingConfig",),
-    "xray_runtime.config.validation": ("ConfigError",),
-    "xray_runtime.environments.protocol": ("Start", "Step"),
-    "xray_runtime.graph.artifacts": (
+    "xray_runtime.cluster.stage": ("Stage",),
+    "xray_runtime.engines.layouts": ("FrozenConfig", "GeneratorConfig", "LayoutConfig"),
+    "xray_runtime.engines.training_config": ("TrainingConfig",),
+    "xray_runtime.kernel.config.section": ("Section",),
+    "xray_runtime.kernel.config.validation": ("ConfigError",),
+    "xray_runtime.kernel.graph.artifacts": (
         "Artifact",
         "Benchmark",
         "Comparison",
@@ -47,9 +47,10 @@ _WHERE = {
         "Preferences",
         "RewardModel",
     ),
-    "xray_runtime.graph.handles": ("Handle", "reward"),
-    "xray_runtime.graph.kind": ("Recorder", "Stage", "StageKind", "stage_kind"),
-    "xray_runtime.planning.roles": ("ModelRole", "frozen", "sampled", "trained"),
+    "xray_runtime.kernel.graph.handles": ("Handle", "reward"),
+    "xray_runtime.kernel.graph.kind": ("Recorder", "StageKind", "stage_kind"),
+    "xray_runtime.kernel.graph.roles": ("ModelRole", "frozen", "sampled", "trained"),
+    "xray_runtime.methods.ppo.published": ("Method",),
 }
 _MODULES = {name: module for module, names in _WHERE.items() for name in names}
 
@@ -63,7 +64,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     if not name.startswith("_"):
-        from xray_runtime.stages.kinds import find_kind
+        from xray_runtime.kernel.graph.kinds import find_kind
 
         kind = find_kind(name)
         if kind is not None:
@@ -72,8 +73,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    from xray_runtime.graph.kind import KINDS
-    from xray_runtime.stages.kinds import find_kind
+    from xray_runtime.kernel.graph.kind import KINDS
+    from xray_runtime.kernel.graph.kinds import find_kind
 
     find_kind("")
     return sorted([*_MODULES, *_SUBMODULES, *KINDS])

@@ -13,7 +13,7 @@ from prefect_ray import RayTaskRunner
 from xray.deployments.local_ray import running_ray
 from xray.deployments.quiet import quiet_environment
 from xray.tasks import task_runner as shipped
-from xray_runtime.processes import QUIET
+from xray_runtime.kernel.processes import QUIET
 
 SERVER_START = "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"
 OF_THE_SERVER = {

@@ -3,11 +3,11 @@ torch."""
 
 from __future__ import annotations
 
-from xray_runtime.config.reward_term import Recording
-from xray_runtime.graph.handles import RewardSource, Weighted, reward
+from xray_runtime.kernel.graph.handles import RewardSource, Weighted, reward
 from xray_runtime.rewards.checks import json_schema, last_block, math, regex
 from xray_runtime.rewards.kind import ExternalTerm, ModelTerm
 from xray_runtime.rewards.source import Batch, Score, Source, failure
+from xray_runtime.rewards.term import Recording
 
 __all__ = [
     "Batch",

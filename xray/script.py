@@ -20,8 +20,8 @@ from xray.cli.exit_codes import INTERRUPTED
 from xray.deployments.patience import NotUpError
 from xray.tasks.lost_runs import command_to_close
 from xray.tasks.output_directory import resume_point
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.processes import TAG, start_reaper
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.processes import TAG, start_reaper
 
 if TYPE_CHECKING:
     from xray.tasks.workspace import Workspace

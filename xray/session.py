@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xray.tasks.command import is_commanded
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.sources import SourceTerms
-from xray_runtime.config.validation import validate_as
-from xray_runtime.graph.artifacts import Evaluation, Model
-from xray_runtime.graph.current import current_graph
-from xray_runtime.graph.graph import Graph
-from xray_runtime.graph.handles import Handle
-from xray_runtime.graph.planning import is_planning
-from xray_runtime.tracking.registry import own_store
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.config.sources import SourceTerms
+from xray_runtime.kernel.config.validation import validate_as
+from xray_runtime.kernel.graph.artifacts import Evaluation, Model
+from xray_runtime.kernel.graph.current import current_graph
+from xray_runtime.kernel.graph.graph import Graph
+from xray_runtime.kernel.graph.handles import Handle
+from xray_runtime.kernel.graph.planning import is_planning
+from xray_runtime.kernel.tracking.registry import own_store
 
 if TYPE_CHECKING:
     from xray.script import Script

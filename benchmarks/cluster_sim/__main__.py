@@ -16,8 +16,8 @@ from benchmarks.cluster_sim.job import Job, Shares, Watch, simulate
 from benchmarks.cluster_sim.nodes import GPUNodes
 from benchmarks.cluster_sim.workhorse import Scale
 from benchmarks.machine import MIB, machine, table
-from xray_runtime.workers.acquisition import GROUP_SECONDS
-from xray_runtime.workers.health import HEARTBEAT_SECONDS
+from xray_runtime.cluster.health import HEARTBEAT_SECONDS
+from xray_runtime.cluster.pool.acquisition import GROUP_SECONDS
 
 PHASES = ("sync", "generate", "score", "update", "ledger")
 

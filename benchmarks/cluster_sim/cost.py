@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from xray_runtime.planning.cost import GPUS, SNAPSHOT_BYTES, iteration_seconds, score_seconds
-from xray_runtime.planning.memory import Layout
-from xray_runtime.planning.model_states import HALF_BYTES
-from xray_runtime.planning.roles import Use
-from xray_runtime.planning.shapes import from_parameter_count
-from xray_runtime.planning.workload import Machine, Role, Workload
+from xray_runtime.cluster.pool.machine import Machine
+from xray_runtime.kernel.graph.roles import Use
+from xray_runtime.models.shapes import from_parameter_count
+from xray_runtime.ops.planner.cost import GPUS, SNAPSHOT_BYTES, iteration_seconds, score_seconds
+from xray_runtime.ops.planner.memory import Layout
+from xray_runtime.ops.planner.model_states import HALF_BYTES
+from xray_runtime.ops.planner.workload import Role, Workload
 
 Call = Literal["train", "score", "generate", "export", "load", "snapshot"]
 [H100] = [gpu for gpu in GPUS if gpu.name == "H100"]

@@ -16,19 +16,19 @@ import numpy as np
 import ray
 
 from benchmarks.cluster_sim.cost import Call, Part
-from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.cluster.generator_spec import GeneratorSpec
+from xray_runtime.cluster.model_spec import ModelSpec
+from xray_runtime.cluster.protocols import Tried
+from xray_runtime.cluster.types import Heartbeat, RankInfo
+from xray_runtime.cluster.workhorse import Workhorse
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.sync.route import Device
-from xray_runtime.files import write_atomic
-from xray_runtime.planning.cost import SNAPSHOT_BYTES
-from xray_runtime.planning.model_states import HALF_BYTES
-from xray_runtime.store.shards import Piece, Shard, index_path, read_shards, shard_problem
-from xray_runtime.workers.generator_spec import GeneratorSpec
-from xray_runtime.workers.heartbeat import Heartbeat
-from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.protocols import Tried
-from xray_runtime.workers.workhorse import RankInfo, Workhorse
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.files import write_atomic
+from xray_runtime.kernel.store.shards import Piece, Shard, index_path, read_shards, shard_problem
+from xray_runtime.ops.planner.cost import SNAPSHOT_BYTES
+from xray_runtime.ops.planner.model_states import HALF_BYTES
 
 ELEMENT_BYTES = 4
 """Shards hold float32."""

@@ -16,16 +16,17 @@ import torch
 
 from benchmarks.gpu_acceptance import planned
 from benchmarks.gpu_acceptance.setting import Setting, check, free_bytes
-from xray_runtime.config.layouts import FrozenConfig, GeneratorConfig
-from xray_runtime.config.training import LoRAConfig
+from xray_runtime.cluster.generator import Generator
+from xray_runtime.cluster.generator_spec import GeneratorSpec
+from xray_runtime.cluster.model_spec import ModelSpec
+from xray_runtime.cluster.types import RankInfo
+from xray_runtime.cluster.workhorse import reserve_port
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, TextBatch
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.engines.layouts import FrozenConfig, GeneratorConfig
 from xray_runtime.engines.sampling import Sampling
+from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.objectives import ReferenceObjective
-from xray_runtime.workers.generator import Generator
-from xray_runtime.workers.generator_spec import GeneratorSpec
-from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.workhorse import RankInfo, reserve_port
 
 Engine = Literal["vllm", "transformers"]
 MISMATCH = {torch.float32: 1e-3, torch.bfloat16: 0.05}
@@ -181,7 +182,7 @@ def sync_direct(setting: Setting, transport: Literal["ipc", "nccl"], lora: LoRAC
     import ray
 
     from benchmarks.machine import start_ray
-    from xray_runtime.workers.opening import model_opener
+    from xray_runtime.cluster.opening import model_opener
 
     start_ray(num_cpus=4)
     runtime = setting.runtime(weight_transfer=transport, gpus_per_workhorse=0.5 if transport == "ipc" else 1.0)

@@ -14,12 +14,12 @@ from torch import Tensor
 from benchmarks.gpu_acceptance.generation_steps import MISMATCH
 from benchmarks.gpu_acceptance.setting import Setting, check
 from benchmarks.gpu_acceptance.training_steps import LR, NUM_STEPS
-from xray_runtime.config.layouts import FrozenConfig
+from xray_runtime.cluster.learner import Learner
+from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.data.batch import Scores, TextBatch
+from xray_runtime.engines.layouts import FrozenConfig
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import ReferenceObjective, SFTObjective, Tensors, Texts, last_hidden
-from xray_runtime.workers.learner import Learner
-from xray_runtime.workers.model_spec import ModelSpec
 
 SHOWN_KERNELS = 40
 

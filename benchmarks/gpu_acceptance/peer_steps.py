@@ -11,10 +11,10 @@ import transformers
 
 from benchmarks.gpu_acceptance.setting import SEED, Setting, check
 from benchmarks.gpu_acceptance.training_steps import NUM_STEPS, run_steps
-from xray_runtime.config.ppo import KLConfig, PPOStageConfig
 from xray_runtime.data.batch import PolicyBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.models.ppo_objectives import PPOObjective
+from xray_runtime.methods.ppo.config import KLConfig, PPOStageConfig
+from xray_runtime.methods.ppo.objectives import PPOObjective
 
 LR = 1e-4
 PADDED_ROWS = 8

@@ -7,15 +7,16 @@ from dataclasses import replace
 import torch
 
 from benchmarks.gpu_acceptance.setting import Setting
-from xray_runtime.config.base import PretrainedBase
-from xray_runtime.planning.cost import generate_seconds, update_seconds
-from xray_runtime.planning.memory import Layout
-from xray_runtime.planning.plan import Plan
-from xray_runtime.planning.pretrained_shapes import from_pretrained
-from xray_runtime.planning.search import search
-from xray_runtime.planning.shapes import ModelShape
-from xray_runtime.planning.workload import Machine, Role, Workload, training_options
-from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.cluster.model_spec import ModelSpec
+from xray_runtime.cluster.pool.machine import Machine
+from xray_runtime.models.config import PretrainedBase
+from xray_runtime.models.pretrained_shapes import from_pretrained
+from xray_runtime.models.shapes import ModelShape
+from xray_runtime.ops.planner.cost import generate_seconds, update_seconds
+from xray_runtime.ops.planner.memory import Layout
+from xray_runtime.ops.planner.plan import Plan
+from xray_runtime.ops.planner.search import search
+from xray_runtime.ops.planner.workload import Role, Workload, training_options
 
 HALF_BYTES = 2
 """Bytes of a weight that vLLM holds on a GPU."""

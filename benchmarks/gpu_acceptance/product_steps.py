@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.gpu_acceptance import planned
 from benchmarks.gpu_acceptance.generation_steps import SYNC_LR, max_length, prompts, sampling
 from benchmarks.gpu_acceptance.setting import Setting, check, free_bytes
-from xray_runtime.workers.generator_spec import GeneratorSpec
+from xray_runtime.cluster.generator_spec import GeneratorSpec
 
 ITERATIONS = 3
 """The last sync brings weights that the generator dropped: those of the second, which were all."""
@@ -23,8 +23,8 @@ def in_turn(setting: Setting) -> dict[str, Any]:
     import ray
 
     from benchmarks.machine import start_ray
-    from xray_runtime.rl.turns import sampling_turn
-    from xray_runtime.workers.opening import model_opener
+    from xray_runtime.cluster.opening import model_opener
+    from xray_runtime.methods.common.sampling.turns import sampling_turn
 
     spec = setting.spec(precision="bfloat16", zero_stage=1)
     plan = planned.in_turn(setting, spec)

@@ -9,11 +9,11 @@ from benchmarks.gpu_acceptance.generation_steps import max_length, mismatch, pro
 from benchmarks.gpu_acceptance.setting import Setting, check
 from benchmarks.gpu_acceptance.training_steps import figures, run_steps
 from benchmarks.ranks import run_ranks
-from xray_runtime.config.layouts import FrozenConfig, GeneratorConfig
+from xray_runtime.cluster.generator_spec import GeneratorSpec
+from xray_runtime.cluster.model_spec import ModelSpec
+from xray_runtime.engines.layouts import FrozenConfig, GeneratorConfig
 from xray_runtime.engines.topology import Topology
 from xray_runtime.models.objectives import ReferenceObjective
-from xray_runtime.workers.generator_spec import GeneratorSpec
-from xray_runtime.workers.model_spec import ModelSpec
 
 NUM_RANKS = 2
 
@@ -44,7 +44,7 @@ def sample_ranks(setting: Setting) -> dict[str, Any]:
     import ray
 
     from benchmarks.machine import start_ray
-    from xray_runtime.workers.opening import model_opener
+    from xray_runtime.cluster.opening import model_opener
 
     start_ray(num_cpus=4)
     config = GeneratorConfig(tensor_parallel=NUM_RANKS)

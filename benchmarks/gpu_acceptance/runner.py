@@ -16,8 +16,8 @@ from benchmarks.gpu_acceptance.setting import Setting
 from benchmarks.gpu_acceptance.steps import Step
 from benchmarks.machine import table
 from benchmarks.ranks import PRELOAD
-from xray_runtime.cores import load
-from xray_runtime.processes import redirect_output
+from xray_runtime.kernel.cores import load
+from xray_runtime.kernel.processes import redirect_output
 
 Record = dict[str, Any]
 """`step`, `status` (passed, failed, skipped), `seconds`, `limit_s`, `reason` (unless it passed), `figures`."""

@@ -14,17 +14,18 @@ import torch
 import transformers
 import xxhash
 
-from xray_runtime.config.layouts import EngineConfig
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.sft import SFTConfig
-from xray_runtime.config.training import LoRAConfig
+from xray_runtime.cluster.learner import Learner
+from xray_runtime.cluster.model_spec import ModelSpec
+from xray_runtime.cluster.types import RankInfo
+from xray_runtime.cluster.workhorse import reserve_port
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.tokenizing import train_tokenizer
+from xray_runtime.engines.layouts import EngineConfig
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.methods.sft.config import SFTConfig
 from xray_runtime.models.causal_lm import save_model
+from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.objectives import Objective, SFTObjective
-from xray_runtime.workers.learner import Learner
-from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.workhorse import RankInfo, reserve_port
 
 SEED = 0
 GROUP = 2

@@ -20,7 +20,7 @@ from benchmarks.gpu_acceptance import (
     training_steps,
 )
 from benchmarks.gpu_acceptance.setting import Setting
-from xray_runtime.config.training import LoRAConfig
+from xray_runtime.models.lora import LoRAConfig
 
 
 @dataclass(frozen=True)

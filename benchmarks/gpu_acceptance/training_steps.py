@@ -14,12 +14,12 @@ import torch
 from benchmarks.gpu_acceptance import planned
 from benchmarks.gpu_acceptance.machine_steps import matmul_flops
 from benchmarks.gpu_acceptance.setting import Setting, check, free_bytes, weights_digest
-from xray_runtime.config.training import LoRAConfig
+from xray_runtime.cluster.learner import Learner
+from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.models.causal_lm import load_model
-from xray_runtime.planning.shapes import ModelShape
-from xray_runtime.workers.learner import Learner
-from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.models.lora import LoRAConfig
+from xray_runtime.models.shapes import ModelShape
 
 LR = 1e-4
 NUM_STEPS = 4

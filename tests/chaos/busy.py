@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from tests.chaos.harness import BASELINE, TARGETS, Command, Lifecycle, differences, none_left, outcome, run
-from xray_runtime.processes import start_reaper
+from xray_runtime.kernel.processes import start_reaper
 
 PROCESSES = 20
 KILLED = ("driver", "gcs", "raylet")

@@ -21,10 +21,10 @@ from typing import Any
 
 from tests.chaos import games
 from tests.chaos.harness import MAX_DELAY_SECONDS, ROOT, TARGETS, Case, Lifecycle, run, run_cases
+from xray_runtime.agents.environments import worker
 from xray_runtime.data.ledger import iterations, read_shard, readable, shard_path
-from xray_runtime.environments import worker
+from xray_runtime.kernel.store.manifest import LEDGER
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.store.manifest import LEDGER
 
 FRESH_S = games.PAUSE_S
 """An answer younger than this is not followed by the next one yet."""

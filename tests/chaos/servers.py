@@ -16,7 +16,7 @@ import psutil
 from xray.deployments.local_ray import running_ray
 from xray.deployments.local_services import prefect_server
 from xray.deployments.quiet import quiet_environment
-from xray_runtime.processes import start_reaper, tagged
+from xray_runtime.kernel.processes import start_reaper, tagged
 
 LOGIN = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "PREFECT_API_URL", "PREFECT_API_AUTH_STRING")
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.unit.store.published import IDENTITY
-from xray_runtime.config.base import FreshBase
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.processes import QUIET, kill_tagged, start_reaper
-from xray_runtime.store.checkpoints import Store
-from xray_runtime.template_database import copy_template
-from xray_runtime.workers.libraries import REPRODUCIBLE
+from xray_runtime.cluster.pool.libraries import REPRODUCIBLE
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.processes import QUIET, kill_tagged, start_reaper
+from xray_runtime.kernel.store.checkpoints import Store
+from xray_runtime.kernel.template_database import copy_template
+from xray_runtime.models.config import FreshBase
 
 if TYPE_CHECKING:
-    from xray_runtime.serving.replica import ServedModel
+    from xray_runtime.live.serving.replica import ServedModel
 
 # As Workhorses do: on some processors MKL's small products else depend on where in a batch a row stands.
 os.environ["MKL_CBWR"] = REPRODUCIBLE
@@ -39,7 +39,7 @@ def cluster() -> Iterator[None]:
     mark = start_reaper()
     from tests.component.models import RUN_ID
     from xray.deployments.local_ray import running_ray
-    from xray_runtime.workers.pool import open_worker_pool
+    from xray_runtime.cluster.pool.pool import open_worker_pool
 
     # Without RAY_ADDRESS: a Ray that somebody left running here must not be taken.
     with pytest.MonkeyPatch.context() as patch:
@@ -80,8 +80,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    from xray_runtime.live.serving.replica import ServedModel
     from xray_runtime.models.causal_lm import fresh_llama, load_tokenizer, save_model
-    from xray_runtime.serving.replica import ServedModel
 
     folder = tmp_path_factory.mktemp("served")
     store = Store(folder / "checkpoints")

@@ -19,9 +19,9 @@ def main(directory: Path) -> None:
     from vllm.platforms.cuda import NonNvmlCudaPlatform
     from vllm.platforms.interface import DeviceCapability
 
-    from xray_runtime.config.runtime import RuntimeConfig
     from xray_runtime.engines.generators.vllm.sampler import engine_options
     from xray_runtime.engines.sampling import EngineRank
+    from xray_runtime.kernel.config.section import RuntimeConfig
 
     class H100(NonNvmlCudaPlatform):  # type: ignore[misc]
         @classmethod

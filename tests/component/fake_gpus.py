@@ -15,10 +15,11 @@ from typing import Any
 import ray
 
 from tests.component.models import Empty, EmptySpec, open_models
-from xray_runtime.config.layouts import FrozenConfig, GeneratorConfig
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.workers.generator_spec import GeneratorSpec
-from xray_runtime.workers.workhorse import RankInfo, Workhorse
+from xray_runtime.cluster.generator_spec import GeneratorSpec
+from xray_runtime.cluster.types import RankInfo
+from xray_runtime.cluster.workhorse import Workhorse
+from xray_runtime.engines.layouts import FrozenConfig, GeneratorConfig
+from xray_runtime.kernel.config.section import RuntimeConfig
 
 NUM_GPUS = 4
 BUILD_SECONDS = 0.5

@@ -11,8 +11,8 @@ from benchmarks.layouts import (
     differences,
     updates,
 )
+from xray_runtime.cluster.learner import Learner
 from xray_runtime.data.batch import TextBatch
-from xray_runtime.workers.learner import Learner
 
 
 def same(run: Run, alone: Run) -> None:

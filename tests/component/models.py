@@ -14,13 +14,14 @@ import numpy as np
 import psutil
 import ray
 
-from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.cluster.generator_spec import GeneratorSpec
+from xray_runtime.cluster.model_spec import ModelSpec
+from xray_runtime.cluster.opening import model_opener
+from xray_runtime.cluster.types import RankInfo
+from xray_runtime.cluster.whole_model import WholeModel
+from xray_runtime.cluster.workhorse import Workhorse
 from xray_runtime.data.batch import ReplyBatch, TextBatch
-from xray_runtime.workers.generator_spec import GeneratorSpec
-from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.opening import model_opener
-from xray_runtime.workers.whole_model import WholeModel
-from xray_runtime.workers.workhorse import RankInfo, Workhorse
+from xray_runtime.kernel.config.section import RuntimeConfig
 
 RUN_ID = "tests"
 SECONDS = 120

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import ray
 
-from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.kernel.config.section import RuntimeConfig
 
 MEBIBYTES = (81_559, 81_559, 81_559, 81_559, 81_559, 81_559, 81_559, 80_000)
 
@@ -22,7 +22,7 @@ def main(directory: Path) -> None:
     script.chmod(0o755)
     os.environ["PATH"] = f"{directory}:{os.environ['PATH']}"
     ray.init(address="local", num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
-    from xray_runtime.workers.placement import cluster_machine
+    from xray_runtime.cluster.pool.placement import cluster_machine
 
     found = cluster_machine(RuntimeConfig())
     print(found.device, found.num_devices, found.devices_per_node, found.memory_bytes)

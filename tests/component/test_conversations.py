@@ -16,24 +16,25 @@ from safetensors.torch import load_file
 from tests.component.models import open_models
 from tests.unit.environments import caller, samples
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.allowed_imports import VARIABLE
-from xray_runtime.config.environment import EnvironmentConfig
-from xray_runtime.config.layouts import GeneratorConfig
-from xray_runtime.config.ppo import PPOConfig
-from xray_runtime.config.prepare import DataConfig
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.sft import SFTConfig
+from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.conversations import ConversationTokens
 from xray_runtime.data.pairs import TRAIN
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.graph.artifacts import Dataset, Model
-from xray_runtime.graph.inputs import PPOInputs, SFTInputs
-from xray_runtime.graph.kind import NoInputs, Stage
+from xray_runtime.engines.layouts import GeneratorConfig
+from xray_runtime.kernel.config.allowed_imports import VARIABLE
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.graph.artifacts import Dataset, Model
+from xray_runtime.kernel.graph.kind import NoInputs
+from xray_runtime.kernel.store.seal import process_seal
+from xray_runtime.methods.common.environment import EnvironmentConfig
+from xray_runtime.methods.common.inputs import PPOInputs, SFTInputs
+from xray_runtime.methods.ppo import body as ppo
+from xray_runtime.methods.ppo.config import PPOConfig
+from xray_runtime.methods.prepare import body as prepare
+from xray_runtime.methods.prepare.config import DataConfig
+from xray_runtime.methods.sft import body as sft
+from xray_runtime.methods.sft.config import SFTConfig
 from xray_runtime.models.causal_lm import fresh_llama, load_tokenizer, save_model
-from xray_runtime.preparation import prepare
-from xray_runtime.rl import ppo
-from xray_runtime.store.seal import process_seal
-from xray_runtime.training import sft
 
 RUNTIME = RuntimeConfig(threads=2, device="cpu")
 

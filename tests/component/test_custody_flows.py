@@ -22,8 +22,8 @@ from prefect.states import Completed, Running
 from tests.unit.lineage.synthetic import NAME, Lifecycle, decided
 from xray.deployments.local_services import prefect_server
 from xray.tasks.prefect_run import crash_lost_flow_run
-from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.reference import open_lineage_store
+from xray_runtime.kernel.history.reference import open_lineage_store
+from xray_runtime.trust.audit.checkpoints import audit
 
 SERVE = """
 from prefect import serve

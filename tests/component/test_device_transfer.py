@@ -11,15 +11,15 @@ import torch
 import transformers
 
 from tests.component.models import open_models
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.sft import SFTConfig
+from xray_runtime.cluster.generator_spec import GeneratorSpec
+from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.data.batch import PromptBatch, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.sampling import Sampling
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.methods.sft.config import SFTConfig
 from xray_runtime.models.objectives import SFTObjective
-from xray_runtime.workers.generator_spec import GeneratorSpec
-from xray_runtime.workers.model_spec import ModelSpec
 
 SAMPLING = Sampling(max_new_tokens=6, temperature=1.0, stop_token_ids=(1,), pad_token_id=0)
 

@@ -11,9 +11,9 @@ import ray
 import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
+from xray_runtime.cluster.learner import _receive
 from xray_runtime.engines.generator import Receivers
 from xray_runtime.engines.generators.vllm.send import Sender
-from xray_runtime.workers.learner import _receive
 
 WEIGHTS = {"a": torch.tensor([1.0, 1.0 + 2**-12]), "b": torch.ones(2, 3)}
 

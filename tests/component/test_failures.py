@@ -17,16 +17,16 @@ import ray
 import torch
 
 from tests.component.models import gone, open_models, pids, text
-from xray_runtime.config.layouts import EngineConfig
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.sft import SFTConfig
-from xray_runtime.cores import load
-from xray_runtime.errors import may_retry, root_cause
+from xray_runtime.cluster import heartbeat
+from xray_runtime.cluster.health import AFTERMATH_SECONDS, HEARTBEAT_SECONDS, WorkhorseError
+from xray_runtime.cluster.model_spec import ModelSpec
+from xray_runtime.engines.layouts import EngineConfig
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.cores import load
+from xray_runtime.kernel.errors import may_retry, root_cause
+from xray_runtime.methods.sft.config import SFTConfig
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import SFTObjective
-from xray_runtime.workers import heartbeat
-from xray_runtime.workers.health import AFTERMATH_SECONDS, HEARTBEAT_SECONDS, WorkhorseError
-from xray_runtime.workers.model_spec import ModelSpec
 
 LIMIT_SECONDS = 5.0
 COLLECTIVE_SECONDS = 20.0

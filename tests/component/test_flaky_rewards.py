@@ -12,16 +12,16 @@ from safetensors.torch import load_file
 
 from tests.component.models import open_models
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.layouts import EngineConfig, GeneratorConfig
-from xray_runtime.config.ppo import PPOConfig
-from xray_runtime.config.rewards import reward_term
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.verifiers import RegexVerifier
+from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
-from xray_runtime.graph.artifacts import Dataset, Model
-from xray_runtime.graph.inputs import PPOInputs
-from xray_runtime.graph.kind import Stage
-from xray_runtime.rl.ppo import run
+from xray_runtime.engines.layouts import EngineConfig, GeneratorConfig
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.graph.artifacts import Dataset, Model
+from xray_runtime.methods.common.inputs import PPOInputs
+from xray_runtime.methods.ppo.body import run
+from xray_runtime.methods.ppo.config import PPOConfig
+from xray_runtime.rewards.config import reward_term
+from xray_runtime.rewards.verifier_config import RegexVerifier
 
 RUNTIME = RuntimeConfig(threads=2, device="cpu")
 

@@ -20,7 +20,7 @@ import ray
 
 from tests.e2e.conftest import ROOT
 from xray.deployments.fork_server import fork_server
-from xray_runtime.workers.libraries import FORK_SERVER, worker_options
+from xray_runtime.cluster.pool.libraries import FORK_SERVER, worker_options
 
 pytestmark = pytest.mark.skipif(fork_server() is None, reason="this machine has a GPU, or is no Linux")
 
@@ -93,7 +93,7 @@ from pathlib import Path
 from tests.component.test_fork_server import Probe, probe
 from xray.deployments.fork_server import fork_server
 from xray.deployments.local_ray import running_ray
-from xray_runtime.workers.libraries import worker_options
+from xray_runtime.cluster.pool.libraries import worker_options
 import ray
 
 with running_ray(num_cpus=2):

@@ -16,22 +16,22 @@ import torch
 from safetensors.torch import load_file
 
 from tests.component.models import open_models, same
-from xray_runtime.config.layouts import GeneratorConfig
-from xray_runtime.config.ppo import PPOStageConfig
-from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.cluster.generator_spec import GeneratorSpec
+from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.generation import Generation
+from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sampling import EngineRank, Sampling
 from xray_runtime.engines.sync.object_store import WeightTransferError, pack
 from xray_runtime.engines.sync.versioned import StaleWeightsError
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
-from xray_runtime.errors import root_cause
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.errors import root_cause
+from xray_runtime.methods.ppo.config import PPOStageConfig
+from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import ReferenceObjective
-from xray_runtime.models.ppo_objectives import PPOObjective
-from xray_runtime.workers.generator_spec import GeneratorSpec
-from xray_runtime.workers.model_spec import ModelSpec
 
 ENGINES = {
     "vllm": (GeneratorConfig(), 1),

@@ -9,12 +9,12 @@ import pytest
 import ray
 
 from tests.component.models import RUNTIME, open_models, text
-from xray_runtime.config.layouts import FrozenConfig
+from xray_runtime.cluster.handles import INLINE_BYTES
+from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.columnar import Batch
+from xray_runtime.engines.layouts import FrozenConfig
 from xray_runtime.models.objectives import ReferenceObjective
-from xray_runtime.workers.handles import INLINE_BYTES
-from xray_runtime.workers.model_spec import ModelSpec
 
 
 def watch(actor: Any) -> None:

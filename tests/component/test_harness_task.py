@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.component.models import RUNTIME, open_models
 from tests.unit.evaluation.harness import CHOICE, REPLY
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.lm_eval import LMEvalConfig
-from xray_runtime.evaluation import harness_task
-from xray_runtime.evaluation.harness_files import read_tasks
-from xray_runtime.graph.artifacts import Model
-from xray_runtime.graph.inputs import LMEvalInputs
-from xray_runtime.graph.kind import Stage
+from xray_runtime.cluster.stage import Stage
+from xray_runtime.kernel.graph.artifacts import Model
+from xray_runtime.methods.common.inputs import LMEvalInputs
+from xray_runtime.methods.lm_eval import body as harness_task
+from xray_runtime.methods.lm_eval.config import LMEvalConfig
+from xray_runtime.methods.lm_eval.harness_files import read_tasks
 
 ASKED = ["hello there", "how are you", "fine thanks", "how are you today", "hello", "are you there"]
 

@@ -16,14 +16,14 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from xray_runtime.config.layouts import GeneratorConfig
-from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.engines.generation import Generation
 from xray_runtime.engines.generator import Receivers
 from xray_runtime.engines.generators.vllm.send import Sender
+from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sampling import EngineRank, Sampling
 from xray_runtime.engines.sync.versioned import StaleWeightsError
+from xray_runtime.kernel.config.section import RuntimeConfig
 
 SAMPLING = Sampling(max_new_tokens=6, temperature=0.7, stop_token_ids=(1,), pad_token_id=0)
 BUFFER_BYTES = 2**16

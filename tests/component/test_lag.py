@@ -16,23 +16,23 @@ import torch
 
 from tests.component.models import open_models
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.layouts import GeneratorConfig
-from xray_runtime.config.ppo import PPOConfig
-from xray_runtime.config.rewards import reward_term
-from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.cluster.generator import Generator
+from xray_runtime.cluster.generator_spec import GeneratorSpec
+from xray_runtime.cluster.stage import Stage
+from xray_runtime.cluster.workhorse import Workhorse
 from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
+from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sampling import Sampling
-from xray_runtime.graph.artifacts import Dataset, Model
-from xray_runtime.graph.inputs import PPOInputs
-from xray_runtime.graph.kind import Stage
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.graph.artifacts import Dataset, Model
+from xray_runtime.kernel.store.snapshots import Snapshot
+from xray_runtime.methods.common.inputs import PPOInputs
+from xray_runtime.methods.ppo.body import run
+from xray_runtime.methods.ppo.config import PPOConfig
+from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.ppo_objectives import PPOObjective
-from xray_runtime.rl.ppo import run
-from xray_runtime.store.snapshots import Snapshot
-from xray_runtime.workers.generator import Generator
-from xray_runtime.workers.generator_spec import GeneratorSpec
-from xray_runtime.workers.workhorse import Workhorse
+from xray_runtime.rewards.config import reward_term
 
 ITERATIONS, REPLIES, MAX_NEW_TOKENS = 4, 4, 6
 RUNTIME = RuntimeConfig(threads=2, device="cpu")

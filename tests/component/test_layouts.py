@@ -33,24 +33,24 @@ from benchmarks.ranks import run_ranks
 from tests.component.layouts import part, same
 from tests.component.models import open_models
 from xray_runtime.algorithms import logprobs
-from xray_runtime.config.layouts import EngineConfig
-from xray_runtime.config.reward_model import RewardConfig
-from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.cluster.learner import Learner
+from xray_runtime.cluster.micro_batches import as_tensors
+from xray_runtime.cluster.model_spec import BranchSpec, ModelSpec
+from xray_runtime.cluster.types import RankInfo
 from xray_runtime.data.batch import PairBatch, TextBatch
+from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.engines.shard_loading import Weights, load_shard, skeleton_of
 from xray_runtime.engines.sync import object_store
 from xray_runtime.engines.sync.object_store import unpack
 from xray_runtime.engines.sync.shared_memory import SharedReader
 from xray_runtime.engines.trainers.deepspeed.build import can_split
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.methods.ppo.objectives import PPOObjective
+from xray_runtime.methods.reward_model.config import RewardConfig
 from xray_runtime.models import heads
 from xray_runtime.models.causal_lm import load_model, skeleton
 from xray_runtime.models.heads import Branch, HeadedLM
-from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.models.reward_objective import RewardObjective
-from xray_runtime.workers.learner import Learner
-from xray_runtime.workers.micro_batches import as_tensors
-from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
-from xray_runtime.workers.workhorse import RankInfo
 
 NUM_UPDATES = 4
 ZERO_3 = {"zero_stage": 3, "num_workhorses": 2}

@@ -15,12 +15,12 @@ import pytest
 import ray
 
 from tests.component.models import open_models, text
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.sft import SFTConfig
+from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.processes import TAG, tagged
+from xray_runtime.methods.sft.config import SFTConfig
 from xray_runtime.models.objectives import SFTObjective
-from xray_runtime.processes import TAG, tagged
-from xray_runtime.workers.model_spec import ModelSpec
 
 pytestmark = pytest.mark.long
 

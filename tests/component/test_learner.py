@@ -16,21 +16,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.component.models import RUNTIME, open_models, pids, text
-from xray_runtime.config.layouts import EngineConfig, FrozenConfig
-from xray_runtime.config.ppo import PPOStageConfig
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.sft import SFTConfig
+from xray_runtime.cluster.health import WorkhorseError
+from xray_runtime.cluster.learner import Learner
+from xray_runtime.cluster.model_spec import BranchSpec, ModelSpec
+from xray_runtime.cluster.types import RankInfo
+from xray_runtime.cluster.workhorse import Workhorse
 from xray_runtime.data.batch import PolicyBatch, Scores, TextBatch
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.engines.layouts import EngineConfig, FrozenConfig
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.methods.ppo.config import PPOStageConfig
+from xray_runtime.methods.ppo.objectives import CriticObjective, PPOObjective
+from xray_runtime.methods.sft.config import SFTConfig
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import ReferenceObjective, SFTObjective
-from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
 from xray_runtime.models.reward_objective import RewardObjective
-from xray_runtime.workers.health import WorkhorseError
-from xray_runtime.workers.learner import Learner
-from xray_runtime.workers.model_spec import BranchSpec, ModelSpec
-from xray_runtime.workers.workhorse import RankInfo, Workhorse
 
 NUM_STEPS = 6
 

@@ -20,7 +20,7 @@ FLOW = """
 import os
 from prefect import flow, task
 import xray
-from xray_runtime.workers.libraries import FORK_SERVER
+from xray_runtime.cluster.pool.libraries import FORK_SERVER
 
 @task
 def look():

@@ -13,10 +13,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from xray_runtime.config.layouts import FrozenConfig
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.engine import MicroBatch
+from xray_runtime.engines.layouts import FrozenConfig
 from xray_runtime.engines.shard_loading import Weights, load_shard, skeleton_of
 from xray_runtime.engines.trainer import build_scorer
 from xray_runtime.models.heads import HeadedLM

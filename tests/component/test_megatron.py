@@ -18,24 +18,24 @@ from benchmarks.layouts import CONFIG, collect, global_batches, run_layout, spec
 from benchmarks.ranks import run_ranks
 from tests.component.layouts import part, same
 from tests.component.models import open_models
-from xray_runtime.config.layouts import EngineConfig
-from xray_runtime.config.reward_model import RewardConfig
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.sft import SFTConfig
+from xray_runtime.cluster.generator_spec import GeneratorSpec
+from xray_runtime.cluster.learner import Learner
+from xray_runtime.cluster.micro_batches import as_tensors
+from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.data.batch import PairBatch, PromptBatch, TextBatch
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.engines.sampling import Sampling
 from xray_runtime.engines.sync.object_store import unpack
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.methods.ppo.objectives import PPOObjective
+from xray_runtime.methods.reward_model.config import RewardConfig
+from xray_runtime.methods.sft.config import SFTConfig
 from xray_runtime.models.causal_lm import load_model, load_tokenizer, save_model
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import SFTObjective
-from xray_runtime.models.ppo_objectives import PPOObjective
 from xray_runtime.models.reward_objective import RewardObjective
-from xray_runtime.workers.generator_spec import GeneratorSpec
-from xray_runtime.workers.learner import Learner
-from xray_runtime.workers.micro_batches import as_tensors
-from xray_runtime.workers.model_spec import ModelSpec
 
 MEGATRON = {"library": "megatron"}
 

@@ -15,17 +15,17 @@ import torch
 from safetensors.torch import load_file
 
 from xray.tasks.stage_job import run_in_memory
-from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.cluster.opening import model_opener
+from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.pairs import Example, write_pairs
-from xray_runtime.errors import StageOutOfMemoryError
-from xray_runtime.graph.artifacts import Dataset, Model
-from xray_runtime.graph.inputs import SFTInputs
-from xray_runtime.graph.kind import Stage
-from xray_runtime.stages.kinds import SFT
-from xray_runtime.store.seal import process_seal
-from xray_runtime.store.snapshots import Snapshot
-from xray_runtime.tracking.recorder import StageRecorder
-from xray_runtime.workers.opening import model_opener
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.errors import StageOutOfMemoryError
+from xray_runtime.kernel.graph.artifacts import Dataset, Model
+from xray_runtime.kernel.store.seal import process_seal
+from xray_runtime.kernel.store.snapshots import Snapshot
+from xray_runtime.kernel.tracking.recorder import StageRecorder
+from xray_runtime.methods.common.inputs import SFTInputs
+from xray_runtime.methods.sft.kind import SFT
 
 ROWS, STEPS = 3072, 2
 MICRO_BATCH_TOKENS = 98304

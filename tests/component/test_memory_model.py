@@ -12,21 +12,21 @@ import pytest
 import ray
 
 from benchmarks.held import LoadedLearner, held_bytes, live_bytes
-from xray_runtime.config.base import FreshBase, PretrainedBase
-from xray_runtime.config.layouts import FrozenConfig
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.sft import SFTConfig
-from xray_runtime.config.training import LoRAConfig
+from xray_runtime.cluster.model_spec import ModelSpec
+from xray_runtime.cluster.pool.pool import start
+from xray_runtime.cluster.types import RankInfo
 from xray_runtime.data.batch import StepAnswer, TextBatch
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.engines.layouts import FrozenConfig
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.methods.sft.config import SFTConfig
+from xray_runtime.models.config import FreshBase, PretrainedBase
+from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.objectives import ReferenceObjective, SFTObjective
-from xray_runtime.planning.memory import Layout, Memory, scoring_memory, sharding_of, training_memory
-from xray_runtime.planning.pretrained_shapes import from_pretrained
-from xray_runtime.planning.workload import training_options
-from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.pool import start
-from xray_runtime.workers.workhorse import RankInfo
+from xray_runtime.models.pretrained_shapes import from_pretrained
+from xray_runtime.ops.planner.memory import Layout, Memory, scoring_memory, sharding_of, training_memory
+from xray_runtime.ops.planner.workload import training_options
 
 RUNTIME = RuntimeConfig(threads=1, device="cpu")
 RANKS = 2

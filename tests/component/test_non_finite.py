@@ -15,18 +15,18 @@ from safetensors.torch import load_file
 from benchmarks.layouts import global_batches, spec_of
 from benchmarks.ranks import run_ranks
 from tests.component.models import open_models
-from xray_runtime.config.layouts import GeneratorConfig
-from xray_runtime.config.ppo import PPOStageConfig
-from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.cluster.generator_spec import GeneratorSpec
+from xray_runtime.cluster.learner import Learner
+from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.data.batch import PromptBatch, TextBatch
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sampling import Sampling
-from xray_runtime.errors import NonFiniteError, root_cause
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.errors import NonFiniteError, root_cause
+from xray_runtime.methods.ppo.config import PPOStageConfig
+from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.models.objectives import ReferenceObjective
-from xray_runtime.models.ppo_objectives import PPOObjective
-from xray_runtime.workers.generator_spec import GeneratorSpec
-from xray_runtime.workers.learner import Learner
-from xray_runtime.workers.model_spec import ModelSpec
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1 process": {},

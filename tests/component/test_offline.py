@@ -15,22 +15,26 @@ from safetensors.torch import load_file
 
 from tests.component.models import RUNTIME, open_models
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.best_of_n import BestOfNConfig
-from xray_runtime.config.dpo import DPOConfig
-from xray_runtime.config.kto import KTOConfig, KTOValidation
-from xray_runtime.config.layouts import EngineConfig, GeneratorConfig
-from xray_runtime.config.reward_model import RewardConfig
-from xray_runtime.config.rewards import reward_term
-from xray_runtime.config.sft import SFTConfig
+from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, write_pairs
+from xray_runtime.engines.layouts import EngineConfig, GeneratorConfig
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
-from xray_runtime.graph.artifacts import Dataset, Model, Preferences
-from xray_runtime.graph.inputs import BestOfNInputs, DPOInputs, KTOInputs, RewardModelInputs, SFTInputs
-from xray_runtime.graph.kind import Stage
-from xray_runtime.rl import best_of_n
-from xray_runtime.store.snapshots import Snapshot
-from xray_runtime.training import dpo, kto, reward_model, sft, trunk_states
-from xray_runtime.training.trunk_states import TrunkStates
+from xray_runtime.kernel.graph.artifacts import Dataset, Model, Preferences
+from xray_runtime.kernel.store.snapshots import Snapshot
+from xray_runtime.methods.best_of_n import body as best_of_n
+from xray_runtime.methods.best_of_n.config import BestOfNConfig
+from xray_runtime.methods.common.inputs import BestOfNInputs, DPOInputs, KTOInputs, RewardModelInputs, SFTInputs
+from xray_runtime.methods.common.training import trunk_states
+from xray_runtime.methods.common.training.trunk_states import TrunkStates
+from xray_runtime.methods.dpo import body as dpo
+from xray_runtime.methods.dpo.config import DPOConfig
+from xray_runtime.methods.kto import body as kto
+from xray_runtime.methods.kto.config import KTOConfig, KTOValidation
+from xray_runtime.methods.reward_model import body as reward_model
+from xray_runtime.methods.reward_model.config import RewardConfig
+from xray_runtime.methods.sft import body as sft
+from xray_runtime.methods.sft.config import SFTConfig
+from xray_runtime.rewards.config import reward_term
 
 PAIRS, BATCH, STEPS = 24, 8, 6
 """Two epochs."""

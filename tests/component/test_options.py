@@ -17,14 +17,14 @@ from benchmarks.layouts import Run, collect, differences, global_batches, run_la
 from benchmarks.ranks import run_ranks
 from tests.component.layouts import part
 from tests.component.models import open_models
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.training import LoRAConfig
+from xray_runtime.cluster.learner import Learner
+from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.engines.states import Reader
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.store.shards import Piece, read_shards
 from xray_runtime.models.causal_lm import load_model
-from xray_runtime.store.shards import Piece, read_shards
-from xray_runtime.workers.learner import Learner
-from xray_runtime.workers.model_spec import ModelSpec
+from xray_runtime.models.lora import LoRAConfig
 
 NUM_UPDATES = 3
 ZERO_1, ZERO_2, ZERO_3 = ({"zero_stage": stage, "num_workhorses": 2} for stage in (1, 2, 3))

@@ -18,23 +18,18 @@ import pytest
 import ray
 
 from tests.component.models import RUN_ID, SECONDS, Empty, EmptySpec, Holder, Other, gone, open_models, pid_of, pids
-from xray_runtime.config.layouts import EngineConfig, FrozenConfig, GeneratorConfig
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.sft import SFTConfig
+from xray_runtime.cluster.learner import Learner
+from xray_runtime.cluster.model_spec import ModelSpec
+from xray_runtime.cluster.opening import prestart_models
+from xray_runtime.cluster.pool.pool import PING_SECONDS, evict_idle_workers, find_worker_pool, open_worker_pool
+from xray_runtime.cluster.progress import find_progress, open_progress
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.engines.layouts import EngineConfig, FrozenConfig, GeneratorConfig
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.graph.roles import ModelRole, frozen, sampled
+from xray_runtime.methods.sft.config import SFTConfig
 from xray_runtime.models.objectives import SFTObjective
-from xray_runtime.planning.roles import ModelRole, frozen, sampled
-from xray_runtime.workers.learner import Learner
-from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.opening import prestart_models
-from xray_runtime.workers.pool import (
-    PING_SECONDS,
-    evict_idle_workers,
-    find_worker_pool,
-    open_worker_pool,
-)
-from xray_runtime.workers.progress import find_progress, open_progress
 
 numbers = itertools.count(1000)
 

@@ -19,7 +19,7 @@ from xray.deployments.databases import VARIABLES
 from xray.deployments.server_home import PORTS, ServerHome, new_state
 from xray.deployments.servers import ask, servers, start_missing, stop
 from xray.deployments.service import free_port
-from xray_runtime.config.validation import ConfigError
+from xray_runtime.kernel.config.validation import ConfigError
 
 pytestmark = pytest.mark.long
 

@@ -11,11 +11,11 @@ import ray
 from safetensors.torch import load_file
 
 from tests.component.models import same
-from xray_runtime.config.layouts import GeneratorConfig
-from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.engines.generation import Generation
+from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sampling import EngineRank, Sampling
+from xray_runtime.kernel.config.section import RuntimeConfig
 
 GROUPS, SAMPLES, PROMPT, TURN = 5, 8, 40, 12
 """A prompt has a whole block of 32 tokens; a second turn's prompt is the first and its continuation."""

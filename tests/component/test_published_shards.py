@@ -10,14 +10,14 @@ import ray
 import torch
 
 from tests.component.models import RUNTIME, open_models, text
-from xray_runtime.config.layouts import EngineConfig
-from xray_runtime.config.sft import SFTConfig
+from xray_runtime.cluster.model_spec import ModelSpec
+from xray_runtime.engines.layouts import EngineConfig
+from xray_runtime.kernel.store.identity import file_sha256
+from xray_runtime.kernel.store.shards import read_index
+from xray_runtime.methods.sft.config import SFTConfig
 from xray_runtime.models.causal_lm import copy_small_files, load_model
 from xray_runtime.models.objectives import SFTObjective
 from xray_runtime.models.weight_files import tensors, weight_files
-from xray_runtime.store.identity import file_sha256
-from xray_runtime.store.shards import read_index
-from xray_runtime.workers.model_spec import ModelSpec
 
 
 def trained(model: Path, engine: EngineConfig, out: Path) -> dict[str, torch.Tensor]:

@@ -14,11 +14,11 @@ import pytest
 
 from tests.unit.serving.recording import KEYS, settings
 from xray.deployments.service import free_port
-from xray_runtime.lineage.recorded import RecordedReader
-from xray_runtime.serving.recorder import start_recorder
-from xray_runtime.serving.recording import ANSWER_HEADER
-from xray_runtime.serving.replica import ServedModel
-from xray_runtime.serving.server import Server
+from xray_runtime.kernel.history.recorded import RecordedReader
+from xray_runtime.live.serving.recorder import start_recorder
+from xray_runtime.live.serving.recording import ANSWER_HEADER
+from xray_runtime.live.serving.replica import ServedModel
+from xray_runtime.live.serving.server import Server
 
 HOW = {"role": "user", "content": "how are you"}
 

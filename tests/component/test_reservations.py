@@ -13,14 +13,14 @@ import pytest
 import ray
 
 from tests.component.models import RUN_ID, SECONDS, EmptySpec, Holder, gone, open_models, pid_of, pids
-from xray_runtime.config.layouts import FrozenConfig
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.errors import StageInterruptedError
-from xray_runtime.workers.acquisition import BusyClusterError
-from xray_runtime.workers.model_spec import ModelSpec
-from xray_runtime.workers.opening import model_opener
-from xray_runtime.workers.progress import open_progress
-from xray_runtime.workers.reservations import Reservation, Reservations, Ticket, open_reservations
+from xray_runtime.cluster.model_spec import ModelSpec
+from xray_runtime.cluster.opening import model_opener
+from xray_runtime.cluster.pool.acquisition import BusyClusterError
+from xray_runtime.cluster.pool.reservations import Reservation, Reservations, Ticket, open_reservations
+from xray_runtime.cluster.progress import open_progress
+from xray_runtime.engines.layouts import FrozenConfig
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.errors import StageInterruptedError
 
 LAYOUTS = {"single": (FrozenConfig(), 0.6), "placement groups": (FrozenConfig(num_workhorses=2), 0.3)}
 """How each of a stage's two models is spread, and CPUs a Workhorse: 1.2 of 2 CPUs for both models."""

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.component.models import RUNTIME, open_models, text
-from xray_runtime.config.layouts import EngineConfig
-from xray_runtime.config.sft import SFTConfig
+from xray_runtime.cluster.model_spec import ModelSpec
+from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
+from xray_runtime.methods.sft.config import SFTConfig
 from xray_runtime.models.objectives import SFTObjective
-from xray_runtime.workers.model_spec import ModelSpec
 
 
 def steps(model: Any, numbers: range) -> list[float]:

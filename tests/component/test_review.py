@@ -12,8 +12,8 @@ from prefect.client.orchestration import get_client
 
 from xray.tasks.prefect_run import show
 from xray.tasks.review import ask_person
-from xray_runtime.errors import StageInterruptedError
-from xray_runtime.graph.kind import Answer
+from xray_runtime.kernel.errors import StageInterruptedError
+from xray_runtime.kernel.graph.kind import Answer
 
 QUESTION = "**ppo-1** may be learning to please its reward alone:\n\n- replies went from 2.5 to 5.5 tokens"
 SECONDS = 240

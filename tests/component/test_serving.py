@@ -30,14 +30,14 @@ from xray_runtime.engines.generators.vllm.server import (
     naming_reasoning_content,
     reasoning_parser,
 )
-from xray_runtime.evidence.kinds.canary import ArmResult
+from xray_runtime.kernel.evidence.kinds.canary import ArmResult
+from xray_runtime.kernel.store.checkpoints import Store
+from xray_runtime.live.serving import NotServedError
+from xray_runtime.live.serving.canary_metrics import CanaryState
+from xray_runtime.live.serving.middleware import SHA256_HEADER
+from xray_runtime.live.serving.replica import ServedModel
+from xray_runtime.live.serving.server import Server
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.serving import NotServedError
-from xray_runtime.serving.canary_metrics import CanaryState
-from xray_runtime.serving.middleware import SHA256_HEADER
-from xray_runtime.serving.replica import ServedModel
-from xray_runtime.serving.server import Server
-from xray_runtime.store.checkpoints import Store
 
 PROMPT = [5, 17, 100, 42, 7]
 NEW_TOKENS = 24

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.s3 import BUCKET, S3Server
-from xray_runtime.store.shared import DamagedError, SharedStore, StorageError
+from xray_runtime.kernel.store.shared import DamagedError, SharedStore, StorageError
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,10 @@ from typing import Any
 
 import ray
 
-from xray_runtime.signs import part_done
-from xray_runtime.workers.health import HEARTBEAT_SECONDS, HealthMonitor
-from xray_runtime.workers.heartbeat import CONCURRENCY_GROUP, Heartbeat, HeartbeatSource
+from xray_runtime.cluster.health import HEARTBEAT_SECONDS, HealthMonitor
+from xray_runtime.cluster.heartbeat import CONCURRENCY_GROUP, HeartbeatSource
+from xray_runtime.cluster.types import Heartbeat
+from xray_runtime.kernel.signs import part_done
 
 
 class Worker:

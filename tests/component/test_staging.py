@@ -13,9 +13,9 @@ import ray
 import torch
 from safetensors.torch import load_file, save_file
 
+from xray_runtime.cluster.protocols import Ref
+from xray_runtime.cluster.staging import CHUNK_BYTES, FileReceiver, FileStager
 from xray_runtime.models.weight_files import copy_tensors
-from xray_runtime.workers.protocols import Ref
-from xray_runtime.workers.staging import CHUNK_BYTES, FileReceiver, FileStager
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from prefect.states import Cancelling, Completed, Crashed, Paused, Pending, Runn
 from xray.deployments.presets import NO_HEARTBEAT, POOL
 from xray.deployments.server_home import State as HomeState
 from xray.deployments.suspension import LOST, RUN_ID, STOPPED, resolve_lost_runs, resume, run_processes, suspend
-from xray_runtime.processes import TAG
+from xray_runtime.kernel.processes import TAG
 
 HOME = HomeState(tag="suspension-test")
 WORKER_TAG = f"{HOME.tag}-worker"

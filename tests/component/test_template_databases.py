@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from xray.deployments.local_services import prefect_server
-from xray_runtime.tracking.mlflow_tracker import Tracker
-from xray_runtime.tracking.registry import open_client
+from xray_runtime.kernel.tracking.mlflow_tracker import Tracker
+from xray_runtime.kernel.tracking.registry import open_client
 
 
 @pytest.fixture(autouse=True)

@@ -13,13 +13,13 @@ import mlflow
 import pytest
 from matplotlib.figure import Figure
 
-from xray_runtime.credentials import TRACKING, tracking_address
-from xray_runtime.store.checkpoints import Store, load_manifest
-from xray_runtime.store.identity import Identity, digest
-from xray_runtime.store.ref import CheckpointRef
-from xray_runtime.store.seal import process_seal
-from xray_runtime.tracking.mlflow_tracker import Tracker, flatten
-from xray_runtime.tracking.recorder import StageRecorder, records_directory
+from xray_runtime.kernel.credentials import TRACKING, tracking_address
+from xray_runtime.kernel.store.checkpoints import Store, load_manifest
+from xray_runtime.kernel.store.identity import Identity, digest
+from xray_runtime.kernel.store.ref import CheckpointRef
+from xray_runtime.kernel.store.seal import process_seal
+from xray_runtime.kernel.tracking.mlflow_tracker import Tracker, flatten
+from xray_runtime.kernel.tracking.recorder import StageRecorder, records_directory
 
 numbers = itertools.count()
 

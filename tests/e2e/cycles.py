@@ -12,13 +12,13 @@ from typing import Any
 from tests.unit.serving.recording import KEYS, exchange, with_recorder
 from xray.deployments.local_services import local_services
 from xray.deployments.quiet import quiet_environment
-from xray_runtime.config.flywheel import FlywheelConfig
-from xray_runtime.config.loading import resolved_yaml, validate
-from xray_runtime.files import write_atomic
-from xray_runtime.lineage.reference import resolve
-from xray_runtime.processes import kill_tagged, start_reaper
-from xray_runtime.serving.middleware import key_digest
-from xray_runtime.serving.recorder import AnswerRecorder
+from xray_runtime.kernel.files import write_atomic
+from xray_runtime.kernel.history.reference import resolve
+from xray_runtime.kernel.processes import kill_tagged, start_reaper
+from xray_runtime.live.flywheel import FlywheelConfig
+from xray_runtime.live.serving.middleware import key_digest
+from xray_runtime.live.serving.recorder import AnswerRecorder
+from xray_runtime.methods.loading import resolved_yaml, validate
 
 PROJECT = "cycles"
 NAME = f"{PROJECT}-policy"

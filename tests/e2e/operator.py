@@ -19,7 +19,7 @@ import psutil
 
 from tests.e2e.conftest import ROOT, XRAY, Outcome, environment
 from xray.deployments.service import free_port
-from xray_runtime.processes import TAG
+from xray_runtime.kernel.processes import TAG
 
 PORTS = ("prefect", "mlflow", "ray", "dashboard")
 LONG = 900.0

@@ -15,7 +15,7 @@ import psutil
 
 from tests.e2e.conftest import environment
 from xray.deployments.service import free_port
-from xray_runtime.processes import TAG, tagged
+from xray_runtime.kernel.processes import TAG, tagged
 
 LONG = 1200.0
 CPUS = 2

@@ -18,7 +18,7 @@ import psutil
 
 from tests.e2e.conftest import ROOT, XRAY, environment
 from xray.deployments.service import free_port
-from xray_runtime.serving.middleware import SHA256_HEADER
+from xray_runtime.live.serving.middleware import SHA256_HEADER
 
 WAIT_SECONDS = 400
 

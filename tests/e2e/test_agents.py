@@ -16,7 +16,7 @@ import pytest
 
 from tests.e2e.conftest import ROOT, XRAY, Outcome, environment
 from xray_runtime.data.ledger import read_shard, shard_path
-from xray_runtime.graph.artifacts import EPISODES
+from xray_runtime.kernel.graph.artifacts import EPISODES
 
 FLOW = "their.largest_digit:largest_digit"
 SMALL = ["--set", "iterations=2", "--set", "steps=20", "--set", "heldout=16", "--until", "before"]

@@ -19,10 +19,10 @@ from tests.e2e.conftest import ROOT, XRAY, environment, xray
 from tests.e2e.cycles import NAME
 from xray.deployments.service import free_port
 from xray.flows.cycles import read_cycles
-from xray_runtime.lineage.recorded import RecordedReader
-from xray_runtime.lineage.reference import resolve
-from xray_runtime.serving.middleware import SHA256_HEADER
-from xray_runtime.serving.recording import ANSWER_HEADER
+from xray_runtime.kernel.history.recorded import RecordedReader
+from xray_runtime.kernel.history.reference import resolve
+from xray_runtime.live.serving.middleware import SHA256_HEADER
+from xray_runtime.live.serving.recording import ANSWER_HEADER
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 

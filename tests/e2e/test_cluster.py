@@ -16,7 +16,7 @@ import pytest
 
 from tests.e2e.conftest import ROOT, XRAY, environment
 from tests.e2e.ray_nodes import MAY_MOUNT, Cluster
-from xray_runtime.workers.nodes import PLACEMENT
+from xray_runtime.cluster.pool.nodes import PLACEMENT
 
 pytestmark = pytest.mark.long
 

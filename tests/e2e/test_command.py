@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import ROOT, XRAY, environment, xray
-from xray_runtime.processes import tagged
+from xray_runtime.kernel.processes import tagged
 
 
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.conftest import ROOT, environment, xray
 from tests.e2e.cycles import ASKED, NAME, WAYS, word
 from xray.flows.cycles import read_cycles
-from xray_runtime.lineage.reference import open_lineage_store, resolve
+from xray_runtime.kernel.history.reference import open_lineage_store, resolve
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 

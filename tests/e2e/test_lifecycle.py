@@ -13,11 +13,11 @@ import pytest
 from tests.chaos.harness import STAGES, draw, nothing_is_lost, outcome
 from tests.e2e.conftest import Outcome, edges, run_tiny, xray
 from tests.e2e.serving import Load, changed, serving, wait_for
-from xray_runtime.config.evaluate import PromotionConfig
 from xray_runtime.data.ledger import Shard, read_shard, shard_path
-from xray_runtime.lineage.promotion import promote, review, roll_back
-from xray_runtime.lineage.reference import resolve
-from xray_runtime.store.checkpoints import verify
+from xray_runtime.kernel.history.reference import resolve
+from xray_runtime.kernel.store.checkpoints import verify
+from xray_runtime.methods.evaluate.config import PromotionConfig
+from xray_runtime.trust.promotion import promote, review, roll_back
 
 SIX = 47
 """A seed from which six draws have six targets, four of them killed."""

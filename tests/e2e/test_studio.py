@@ -28,11 +28,11 @@ from tests.unit.studio.world import compared, recorded, with_rollouts
 from xray.deployments.service import free_port
 from xray.studio.pages.chat import EXAMPLE
 from xray.tasks.output_directory import saved_config
-from xray_runtime.evidence.log import view
-from xray_runtime.feedback.collection import collect, sound_chain
-from xray_runtime.feedback.session import read_sessions
-from xray_runtime.graph.artifacts import FEEDBACK
-from xray_runtime.lineage.reference import find, open_lineage_store
+from xray_runtime.kernel.evidence.log import view
+from xray_runtime.kernel.graph.artifacts import FEEDBACK
+from xray_runtime.kernel.history.reference import find, open_lineage_store
+from xray_runtime.live.feedback.collection import collect, sound_chain
+from xray_runtime.live.feedback.session import read_sessions
 
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason=f"no browser: none of {', '.join(CHROMIUM)}")
 

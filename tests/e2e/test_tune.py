@@ -16,9 +16,9 @@ from optuna.trial import TrialState
 
 from tests.e2e.conftest import ROOT, XRAY, environment, xray
 from xray.flows.lifecycle_graph import recorded_graph
-from xray_runtime.config.loading import load_config
-from xray_runtime.graph.stage_identity import identify
-from xray_runtime.store.digest_memory import DigestMemory
+from xray_runtime.kernel.graph.stage_identity import identify
+from xray_runtime.kernel.store.digest_memory import DigestMemory
+from xray_runtime.methods.loading import load_config
 
 pytestmark = pytest.mark.long
 

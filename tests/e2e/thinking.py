@@ -17,8 +17,8 @@ from prefect import flow
 
 import xray
 from tests.unit.data.thinking_templates import tokenizer_for
-from xray_runtime.config.base import FreshBase
 from xray_runtime.models.causal_lm import fresh_llama, save_model
+from xray_runtime.models.config import FreshBase
 
 
 def write_rows(path: Path, count: int = 1500) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from xray_runtime.config.base import FreshBase
-from xray_runtime.store.seal import Seal, process_seal
+from xray_runtime.kernel.store.seal import Seal, process_seal
+from xray_runtime.models.config import FreshBase
 
 TINY = FreshBase(
     vocab_size=300, hidden_size=32, num_layers=3, num_heads=1, num_kv_heads=1, intermediate_size=48, max_positions=64

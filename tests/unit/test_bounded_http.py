@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from xray.studio.feedback_client import send_feedback
-from xray_runtime import bounded_http
+from xray_runtime.agents.environments.http import from_http
 from xray_runtime.agents.runner import _ServiceRunner
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.environments.http import from_http
+from xray_runtime.agents.sandboxes.base import Box, Limits
+from xray_runtime.agents.sandboxes.remote import RemoteSandbox
+from xray_runtime.kernel import bounded_http
+from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.rewards.kinds.service import ServiceConfig, ServiceSource
 from xray_runtime.rewards.source import Batch
-from xray_runtime.sandboxes.base import Box, Limits
-from xray_runtime.sandboxes.remote import RemoteSandbox
 
 SOME = 2**16
 PLAIN = json.dumps({"scores": [0]}).encode()

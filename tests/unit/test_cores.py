@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from xray_runtime import cores
+from xray_runtime.kernel import cores
 
 NICE = """
 import os, threading
-from xray_runtime.cores import give_way
+from xray_runtime.kernel.cores import give_way
 held = threading.Event()
 threading.Thread(target=held.wait, daemon=True).start()
 os.nice(2)

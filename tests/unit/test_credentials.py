@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from xray.deployments.automations import webhook
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.credentials import api_key, hide_logins, strip_credentials, tracking_address
-from xray_runtime.lineage.provenance import variables
-from xray_runtime.lineage.reference import check_tracking_uri
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.credentials import api_key, hide_logins, strip_credentials, tracking_address
+from xray_runtime.kernel.history.reference import check_tracking_uri
+from xray_runtime.trust.provenance import variables
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xray_runtime.errors import may_retry, root_cause
+from xray_runtime.kernel.errors import may_retry, root_cause
 
 
 class Wrapper(Exception):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.gpus import has_driver
+from xray_runtime.kernel.gpus import has_driver
 
 
 @pytest.mark.parametrize(

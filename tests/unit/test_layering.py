@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -34,21 +35,21 @@ FORBIDDEN = {
     "xray_runtime/algorithms": {
         *("ray", "deepspeed", "megatron", "vllm", "transformers", "mlflow", "numpy", "pathlib", "os"),
     },
-    "xray_runtime/rewards": {"ray", "torch", "deepspeed", "megatron", "vllm", "transformers", "mlflow"},
-    "xray_runtime/planning": {"ray", "deepspeed", "megatron", "vllm", "mlflow"},
-    "xray_runtime/store": {"torch", "ray", "mlflow", "vllm", "deepspeed", "megatron", "transformers"},
+    "xray_runtime/rewards": {"ray", "deepspeed", "megatron", "vllm", "transformers", "mlflow"},
+    "xray_runtime/ops/planner": {"ray", "deepspeed", "megatron", "vllm", "mlflow"},
+    "xray_runtime/kernel/store": {"torch", "ray", "mlflow", "vllm", "deepspeed", "megatron", "transformers"},
 }
 """Folder → libraries that none of its files imports, and the names that packages of ours only have in the checkout."""
 
 OWNERS = {
-    "mlflow": {"xray_runtime/lineage", "xray_runtime/tracking"},
+    "mlflow": {"xray_runtime/kernel/tracking", "xray_runtime/live", "xray_runtime/trust"},
     "vllm": {"xray_runtime/engines/generators/vllm/"},
     "deepspeed": {"xray_runtime/engines/trainers/deepspeed/", "xray_runtime/engines/generators/deepspeed/"},
     "megatron": {"xray_runtime/engines/trainers/megatron/"},
-    "fsspec": {"xray_runtime/store/shared.py"},
+    "fsspec": {"xray_runtime/kernel/store/shared.py"},
     "peft": {"xray_runtime/models/adapters.py"},
-    "lm_eval": {"xray_runtime/evaluation/harness_task.py"},
-    "reasoning_gym": {"xray_runtime/environments/reasoning_gym.py"},
+    "lm_eval": {"xray_runtime/methods/lm_eval/body.py"},
+    "reasoning_gym": {"xray_runtime/agents/environments/reasoning_gym.py"},
 }
 """Heavy library → the only places that import it."""
 
@@ -153,93 +154,65 @@ def imports_of(files: dict[str, Path], typing: bool = False) -> dict[str, set[st
 
 def test_no_file_imports_itself_in_a_ring() -> None:
     files = modules()
-    assert {"xray.cli.commands.up", "xray.flows.audit", "xray.deployments.servers", "xray_runtime.files"} <= set(files)
+    assert {"xray.cli.commands.up", "xray.flows.audit", "xray.deployments.servers", "xray_runtime.kernel.files"} <= set(
+        files
+    )
     assert rings(imports_of(files)) == set()
 
 
 def test_a_ring_inside_functions_is_found(tmp_path: Path) -> None:
     files = modules()
     changed = tmp_path / "files.py"
-    text = files["xray_runtime.files"].read_text(encoding="utf-8")
-    changed.write_text(f"{text}\n\ndef later():\n    from xray_runtime.store.checkpoints import Store\n")
-    found = rings(imports_of(files | {"xray_runtime.files": changed}))
+    text = files["xray_runtime.kernel.files"].read_text(encoding="utf-8")
+    changed.write_text(f"{text}\n\ndef later():\n    from xray_runtime.kernel.store.checkpoints import Store\n")
+    found = rings(imports_of(files | {"xray_runtime.kernel.files": changed}))
     assert len(found) == 1
-    assert {"xray_runtime.files", "xray_runtime.store.checkpoints"} <= next(iter(found))
+    assert {"xray_runtime.kernel.files", "xray_runtime.kernel.store.checkpoints"} <= next(iter(found))
 
 
-LINEAGE = "xray_runtime.lineage"
-KERNEL = {
-    f"{LINEAGE}.{name}"
-    for name in ("audit_check", "evidence", "graph", "promotion_check", "prompts", "reference", "render")
-}
-"""What live services, tasks and methods may import of lineage: the history, and the protocols of what plugs in."""
-LIVE = {f"{LINEAGE}.{name}" for name in ("canary", "comparisons", "erasure", "recorded", "signed_files", "withdrawal")}
-LIVE |= {f"xray_runtime.audit_checks.{name}" for name in ("comparisons", "recorded")}
-LIVE_FOLDERS = ("xray_runtime.feedback.", "xray_runtime.serving.", "xray_runtime.promotion_checks.")
-TRUST_FOLDERS = (f"{LINEAGE}.", "xray_runtime.audit_checks.", "xray_runtime.attesters.")
-
-
-def extension(module: str) -> str:
-    """`live` (serving, recording, feedback), `trust` (signing, log, audit, promotion, replay), or neither."""
-    if module in LIVE or module.startswith(LIVE_FOLDERS):
-        return "live"
-    return "trust" if module.startswith(TRUST_FOLDERS) and module not in KERNEL else ""
-
-
-def against_extensions(imports: dict[str, set[str]]) -> set[tuple[str, str]]:
-    """(module, what it imports) where one extension imports the other, or a module below them imports either."""
-    return {
-        (name, other)
-        for name, others in imports.items()
-        if name.startswith(("xray_runtime.", "xray.tasks."))
-        for other in others
-        if extension(other) not in ("", extension(name))
-    }
-
-
-def test_live_and_trust_do_not_import_each_other_and_nothing_below_imports_them() -> None:
-    files = modules()
-    assert files.keys() >= KERNEL | LIVE
-    assert {extension(name) for name in files} == {"live", "trust", ""}
-    assert against_extensions(imports_of(files, typing=True)) == set()
-
-
-@pytest.mark.parametrize(
-    ("module", "imported"),
-    [
-        ("xray_runtime.serving.choice", "xray_runtime.lineage.signing"),
-        ("xray_runtime.lineage.recorded", "xray_runtime.lineage.log"),
-        ("xray_runtime.lineage.promotion", "xray_runtime.lineage.withdrawal"),
-        ("xray_runtime.lineage.graph", "xray_runtime.lineage.log"),
-        ("xray_runtime.rl.ppo", "xray_runtime.lineage.audit.checkpoints"),
-        ("xray.tasks.stage_job", "xray_runtime.lineage.keys"),
-    ],
-)
-@pytest.mark.parametrize("how", ["import {}", "if TYPE_CHECKING:\n    import {}", "def later():\n    import {}"])
-def test_an_import_against_the_extensions_is_found(module: str, imported: str, how: str) -> None:
-    files = modules()
-    text = files[module].read_text(encoding="utf-8")
-    imports = set(imported_modules(ast.parse(f"{text}\n{how.format(imported)}\n"), files, typing=True))
-    assert against_extensions({module: imports}) == {(module, imported)}
-
-
-def test_folders_keep_their_order(tmp_path: Path) -> None:
-    """The contracts in pyproject.toml hold; and an import against them breaks one."""
+def test_folders_keep_their_order() -> None:
+    """The contracts in pyproject.toml hold, also for what only type checkers import."""
     command = [sys.executable, ROOT / ".ci" / "tree.py", "lint-imports", "--no-cache"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    tables = SETTINGS["importlinter"]["contracts"]
-    lines = [
-        "[importlinter]",
-        "root_package = xray_runtime",
-        "[importlinter:contract:1]",
-        "name = turned",
-        "type = layers",
-    ]
-    lines += ["containers = xray_runtime", "layers =", *(f"    {layer}" for layer in reversed(tables[1]["layers"]))]
-    (tmp_path / "turned.ini").write_text("\n".join(lines))
-    turned = subprocess.run([*command, f"--config={tmp_path / 'turned.ini'}"], cwd=ROOT, capture_output=True, text=True)
-    assert turned.returncode == 1, turned.stdout
+    assert SETTINGS["importlinter"]["exclude_type_checking_imports"] is False
+    floors = SETTINGS["importlinter"]["contracts"][1]["layers"]
+    assert len(floors) <= 8
+    folders = {name for floor in floors for name in re.split(r" [|:] ", floor)}
+    assert folders == {path.parent.name for path in (ROOT / "xray_runtime").glob("*/__init__.py")}
+
+
+AGAINST = {
+    "a floor above": ("kernel/errors.py", "from xray_runtime.methods.sft import config"),
+    "a floor above, for types alone": (
+        "algorithms/kl.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from xray_runtime.methods.ppo.config import KLConfig",
+    ),
+    "another extension, in a function": (
+        "agents/gateway.py",
+        "def later() -> None:\n    from xray_runtime.ops.planner import search",
+    ),
+    "an extension, from below": ("methods/sft/body.py", "from xray_runtime.live import canary"),
+}
+"""A violation → the file, and what it would import."""
+
+
+@pytest.mark.parametrize(("file", "code"), AGAINST.values(), ids=AGAINST)
+def test_an_import_against_the_order_breaks_a_contract(file: str, code: str, tmp_path: Path) -> None:
+    """Each is put into a copy of the package."""
+    shutil.copytree(ROOT / "xray_runtime", tmp_path / "xray_runtime", ignore=shutil.ignore_patterns("__pycache__"))
+    changed = tmp_path / "xray_runtime" / file
+    changed.write_text(f"{changed.read_text(encoding='utf-8')}\n{code}\n", encoding="utf-8")
+    contract = SETTINGS["importlinter"]["contracts"][1]
+    lines = ["[importlinter]", "root_package = xray_runtime", "exclude_type_checking_imports = False"]
+    lines += ["[importlinter:contract:1]", "name = floors", "type = layers", "containers = xray_runtime"]
+    lines += [f"{key} =\n" + "\n".join(f"    {line}" for line in contract[key]) for key in ("layers", "ignore_imports")]
+    (tmp_path / "floors.ini").write_text("\n".join(lines), encoding="utf-8")
+    program = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([program, "--no-cache", "--config=floors.ini"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout
+    broken = file.removesuffix(".py").replace("/", ".")
+    assert f"xray_runtime.{broken} -> " in done.stdout
 
 
 @pytest.mark.parametrize(("folder", "names"), FORBIDDEN.items())
@@ -255,8 +228,8 @@ def test_nothing_is_imported_against_the_layers(folder: str, names: set[str]) ->
 PLUGS = ("xray_runtime.engines.trainers.", "xray_runtime.engines.generators.")
 NAMED = {
     # Serving is by vLLM, and a chat in this process by transformers.
-    ("xray_runtime.serving.replica", "xray_runtime.engines.generators.vllm.server"),
-    ("xray_runtime.feedback.chat_model", "xray_runtime.engines.generators.transformers.sampler"),
+    ("xray_runtime.live.serving.replica", "xray_runtime.engines.generators.vllm.server"),
+    ("xray_runtime.live.feedback.chat_model", "xray_runtime.engines.generators.transformers.sampler"),
     # One library, which trains and samples.
     ("xray_runtime.engines.generators.deepspeed.sampler", "xray_runtime.engines.trainers.deepspeed.setup"),
     ("xray_runtime.engines.generators.deepspeed.sampler", "xray_runtime.engines.generators.transformers.sampler"),
@@ -299,8 +272,8 @@ def test_a_hidden_argument_belongs_to_a_with_block() -> None:
     files = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in modules().values()}
     assert {name for name, text in files.items() if "ContextVar" in text} == {
         "tasks/command.py",
-        "xray_runtime/graph/current.py",
-        "xray_runtime/graph/planning.py",
+        "xray_runtime/kernel/graph/current.py",
+        "xray_runtime/kernel/graph/planning.py",
     }
 
 

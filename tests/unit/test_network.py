@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from xray_runtime import network
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.network import check_addresses, exempt_loopback, require_mlflow
+from xray_runtime.kernel import network
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.network import check_addresses, exempt_loopback, require_mlflow
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from xray_runtime import processes
-from xray_runtime.processes import TAG, kill_tagged, tagged, without_collection
+from xray_runtime.kernel import processes
+from xray_runtime.kernel.processes import TAG, kill_tagged, tagged, without_collection
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -33,7 +33,7 @@ print(child.pid, flush=True)
 # A run: starts its reaper, starts children of every kind, says their pids, and ends as its last line says.
 RUN = f"""
 import os, subprocess, sys, time
-from xray_runtime.processes import start_reaper
+from xray_runtime.kernel.processes import start_reaper
 print(start_reaper(), flush=True)
 def start(code):
     return subprocess.Popen([sys.executable, "-c", code], text=True, stdout=subprocess.PIPE)
@@ -106,7 +106,7 @@ def test_only_what_carries_the_tag_is_ended(start: Start) -> None:
 
 def test_who_asks_is_spared(start: Start) -> None:
     """The command tags itself, then cleans up after itself and still has to say how it went."""
-    code = "from xray_runtime.processes import kill_tagged, tagged; print(len(tagged('tag-c'))); kill_tagged('tag-c')"
+    code = "from xray_runtime.kernel.processes import *; print(len(tagged('tag-c'))); kill_tagged('tag-c')"
     process = start(code + "; print('still here')", "tag-c")
     assert (said(process), said(process)) == ("0", "still here")
 
@@ -133,7 +133,7 @@ def test_orphans_of_a_dead_child_are_found(start: Start) -> None:
 def begun(run: subprocess.Popen[str]) -> tuple[str, list[int], psutil.Process]:
     """(tag, pids of children, reaper) of a run that is up."""
     tag, pids = said(run), [int(pid) for pid in said(run).split()]
-    [reaper] = [p for p in psutil.Process(run.pid).children() if "xray_runtime.processes" in p.cmdline()]
+    [reaper] = [p for p in psutil.Process(run.pid).children() if "xray_runtime.kernel.processes" in p.cmdline()]
     assert all(map(alive, pids))
     assert {p.pid for p in tagged(tag)} == set(pids)
     return tag, pids, reaper
@@ -188,7 +188,7 @@ def test_output_goes_to_the_file_also_from_children(tmp_path: Path, start: Start
     path.write_text("what was there\n")
     code = f"""
 import os, pathlib, subprocess, sys
-from xray_runtime.processes import redirect_output
+from xray_runtime.kernel.processes import redirect_output
 print("before")  # still in Python's buffer: it belongs where output went until now
 redirect_output(pathlib.Path({str(path)!r}))
 print("from Python", flush=True)

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime import template_database
-from xray_runtime.template_database import copy_template
+from xray_runtime.kernel import template_database
+from xray_runtime.kernel.template_database import copy_template
 
 # Makes a database of two tables, slowly, and notes that it did; then says what is in its own copy.
 RACE = """
 import sqlite3, sys, time
 from pathlib import Path
-from xray_runtime.template_database import copy_template
+from xray_runtime.kernel.template_database import copy_template
 
 def make(path):
     with open("made", "a") as file:

@@ -8,7 +8,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from xray_runtime.terminal import print_indented, print_table
+from xray_runtime.kernel.terminal import print_indented, print_table
 
 COLUMNS = ("stage", "seconds", "why")
 ROWS = [

@@ -65,19 +65,23 @@ NEVER = {
 
 ALLOWED = {
     ("xray_runtime/data/gold.py", "importlib.import_module"): "what XRAY_ALLOWED_IMPORTS names, asked just before",
-    ("xray_runtime/graph/kind.py", "importlib.import_module"): "a kind's body, named in code that registered it",
-    ("xray_runtime/stages/kinds.py", "importlib.import_module"): "what the process that wrote a graph had imported, "
-    "through Ray from there (see test_kind.py)",
+    ("xray_runtime/kernel/graph/kind.py", "importlib.import_module"): "a kind's body, named in code that registered it",
+    (
+        "xray_runtime/kernel/graph/kinds.py",
+        "importlib.import_module",
+    ): "what the process that wrote a graph had imported, through Ray from there (see test_kind.py)",
     ("xray_runtime/rewards/code/reply.py", "compile"): "a reply's code, in a process that may compute and nothing else",
     ("xray_runtime/rewards/code/reply.py", "exec"): "as above",
     ("xray_runtime/rewards/code/judge.py", "compile"): "tests of a data set, in a process as of a reply's code",
     ("xray_runtime/rewards/code/judge.py", "exec"): "as above",
     ("xray_runtime/rewards/code/judge.py", "importlib.import_module"): "Python's own modules, in that process",
     ("xray_runtime/rewards/code/server.py", "importlib.import_module"): "Python's own modules",
-    ("xray_runtime/environments/worker.py", "importlib.import_module"): "as in data/gold.py: a graph asks for every "
-    "function that a kind names (see test_episodes.py)",
+    (
+        "xray_runtime/agents/environments/worker.py",
+        "importlib.import_module",
+    ): "as in data/gold.py: a graph asks for every function that a kind names (see test_episodes.py)",
     ("xray_runtime/agents/worker.py", "importlib.import_module"): "as for environments",
-    ("xray_runtime/sandboxes/call.py", "importlib.import_module"): "an agent's function, in its sandbox",
+    ("xray_runtime/agents/sandboxes/call.py", "importlib.import_module"): "an agent's function, in its sandbox",
     ("xray/__init__.py", "importlib.import_module"): "a table of its own",
     ("deployments/fork_server.py", "importlib.import_module"): "a list that stands beside it",
     ("deployments/local_services.py", "importlib.import_module"): "two names that stand beside it",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.lineage.audit_check import meanings
+from xray_runtime.kernel.history.audit_check import meanings
 
 pytestmark = pytest.mark.long
 

@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 
 from xray.cli.exit_codes import FAILED
-from xray_runtime.terminal import print_indented
+from xray_runtime.kernel.terminal import print_indented
 
 if TYPE_CHECKING:
-    from xray_runtime.lineage.audit.checkpoints import Audit
+    from xray_runtime.trust.audit.checkpoints import Audit
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def report(result: Audit, hashing: bool, as_json: bool, pages: Sequence[str] = (
     Args:
         pages: MLflow pages of the audited models.
     """
-    from xray_runtime.lineage.render import printable
+    from xray_runtime.kernel.history.render import printable
 
     if as_json:
         print(json.dumps(result.to_json() | {"pages": list(pages)}, indent=2))

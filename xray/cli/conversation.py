@@ -9,8 +9,8 @@ import typer
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from xray_runtime.config.lifecycle import LifecycleConfig
-    from xray_runtime.lineage.audit.checkpoints import Audit
+    from xray_runtime.methods.lifecycle import LifecycleConfig
+    from xray_runtime.trust.audit.checkpoints import Audit
 
 Temperature = Annotated[float | None, typer.Option(help="Sampling temperature. Default: the evaluation's.")]
 MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Longest reply in tokens. Default: the evaluation's.")]
@@ -23,7 +23,7 @@ def sampling_of(config: LifecycleConfig, temperature: float | None, max_new_toke
     Raises:
         ConfigError: the temperature is not above 0.
     """
-    from xray_runtime.config.validation import ConfigError
+    from xray_runtime.kernel.config.validation import ConfigError
 
     if temperature is not None and not 0 < temperature < float("inf"):
         raise ConfigError(f"--temperature: {temperature:g} is not allowed: must be greater than 0")
@@ -32,7 +32,7 @@ def sampling_of(config: LifecycleConfig, temperature: float | None, max_new_toke
 
 def audit_summary(result: Audit) -> Text:
     """An audit in one line."""
-    from xray_runtime.lineage.render import printable
+    from xray_runtime.kernel.history.render import printable
 
     if result.is_sound:
         return Text(f"audit: sound, {result.checkpoints} checkpoints, {result.files} files", style="green")
@@ -43,7 +43,7 @@ def audit_summary(result: Audit) -> Text:
 
 def shown(text: str) -> str:
     """A model's text without control characters that could move the cursor or colour the terminal."""
-    from xray_runtime.lineage.render import printable
+    from xray_runtime.kernel.history.render import printable
 
     return "\n".join(printable(line) for line in text.split("\n"))
 

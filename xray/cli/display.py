@@ -22,12 +22,12 @@ from rich.progress import (
 
 from xray.deployments.patience import NotUpError
 from xray.tasks.summary import evaluation_rows
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.credentials import tracking_address
-from xray_runtime.errors import root_cause
-from xray_runtime.report.rendering import computed_text
-from xray_runtime.terminal import print_indented, print_table
-from xray_runtime.tracking.registry import own_store
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.credentials import tracking_address
+from xray_runtime.kernel.errors import root_cause
+from xray_runtime.kernel.report.rendering import computed_text
+from xray_runtime.kernel.terminal import print_indented, print_table
+from xray_runtime.kernel.tracking.registry import own_store
 
 if TYPE_CHECKING:
     from xray.flows.trial import TrialRun

@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from xray.cli.exit_codes import BAD_INPUT, FAILED
-from xray_runtime.errors import root_cause
+from xray_runtime.kernel.errors import root_cause
 
 
 def report_error(error: Exception) -> int:
     """Print why a command failed, in one line; returns its exit code."""
     from xray.deployments.patience import NotUpError
-    from xray_runtime.config.validation import ConfigError
+    from xray_runtime.kernel.config.validation import ConfigError
 
     if isinstance(error, ConfigError | OSError):
         print_error("error", str(error))
@@ -37,7 +37,7 @@ def report_error(error: Exception) -> int:
 @contextlib.contextmanager
 def root_cause_only(hint: str = "") -> Iterator[None]:
     """Turn an exception of a flow or an actor into one line with its root cause. Bad input passes through."""
-    from xray_runtime.config.validation import ConfigError
+    from xray_runtime.kernel.config.validation import ConfigError
 
     try:
         yield

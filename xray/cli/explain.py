@@ -11,21 +11,21 @@ from typing import Any
 from rich.console import Console
 
 from xray.flows.subject import Subject
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.graph.graph import Graph, StageCall
-from xray_runtime.graph.stage_identity import identify
-from xray_runtime.lineage.adopt import sha256_of
-from xray_runtime.lineage.attestation import open_store
-from xray_runtime.lineage.diff import changed
-from xray_runtime.planning.auto import choose_layouts
-from xray_runtime.planning.workload import local_node, this_machine
-from xray_runtime.store.checkpoints import CHECKPOINTS, read_manifest
-from xray_runtime.store.digest_memory import DIGESTS, DigestMemory
-from xray_runtime.store.identity import Identity
-from xray_runtime.store.manifest import MANIFEST, Manifest
-from xray_runtime.store.shared import open_shared
-from xray_runtime.terminal import print_table
-from xray_runtime.workers.device import local_device
+from xray_runtime.cluster.device import local_device
+from xray_runtime.cluster.pool.machine import local_node, this_machine
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph.graph import Graph, StageCall
+from xray_runtime.kernel.graph.stage_identity import identify
+from xray_runtime.kernel.store.checkpoints import CHECKPOINTS, read_manifest
+from xray_runtime.kernel.store.digest_memory import DIGESTS, DigestMemory
+from xray_runtime.kernel.store.identity import Identity
+from xray_runtime.kernel.store.manifest import MANIFEST, Manifest
+from xray_runtime.kernel.store.shared import open_shared
+from xray_runtime.kernel.terminal import print_table
+from xray_runtime.ops.planner.auto import choose_layouts
+from xray_runtime.trust.adopt import sha256_of
+from xray_runtime.trust.attestation import open_store
+from xray_runtime.trust.diff import changed
 
 MAX_SHOWN = 6
 

@@ -16,7 +16,7 @@ from typer.exceptions import TyperException
 
 from xray.cli.errors import print_error, report_error
 from xray.cli.exit_codes import BAD_INPUT
-from xray_runtime.config.plugs import Registry
+from xray_runtime.kernel.plugs import Registry
 
 if TYPE_CHECKING:
     from typer._click import Command, Context

@@ -14,7 +14,7 @@ app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pret
 @app.callback()
 def _root() -> None:
     """X-ray: the whole life of an RLHF model as one auditable workflow."""
-    from xray_runtime.processes import tighten_umask
+    from xray_runtime.kernel.processes import tighten_umask
 
     tighten_umask()
 

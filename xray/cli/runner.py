@@ -23,8 +23,8 @@ from xray.deployments.local_services import LOST, Health, services
 from xray.deployments.patience import NotUpError
 from xray.deployments.quiet import quiet_environment
 from xray.tasks.command import Command, commanded
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.errors import root_cause
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.errors import root_cause
 
 if TYPE_CHECKING:
     from xray.tasks.workspace import Workspace

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xray.flows.subject import add_working_directory
-from xray_runtime.config.loading import parse_overrides
-from xray_runtime.config.serving import RecordingConfig
-from xray_runtime.config.validation import ConfigError, validate_as
+from xray_runtime.kernel.config.loading import parse_overrides
+from xray_runtime.kernel.config.validation import ConfigError, validate_as
+from xray_runtime.live.serving.config import RecordingConfig
 
 if TYPE_CHECKING:
-    from xray_runtime.lineage.reference import LineageStore
-    from xray_runtime.serving.recorder import RecorderHandle
+    from xray_runtime.kernel.history.reference import LineageStore
+    from xray_runtime.live.serving.recorder import RecorderHandle
 
 FEEDBACK_KEYS = "XRAY_FEEDBACK_KEYS"
 """`APPLICATION=KEY` pairs, separated by commas: the applications that may send feedback."""
@@ -48,7 +48,7 @@ def recording_options(record: bool, fields: Sequence[str], inference_key: str | 
 
 
 def _applications(text: str, inference_key: str | None) -> dict[str, str]:
-    from xray_runtime.serving.middleware import key_digest
+    from xray_runtime.live.serving.middleware import key_digest
 
     found: dict[str, str] = {}
     for pair in filter(None, (part.strip() for part in text.split(","))):
@@ -66,7 +66,7 @@ def _applications(text: str, inference_key: str | None) -> dict[str, str]:
 def _redaction(config: RecordingConfig) -> dict[str, str]:
     """Module → digest of the code of the redaction."""
     from xray_runtime.data.gold import import_function
-    from xray_runtime.store.code_digest import function_code
+    from xray_runtime.kernel.store.code_digest import function_code
 
     if config.redact is None:
         return {}
@@ -79,19 +79,19 @@ def _redaction(config: RecordingConfig) -> dict[str, str]:
 
 def recording_lock(recording: Recording | None, store: LineageStore) -> contextlib.AbstractContextManager[object]:
     """One command records into an output directory at a time. Raises ConfigError where another one does."""
-    from xray_runtime.lineage.recorded import recorded_lock
+    from xray_runtime.kernel.history.recorded import recorded_lock
 
     return contextlib.nullcontext() if recording is None else recorded_lock(store.output)
 
 
 def start(recording: Recording, store: LineageStore, logs: Path) -> RecorderHandle:
     """Start the recorder, once what is there was checked. Raises NotServedError if it is not sound."""
-    from xray_runtime.audit_checks.recorded import check_recorded
-    from xray_runtime.lineage.audit_check import read_log
-    from xray_runtime.lineage.keys import trusted_keys
-    from xray_runtime.lineage.signing import Verifier, signing_key
-    from xray_runtime.serving import NotServedError
-    from xray_runtime.serving.recorder import RecorderSettings, start_recorder
+    from xray_runtime.kernel.history.audit_check import read_log
+    from xray_runtime.live.serving import NotServedError
+    from xray_runtime.live.serving.recorder import RecorderSettings, start_recorder
+    from xray_runtime.trust.audit.checks.recorded import check_recorded
+    from xray_runtime.trust.keys import trusted_keys
+    from xray_runtime.trust.signing import Verifier, signing_key
 
     private = signing_key(store.output)
     verifier = Verifier(trusted_keys(store.output))

@@ -11,7 +11,7 @@ import typer
 
 from xray.cli.exit_codes import INTERRUPTED
 from xray.deployments.server_home import ServerHome, State
-from xray_runtime.terminal import say
+from xray_runtime.kernel.terminal import say
 
 Where = Annotated[
     Path | None, typer.Option(help="Server home: the directory of its files. Default: XRAY_HOME, else ~/.xray.")

@@ -25,11 +25,11 @@ from xray.deployments.local_services import LOST
 from xray.flows.subject import Subject
 from xray.tasks.lost_runs import close_lost_runs, command_to_close, outputs_in
 from xray.tasks.output_directory import resume_point
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.cores import load
-from xray_runtime.files import write_atomic
-from xray_runtime.network import check_addresses
-from xray_runtime.processes import end_well, kill_tagged, start_reaper
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.cores import load
+from xray_runtime.kernel.files import write_atomic
+from xray_runtime.kernel.network import check_addresses
+from xray_runtime.kernel.processes import end_well, kill_tagged, start_reaper
 
 POLL_SECONDS = 0.2
 

@@ -14,9 +14,9 @@ from starlette.exceptions import HTTPException
 
 from xray.studio.access import Access, Fields
 from xray.studio.studio import Studio, page
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.errors import first_line
-from xray_runtime.lineage.gates import NotPromoted
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.errors import first_line
+from xray_runtime.trust.gates import NotPromoted
 
 log = logging.getLogger(__name__)
 

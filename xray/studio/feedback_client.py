@@ -7,9 +7,9 @@ from typing import Any
 
 import httpx
 
-from xray_runtime.bounded_http import PLAIN, read
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.feedback.recorded_review import RecordedAnswer
+from xray_runtime.kernel.bounded_http import PLAIN, read
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.live.feedback.recorded_review import RecordedAnswer
 
 SECONDS = 15.0
 

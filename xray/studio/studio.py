@@ -15,12 +15,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
-from xray_runtime.config.plugs import Registry
-from xray_runtime.evidence.log import view
-from xray_runtime.lineage.audit.checkpoints import Audit, audit
-from xray_runtime.lineage.reference import LineageStore, open_lineage_store
-from xray_runtime.report.rendering import template
-from xray_runtime.store.checkpoints import CHECKPOINTS
+from xray_runtime.kernel.evidence.log import view
+from xray_runtime.kernel.history.reference import LineageStore, open_lineage_store
+from xray_runtime.kernel.plugs import Registry
+from xray_runtime.kernel.report.rendering import template
+from xray_runtime.kernel.store.checkpoints import CHECKPOINTS
+from xray_runtime.trust.audit.checkpoints import Audit, audit
 
 log = logging.getLogger(__name__)
 

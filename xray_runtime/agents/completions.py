@@ -7,7 +7,7 @@ from typing import Any
 
 from xray_runtime.agents.chat import Event, usage
 from xray_runtime.agents.request import MAX_CHOICES, Reader, RefusedError, Reply, Request
-from xray_runtime.errors import shown
+from xray_runtime.kernel.errors import shown
 
 
 def read(body: Any, temperature: float) -> Request:

@@ -24,7 +24,7 @@ from xray_runtime.agents.threads import in_thread
 from xray_runtime.data.chat_format import ChatFormat
 from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.engines.sampling import Sampling
-from xray_runtime.errors import shown
+from xray_runtime.kernel.errors import shown
 from xray_runtime.rewards.source import MAX_NAMES
 
 COUNTS = ("calls", "retries", "refused", "cancelled", "left_out", "unanswered")

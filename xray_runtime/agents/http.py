@@ -24,7 +24,7 @@ from xray_runtime.agents.request import OVER, RefusedError, Reply, Request
 from xray_runtime.agents.sampler import GeneratorFailedError
 from xray_runtime.agents.spans import Spans, note_error, note_replies, note_request
 from xray_runtime.agents.threads import in_thread
-from xray_runtime.request_bodies import parse_body
+from xray_runtime.kernel.request_bodies import parse_body
 
 log = logging.getLogger(__name__)
 

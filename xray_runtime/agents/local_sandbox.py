@@ -14,9 +14,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from xray_runtime.agents.outcomes import then
+from xray_runtime.agents.sandboxes.base import Box, Ended, Program
 from xray_runtime.agents.supervisor import AgentWorker
-from xray_runtime.sandboxes.base import Box, Ended, Program
-from xray_runtime.sandboxes.confine import (
+from xray_runtime.kernel.confine.confine import (
     EXTRA_PROCESSES,
     OWN_ROOM,
     Confinement,
@@ -37,7 +37,7 @@ class _Started:
 
 
 class LocalSandbox:
-    """`sandboxes.base.Sandbox`.
+    """`agents.sandboxes.base.Sandbox`.
 
     Args:
         log_path: file for what programs write to their standard error.

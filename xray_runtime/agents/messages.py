@@ -8,7 +8,7 @@ from typing import Any
 
 from xray_runtime.agents.chat import Event
 from xray_runtime.agents.request import Reader, RefusedError, Reply, Request, text_of
-from xray_runtime.errors import shown
+from xray_runtime.kernel.errors import shown
 
 FINISHES = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 UNREAD = ("thinking", "redacted_thinking")

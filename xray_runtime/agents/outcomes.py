@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from xray_runtime.agents.posted import Posted, read_posted
-from xray_runtime.sandboxes.base import Ended
+from xray_runtime.agents.sandboxes.base import Ended
 
 T = TypeVar("T")
 U = TypeVar("U")

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from xray_runtime.errors import shown
+from xray_runtime.kernel.errors import shown
 from xray_runtime.rewards.source import MAX_NAMES, METRIC_NAME, as_bounded, must_be_bounded
 
 FIELDS = ("value", "final", "info", "unusable")

@@ -15,7 +15,7 @@ from typing import Any
 from xray_runtime.data.chat_format import HERMES
 from xray_runtime.data.messages import read_messages, read_tools
 from xray_runtime.data.pairs import Messages
-from xray_runtime.errors import shown
+from xray_runtime.kernel.errors import shown
 
 IGNORED = frozenset(
     (

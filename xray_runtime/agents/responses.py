@@ -8,7 +8,7 @@ from typing import Any
 
 from xray_runtime.agents.chat import Event
 from xray_runtime.agents.request import Reader, RefusedError, Reply, Request, text_of
-from xray_runtime.errors import shown
+from xray_runtime.kernel.errors import shown
 
 TEXTS = ("input_text", "output_text", "text")
 

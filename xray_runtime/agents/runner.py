@@ -16,14 +16,14 @@ import httpx
 
 from xray_runtime.agents.local_sandbox import LocalSandbox
 from xray_runtime.agents.outcomes import Outcome, outcome_of, outcome_of_command, outcome_of_function, then
+from xray_runtime.agents.sandboxes import call
+from xray_runtime.agents.sandboxes.base import Box, Limits, Program, Sandbox
+from xray_runtime.agents.sandboxes.remote import RemoteSandbox
 from xray_runtime.agents.supervisor import AgentWorker
-from xray_runtime.bounded_http import PLAIN, AnswerError, parsed, read
-from xray_runtime.config.allowed_commands import check_agent
-from xray_runtime.config.environment import AgentConfig
+from xray_runtime.kernel.bounded_http import PLAIN, AnswerError, parsed, read
+from xray_runtime.methods.common.allowed_commands import check_agent
+from xray_runtime.methods.common.environment import AgentConfig
 from xray_runtime.rewards.source import described
-from xray_runtime.sandboxes import call
-from xray_runtime.sandboxes.base import Box, Limits, Program, Sandbox
-from xray_runtime.sandboxes.remote import RemoteSandbox
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from typing import Any
 from xray_runtime.agents.request import Request
 from xray_runtime.data.chat_format import ChatFormat
 from xray_runtime.data.pairs import Messages
+from xray_runtime.methods.common.sampling.agent_rows import Row
 
 VOLATILE = re.compile(
     r"\b\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d:?\d\d)?)?\b|\b\d\d:\d\d:\d\d(?:\.\d+)?\b"
@@ -199,19 +200,6 @@ def _tools(request: Request) -> str:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class Row:
-    """One branch of an episode, to train on."""
-
-    prompt: list[int]
-    """Tokens before the first reply of the branch; without loss."""
-    ids: list[int]
-    """Replies, and the observations between them. These three are of one length."""
-    logprobs: list[float]
-    sampled: list[bool]
-    """True: in the loss."""
 
 
 def rows(calls: Sequence[Call], trained: frozenset[str]) -> list[Row]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import xray_runtime
 from xray_runtime.agents import worker
-from xray_runtime.cores import load
+from xray_runtime.kernel.cores import load
 
 log = logging.getLogger(__name__)
 

@@ -33,10 +33,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from xray_runtime.agents.environments.worker import end_with, in_short
 from xray_runtime.agents.process_tree import SET_DEATH_SIGNAL, SET_SUBREAPER, children, descendants, kill_trees, prctl
-from xray_runtime.environments.worker import end_with, in_short
+from xray_runtime.kernel.confine.confine import DOOR
 from xray_runtime.rewards.source import described
-from xray_runtime.sandboxes.confine import DOOR
 
 TICK_S = 0.2
 """How often time and processes are checked."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from xray_runtime.algorithms.estimators import AdvantageEstimator, AdvantageInputs, estimate
 from xray_runtime.algorithms.losses import PolicyLoss, PolicyLossInputs, token_loss
-from xray_runtime.errors import first_line
+from xray_runtime.kernel.errors import first_line
 
 LENGTHS = (4, 1, 3, 4, 2, 3, 3, 4)
 """Response tokens of the eight replies that are tried: two to each of four prompts."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from xray_runtime.errors import NonFiniteError
+from xray_runtime.kernel.errors import NonFiniteError
 
 KLEstimator = Literal["k1", "k2", "k3"]
 LOG_RATIO_BOUND = 20.0

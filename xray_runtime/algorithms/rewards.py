@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from xray_runtime.errors import NonFiniteError
+from xray_runtime.kernel.errors import NonFiniteError
 
 
 @dataclass(frozen=True)

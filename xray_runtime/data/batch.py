@@ -214,7 +214,7 @@ class StepAnswer:
     """A model's answer to one optimizer step."""
 
     sums: dict[str, float]
-    """Sums over the rows, `grad_norm`, and more; `training.steps.read_step` reads them."""
+    """Sums over the rows, `grad_norm`, and more; `methods.common.training.steps.read_step` reads them."""
     scores: Scores
     """Columns that the objective gives back, where it has any."""
 

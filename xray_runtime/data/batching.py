@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from xray_runtime.seeding import derive_seed
+from xray_runtime.kernel.seeding import derive_seed
 
 ROUNDS = 12
 """Rounds of `permuted`: four suffice for random functions; ours are simpler, and small N need more to be uniform."""

@@ -14,15 +14,7 @@ from typing import Any, Generic, Self
 import numpy as np
 from typing_extensions import TypeVar
 
-from xray_runtime.data.ragged import (
-    A,
-    B,
-    Ragged,
-    join_column,
-    load_columns,
-    non_finite,
-    save_columns,
-)
+from xray_runtime.data.ragged import A, B, Ragged, join_column, load_columns, non_finite, save_columns
 
 K = TypeVar("K", bound="Batch[Any]")
 

@@ -26,8 +26,8 @@ def listed(name: str, shape: str, dtype: str, writer: str, readers: str, meaning
     return column
 
 
-_POLICY, _CRITIC = "models.ppo_objectives", "models.ppo_objectives, critic"
-_WRITER, _PAGES = "rl.ledger_writer", "data.ledger"
+_POLICY, _CRITIC = "methods.ppo.objectives", "methods.ppo.objectives, critic"
+_WRITER, _PAGES = "methods.ppo.ledger_writer", "data.ledger"
 LEDGER = (
     listed("iteration", "[B]", "int32", _WRITER, _PAGES, "from 0"),
     listed("row", "[B]", "int32", _WRITER, _PAGES, "`id` above"),
@@ -43,7 +43,7 @@ LEDGER = (
     listed("ref_logprobs", "[B, R]", "float", _WRITER, _PAGES, "as above"),
     listed("turns", "[B]", "int32", _WRITER, _PAGES, "of episodes"),
     listed("info", "[B]", "string", _WRITER, _PAGES, "of episodes"),
-    listed("answers", "[B]", "string", _WRITER, "lineage.replay", "of episodes; absent if tokens are hashed"),
+    listed("answers", "[B]", "string", _WRITER, "trust.replay", "of episodes; absent if tokens are hashed"),
     listed("response_mask", "[B, R]", "bool", _WRITER, _PAGES, "of episodes"),
     listed("turn_rewards", "[B, R]", "float", _WRITER, _PAGES, "of episodes"),
     listed("score/SOURCE", "[B]", "float", _WRITER, _PAGES, "NaN: failed; null: does not apply"),
@@ -59,49 +59,95 @@ LEDGER = (
 each list column C, and `C_mean` is the mean of a column of numbers."""
 
 TOTALS = (
-    listed("tokens", "number", "float", "training, rl.update", "models.objectives", "response tokens that count"),
-    listed("rows", "number", "float", "training, rl.update", "models.objectives", "rows of the step"),
-    listed("pairs", "number", "float", "training.dpo", "models.preference_objectives", "pairs of the step"),
-    listed("kl_coef", "number", "float", "rl.update", _POLICY, "weight of a KL in the loss"),
-    listed("baseline", "number", "float", "training.kto", "models.preference_objectives", "KTO's z"),
+    listed(
+        "tokens", "number", "float", "training, methods.ppo.update", "models.objectives", "response tokens that count"
+    ),
+    listed("rows", "number", "float", "training, methods.ppo.update", "models.objectives", "rows of the step"),
+    listed("pairs", "number", "float", "methods.dpo.body", "methods.common.preference_objectives", "pairs of the step"),
+    listed("kl_coef", "number", "float", "methods.ppo.update", _POLICY, "weight of a KL in the loss"),
+    listed("baseline", "number", "float", "methods.kto.body", "methods.common.preference_objectives", "KTO's z"),
 )
-"""`training.steps.StepTotals`: inputs of a step, over all its rows."""
+"""`methods.common.training.steps.StepTotals`: inputs of a step, over all its rows."""
 
 STATISTICS = (
-    listed("grad_norm", "number", "float", "engines.trainers", "training, rl.metrics", "before clipping"),
-    listed("refused_by", "number", "int", "workers.whole_model", "training.finite", "rank with a non-finite loss"),
-    listed("computed_tokens", "number", "float", "workers.learner", "training, rl.metrics", "shared prompts once"),
-    listed("nll", "number", "float", "models.objectives", "training.sft", "sum over tokens"),
+    listed("grad_norm", "number", "float", "engines.trainers", "training, methods.ppo.metrics", "before clipping"),
+    listed(
+        "refused_by",
+        "number",
+        "int",
+        "cluster.whole_model",
+        "methods.common.training.finite",
+        "rank with a non-finite loss",
+    ),
+    listed(
+        "computed_tokens", "number", "float", "cluster.learner", "training, methods.ppo.metrics", "shared prompts once"
+    ),
+    listed("nll", "number", "float", "models.objectives", "methods.sft.body", "sum over tokens"),
     listed("loss", "number", "float", "models", "training", "sum over rows or pairs"),
     listed("correct", "number", "float", "models", "training", "pairs in the right order; ties half"),
-    listed("margin", "number", "float", "models.preference_objectives", "training.dpo", "chosen minus rejected reward"),
-    listed("chosen_logprobs", "number", "float", "models.preference_objectives", "training.dpo", "sum over pairs"),
-    listed("rejected_logprobs", "number", "float", "models.preference_objectives", "training.dpo", "sum over pairs"),
-    listed("desirable_rewards", "number", "float", "models.preference_objectives", "training.kto", "sum over rows"),
-    listed("undesirable_rewards", "number", "float", "models.preference_objectives", "training.kto", "sum over rows"),
-    listed("policy_loss", "number", "float", _POLICY, "rl.metrics", "sum over tokens"),
-    listed("entropy_sum", "number", "float", _POLICY, "rl.metrics", "sum over tokens"),
-    listed("clip_count", "number", "float", _POLICY, "rl.metrics", "tokens whose ratio was clipped"),
-    listed("dual_clip_count", "number", "float", _POLICY, "rl.metrics", "tokens that `dual_clip` clipped"),
+    listed(
+        "margin",
+        "number",
+        "float",
+        "methods.common.preference_objectives",
+        "methods.dpo.body",
+        "chosen minus rejected reward",
+    ),
+    listed(
+        "chosen_logprobs",
+        "number",
+        "float",
+        "methods.common.preference_objectives",
+        "methods.dpo.body",
+        "sum over pairs",
+    ),
+    listed(
+        "rejected_logprobs",
+        "number",
+        "float",
+        "methods.common.preference_objectives",
+        "methods.dpo.body",
+        "sum over pairs",
+    ),
+    listed(
+        "desirable_rewards",
+        "number",
+        "float",
+        "methods.common.preference_objectives",
+        "methods.kto.body",
+        "sum over rows",
+    ),
+    listed(
+        "undesirable_rewards",
+        "number",
+        "float",
+        "methods.common.preference_objectives",
+        "methods.kto.body",
+        "sum over rows",
+    ),
+    listed("policy_loss", "number", "float", _POLICY, "methods.ppo.metrics", "sum over tokens"),
+    listed("entropy_sum", "number", "float", _POLICY, "methods.ppo.metrics", "sum over tokens"),
+    listed("clip_count", "number", "float", _POLICY, "methods.ppo.metrics", "tokens whose ratio was clipped"),
+    listed("dual_clip_count", "number", "float", _POLICY, "methods.ppo.metrics", "tokens that `dual_clip` clipped"),
     listed(
         "approx_kl_sum",
         "number",
         "float",
-        "models.ppo_objectives",
-        "rl.update",
+        "methods.ppo.objectives",
+        "methods.ppo.update",
         "KL to the policy before the update, by k3",
     ),
-    listed("value_loss", "number", "float", _CRITIC, "rl.metrics", "sum over tokens"),
+    listed("value_loss", "number", "float", _CRITIC, "methods.ppo.metrics", "sum over tokens"),
     listed(
         "value_clip_count",
         "number",
         "float",
-        "models.ppo_objectives, critic",
-        "rl.metrics",
+        "methods.ppo.objectives, critic",
+        "methods.ppo.metrics",
         "tokens whose value was clipped",
     ),
 )
-"""`training.steps.StepStatistics`: outputs of a step, over all its rows."""
+"""`methods.common.training.steps.StepStatistics`: outputs of a step, over all its rows."""
 
 
 def _own(kind: type[Batch[Any]]) -> tuple[Column, ...]:

@@ -23,7 +23,7 @@ from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.pairs import Example, Messages, Pairs
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokens import IDS, SHARD_ROWS, Report, Shard, by_pair, in_shards, joined, stored
-from xray_runtime.store.seal import Seal
+from xray_runtime.kernel.store.seal import Seal
 
 PROMPT, REPLY = "prompt_too_long", "reply_too_long"
 """Reasons to skip a reply: its prompt, or the reply itself, is too long."""

@@ -10,11 +10,11 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
-from xray_runtime.config.allowed_imports import check_import
-from xray_runtime.config.sources import BUILT_IN_GOLD
-from xray_runtime.data.arguments import FIELDS, Arguments
 from xray_runtime.data.reasoning import answers_of
-from xray_runtime.errors import shown
+from xray_runtime.kernel.arguments import FIELDS, Arguments
+from xray_runtime.kernel.config.allowed_imports import check_import
+from xray_runtime.kernel.config.sources import BUILT_IN_GOLD
+from xray_runtime.kernel.errors import shown
 
 GoldScore = Callable[[Sequence[str], Sequence[str]], list[float]]
 """(prompt texts, replies) → one score per reply; higher is better."""

@@ -23,8 +23,8 @@ from xray_runtime.data.agent_conversations import conversation, conversation_tex
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.data.tokenizing import decode_prompts, decode_replies, decode_reply, own_text, transcript
-from xray_runtime.errors import first_line
-from xray_runtime.files import write_atomic
+from xray_runtime.kernel.errors import first_line
+from xray_runtime.kernel.files import write_atomic
 
 TOKENS = ("prompt_ids", "reply_ids")
 NUMBERS = ("rollout_logprobs", "logprobs", "ref_logprobs", "advantages", "weights")

@@ -11,10 +11,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from xray_runtime.data.json_values import check_json, parse_json, type_of, without_nulls
-from xray_runtime.data.keys import LEARNED, NEUTRAL, REASONING, REFUSED_KEYS, Unread, is_learned, refuse_keys
 from xray_runtime.data.pairs import Messages, reply_message
-from xray_runtime.errors import shown
+from xray_runtime.data.reading.json_values import check_json, parse_json, type_of, without_nulls
+from xray_runtime.data.reading.keys import LEARNED, NEUTRAL, REASONING, REFUSED_KEYS, Unread, is_learned, refuse_keys
+from xray_runtime.kernel.errors import shown
 
 ROLES = ("system", "user", "assistant", "tool")
 ASKING = ("user", "tool")

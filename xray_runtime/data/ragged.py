@@ -1,7 +1,7 @@
 """Rows of different lengths without padding, and files of columns.
 
 Numpy, not torch: Ray maps numpy arrays from its object store without a copy, and a proxy need not import torch. A
-micro-batch holds the same columns as tensors (`workers.micro_batches`).
+micro-batch holds the same columns as tensors (`cluster.micro_batches`).
 """
 
 from __future__ import annotations

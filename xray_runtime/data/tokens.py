@@ -17,13 +17,13 @@ import pyarrow as pa
 import xxhash
 
 from xray_runtime.data.batch import PairBatch, TextBatch
-from xray_runtime.data.derived import Derived
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, without_reasoning
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.text_set import DIGEST
 from xray_runtime.data.tokenizing import encode_prompts, encode_replies_to
-from xray_runtime.store.identity import digest, file_sha256
-from xray_runtime.store.seal import Seal
+from xray_runtime.kernel.store.derived import Derived
+from xray_runtime.kernel.store.identity import digest, file_sha256
+from xray_runtime.kernel.store.seal import Seal
 
 ENDING = ".arrow"
 SHARD_ROWS = 8192

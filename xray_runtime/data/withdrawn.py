@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from xray_runtime.data.pairs import Messages
-from xray_runtime.files import write_atomic
+from xray_runtime.kernel.files import write_atomic
 
 FOLDER, TEXTS = "withdrawn", "texts.json"
 """Below the output directory."""

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from xray_runtime.config.layouts import GeneratorConfig
-from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.data.batch import ReplyBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.generator import generator
+from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sampling import EngineRank, Reply, Sampling
 from xray_runtime.engines.sync.versioned import VersionedWeights
+from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.models.weight_files import weight_files
 
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from xray_runtime.config.capabilities import Transport
-from xray_runtime.config.layouts import GENERATORS, GeneratorConfig, GeneratorPlug
+from xray_runtime.engines.capabilities import Transport
+from xray_runtime.engines.layouts import GENERATORS, GeneratorConfig, GeneratorPlug
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from xray_runtime.config.runtime import RuntimeConfig
     from xray_runtime.engines.sampling import EngineRank, Sampler
+    from xray_runtime.kernel.config.section import RuntimeConfig
 
 
 class MemoryPool(Protocol):

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-from xray_runtime.config.layouts import GENERATORS, able
 from xray_runtime.engines.generator import MemoryPool, generator
+from xray_runtime.engines.layouts import GENERATORS, able
 
 TAG = "training"
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from xray_runtime.config.sampling import SamplingConfig
+from xray_runtime.engines.sampling_config import SamplingConfig
 from xray_runtime.engines.sync.versioned import Tensors
 
 

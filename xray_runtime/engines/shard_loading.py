@@ -14,11 +14,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from xray_runtime.engines.states import hugging_face_name
+from xray_runtime.kernel.signs import part_done
 from xray_runtime.models.causal_lm import load_model, saved_shapes, skeleton
 from xray_runtime.models.family import Parts
 from xray_runtime.models.heads import BorrowedHead, HeadedLM
 from xray_runtime.models.weight_files import MappedFiles, read_tensor, weight_files
-from xray_runtime.signs import part_done
 
 SMALL = 100_000
 """Elements up to which rank 0 reads a parameter for all: below ZeRO-3's limit every rank may keep it whole."""

@@ -1,6 +1,6 @@
 """A trained model on disk, independent of its layout: pieces of float32 tensors by Hugging Face name.
 
-Every rank writes one shard (see `store.shards`) with its pieces of `weight/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME`,
+Every rank writes one shard (see `shards`) with its pieces of `weight/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME`,
 so that each element is in one shard, and hashes it as it writes. Under any layout a rank reads only the byte ranges of
 what it holds.
 """
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from xray_runtime.algorithms.finite import all_finite
-from xray_runtime.errors import NonFiniteError
-from xray_runtime.files import write_atomic
+from xray_runtime.kernel.errors import NonFiniteError
+from xray_runtime.kernel.files import write_atomic
+from xray_runtime.kernel.signs import part_done
+from xray_runtime.kernel.store.shards import Piece, Shard, index_path, overlaps, read_shards
 from xray_runtime.models.tensor_file import float32_header
-from xray_runtime.signs import part_done
-from xray_runtime.store.shards import Piece, Shard, index_path, overlaps, read_shards
 
 WEIGHT = "weight"
 BYTES = 4

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from xray_runtime.config.layouts import LayoutConfig
+from xray_runtime.engines.layouts import LayoutConfig
 
 
 @dataclass(frozen=True)

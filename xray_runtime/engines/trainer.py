@@ -2,7 +2,7 @@
 
 A trainer is a folder in `trainers`, or an entry point of the group `xray.trainers`. Its module is light: it declares
 the config's fields and what the trainer can do, and imports its library in functions. At module level it imports
-`config.layouts`, `config.capabilities` and this module, and nothing else of X-ray: configs are read after it.
+`engines.layouts`, `engines.capabilities` and this module, and nothing else of X-ray: configs are read after it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from xray_runtime.config.layouts import TRAINERS, FrozenConfig, TrainerPlug, with_precision
+from xray_runtime.engines.layouts import TRAINERS, FrozenConfig, TrainerPlug, with_precision
 
 if TYPE_CHECKING:
     import torch
 
-    from xray_runtime.config.runtime import RuntimeConfig
-    from xray_runtime.config.training import TrainingConfig
     from xray_runtime.engines.engine import Engine, Scorer
+    from xray_runtime.engines.training_config import TrainingConfig
+    from xray_runtime.kernel.config.section import RuntimeConfig
     from xray_runtime.models.heads import HeadedLM
 
 

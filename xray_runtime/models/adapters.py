@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from xray_runtime.config.training import LoRAConfig
-from xray_runtime.errors import first_line
+from xray_runtime.kernel.errors import first_line
+from xray_runtime.models.lora import LoRAConfig
 from xray_runtime.models.weight_files import read_tensor, weight_files
 
 ADAPTER = "default"

@@ -21,7 +21,9 @@ from transformers.utils.hub import cached_file
 
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.tokenizing import named_template
-from xray_runtime.errors import first_line
+from xray_runtime.kernel.errors import first_line
+from xray_runtime.kernel.store.location import NO_CODE, locate
+from xray_runtime.kernel.store.shards import WEIGHTS_INDEX
 from xray_runtime.models.context import max_positions as max_positions
 from xray_runtime.models.family import family_of
 from xray_runtime.models.source_checks import (
@@ -35,11 +37,9 @@ from xray_runtime.models.source_checks import (
 from xray_runtime.models.tensor_file import WEIGHTS_FILE
 from xray_runtime.models.transformers_import import import_transformers
 from xray_runtime.models.weight_files import SHARD_BYTES, copy_weights, has_plain, weight_files, write_float32
-from xray_runtime.store.location import NO_CODE, locate
-from xray_runtime.store.shards import WEIGHTS_INDEX
 
 if TYPE_CHECKING:
-    from xray_runtime.config.base import FreshBase
+    from xray_runtime.models.config import FreshBase
 
 ATTENTION = "sdpa"
 WEIGHTS = (WEIGHTS_FILE, WEIGHTS_INDEX)

@@ -15,12 +15,12 @@ from torch import nn
 
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.kernel.store.location import NO_CODE, locate
 from xray_runtime.models.causal_lm import ATTENTION, complete_tokenizer, load_reported, unloadable, without_weights
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.reward_objective import RewardObjective
 from xray_runtime.models.source_checks import ForeignModelError, check_config, check_no_adapter
 from xray_runtime.models.trial import only_computed_options
-from xray_runtime.store.location import NO_CODE, locate
 
 ALLOWED = "must be a sequence-classification model with one label, on a causal trunk that transformers knows"
 TRIED_TOKENS, RELATIVE, ABSOLUTE = 8, 1e-3, 1e-4

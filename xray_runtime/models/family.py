@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xray_runtime.config.plugs import Registry
+from xray_runtime.kernel.plugs import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

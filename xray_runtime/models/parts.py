@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xray_runtime.errors import first_line
+from xray_runtime.kernel.errors import first_line
 from xray_runtime.models.family import family_of
 
 

@@ -18,7 +18,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from xray_runtime.errors import first_line
+from xray_runtime.kernel.errors import first_line
 from xray_runtime.models.causal_lm import load_reported, published, saved_shapes
 from xray_runtime.models.trial import LENGTHS, own_logprobs, tried_rows
 from xray_runtime.models.weight_files import HEAD_PREFIX, tensor_digest, tensors, weight_files

@@ -16,8 +16,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from xray_runtime.algorithms.finite import all_finite
-from xray_runtime.errors import NonFiniteError
-from xray_runtime.signs import part_done
+from xray_runtime.kernel.errors import NonFiniteError
+from xray_runtime.kernel.signs import part_done
 
 WEIGHTS_FILE = "model.safetensors"
 """All weights of a checkpoint in Hugging Face form."""

@@ -1,7 +1,7 @@
 """The weights of a checkpoint in Hugging Face form: one safetensors file, or several and an index that names them.
 
 `model.safetensors.index.json` maps each tensor to its file. In the `metadata` of ours is also `sha256`: the digest of
-each file by the rank that wrote it (`store.shards.written_sha256`).
+each file by the rank that wrote it (`kernel.store.shards.written_sha256`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 from torch import Tensor
 
+from xray_runtime.kernel.signs import part_done
+from xray_runtime.kernel.store.identity import file_sha256
+from xray_runtime.kernel.store.shards import WEIGHTS_INDEX, read_index
 from xray_runtime.models.family import family_of
 from xray_runtime.models.tensor_file import NAMES, WEIGHTS_FILE, TensorFile, check_file, create
-from xray_runtime.signs import part_done
-from xray_runtime.store.identity import file_sha256
-from xray_runtime.store.shards import WEIGHTS_INDEX, read_index
 
 HEAD_PREFIX = "scalar."
 """Prefix of a scalar head's parameter names; Hugging Face models have no such head."""

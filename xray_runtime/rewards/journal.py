@@ -23,12 +23,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.files import sync, write_atomic
+from xray_runtime.kernel.files import sync, write_atomic
+from xray_runtime.kernel.store.seal import Seal, process_seal
 from xray_runtime.rewards.source import Batch, Score
-from xray_runtime.store.seal import Seal, process_seal
 
 if TYPE_CHECKING:
-    from xray_runtime.store.shared import SharedFolder
+    from xray_runtime.kernel.store.shared import SharedFolder
 
 log = logging.getLogger(__name__)
 

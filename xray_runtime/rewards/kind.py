@@ -18,7 +18,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.config.reward_term import Recording, Term
+from xray_runtime.rewards.term import Recording, Term
 
 if TYPE_CHECKING:
     from xray_runtime.algorithms.rewards import ModelScores

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
-from xray_runtime.bounded_http import PLAIN, AnswerError, beginning, parsed, read_async
-from xray_runtime.credentials import key_header
+from xray_runtime.kernel.bounded_http import PLAIN, AnswerError, beginning, parsed, read_async
+from xray_runtime.kernel.credentials import key_header
 from xray_runtime.rewards.source import Score, described, failure
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import xray_runtime
-from xray_runtime.processes import TAG
-from xray_runtime.sandboxes.confine import View, confined, confinement
+from xray_runtime.kernel.confine.confine import View, confined, confinement
+from xray_runtime.kernel.processes import TAG
 
 START_S = 60.0
 OURS = Path(xray_runtime.__file__).parent

@@ -18,17 +18,17 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from xray_runtime.config.verifiers import CodeVerifier
 from xray_runtime.data.pairs import HELDOUT, TRAIN, VALIDATION, Example, Pairs
-from xray_runtime.errors import shown
+from xray_runtime.kernel.errors import shown
 from xray_runtime.rewards import checks, worker
 from xray_runtime.rewards.code.client import CodeSandbox, read_tests
 from xray_runtime.rewards.sandbox import LIMITED, LimitedProcess
 from xray_runtime.rewards.source import Batch, Score, Source, described, failure
+from xray_runtime.rewards.verifier_config import CodeVerifier
 
 if TYPE_CHECKING:
-    from xray_runtime.config.reward_term import Route
-    from xray_runtime.config.verifiers import TextVerifier, Verifier
+    from xray_runtime.rewards.term import Route
+    from xray_runtime.rewards.verifier_config import TextVerifier, Verifier
 
 T = TypeVar("T")
 R = TypeVar("R")

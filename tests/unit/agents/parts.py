@@ -20,7 +20,7 @@ from xray_runtime.data.chat_format import ChatFormat, chat_format
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.engines.sampling import Sampling
-from xray_runtime.seeding import derive_seed
+from xray_runtime.kernel.seeding import derive_seed
 
 TEXTS = ["question number one", "an answer to it", "go on then", "the tool says no", "think about it"] * 5
 LIMITS = EpisodeLimits(max_calls=1000, max_sampled_tokens=100_000, context=20_000, leave_out=False)

@@ -18,14 +18,15 @@ from xray_runtime.agents import chat
 from xray_runtime.agents.episode import AgentEpisode, Policy
 from xray_runtime.agents.request import Request
 from xray_runtime.agents.sampler import BatchSampler
-from xray_runtime.agents.segments import Call, Place, Row, Tree, rows
-from xray_runtime.config.base import FreshBase
+from xray_runtime.agents.segments import Call, Place, Tree, rows
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.sampling import Sampling
+from xray_runtime.kernel.seeding import derive_seed
+from xray_runtime.methods.common.sampling.agent_rows import Row
 from xray_runtime.models.causal_lm import fresh_llama
-from xray_runtime.seeding import derive_seed
+from xray_runtime.models.config import FreshBase
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"b": 1, "a": [2]}}\n</tool_call>'
 THOUGHT = "<think>a</think>"

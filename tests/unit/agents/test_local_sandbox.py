@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from xray_runtime.agents.local_sandbox import LocalSandbox
-from xray_runtime.sandboxes import confine
-from xray_runtime.sandboxes.base import Box, Ended, Limits, Program
-from xray_runtime.sandboxes.confine import OWN_ROOM, Confinement
+from xray_runtime.agents.sandboxes.base import Box, Ended, Limits, Program
+from xray_runtime.kernel.confine import confine
+from xray_runtime.kernel.confine.confine import OWN_ROOM, Confinement
 
 LIMITS = Limits(timeout_s=20.0, memory_mb=1024, output_bytes=2**20, processes=8, disk_mb=16)
 HAS = {how: confine._why_not(how) is None for how in ("bubblewrap", "namespaces", "landlock")}
@@ -290,7 +290,7 @@ def test_sandboxes_end_with_who_asks(place: Place, tmp_path: Path) -> None:
     asks = f"""
 import pathlib
 from xray_runtime.agents.local_sandbox import LocalSandbox
-from xray_runtime.sandboxes.base import Box, Limits, Program
+from xray_runtime.agents.sandboxes.base import Box, Limits, Program
 sandbox = LocalSandbox(pathlib.Path({str(tmp_path / "log")!r}), {place.how!r}, True)
 name = sandbox.start(Box(Limits(600.0, 1024, 1000, 8, 16)))
 sandbox.run(name, Program(["sleep", "600"], "", {{}}))

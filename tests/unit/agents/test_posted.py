@@ -12,12 +12,12 @@ import pytest
 from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, _validate_metric_name
 
 from tests.unit.agents.parts import World
+from xray_runtime.agents.environments.protocol import Step, as_step
 from xray_runtime.agents.posted import read_posted
 from xray_runtime.data.batch import Rollout
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.environments.protocol import Step, as_step
+from xray_runtime.methods.common.sampling.episode import Episode, episode_means
 from xray_runtime.rewards.source import MAX_NAMES
-from xray_runtime.rl.episode import Episode, episode_means
 
 BAD_NAMES = [
     *(

@@ -16,11 +16,11 @@ from tests.unit.agents.parts import World
 from xray_runtime.agents.outcomes import Outcome
 from xray_runtime.agents.posted import Posted
 from xray_runtime.agents.runner import Address, Runner, open_runner
-from xray_runtime.config.environment import AgentConfig
-from xray_runtime.config.ppo import PPOConfig
-from xray_runtime.errors import shown
-from xray_runtime.sandboxes.confine import confinement
-from xray_runtime.stages.shared import called_functions
+from xray_runtime.kernel.confine.confine import confinement
+from xray_runtime.kernel.errors import shown
+from xray_runtime.methods.common.checks import called_functions
+from xray_runtime.methods.common.environment import AgentConfig
+from xray_runtime.methods.ppo.config import PPOConfig
 
 HERE = sample_agents.__name__
 LIMITS: dict[str, Any] = {"timeout_s": 20.0, "memory_mb": 1024, "output_mb": 1.0, "max_processes": 6}

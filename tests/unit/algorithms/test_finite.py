@@ -15,7 +15,7 @@ from xray_runtime.algorithms.kl import KLController
 from xray_runtime.algorithms.rewards import RunningMoments
 from xray_runtime.algorithms.statistics import explained_variance
 from xray_runtime.data.ragged import Ragged, non_finite
-from xray_runtime.errors import NonFiniteError
+from xray_runtime.kernel.errors import NonFiniteError
 from xray_runtime.models.weight_files import check_finite
 
 WRONG = [math.nan, math.inf, -math.inf]

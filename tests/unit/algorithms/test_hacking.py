@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from xray_runtime.algorithms.hacking import _rise, averages, describe, signs
-from xray_runtime.config.watch import WatchConfig
+from xray_runtime.methods.ppo.watch import WatchConfig
 
 PROMPTS = 64
 CLEAN = {

@@ -16,7 +16,7 @@ from xray_runtime.algorithms.kl import (
     kl_summary,
     make_kl_controller,
 )
-from xray_runtime.config.ppo import KLConfig
+from xray_runtime.methods.ppo.config import KLConfig
 
 LOGPROBS = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)
 REFERENCE = torch.tensor([-1.5, -1.0, -0.5], dtype=torch.float64)

@@ -13,13 +13,7 @@ import torch
 from torch import Tensor
 
 from xray_runtime.algorithms.groups import group_advantages
-from xray_runtime.algorithms.preference_losses import (
-    PairLoss,
-    implicit_rewards,
-    kto_baseline,
-    kto_losses,
-    pair_losses,
-)
+from xray_runtime.algorithms.preference_losses import PairLoss, implicit_rewards, kto_baseline, kto_losses, pair_losses
 
 LOSSES: list[PairLoss] = ["sigmoid", "sigmoid_norm", "ipo", "hinge", "simpo"]
 EXACT = {"abs": 5e-8}

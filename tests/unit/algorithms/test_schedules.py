@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from xray_runtime.algorithms.schedules import learning_rate
-from xray_runtime.config.training import TrainingConfig
+from xray_runtime.engines.training_config import TrainingConfig
 
 
 def config(peak: float = 1.0, **changes: Any) -> TrainingConfig:

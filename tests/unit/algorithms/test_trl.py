@@ -31,12 +31,12 @@ from xray_runtime.algorithms.groups import GroupBaseline, group_advantages
 from xray_runtime.algorithms.kl import kl_estimate
 from xray_runtime.algorithms.losses import policy_loss, value_loss
 from xray_runtime.algorithms.preference_losses import kto_baseline
-from xray_runtime.config.dpo import DPOConfig
-from xray_runtime.config.kto import KTOConfig
-from xray_runtime.config.ppo import PPOStageConfig
+from xray_runtime.methods.common.preference_objectives import DPOObjective, KTOObjective
+from xray_runtime.methods.dpo.config import DPOConfig
+from xray_runtime.methods.kto.config import KTOConfig
+from xray_runtime.methods.ppo.config import PPOStageConfig
+from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.ppo_objectives import PPOObjective
-from xray_runtime.models.preference_objectives import DPOObjective, KTOObjective
 
 TRL: dict[str, Any] = json.loads((Path(__file__).parents[2] / "oracles" / "trl.json").read_text())
 SETTINGS = TRL["settings"]

@@ -26,7 +26,7 @@ def test_folders_lie_where_they_are_imported_from(tree: Any) -> None:
     place = tree.assemble()
     assert (place / "xray" / "flows" / "lifecycle.py").samefile(ROOT / "flows" / "lifecycle.py")
     assert (place / "xray" / "session.py").samefile(ROOT / "xray" / "session.py")
-    assert (place / "xray_runtime" / "files.py").samefile(ROOT / "xray_runtime" / "files.py")
+    assert (place / "xray_runtime/kernel/files.py").samefile(ROOT / "xray_runtime/kernel/files.py")
     assert not (place / "xray").is_symlink(), "a link into the checkout would have no flows"
 
 

@@ -11,8 +11,8 @@ from tests.unit.environments import samples
 from tests.unit.environments.caller import save_caller
 from tests.unit.store.published import IDENTITY
 from xray.cli.main import app
-from xray_runtime.config.allowed_imports import VARIABLE
-from xray_runtime.store.checkpoints import Store
+from xray_runtime.kernel.config.allowed_imports import VARIABLE
+from xray_runtime.kernel.store.checkpoints import Store
 
 ENVIRONMENT = f"{samples.__name__}:calculator"
 

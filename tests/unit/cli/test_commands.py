@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from xray.cli import group
 from xray.cli.main import app
-from xray_runtime.config.plugs import Registry
-from xray_runtime.lineage.signing import signing_key
+from xray_runtime.kernel.plugs import Registry
+from xray_runtime.trust.signing import signing_key
 
 ROOT = Path(__file__).parents[3]
 CALL = """
@@ -29,7 +29,7 @@ packages = {name.partition(".")[0] for name, file in files.items() if "site-pack
 print("\\n", *packages, *(name for name in files if name.startswith(("xray.", "xray_runtime."))))
 """
 LISTING = {"xray.cli", "xray.cli.commands", "xray.cli.errors", "xray.cli.exit_codes", "xray.cli.group", "xray.cli.main"}
-LISTING |= {"xray_runtime.config", "xray_runtime.config.plugs", "xray_runtime.errors"}
+LISTING |= {"xray_runtime.kernel", "xray_runtime.kernel.plugs", "xray_runtime.kernel.errors"}
 SHOWN_BY = {"typer", "annotated_doc", "shellingham", "rich", "pygments", "markdown_it", "mdurl", "linkify_it", "attr"}
 """Typer and what it needs for a page of help."""
 HEAVY = {
@@ -45,7 +45,7 @@ HEAVY = {
     "pyarrow",
     "ray",
 }
-HEAVY |= {"starlette", "tokenizers", "torch", "transformers", "uvicorn", "vllm", "xray_runtime.config.lifecycle"}
+HEAVY |= {"starlette", "tokenizers", "torch", "transformers", "uvicorn", "vllm", "xray_runtime.methods.lifecycle"}
 
 
 def imported(*line: str) -> set[str]:

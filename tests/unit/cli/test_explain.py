@@ -17,20 +17,20 @@ import xray
 from tests.unit.lineage.synthetic import evaluation_files
 from xray.cli.explain import differences, explain, explained
 from xray.flows.subject import Subject
-from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.evidence.statement import RunFacts
-from xray_runtime.graph.graph import Graph, recording
-from xray_runtime.graph.stage_identity import identify
-from xray_runtime.lineage.attestation import attest
-from xray_runtime.lineage.signing import signing_key
-from xray_runtime.store.checkpoints import CHECKPOINTS, Store
-from xray_runtime.store.digest_memory import DigestMemory
-from xray_runtime.store.identity import Identity
-from xray_runtime.store.manifest import MANIFEST
-from xray_runtime.store.ref import CheckpointRef
-from xray_runtime.terminal import print_table
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.evidence.statement import RunFacts
+from xray_runtime.kernel.graph.graph import Graph, recording
+from xray_runtime.kernel.graph.stage_identity import identify
+from xray_runtime.kernel.store.checkpoints import CHECKPOINTS, Store
+from xray_runtime.kernel.store.digest_memory import DigestMemory
+from xray_runtime.kernel.store.identity import Identity
+from xray_runtime.kernel.store.manifest import MANIFEST
+from xray_runtime.kernel.store.ref import CheckpointRef
+from xray_runtime.kernel.terminal import print_table
+from xray_runtime.methods.lifecycle import LifecycleConfig
+from xray_runtime.trust.attestation import attest
+from xray_runtime.trust.signing import signing_key
 
 RUNTIME = RuntimeConfig(device="cpu")
 
@@ -41,7 +41,7 @@ BEFORE = Identity(
     seed=0,
     parents={"policy": "ab" * 32, "prompts": "cd" * 32},
     functions={"mine:f": {"mine": "11" * 32, "mine.words": "22" * 32}},
-    code={"xray_runtime.rl.ppo": "33" * 32, "xray_runtime.seeding": "44" * 32},
+    code={"xray_runtime.methods.ppo.body": "33" * 32, "xray_runtime.kernel.seeding": "44" * 32},
     versions={"torch": "2.13.0", "numpy": "2.3"},
 )
 
@@ -80,8 +80,8 @@ def changed(**fields: Any) -> list[str]:
             ["function mine:f: module mine.words"],
         ),
         ({"functions": {}}, ["function mine:f: module mine", "function mine:f: module mine.words"]),
-        ({"code": BEFORE.code | {"xray_runtime.seeding": "55" * 32}}, ["code xray_runtime.seeding"]),
-        ({"code": {"xray_runtime.rl.ppo": "33" * 32}}, ["code xray_runtime.seeding"]),
+        ({"code": BEFORE.code | {"xray_runtime.kernel.seeding": "55" * 32}}, ["code xray_runtime.kernel.seeding"]),
+        ({"code": {"xray_runtime.methods.ppo.body": "33" * 32}}, ["code xray_runtime.kernel.seeding"]),
         ({"versions": BEFORE.versions | {"torch": "2.14.0"}}, ["library torch 2.13.0 → 2.14.0"]),
         ({"versions": {"torch": "2.13.0"}}, ["library numpy 2.3 → None"]),
     ],

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from xray.cli.commands.plan import DENSE
 from xray.cli.main import app
 from xray.flows.lifecycle_graph import recorded_graph
-from xray_runtime.config.loading import load_config
-from xray_runtime.planning.auto import UNCHANGED, choose_layouts
-from xray_runtime.planning.workload import GIB, Machine
+from xray_runtime.cluster.pool.machine import GIB, Machine
+from xray_runtime.methods.loading import load_config
+from xray_runtime.ops.planner.auto import UNCHANGED, choose_layouts
 
 ROOT = Path(__file__).parents[3]
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.lineage.keys import seal_of
-from xray_runtime.lineage.signing import signing_key
-from xray_runtime.processes import TAG
+from xray_runtime.kernel.processes import TAG
+from xray_runtime.trust.keys import seal_of
+from xray_runtime.trust.signing import signing_key
 
 SCRIPT = """
 import os, signal, subprocess, sys, time

@@ -13,11 +13,11 @@ from hypothesis import example, given, strategies as st
 from pydantic import BaseModel
 
 from xray.flows.lifecycle_graph import recorded_graph
-from xray_runtime.config.layouts import EngineConfig
-from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.loading import load_config, resolved_yaml, validate
-from xray_runtime.config.reward_term import Route
-from xray_runtime.config.validation import ConfigError
+from xray_runtime.engines.layouts import EngineConfig
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.methods.lifecycle import LifecycleConfig
+from xray_runtime.methods.loading import load_config, resolved_yaml, validate
+from xray_runtime.rewards.term import Route
 
 PRESETS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 
@@ -414,7 +414,7 @@ def test_a_config_cannot_be_changed_afterwards() -> None:
 
 def test_checking_a_config_imports_nothing_heavy() -> None:
     heavy = {"torch", "ray", "prefect", "mlflow", "transformers"}
-    code = f"import sys, xray_runtime.config.loading; print({heavy} & set(sys.modules))"
+    code = f"import sys, xray_runtime.kernel.config.loading; print({heavy} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 

@@ -7,8 +7,8 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
-from xray_runtime.config.methods import METHODS, Method
-from xray_runtime.config.ppo import PPOStageConfig
+from xray_runtime.methods.ppo.config import PPOStageConfig
+from xray_runtime.methods.ppo.published import METHODS, Method
 
 
 def test_every_method_is_there_and_valid() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.config.plugs import Registry
+from xray_runtime.kernel.plugs import Registry
 
 
 @pytest.fixture

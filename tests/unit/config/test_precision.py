@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.config.layouts import EngineConfig, FrozenConfig, with_precision
-from xray_runtime.config.ppo import PPOConfig, PPOStageConfig
-from xray_runtime.config.sft import SFTConfig
+from xray_runtime.engines.layouts import EngineConfig, FrozenConfig, with_precision
 from xray_runtime.engines.trainers.megatron.config import MegatronConfig
+from xray_runtime.methods.ppo.config import PPOConfig, PPOStageConfig
+from xray_runtime.methods.sft.config import SFTConfig
 
 
 def test_precision_is_what_a_device_is_good_at() -> None:

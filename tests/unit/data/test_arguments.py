@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.data.arguments import FIELDS, Arguments
+from xray_runtime.kernel.arguments import FIELDS, Arguments
 from xray_runtime.rewards.source import Batch
 
 P, R, A = ["p1", "p2"], ["r1", "r2"], ["a1", "a2"]

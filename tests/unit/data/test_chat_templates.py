@@ -21,14 +21,8 @@ from tests.unit.data.encoding import encode_replies
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.conversations import conversations
 from xray_runtime.data.pairs import Example, Messages
-from xray_runtime.data.records import prompt_and_replies
-from xray_runtime.data.tokenizing import (
-    CHATML,
-    decode_replies,
-    encode_conversations,
-    encode_prompts,
-    encode_replies_to,
-)
+from xray_runtime.data.reading.records import prompt_and_replies
+from xray_runtime.data.tokenizing import CHATML, decode_replies, encode_conversations, encode_prompts, encode_replies_to
 from xray_runtime.models.causal_lm import stop_tokens
 
 LLAMA3 = (

@@ -12,23 +12,14 @@ import pytest
 
 from tests.unit.rl import sample_environments
 from tests.unit.rl.loop import PPOModel, World, attempt, make_inputs
-from xray_runtime.data.batch import (
-    KINDS,
-    PairBatch,
-    PromptBatch,
-    ReplyBatch,
-    Rollout,
-    Scores,
-    StepAnswer,
-    TextBatch,
-)
+from xray_runtime.data.batch import KINDS, PairBatch, PromptBatch, ReplyBatch, Rollout, Scores, StepAnswer, TextBatch
 from xray_runtime.data.columnar import Batch
 from xray_runtime.data.columns import GROUPS, LEDGER, STATISTICS, TOTALS
 from xray_runtime.data.ledger import read_shard, shard_path
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.graph.inputs import PPOInputs
-from xray_runtime.rl import rollouts
-from xray_runtime.training import steps
+from xray_runtime.methods.common.inputs import PPOInputs
+from xray_runtime.methods.common.training import steps
+from xray_runtime.methods.ppo import rollouts
 
 
 def test_every_field_of_a_batch_is_a_column() -> None:

@@ -18,12 +18,19 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.unit.preparation.prepared import prepare
-from xray_runtime.config.prepare import DataConfig
-from xray_runtime.data.json_values import ROUNDED, UNTOLD, arrow_records, canonical_record, check_json, parse_json
-from xray_runtime.data.keys import Unread
 from xray_runtime.data.messages import read_tools
-from xray_runtime.data.sources import read_records
-from xray_runtime.preparation.prepare import _read
+from xray_runtime.data.reading.json_values import (
+    ROUNDED,
+    UNTOLD,
+    arrow_records,
+    canonical_record,
+    check_json,
+    parse_json,
+)
+from xray_runtime.data.reading.keys import Unread
+from xray_runtime.data.reading.sources import read_records
+from xray_runtime.methods.prepare.body import _read
+from xray_runtime.methods.prepare.config import DataConfig
 
 Row = dict[str, Any]
 

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xray_runtime.config.sft import SFTConfig
 from xray_runtime.data import conversations as module, tokens
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.conversations import ConversationTokens, conversations
 from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.pairs import Example, Pairs, write_pairs
-from xray_runtime.data.records import prompt_and_replies
+from xray_runtime.data.reading.records import prompt_and_replies
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.store.seal import process_seal
-from xray_runtime.training import sft
+from xray_runtime.kernel.store.seal import process_seal
+from xray_runtime.methods.sft import body as sft
+from xray_runtime.methods.sft.config import SFTConfig
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Pau"}}}
 SAID = [

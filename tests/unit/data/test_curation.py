@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from xray_runtime.config.curate import CurateConfig
-from xray_runtime.data.curation import Curated, curate
-from xray_runtime.data.drift import krippendorff_alpha
 from xray_runtime.data.heldout import is_held_out
-from xray_runtime.data.near_duplicates import leaders
 from xray_runtime.data.pairs import prompt_text
-from xray_runtime.data.signals import Label, Signal, conversation_of, from_feedback, from_verdicts
+from xray_runtime.methods.curate.config import CurateConfig
+from xray_runtime.methods.curate.curation import Curated, curate
+from xray_runtime.methods.curate.drift import krippendorff_alpha
+from xray_runtime.methods.curate.near_duplicates import leaders
+from xray_runtime.methods.curate.signals import Label, Signal, conversation_of, from_feedback, from_verdicts
 
 WORDS = "amber birch cedar delta ember fjord grove heath islet jetty karst ledge marsh nadir oasis plain quarry ridge"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.config.allowed_imports import VARIABLE, check_import
 from xray_runtime.data.gold import load_gold
+from xray_runtime.kernel.config.allowed_imports import VARIABLE, check_import
 
 
 def test_vader_scores_the_reply_alone() -> None:
@@ -80,7 +80,7 @@ def test_modules_that_are_not_allowed_are_not_imported(module: str, monkeypatch:
     assert module not in sys.modules
     # The name may come from a checkpoint that somebody else made: what a sharp eye would refuse, and what it would not.
     monkeypatch.delenv(VARIABLE)
-    for name in ("os:system", "xray_runtime.files:write_whole", "builtins:exec"):
+    for name in ("os:system", "xray_runtime.kernel.files:write_whole", "builtins:exec"):
         with pytest.raises(ValueError, match="XRAY_ALLOWED_IMPORTS in the environment allows nothing"):
             load_gold(name, {})
 

@@ -8,15 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from xray_runtime.data.pairs import (
-    BATCH_ROWS,
-    Example,
-    Pairs,
-    PreferenceExample,
-    pairs_of,
-    prompt_text,
-    write_pairs,
-)
+from xray_runtime.data.pairs import BATCH_ROWS, Example, Pairs, PreferenceExample, pairs_of, prompt_text, write_pairs
 
 PROMPT = [{"role": "user", "content": "h\u00e9 \u2028 \U0001f642"}, {"role": "assistant", "content": "b"}]
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.config.preferences import RatingPreferences
 from xray_runtime.data.dropped import DroppedRows
 from xray_runtime.data.heldout import is_held_out, split_by_prompt
 from xray_runtime.data.length_baseline import length_baseline_accuracy
 from xray_runtime.data.pairs import Example, PreferenceExample, prompt_text
-from xray_runtime.data.preferences import from_dataset, from_ratings, label_pairs, split_ratings
-from xray_runtime.data.sources import read_records
+from xray_runtime.data.reading.sources import read_records
+from xray_runtime.methods.preferences.config import RatingPreferences
+from xray_runtime.methods.preferences.rows import from_dataset, from_ratings, label_pairs, split_ratings
 
 
 def prompt(text: str) -> list[dict[str, str]]:

@@ -21,7 +21,7 @@ from xray_runtime.data.tokenizing import (
     encode_replies_to,
     own_text,
 )
-from xray_runtime.rl.reward_reader import replies_to
+from xray_runtime.rewards.reward_reader import replies_to
 
 made = lru_cache(tokenizer_for)
 REASONS = [name for name in TEMPLATES if name != "spaced"]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.data.forms import usual
-from xray_runtime.data.keys import Unread
-from xray_runtime.data.records import left_out, preference, prompt_and_replies
+from xray_runtime.data.reading.forms import usual
+from xray_runtime.data.reading.keys import Unread
+from xray_runtime.data.reading.records import left_out, preference, prompt_and_replies
 
 U, A, S = ({"role": role, "content": role[0]} for role in ("user", "assistant", "system"))
 SYSTEM_2 = {"role": "system", "content": "now in French"}

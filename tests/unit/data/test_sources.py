@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.data.forms import usual
-from xray_runtime.data.record_files import Where
-from xray_runtime.data.records import conversation_id, preference, prompt_and_replies
-from xray_runtime.data.sources import Conversation, chat_pairs, chitchat_conversations, read_records
+from xray_runtime.data.reading.forms import usual
+from xray_runtime.data.reading.record_files import Where
+from xray_runtime.data.reading.records import conversation_id, preference, prompt_and_replies
+from xray_runtime.data.reading.sources import Conversation, chat_pairs, chitchat_conversations, read_records
 
 
 def user(text: str) -> dict[str, str]:

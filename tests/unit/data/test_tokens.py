@@ -15,8 +15,8 @@ from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
 from xray_runtime.data.tokenizing import encode_prompts, train_tokenizer
 from xray_runtime.data.tokens import Tokens
+from xray_runtime.kernel.store.seal import Seal, process_seal
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.store.seal import Seal, process_seal
 
 TEXTS = ["how are you", "fine thanks", "what is the weather like today", "sunny", ""]
 

@@ -9,7 +9,7 @@ import pytest
 
 from xray.deployments.databases import check_databases, databases
 from xray.deployments.server_home import ServerHome, State, new_state
-from xray_runtime.config.validation import ConfigError
+from xray_runtime.kernel.config.validation import ConfigError
 
 PREFECT, MLFLOW = "PREFECT_API_DATABASE_CONNECTION_URL", "MLFLOW_BACKEND_STORE_URI"
 BOTH = {

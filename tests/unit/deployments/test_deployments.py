@@ -10,7 +10,7 @@ import yaml
 from prefect.flows import load_flow_from_entrypoint
 
 from xray.deployments.presets import QUEUE, VARIABLES, as_yaml, deployments
-from xray_runtime.config.loading import load_config, validate
+from xray_runtime.methods.loading import load_config, validate
 
 ROOT = Path(__file__).parents[3]
 VALUES = {

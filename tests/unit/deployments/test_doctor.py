@@ -26,7 +26,7 @@ from tests.unit.lineage.conftest import fresh as fresh, untouched as untouched
 from xray.cli.main import app
 from xray.deployments import doctor
 from xray.deployments.server_home import PORTS, ServerHome, State
-from xray_runtime.evidence.log import LOG
+from xray_runtime.kernel.evidence.log import LOG
 
 
 def test_a_healthy_installation_has_no_problem(tmp_path: Path) -> None:

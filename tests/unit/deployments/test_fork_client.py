@@ -12,7 +12,7 @@ import pytest
 
 from xray.deployments import fork_client
 from xray.deployments.fork_client import worker_command
-from xray_runtime.workers.libraries import VARIABLE
+from xray_runtime.cluster.pool.libraries import VARIABLE
 
 PYTHON = "/usr/bin/python3"
 WORKER = ["ray/_private/workers/default_worker.py", "--worker-id=1"]

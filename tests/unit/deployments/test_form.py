@@ -13,7 +13,7 @@ from prefect.utilities.schema_tools import ValidationError, validate
 from xray.deployments.installation import FIRST, with_first_fields
 from xray.flows.lifecycle import lifecycle
 from xray.flows.plan import plan
-from xray_runtime.config.loading import read_mapping
+from xray_runtime.kernel.config.loading import read_mapping
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 

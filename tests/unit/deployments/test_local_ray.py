@@ -15,7 +15,7 @@ import pytest
 
 from xray.deployments.local_ray import AGENT_PORTS, _patiently, is_dead, private_ray, ray_servers
 from xray.deployments.patience import NotUpError
-from xray_runtime.config.validation import ConfigError
+from xray_runtime.kernel.config.validation import ConfigError
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ from xray.deployments.server_home import (
 )
 from xray.deployments.servers import servers, start_missing, stop, worker
 from xray.deployments.service import ProcessRecord, Service
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.processes import TAG
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.processes import TAG
 
 
 @pytest.fixture

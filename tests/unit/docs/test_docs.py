@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.config.layouts import GENERATORS, TRAINERS
 from xray_runtime.data.columns import GROUPS
-from xray_runtime.graph.kind import KINDS
-from xray_runtime.graph.planning import planning
-from xray_runtime.stages.kinds import find_kind
+from xray_runtime.engines.layouts import GENERATORS, TRAINERS
+from xray_runtime.kernel.graph.kind import KINDS
+from xray_runtime.kernel.graph.kinds import find_kind
+from xray_runtime.kernel.graph.planning import planning
 
 ROOT = Path(__file__).parents[3]
 README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "tutorial.md"

@@ -11,10 +11,10 @@ import pytest
 
 from xray.flows.lifecycle_graph import recorded_graph
 from xray.flows.subject import Subject
-from xray_runtime.config.loading import load_config
-from xray_runtime.graph.graph import Graph
-from xray_runtime.planning.auto import plan
-from xray_runtime.planning.workload import GIB, Machine
+from xray_runtime.cluster.pool.machine import GIB, Machine
+from xray_runtime.kernel.graph.graph import Graph
+from xray_runtime.methods.loading import load_config
+from xray_runtime.ops.planner.auto import plan
 
 ROOT = Path(__file__).parents[3]
 LESSONS = sorted((ROOT / "examples" / "lessons").glob("[0-9]*.py"))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 TRAINER_CODE = """
 from typing import Literal
-from xray_runtime.config.capabilities import TrainerCapabilities
-from xray_runtime.config.layouts import EngineConfig
+from xray_runtime.engines.capabilities import TrainerCapabilities
+from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.engines.trainer import Trainer
 
 class Config(EngineConfig):
@@ -29,8 +29,8 @@ PLUG = Theirs()
 """
 GENERATOR_CODE = """
 from typing import ClassVar, Literal
-from xray_runtime.config.capabilities import GeneratorCapabilities
-from xray_runtime.config.layouts import GeneratorConfig
+from xray_runtime.engines.capabilities import GeneratorCapabilities
+from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.generator import Generator
 
 class Config(GeneratorConfig):
@@ -49,15 +49,15 @@ CHECKS = """
 import sys
 from pathlib import Path
 from xray.flows.lifecycle_graph import recorded_graph
-from xray_runtime.config.layouts import EngineConfig, GeneratorConfig
-from xray_runtime.config.loading import validate
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.validation import ConfigError
+from xray_runtime.engines.layouts import EngineConfig, GeneratorConfig
+from xray_runtime.methods.loading import validate
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.engines.generator import generator
 from xray_runtime.engines.trainer import trainer
-from xray_runtime.graph.stage_identity import identify
-from xray_runtime.planning.demand import demand
-from xray_runtime.store.digest_memory import DigestMemory
+from xray_runtime.kernel.graph.stage_identity import identify
+from xray_runtime.cluster.pool.demand import demand
+from xray_runtime.kernel.store.digest_memory import DigestMemory
 
 assert type(EngineConfig.model_validate({"library": "theirs", "depth": 5})) is trainer("theirs").config
 assert type(GeneratorConfig(engine="far")) is generator("far").config

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from xray_runtime.config.evaluate import EvaluationConfig
-from xray_runtime.config.loading import validate
-from xray_runtime.config.validation import ConfigError
 from xray_runtime.engines.generation import up_to_stop
 from xray_runtime.engines.generators.transformers.sampler import SeededSampling
 from xray_runtime.engines.sampling import Reply, Sampling
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.methods.evaluate.config import EvaluationConfig
+from xray_runtime.methods.loading import validate
 
 PROBABILITIES = [0.5, 0.3, 0.15, 0.05]
 DRAWS = 200

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from xray_runtime.engines import states
-from xray_runtime.errors import NonFiniteError
-from xray_runtime.store.identity import file_sha256
-from xray_runtime.store.shards import Piece, read_shards
+from xray_runtime.kernel.errors import NonFiniteError
+from xray_runtime.kernel.store.identity import file_sha256
+from xray_runtime.kernel.store.shards import Piece, read_shards
 
 TENSORS = {"a": torch.arange(24.0).view(4, 6), "b": torch.arange(7.0), "c": torch.tensor(2.5)}
 

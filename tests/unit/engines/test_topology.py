@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xray_runtime.config.layouts import EngineConfig
+from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.engines.topology import Topology
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.generators.vllm import sampler as vllm
 from xray_runtime.engines.sampling import EngineRank
+from xray_runtime.kernel.config.section import RuntimeConfig
 
 RUNTIME = RuntimeConfig(gpu_memory_fraction=0.3)
 

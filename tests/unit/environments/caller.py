@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from tests.unit.environments import samples
-from xray_runtime.config.base import FreshBase
+from xray_runtime.agents.environments.protocol import Start
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.environments.protocol import Start
 from xray_runtime.models.causal_lm import fresh_llama, save_model
+from xray_runtime.models.config import FreshBase
 
 SMALL = FreshBase(hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=128, max_positions=512)
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}

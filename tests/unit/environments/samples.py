@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.environments.adapters import from_gymnasium, from_tools
-from xray_runtime.environments.protocol import Environment, Start, Step
+from xray_runtime.agents.environments.adapters import from_gymnasium, from_tools
+from xray_runtime.agents.environments.protocol import Environment, Start, Step
 
 
 def add(a: int, b: int) -> int:

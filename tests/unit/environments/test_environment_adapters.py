@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from transformers.utils import chat_template_utils
 
+from xray_runtime.agents.environments.adapters import NO_ACTION, from_gymnasium, from_tools, tool_schema
+from xray_runtime.agents.environments.protocol import Start, Step, as_start, as_step
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import reply_message
 from xray_runtime.data.tokenizing import CHAT_TEMPLATE, CHATML, decode_replies, encode_replies_to, train_tokenizer
-from xray_runtime.environments.adapters import NO_ACTION, from_gymnasium, from_tools, tool_schema
-from xray_runtime.environments.protocol import Start, Step, as_start, as_step
 
 
 def add(a: int, b: int = 1) -> int:
@@ -222,7 +222,7 @@ def test_tools_need_no_torch() -> None:
     code = """
 import sys
 from environments.test_environment_adapters import add, judge
-from xray_runtime.environments.adapters import from_tools
+from xray_runtime.agents.environments.adapters import from_tools
 from_tools([add], judge)
 assert not {"torch", "ray"} & set(sys.modules)
 """

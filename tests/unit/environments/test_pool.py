@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from environments import samples  # type: ignore[import-not-found]
-from xray_runtime.environments import supervisor
-from xray_runtime.environments.episodes import EnvironmentFailure
-from xray_runtime.environments.pool import EnvironmentPool
-from xray_runtime.environments.protocol import Step
+from xray_runtime.agents.environments import supervisor
+from xray_runtime.agents.environments.episodes import EnvironmentFailure
+from xray_runtime.agents.environments.pool import EnvironmentPool
+from xray_runtime.agents.environments.protocol import Step
 
 TIMEOUT_S = 1.2
 TASK = {"prompt": "p", "messages": []}
@@ -298,7 +298,7 @@ def test_nothing_is_left_after_shutdown_and_collection(tmp_path: Path) -> None:
 def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path, last: str) -> None:
     script = f"""
 import sys
-from xray_runtime.environments.pool import EnvironmentPool
+from xray_runtime.agents.environments.pool import EnvironmentPool
 pool = EnvironmentPool("environments.samples:Faulty", 1, 100.0, 1024)
 [pool.reset(i, {{}}, 0).result() for i in range(2)]
 pool.step(0, "fork {tmp_path / "pid"}")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xray_runtime.environments.protocol import Start, Step, as_start, as_step
+from xray_runtime.agents.environments.protocol import Start, Step, as_start, as_step
 
 SAID = {"role": "user", "content": "x"}
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.environments.pool import EnvironmentPool
-from xray_runtime.environments.protocol import as_step
-from xray_runtime.environments.reasoning_gym import EVALUATES, REFUSED, SAFE, from_reasoning_gym, write_items
+from xray_runtime.agents.environments.pool import EnvironmentPool
+from xray_runtime.agents.environments.protocol import as_step
+from xray_runtime.agents.environments.reasoning_gym import EVALUATES, REFUSED, SAFE, from_reasoning_gym, write_items
 
 reasoning_gym = pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
 

@@ -16,19 +16,19 @@ import xray
 from tests.unit.rl import sample_environments
 from tests.unit.rl.fake_model import FakeModel
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.validation import ConfigError
+from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, TextBatch
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.evaluation import benchmark
-from xray_runtime.graph.artifacts import Dataset, Model
-from xray_runtime.graph.graph import recording
-from xray_runtime.graph.inputs import BenchmarkInputs
-from xray_runtime.graph.kind import Stage
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph.artifacts import Dataset, Model
+from xray_runtime.kernel.graph.graph import recording
+from xray_runtime.methods.benchmark import body as benchmark
+from xray_runtime.methods.benchmark.kind import BENCHMARK
+from xray_runtime.methods.common.inputs import BenchmarkInputs
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.stages.kinds import BENCHMARK
 
 ASKED = 10
 

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from xray_runtime.config.evaluate import EvaluationConfig
-from xray_runtime.config.rewards import reward_term
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.verifiers import RegexVerifier
+from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.pairs import Example, PreferenceExample, prompt_text, write_pairs
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.evaluation.compare import champion_prompts, select_prompts
-from xray_runtime.evaluation.judging import Panel, judge
-from xray_runtime.graph.artifacts import Artifact, Dataset, Model
-from xray_runtime.graph.inputs import CompareInputs
-from xray_runtime.graph.kind import Stage
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.graph.artifacts import Artifact, Dataset, Model
+from xray_runtime.methods.common.inputs import CompareInputs
+from xray_runtime.methods.compare.body import champion_prompts, select_prompts
+from xray_runtime.methods.evaluate.config import EvaluationConfig
+from xray_runtime.methods.evaluate.judging import Panel, judge
+from xray_runtime.rewards.config import reward_term
+from xray_runtime.rewards.verifier_config import RegexVerifier
 
 CONFIG = EvaluationConfig(num_prompts=8, bootstrap_samples=100)
 BRIEF = reward_term(verifier=RegexVerifier(pattern="^.{0,9}$"))

@@ -14,19 +14,19 @@ import pytest
 from tests.unit.rl import sample_environments
 from tests.unit.rl.fake_model import FakeModel
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.evaluate import EvaluationConfig
-from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, TextBatch
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.evaluation import evaluate
-from xray_runtime.graph.artifacts import Dataset, Model, RewardModel
-from xray_runtime.graph.inputs import EvaluateInputs
-from xray_runtime.graph.kind import Stage
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.graph.artifacts import Dataset, Model, RewardModel
+from xray_runtime.methods.common.inputs import EvaluateInputs
+from xray_runtime.methods.evaluate import body as evaluate
+from xray_runtime.methods.evaluate.config import EvaluationConfig
+from xray_runtime.methods.evaluate.kind import EVALUATE
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.rl import reward_models
-from xray_runtime.stages.kinds import EVALUATE
+from xray_runtime.rewards import reward_models
 
 PROMPTS = 8
 SYSTEM = [{"role": "system", "content": "Be brief."}]

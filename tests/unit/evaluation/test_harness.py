@@ -15,19 +15,19 @@ import pytest
 from tests.unit.evaluation.harness import CHOICE, REPLY
 from tests.unit.rl.fake_model import FakeModel
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.lm_eval import LMEvalConfig
-from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.evaluation import harness_task
-from xray_runtime.evaluation.harness_files import read_tasks
-from xray_runtime.evaluation.harness_task import numbers_of
-from xray_runtime.graph.artifacts import Model
-from xray_runtime.graph.inputs import LMEvalInputs
-from xray_runtime.graph.kind import Stage
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.graph.artifacts import Model
+from xray_runtime.methods.common.inputs import LMEvalInputs
+from xray_runtime.methods.lm_eval import body as harness_task
+from xray_runtime.methods.lm_eval.body import numbers_of
+from xray_runtime.methods.lm_eval.config import LMEvalConfig
+from xray_runtime.methods.lm_eval.harness_files import read_tasks
+from xray_runtime.methods.lm_eval.kind import LM_EVAL
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.stages.kinds import LM_EVAL
 
 
 class Even(FakeModel):

@@ -10,16 +10,16 @@ import pytest
 
 import xray
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.preferences import SplitPreferencesConfig
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.validation import ConfigError
+from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.pairs import Pairs, PreferenceExample, prompt_text, write_pairs
-from xray_runtime.graph.artifacts import Preferences
-from xray_runtime.graph.graph import recording
-from xray_runtime.graph.handles import Handle
-from xray_runtime.graph.inputs import SplitPreferencesInputs
-from xray_runtime.graph.kind import Stage
-from xray_runtime.preparation import split_preferences
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph.artifacts import Preferences
+from xray_runtime.kernel.graph.graph import recording
+from xray_runtime.kernel.graph.handles import Handle
+from xray_runtime.methods.common.inputs import SplitPreferencesInputs
+from xray_runtime.methods.preferences.config import SplitPreferencesConfig
+from xray_runtime.methods.split_preferences import body as split_preferences
 
 MATHS: dict[str, Any] = {"verifier": {"kind": "regex", "pattern": "42"}}
 ORACLE = {"judge": {"url": "http://host/v1", "model": "m", "rubric": "Is it kind?"}}

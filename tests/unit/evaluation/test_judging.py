@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.evaluate import EvaluationConfig
-from xray_runtime.config.rewards import reward_term
-from xray_runtime.evaluation.judging import Panel, judge, record_replies
-from xray_runtime.rl.policy_replies import PolicyReplies
+from xray_runtime.methods.common.sampling.policy_replies import PolicyReplies
+from xray_runtime.methods.evaluate.config import EvaluationConfig
+from xray_runtime.methods.evaluate.judging import Panel, judge, record_replies
+from xray_runtime.rewards.config import reward_term
 
 NAN = math.nan
 

@@ -12,7 +12,7 @@ CODE = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from xray_runtime.evaluation.results import write_results
+from xray_runtime.methods.common.results import write_results
 recorder = SimpleNamespace(table=lambda *_: None)
 write_results(Path(sys.argv[1]), recorder, "evaluation.json", {}, ["caf\\u00e9"], [{"reply": "\\u2713"}])
 """

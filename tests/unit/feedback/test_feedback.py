@@ -13,27 +13,23 @@ import torch
 from tests.unit.data.encoding import encode_replies
 from tests.unit.environments import samples
 from tests.unit.lineage.synthetic import comparison
-from xray_runtime.attesters import signed
-from xray_runtime.config.base import FreshBase
-from xray_runtime.config.validation import ConfigError
+from xray_runtime.agents.environments.pool import EnvironmentPool
+from xray_runtime.agents.environments.protocol import Step
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Messages, prompt_text
 from xray_runtime.data.tokenizing import encode_prompts
 from xray_runtime.engines.generators.transformers.sampler import TransformersSampler, stream
 from xray_runtime.engines.sampling import EngineRank
-from xray_runtime.environments.pool import EnvironmentPool
-from xray_runtime.environments.protocol import Step
-from xray_runtime.feedback.chat_episode import play
-from xray_runtime.feedback.chat_model import ChatModel, PromptLimits, fitting, last_messages
-from xray_runtime.feedback.judgements import Judgement, Question, Verdict, left_model, pairs, tally, verdict_of
-from xray_runtime.feedback.session import (
-    Session,
-    read_sessions,
-    session_directory,
-)
-from xray_runtime.lineage import signed_files
-from xray_runtime.lineage.comparisons import JUDGEMENTS
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.history import signed_files
+from xray_runtime.kernel.history.comparisons import JUDGEMENTS
+from xray_runtime.live.feedback.chat_episode import play
+from xray_runtime.live.feedback.chat_model import ChatModel, PromptLimits, fitting, last_messages
+from xray_runtime.live.feedback.judgements import Judgement, Question, Verdict, left_model, pairs, tally, verdict_of
+from xray_runtime.live.feedback.session import Session, read_sessions, session_directory
 from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
+from xray_runtime.models.config import FreshBase
+from xray_runtime.trust.attesters import signed
 
 SMALL = FreshBase(hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=16, max_positions=64)
 SETUP = comparison("a" * 64, "b" * 64)

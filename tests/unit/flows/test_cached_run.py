@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from xray.flows import cached
-from xray_runtime.config.lifecycle import LifecycleConfig
+from xray_runtime.methods.lifecycle import LifecycleConfig
 
 
 @pytest.mark.parametrize(

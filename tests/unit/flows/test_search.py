@@ -18,8 +18,8 @@ from xray.flows.search import (
     trial_digest,
 )
 from xray.flows.subject import Subject
-from xray_runtime.config.loading import load_config
-from xray_runtime.config.validation import ConfigError
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.methods.loading import load_config
 
 ROOT = Path(__file__).parents[3]
 TINY = Subject(config=load_config(ROOT / "configs" / "tiny.yaml"))

@@ -19,7 +19,7 @@ from xray.flows.subject import Subject
 from xray.flows.trial import TrialRun, UnknownMetricError
 from xray.flows.tune import run_search
 from xray.flows.tune_report import report
-from xray_runtime.config.loading import load_config, validate
+from xray_runtime.methods.loading import load_config, validate
 
 CONFIG = Subject(config=validate({"project": "xray-tune"}))
 RATES = {"sft.lr": {"low": 1e-6, "high": 1e-1, "log": True}}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import xray
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.graph.handles import Handle
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph.handles import Handle
 
 
 def brevity(prompts: list[str], replies: list[str]) -> list[float]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.graph.graph import recording
+from xray_runtime.kernel.graph.graph import recording
 
 
 @pytest.fixture

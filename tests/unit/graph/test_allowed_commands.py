@@ -10,9 +10,9 @@ import pytest
 import xray
 from tests.unit.graph.calls import parts, refused
 from xray_runtime.agents.runner import open_runner
-from xray_runtime.config.allowed_commands import COMMANDS, PATHS, check_agent
-from xray_runtime.config.environment import AgentConfig
-from xray_runtime.graph.graph import Graph
+from xray_runtime.kernel.graph.graph import Graph
+from xray_runtime.methods.common.allowed_commands import COMMANDS, PATHS, check_agent
+from xray_runtime.methods.common.environment import AgentConfig
 
 RUN = [
     (["python", "agent.py"], "python agent.py", True),

@@ -10,9 +10,9 @@ import pytest
 import xray
 from tests.unit.graph.calls import brevity, other, parts, refused, terms
 from xray.flows.promote import _source
-from xray_runtime.graph.artifacts import Artifact, Model, Preferences
-from xray_runtime.graph.graph import Graph, recording
-from xray_runtime.graph.handles import Handle, reward
+from xray_runtime.kernel.graph.artifacts import Artifact, Model, Preferences
+from xray_runtime.kernel.graph.graph import Graph, recording
+from xray_runtime.kernel.graph.handles import Handle, reward
 
 
 def test_inputs_come_by_position_or_by_name(graph: Graph) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 import xray
 from tests.unit.graph.calls import parts, refused
-from xray_runtime.graph.current import current_graph
-from xray_runtime.graph.graph import recording
-from xray_runtime.graph.planning import is_planning, planning
+from xray_runtime.kernel.graph.current import current_graph
+from xray_runtime.kernel.graph.graph import recording
+from xray_runtime.kernel.graph.planning import is_planning, planning
 
 
 def test_a_stage_needs_a_graph() -> None:

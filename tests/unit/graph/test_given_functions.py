@@ -9,9 +9,9 @@ import pytest
 
 import xray
 from tests.unit.graph.calls import brevity, other, parts, refused, terms
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.graph.graph import Graph, recording
-from xray_runtime.graph.handles import reward
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph.graph import Graph, recording
+from xray_runtime.kernel.graph.handles import reward
 
 
 def test_a_function_that_was_defined_again_is_another(graph: Graph) -> None:

@@ -9,12 +9,12 @@ import pytest
 
 import xray
 from tests.unit.graph.calls import brevity, parts, refused
-from xray_runtime.config.layouts import FrozenConfig, GeneratorConfig
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.graph.artifacts import Dataset, Model, RewardModel
-from xray_runtime.graph.graph import Graph, StageCall, recording
-from xray_runtime.graph.handles import Handle
+from xray_runtime.engines.layouts import FrozenConfig, GeneratorConfig
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph.artifacts import Dataset, Model, RewardModel
+from xray_runtime.kernel.graph.graph import Graph, StageCall, recording
+from xray_runtime.kernel.graph.handles import Handle
 
 
 def test_a_call_returns_a_handle_that_another_takes(graph: Graph) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 import xray
 from tests.unit.graph.calls import brevity, parts, refused
-from xray_runtime.graph.graph import Graph, OnlyPlannedError
-from xray_runtime.graph.handles import reward
+from xray_runtime.kernel.graph.graph import Graph, OnlyPlannedError
+from xray_runtime.kernel.graph.handles import reward
 
 
 @pytest.mark.parametrize(

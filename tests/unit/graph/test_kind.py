@@ -14,15 +14,19 @@ import pytest
 from pydantic import Field
 
 import xray
-from xray_runtime.config.section import Section
-from xray_runtime.config.sft import SFTConfig
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.graph import artifacts, kind as kinds_module
-from xray_runtime.graph.artifacts import Artifact, Dataset, Model, RewardModel
-from xray_runtime.graph.graph import recording
-from xray_runtime.graph.kind import KINDS, Role, StageKind, config_of, register, stage_kind
-from xray_runtime.stages import kinds as shipped_kinds
-from xray_runtime.stages.kinds import COMPARE, EVALUATE, PPO, PREFERENCES, SFT, find_kind, import_kind
+from xray_runtime.kernel.config.section import Section
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph import artifacts, kind as kinds_module, kinds as shipped_kinds
+from xray_runtime.kernel.graph.artifacts import Artifact, Dataset, Model, RewardModel
+from xray_runtime.kernel.graph.graph import recording
+from xray_runtime.kernel.graph.kind import KINDS, Role, StageKind, config_of, register, stage_kind
+from xray_runtime.kernel.graph.kinds import find_kind, import_kind
+from xray_runtime.methods.compare.kind import COMPARE
+from xray_runtime.methods.evaluate.kind import EVALUATE
+from xray_runtime.methods.ppo.kind import PPO
+from xray_runtime.methods.preferences.kind import PREFERENCES
+from xray_runtime.methods.sft.config import SFTConfig
+from xray_runtime.methods.sft.kind import SFT
 
 ROOT = Path(__file__).parents[3]
 
@@ -78,18 +82,18 @@ def test_a_decorated_body_is_a_kind() -> None:
 
 def test_a_body_may_be_named() -> None:
     """Then whoever writes a graph does not import what it needs."""
-    made = register(StageKind("named", Fields, kinds_module.NoInputs, Model, "xray_runtime.preparation.base:run"))
-    assert made.module == "xray_runtime.preparation.base"
+    made = register(StageKind("named", Fields, kinds_module.NoInputs, Model, "xray_runtime.methods.base.body:run"))
+    assert made.module == "xray_runtime.methods.base.body"
     # Where it is registered is neither where its body is nor where its (shared) inputs are.
     assert made.registered_in == __name__
-    assert made.run.__module__ == "xray_runtime.preparation.base"
+    assert made.run.__module__ == "xray_runtime.methods.base.body"
 
 
 def test_every_kind_of_ours_has_a_body_and_typed_inputs() -> None:
     expected = {"base", "compare", "evaluate", "fresh_base", "ppo", "preferences", "prepare", "sft"}
     expected |= {"best_of_n", "dpo", "kto", "reward_base", "reward_model", "split_preferences", "benchmark", "lm_eval"}
     expected |= {"curate", "demonstrations", "recorded_prompts"}
-    assert {name for name, kind in KINDS.items() if kind.registered_in.startswith("xray_runtime.stages.")} == expected
+    assert {name for name, kind in KINDS.items() if kind.registered_in.startswith("xray_runtime.methods.")} == expected
     for name in expected:
         kind = KINDS[name]
         assert callable(kind.run)
@@ -146,7 +150,7 @@ def test_inputs_are_opened_in_the_order_of_their_numbers() -> None:
 def test_a_name_stands_for_one_kind() -> None:
     before = find_kind("sft")
     said = refused(lambda: stage_kind("sft", config=Fields, inputs=OneModel, output=Model)(body))
-    assert said == f"stage kind 'sft' is registered twice: in xray_runtime.training.sft and in {__name__}"
+    assert said == f"stage kind 'sft' is registered twice: in xray_runtime.methods.sft.body and in {__name__}"
     assert find_kind("sft") is before
 
     def other(stage: Any, out: Path, recorder: Any) -> int:
@@ -173,8 +177,8 @@ def test_a_type_has_one_meaning() -> None:
     other = type("Model", (Artifact,), {"__module__": "somewhere.else"})
     said = refused(lambda: stage_kind("mine", config=Fields, output=other)(body))
     assert said == (
-        "stage kind 'mine': the type Model of somewhere.else is not allowed: xray_runtime.graph.artifacts has a type "
-        "of this name"
+        "stage kind 'mine': the type Model of somewhere.else is not allowed: "
+        "xray_runtime.kernel.graph.artifacts has a type of this name"
     )
     own = type("Outline", (Artifact,), {})
     stage_kind("mine", config=Fields, output=own)(body)
@@ -345,9 +349,9 @@ def test_names_of_xray() -> None:
         "import xray; dir(xray)",
         "import xray; xray.ppo; xray.Section; xray.reward; xray.stage_kind; xray.Model; xray.workspace",
         "from xray.flows.lifecycle_graph import recorded_graph\n"
-        "from xray_runtime.config.lifecycle import LifecycleConfig\n"
+        "from xray_runtime.methods.lifecycle import LifecycleConfig\n"
         "assert recorded_graph(LifecycleConfig()).calls",
-        "import xray_runtime.graph.stage_identity",
+        "import xray_runtime.kernel.graph.stage_identity",
     ],
 )
 def test_writing_a_graph_imports_nothing_heavy(code: str) -> None:

@@ -13,10 +13,10 @@ import pytest
 from pydantic import Field
 
 import xray
-from xray_runtime.graph.kind import KINDS, StageKind
-from xray_runtime.stages import kinds
+from xray_runtime.kernel.graph import kinds
+from xray_runtime.kernel.graph.kind import KINDS, StageKind
 
-SHIPPED = [getattr(kinds, name) for name in kinds.__all__ if name.isupper()]
+SHIPPED = kinds.shipped()
 
 
 def shown(kind: object) -> str:

@@ -22,26 +22,30 @@ import pytest
 import xray
 from benchmarks.identity import CASES, TABLE, markdown, measure
 from xray.flows.lifecycle_graph import recorded_graph
-from xray_runtime.config.layouts import EngineConfig
-from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.loading import validate
-from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
-from xray_runtime.graph import stage_identity as identify_module
-from xray_runtime.graph.graph import Graph, recording
-from xray_runtime.graph.kind import KINDS, StageKind
-from xray_runtime.graph.stage_identity import DECLARATIONS, code_of, identify
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.graph import stage_identity as identify_module
+from xray_runtime.kernel.graph.graph import Graph, recording
+from xray_runtime.kernel.graph.kind import KINDS, StageKind
+from xray_runtime.kernel.graph.kinds import find_kind, import_kind
+from xray_runtime.kernel.graph.stage_identity import code_of, declarations, identify
+from xray_runtime.kernel.store.code_digest import code_digest, code_reached
+from xray_runtime.kernel.store.digest_memory import DigestMemory
+from xray_runtime.kernel.store.identity import Identity
+from xray_runtime.methods.base.kind import BASE
+from xray_runtime.methods.lifecycle import LifecycleConfig
+from xray_runtime.methods.loading import validate
+from xray_runtime.methods.ppo.kind import PPO
+from xray_runtime.methods.prepare.kind import PREPARE
+from xray_runtime.methods.sft.kind import SFT
 from xray_runtime.models.family import FAMILIES
-from xray_runtime.stages.kinds import BASE, PPO, PREPARE, SFT, find_kind, import_kind
-from xray_runtime.store.code_digest import code_digest, code_reached
-from xray_runtime.store.digest_memory import DigestMemory
-from xray_runtime.store.identity import Identity
 
 ROOT = Path(__file__).parents[3]
 RUNTIME = RuntimeConfig(device="cpu")
 
 find_kind("")
-OURS = {name: kind for name, kind in KINDS.items() if kind.registered_in.startswith("xray_runtime.stages.")}
+OURS = {name: kind for name, kind in KINDS.items() if kind.registered_in.startswith("xray_runtime.methods.")}
 
 
 @pytest.fixture
@@ -288,8 +292,8 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             import xray
             from dataclasses import dataclass
             from prefect import flow
-            from xray_runtime.graph.kind import Stage, stage_kind
-            from xray_runtime.stages.kinds import SFT
+            from xray_runtime.cluster.stage import Stage; from xray_runtime.kernel.graph.kind import stage_kind
+            from xray_runtime.methods.sft.kind import SFT
             from own_kinds.helper import cut
             class ShortenConfig(xray.Section):
                 share: float = 0.5
@@ -313,7 +317,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (folder / name).write_text("\n".join(line.removeprefix(" " * 12) for line in text.splitlines()) + "\n")
     monkeypatch.syspath_prepend(tmp_path)
     kinds = dict(KINDS)
-    for module in ("xray_runtime.graph.kind", "xray_runtime.stages.kinds"):
+    for module in ("xray_runtime.kernel.graph.kind", "xray_runtime.kernel.graph.kinds"):
         monkeypatch.setattr(f"{module}.KINDS", kinds)
     identify_module._code.cache_clear()
     yield folder
@@ -334,7 +338,8 @@ def test_a_users_kind_is_its_code_and_what_that_imports(own: Path) -> None:
     assert set(before) == {
         *("own_kinds", "own_kinds.shorten", "own_kinds.helper"),
         *("xray_runtime", "xray_runtime.data", "xray_runtime.data.pairs", "xray_runtime.data.reasoning"),
-        "xray_runtime.graph",
+        *("xray_runtime.cluster", "xray_runtime.kernel", "xray_runtime.kernel.graph"),
+        *("xray_runtime.methods", "xray_runtime.methods.sft"),
     }
     for name, text, changed in (
         ("helper.py", "EDITED = 1\n", {"own_kinds.helper"}),
@@ -359,7 +364,7 @@ def test_a_users_kind_does_not_depend_on_its_runner(own: Path, memory: DigestMem
 
 
 def test_declarations_are_modules() -> None:
-    for module in DECLARATIONS:
+    for module in declarations():
         importlib.import_module(module)
 
 
@@ -369,10 +374,10 @@ def test_declarations_are_modules() -> None:
 def test_who_computes_nothing_is_in_no_key() -> None:
     """A change to the report, the command line, serving or planning retrains nothing."""
     for name, kind in OURS.items():
-        packages = {module.split(".")[1] for module in code_of(kind) if module.count(".")}
-        assert packages & {"report", "lineage", "serving", "planning", "tracking", "feedback"} == set(), name
+        idle = ("kernel.history", "kernel.report", "kernel.tracking", "live", "ops", "trust")
+        assert not [m for m in code_of(kind) if m.startswith(tuple(f"xray_runtime.{folder}" for folder in idle))], name
         assert {module.split(".")[0] for module in code_of(kind)} == {"xray_runtime"}
-        assert not {*DECLARATIONS} & code_of(kind).keys()
+        assert not {*declarations()} & code_of(kind).keys()
 
 
 def code_with(memory: DigestMemory, stage: str, **changes: Any) -> tuple[set[str], set[str]]:
@@ -420,23 +425,23 @@ SAMPLED = ("preferences", "best_of_n")
     ("module", "kinds"),
     [
         # An algorithm is in the keys of what runs it.
-        ("rl.ppo", {"ppo"}),
+        ("methods.ppo.body", {"ppo"}),
         ("algorithms.losses", {"ppo"}),
-        ("models.ppo_objectives", {"ppo"}),
+        ("methods.ppo.objectives", {"ppo"}),
         (
             "algorithms.pairwise",
             {"reward_model", "reward_base", "ppo", "evaluate", "compare", "best_of_n", "preferences"},
         ),
         ("algorithms.preference_losses", {"dpo", "kto"}),
-        ("training.dpo", {"dpo"}),
-        ("training.sft", {"sft"}),
+        ("methods.dpo.body", {"dpo"}),
+        ("methods.sft.body", {"sft"}),
         # A reader of data is in those of what reads it.
-        ("data.sources", {"prepare", "preferences"}),
-        ("data.preferences", {"preferences"}),
-        ("evaluation.judging", {"evaluate", "compare"}),
+        ("data.reading.sources", {"prepare", "preferences"}),
+        ("methods.preferences.rows", {"preferences"}),
+        ("methods.evaluate.judging", {"evaluate", "compare"}),
         # So is what holds a model, in those of what trains or scores.
         (
-            "workers.learner",
+            "cluster.learner",
             {
                 *("sft", "reward_model", "reward_base", "ppo", "dpo", "kto", "evaluate", "compare", "benchmark"),
                 *("lm_eval", *SAMPLED),
@@ -450,13 +455,23 @@ def test_who_reaches_a_module(module: str, kinds: set[str]) -> None:
 
 def test_modules_that_prepare_depends_on() -> None:
     """Neither the schema nor anything that trains."""
-    data = ("dropped", "forms", "heldout", "json_values", "keys", "messages", "pairs", "reasoning", "record_files")
-    data += ("records", "sources", "text_set", "withdrawn")
+    data = ("dropped", "heldout", "messages", "pairs", "reasoning", "text_set", "withdrawn", "reading")
+    data += tuple(f"reading.{name}" for name in ("forms", "json_values", "keys", "record_files", "records", "sources"))
     assert set(code_of(PREPARE)) == {
         "xray_runtime",
         *(f"xray_runtime.data.{name}" for name in data),
         "xray_runtime.data",
-        *(f"xray_runtime.{name}" for name in ("errors", "files", "preparation", "preparation.prepare")),
+        *(
+            f"xray_runtime.{name}"
+            for name in (
+                "kernel",
+                "kernel.errors",
+                "kernel.files",
+                "methods",
+                "methods.prepare",
+                "methods.prepare.body",
+            )
+        ),
     }
     assert len(code_of(PREPARE)) < len(code_of(BASE)) < len(code_of(SFT)) < len(code_of(PPO))
 
@@ -474,7 +489,7 @@ def copy_codes() -> dict[str, dict[str, str]]:
     def renamed(name: str) -> str:
         return name.replace("xray_runtime", "xray_copied")
 
-    left_out = tuple(map(renamed, DECLARATIONS))
+    left_out = tuple(map(renamed, declarations()))
     families = [renamed(FAMILIES.module(name)) for name in FAMILIES]
 
     def reached(module: str, chosen: list[str]) -> dict[str, str]:
@@ -535,7 +550,7 @@ def test_an_edit_of_words_in_every_module_changes_no_key(copied: Path, monkeypat
 def test_versions_are_of_the_libraries_that_a_kind_reaches() -> None:
     """Those of data alone for data; those that train for what trains."""
     versions = {
-        name: code_reached([kind.module], ["xray_runtime"], DECLARATIONS).libraries for name, kind in OURS.items()
+        name: code_reached([kind.module], ["xray_runtime"], declarations()).libraries for name, kind in OURS.items()
     }
     assert set(versions["prepare"]) == {"datasets", "numpy", "pyarrow", "xxhash"}
     assert {"torch", "transformers", "tokenizers"} <= set(versions["base"])

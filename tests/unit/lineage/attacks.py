@@ -11,21 +11,21 @@ from typing import Literal, NamedTuple
 
 from tests.unit.serving.recording import KEYS, exchange, keep, with_recorder
 from xray.flows.cycles import Cycle, place_of, read_cycles, write_cycle
-from xray_runtime.audit_checks.recorded import check_recorded
-from xray_runtime.config.curate import CurateConfig
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.data.curation import Curated, curate
-from xray_runtime.data.recorded import RECORDED, Row, read_segment, segment_bytes, segment_name
-from xray_runtime.data.signals import Label, Signal
-from xray_runtime.feedback.judgements import Judgement, Question
-from xray_runtime.feedback.session import Session, Setup, read_sessions, session_directory
-from xray_runtime.lineage.audit_check import Finding, read_log
-from xray_runtime.lineage.keys import trusted_keys
-from xray_runtime.lineage.recorded import CHAIN, SegmentWriter
-from xray_runtime.lineage.reference import open_lineage_store
-from xray_runtime.lineage.signing import Verifier, signing_key
-from xray_runtime.serving.middleware import key_digest
-from xray_runtime.serving.recorder import AnswerRecorder
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.history.audit_check import Finding, read_log
+from xray_runtime.kernel.history.recorded import CHAIN, SegmentWriter
+from xray_runtime.kernel.history.recorded_rows import RECORDED, Row, read_segment, segment_bytes, segment_name
+from xray_runtime.kernel.history.reference import open_lineage_store
+from xray_runtime.live.feedback.judgements import Judgement, Question
+from xray_runtime.live.feedback.session import Session, Setup, read_sessions, session_directory
+from xray_runtime.live.serving.middleware import key_digest
+from xray_runtime.live.serving.recorder import AnswerRecorder
+from xray_runtime.methods.curate.config import CurateConfig
+from xray_runtime.methods.curate.curation import Curated, curate
+from xray_runtime.methods.curate.signals import Label, Signal
+from xray_runtime.trust.audit.checks.recorded import check_recorded
+from xray_runtime.trust.keys import trusted_keys
+from xray_runtime.trust.signing import Verifier, signing_key
 
 PEOPLE, ROWS = 40, 6
 """Honest people, and what each corrects in a cycle."""

@@ -8,8 +8,8 @@ from typer.testing import CliRunner, Result
 
 from xray.cli.main import app
 from xray.deployments.service import free_port
-from xray_runtime.lineage.bundle import export
-from xray_runtime.lineage.reference import resolve
+from xray_runtime.kernel.history.reference import resolve
+from xray_runtime.trust.bundle import export
 
 
 def xray(*arguments: object) -> Result:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.config.flywheel import FlywheelConfig
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.graph.kind import Stage
+from xray_runtime.cluster.stage import Stage
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.live.flywheel import FlywheelConfig
 
 
 class Quiet:

@@ -7,13 +7,10 @@ from pathlib import Path
 import mlflow
 
 from tests.unit.lineage.synthetic import NAME, Lifecycle
-from xray_runtime.config.evaluate import PromotionConfig
-from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.promotion import (
-    promote,
-    review,
-)
-from xray_runtime.lineage.reference import open_lineage_store, resolve
+from xray_runtime.kernel.history.reference import open_lineage_store, resolve
+from xray_runtime.methods.evaluate.config import PromotionConfig
+from xray_runtime.trust.audit.checkpoints import audit
+from xray_runtime.trust.promotion import promote, review
 
 
 def aliases(output: Path) -> dict[str, str]:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from tests.unit.lineage.synthetic import ALIAS, NAME, Lifecycle
 from tests.unit.lineage.tampering import flip, rows, sql
-from xray_runtime.evidence.log import LOG, read_lines
-from xray_runtime.evidence.view import RunBegan
-from xray_runtime.lineage.log import append
-from xray_runtime.lineage.signing import PAYLOAD_TYPE, envelope, signing_key
+from xray_runtime.kernel.evidence.log import LOG, read_lines
+from xray_runtime.kernel.evidence.view import RunBegan
+from xray_runtime.trust.log import append
+from xray_runtime.trust.signing import PAYLOAD_TYPE, envelope, signing_key
 
 Tampering = Callable[[random.Random, Path], set[str]]
 
@@ -98,8 +98,8 @@ def the_newest_entries_taken_off_with_what_they_were_about(rng: random.Random, o
 
 @case
 def a_shorter_log_that_only_the_last_audit_knew_longer(rng: random.Random, output: Path) -> set[str]:
-    from xray_runtime.lineage.audit.checkpoints import audit
-    from xray_runtime.lineage.reference import open_lineage_store
+    from xray_runtime.kernel.history.reference import open_lineage_store
+    from xray_runtime.trust.audit.checkpoints import audit
 
     assert audit(open_lineage_store(output, None), since_verified=True).is_sound
     for table in ("tags", "model_version_tags"):

@@ -18,27 +18,27 @@ from typing import Any
 
 import pyarrow as pa
 
-from xray_runtime.config.evaluate import EvaluationConfig
-from xray_runtime.config.rewards import reward_term
 from xray_runtime.data.ledger import Shard
 from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
-from xray_runtime.evidence.log import LOG, digests, view
-from xray_runtime.evidence.statement import OutsideSource, RunFacts
-from xray_runtime.evidence.view import RunBegan, RunEnded
-from xray_runtime.feedback.session import Setup
-from xray_runtime.graph.artifacts import dataset_of
-from xray_runtime.lineage.attestation import attest, publish_card
-from xray_runtime.lineage.log import append, log_checkpoints
-from xray_runtime.lineage.model_page import register_policy
-from xray_runtime.lineage.signing import signing_key
-from xray_runtime.report.figures import FIGURE
-from xray_runtime.stages.kinds import find_kind
-from xray_runtime.store.checkpoints import Store, load_manifest
-from xray_runtime.store.identity import Identity, digest
-from xray_runtime.store.ref import CheckpointRef
-from xray_runtime.tracking.mlflow_tracker import ARTIFACTS, Tracker, params_of
-from xray_runtime.tracking.recorder import METRICS, read_points, records_directory
-from xray_runtime.tracking.registry import LOG_TAG
+from xray_runtime.kernel.evidence.log import LOG, digests, view
+from xray_runtime.kernel.evidence.statement import OutsideSource, RunFacts
+from xray_runtime.kernel.evidence.view import RunBegan, RunEnded
+from xray_runtime.kernel.graph.artifacts import dataset_of
+from xray_runtime.kernel.graph.kinds import find_kind
+from xray_runtime.kernel.report.figures import FIGURE
+from xray_runtime.kernel.store.checkpoints import Store, load_manifest
+from xray_runtime.kernel.store.identity import Identity, digest
+from xray_runtime.kernel.store.ref import CheckpointRef
+from xray_runtime.kernel.tracking.mlflow_tracker import ARTIFACTS, Tracker, params_of
+from xray_runtime.kernel.tracking.recorder import METRICS, read_points, records_directory
+from xray_runtime.kernel.tracking.registry import LOG_TAG
+from xray_runtime.live.feedback.session import Setup
+from xray_runtime.methods.evaluate.config import EvaluationConfig
+from xray_runtime.rewards.config import reward_term
+from xray_runtime.trust.attestation import attest, publish_card
+from xray_runtime.trust.log import append, log_checkpoints
+from xray_runtime.trust.model_page import register_policy
+from xray_runtime.trust.signing import signing_key
 
 CONFIG = {"seed": 0, "project": "synthetic"}
 NAME, ALIAS = "synthetic-policy", "candidate"
@@ -190,7 +190,7 @@ class Lifecycle:
             seed=seed,
             parents={role: ref.sha256 for role, ref in refs.items()},
             functions={},
-            code={"xray_runtime.stages.made_up": "ab" * 32},
+            code={"xray_runtime.methods.common.made_up": "ab" * 32},
             versions={"torch": "2"},
         )
         key = identity.key

@@ -18,10 +18,10 @@ import pyarrow as pa
 from tests.unit.lineage.synthetic import ALIAS, NAME
 from xray_runtime.data.ledger import Shard, read_shard
 from xray_runtime.data.pairs import pairs_of, write_pairs
-from xray_runtime.evidence.log import LOG
-from xray_runtime.lineage.keys import rotate
-from xray_runtime.lineage.signing import PAYLOAD_TYPE, envelope, fingerprint, make_key, sign, signing_key
-from xray_runtime.store.manifest import ATTESTATION, MANIFEST, SIGNATURE
+from xray_runtime.kernel.evidence.log import LOG
+from xray_runtime.kernel.store.manifest import ATTESTATION, MANIFEST, SIGNATURE
+from xray_runtime.trust.keys import rotate
+from xray_runtime.trust.signing import PAYLOAD_TYPE, envelope, fingerprint, make_key, sign, signing_key
 
 Tampering = Callable[[random.Random, Path], set[str]]
 

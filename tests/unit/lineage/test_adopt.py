@@ -12,14 +12,14 @@ import pytest
 from tests.unit.lineage.commands import bundled
 from tests.unit.lineage.promoting import broken
 from tests.unit.lineage.synthetic import Lifecycle, pair_file
-from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example
-from xray_runtime.graph.artifacts import Artifact
-from xray_runtime.lineage.adopt import checkpoint_from
-from xray_runtime.lineage.bundle import import_checkpoints
-from xray_runtime.lineage.keys import trust
-from xray_runtime.lineage.reference import open_lineage_store, resolve
-from xray_runtime.store.checkpoints import load_manifest, verify
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph.artifacts import Artifact
+from xray_runtime.kernel.history.reference import open_lineage_store, resolve
+from xray_runtime.kernel.store.checkpoints import load_manifest, verify
+from xray_runtime.trust.adopt import checkpoint_from
+from xray_runtime.trust.bundle import import_checkpoints
+from xray_runtime.trust.keys import trust
 
 
 def uri(output: Path) -> str:

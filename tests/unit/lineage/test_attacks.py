@@ -23,18 +23,18 @@ from tests.unit.lineage.attacks import (
 )
 from tests.unit.lineage.cycles import ran
 from xray.flows.cycles import read_cycles
-from xray_runtime.audit_checks.comparisons import check_comparisons
-from xray_runtime.config.curate import RecordedPromptsConfig
 from xray_runtime.data.pairs import Example, Pairs
-from xray_runtime.evidence.kinds.signed_files import SignedDirectories
-from xray_runtime.feedback.session import read_sessions
-from xray_runtime.graph.artifacts import Feedback
-from xray_runtime.graph.inputs import RecordedPromptsInputs
-from xray_runtime.lineage import log
-from xray_runtime.lineage.keys import trusted_keys
-from xray_runtime.lineage.signed_files import LOG_EVERY
-from xray_runtime.lineage.signing import Verifier
-from xray_runtime.preparation import recorded_data
+from xray_runtime.kernel.evidence.kinds.signed_files import SignedDirectories
+from xray_runtime.kernel.graph.artifacts import Feedback
+from xray_runtime.kernel.history.signed_files import LOG_EVERY
+from xray_runtime.live.feedback.session import read_sessions
+from xray_runtime.methods.common.inputs import RecordedPromptsInputs
+from xray_runtime.methods.curate import recorded_data
+from xray_runtime.methods.curate.config import RecordedPromptsConfig
+from xray_runtime.trust import log
+from xray_runtime.trust.audit.checks.comparisons import check_comparisons
+from xray_runtime.trust.keys import trusted_keys
+from xray_runtime.trust.signing import Verifier
 
 
 @pytest.mark.parametrize("attack", ON_DISK, ids=lambda attack: attack.__name__)

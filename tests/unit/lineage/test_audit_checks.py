@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.evidence.lines import KINDS, LogRecord, entry_kinds, parse_line
-from xray_runtime.evidence.view import LogView, SignedEntry
-from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.audit_check import CHECKS, meanings
-from xray_runtime.lineage.evidence import EVIDENCE, evidence
-from xray_runtime.lineage.reference import open_lineage_store
-from xray_runtime.lineage.signed_lines import signed_line
-from xray_runtime.lineage.signing import signing_key
+from xray_runtime.kernel.evidence.lines import KINDS, LogRecord, entry_kinds, parse_line
+from xray_runtime.kernel.evidence.view import LogView, SignedEntry
+from xray_runtime.kernel.history.audit_check import CHECKS, meanings
+from xray_runtime.kernel.history.evidence import EVIDENCE, evidence
+from xray_runtime.kernel.history.reference import open_lineage_store
+from xray_runtime.trust.audit.checkpoints import audit
+from xray_runtime.trust.signed_lines import signed_line
+from xray_runtime.trust.signing import signing_key
 
 ROOT = Path(__file__).parents[3]
 
@@ -81,7 +81,7 @@ def test_two_checks_cannot_introduce_one_finding(installed: Callable[[str, str, 
 def test_a_strangers_entry_is_read(tmp_path: Path, installed: Callable[[str, str, str], None]) -> None:
     source = """
 from typing import Literal
-from xray_runtime.evidence.view import SignedEntry
+from xray_runtime.kernel.evidence.view import SignedEntry
 
 class Names(list): pass
 

@@ -20,12 +20,12 @@ from securesystemslib.signer import SSlibKey
 
 from tests.unit.lineage.synthetic import Lifecycle
 from tests.unit.lineage.tampering import COUNT, flip
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.lineage.adopt import checkpoint_from
-from xray_runtime.lineage.bundle import UNKNOWN, UNKNOWN_KEY, audit_bundle, export, open_bundle
-from xray_runtime.lineage.keys import trust
-from xray_runtime.lineage.reference import resolve
-from xray_runtime.store.manifest import ATTESTATION
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.history.reference import resolve
+from xray_runtime.kernel.store.manifest import ATTESTATION
+from xray_runtime.trust.adopt import checkpoint_from
+from xray_runtime.trust.bundle import UNKNOWN, UNKNOWN_KEY, audit_bundle, export, open_bundle
+from xray_runtime.trust.keys import trust
 
 
 @pytest.fixture(scope="module")

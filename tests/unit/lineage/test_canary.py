@@ -18,24 +18,24 @@ from tests.unit.lineage.synthetic import NAME
 from tests.unit.serving.recording import KEYS, exchange, with_recorder
 from xray.flows.cycles import CANARY, Cycle, read_cycles, write_cycle
 from xray.flows.flywheel import begin_cycle
-from xray_runtime.config.evaluate import PromotionConfig
-from xray_runtime.config.serving import CanaryConfig
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.data.recorded import RECORDED, segment_name
-from xray_runtime.evidence.kinds.canary import Canaries, Canary
-from xray_runtime.evidence.log import LOG, view
-from xray_runtime.feedback.canary import ALPHA, Arm, Monitor, decide
-from xray_runtime.lineage.canary import begin, canary_of, end, running
-from xray_runtime.lineage.gates import NotPromoted
-from xray_runtime.lineage.promotion import review
-from xray_runtime.lineage.reference import open_lineage_store, resolve
-from xray_runtime.serving import NotServedError
-from xray_runtime.serving.canary import CanaryFollower
-from xray_runtime.serving.canary_metrics import CanaryCollector, CanaryState
-from xray_runtime.serving.choice import ModelChoice
-from xray_runtime.serving.middleware import key_digest
-from xray_runtime.serving.recorder import AnswerRecorder
-from xray_runtime.serving.server import Server
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.evidence.canary_config import CanaryConfig
+from xray_runtime.kernel.evidence.kinds.canary import Canaries, Canary
+from xray_runtime.kernel.evidence.log import LOG, view
+from xray_runtime.kernel.history.recorded_rows import RECORDED, segment_name
+from xray_runtime.kernel.history.reference import open_lineage_store, resolve
+from xray_runtime.live.canary import begin, canary_of, end, running
+from xray_runtime.live.feedback.canary import ALPHA, Arm, Monitor, decide
+from xray_runtime.live.serving import NotServedError
+from xray_runtime.live.serving.canary import CanaryFollower
+from xray_runtime.live.serving.canary_metrics import CanaryCollector, CanaryState
+from xray_runtime.live.serving.choice import ModelChoice
+from xray_runtime.live.serving.middleware import key_digest
+from xray_runtime.live.serving.recorder import AnswerRecorder
+from xray_runtime.live.serving.server import Server
+from xray_runtime.methods.evaluate.config import PromotionConfig
+from xray_runtime.trust.gates import NotPromoted
+from xray_runtime.trust.promotion import review
 
 Answered = Iterable[tuple[str, str, str]]
 """(stage that answered, user, thumb)."""

@@ -13,25 +13,31 @@ import pytest
 from tests.unit.lineage.cycles import ran
 from tests.unit.lineage.synthetic import examples
 from tests.unit.serving.recording import KEYS, exchange, with_recorder
-from xray_runtime.config.curate import CurateConfig, RecordedPromptsConfig
-from xray_runtime.config.preferences import CuratedPreferences
-from xray_runtime.config.section import Section
-from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, prompt_text, write_pairs
-from xray_runtime.data.recorded import RECORDED
 from xray_runtime.data.replies import from_verdicts
 from xray_runtime.data.text_set import TextSet
-from xray_runtime.feedback.collection import collect
-from xray_runtime.graph.artifacts import Curated, Dataset, Feedback
-from xray_runtime.graph.inputs import CurateInputs, DemonstrationsInputs, PreferencesInputs, RecordedPromptsInputs
-from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.reference import open_lineage_store, resolve
-from xray_runtime.lineage.withdrawal import plan_user
-from xray_runtime.preparation import curate, preferences, recorded_data
-from xray_runtime.serving.exchange import Exchange
-from xray_runtime.serving.middleware import key_digest
-from xray_runtime.serving.recorder import AnswerRecorder
-from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.kernel.config.section import Section
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph.artifacts import Curated, Dataset, Feedback
+from xray_runtime.kernel.history.recorded_rows import RECORDED
+from xray_runtime.kernel.history.reference import open_lineage_store, resolve
+from xray_runtime.kernel.store.ref import CheckpointRef
+from xray_runtime.live.feedback.collection import collect
+from xray_runtime.live.serving.exchange import Exchange
+from xray_runtime.live.serving.middleware import key_digest
+from xray_runtime.live.serving.recorder import AnswerRecorder
+from xray_runtime.live.withdrawal import plan_user
+from xray_runtime.methods.common.inputs import (
+    CurateInputs,
+    DemonstrationsInputs,
+    PreferencesInputs,
+    RecordedPromptsInputs,
+)
+from xray_runtime.methods.curate import body as curate, recorded_data
+from xray_runtime.methods.curate.config import CurateConfig, RecordedPromptsConfig
+from xray_runtime.methods.preferences import body as preferences
+from xray_runtime.methods.preferences.config import CuratedPreferences
+from xray_runtime.trust.audit.checkpoints import audit
 
 PEOPLE = [f"person {n}" for n in range(30)]
 

@@ -19,16 +19,16 @@ from xray.cli.main import app
 from xray.flows import flywheel
 from xray.flows.cycles import Cycle, place_of, read_cycles, write_cycle
 from xray.flows.flywheel import begin_cycle
-from xray_runtime.config.flywheel import FlywheelConfig
-from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.rewards import reward_term
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.data.recorded import RECORDED
-from xray_runtime.graph.graph import recording
-from xray_runtime.lineage.reference import open_lineage_store, resolve
-from xray_runtime.lineage.withdrawal import refusal
-from xray_runtime.stages.kinds import CURATE
-from xray_runtime.tracking.registry_view import RegistryView
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph.graph import recording
+from xray_runtime.kernel.history.recorded_rows import RECORDED
+from xray_runtime.kernel.history.reference import open_lineage_store, resolve
+from xray_runtime.kernel.tracking.registry_view import RegistryView
+from xray_runtime.live.flywheel import FlywheelConfig
+from xray_runtime.live.withdrawal import refusal
+from xray_runtime.methods.curate.kind import CURATE
+from xray_runtime.methods.lifecycle import LifecycleConfig
+from xray_runtime.rewards.config import reward_term
 
 
 def recorded(output: Path, number: int) -> None:

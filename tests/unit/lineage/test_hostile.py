@@ -12,12 +12,12 @@ import pytest
 
 from tests.unit.lineage.sweeps import sweep
 from tests.unit.lineage.tampering import checkpoints
-from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.graph import CheckpointGraph, Node
-from xray_runtime.lineage.page import write_html
-from xray_runtime.lineage.reference import LineageStore, open_lineage_store
-from xray_runtime.lineage.render import lineage_text, selection
-from xray_runtime.store.manifest import ATTESTATION, MANIFEST, SIGNATURE, Manifest
+from xray_runtime.kernel.history.graph import CheckpointGraph, Node
+from xray_runtime.kernel.history.reference import LineageStore, open_lineage_store
+from xray_runtime.kernel.history.render import lineage_text, selection
+from xray_runtime.kernel.store.manifest import ATTESTATION, MANIFEST, SIGNATURE, Manifest
+from xray_runtime.trust.audit.checkpoints import audit
+from xray_runtime.trust.page import write_html
 
 opened: list[str] | None = None
 

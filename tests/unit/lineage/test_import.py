@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-import xray_runtime.lineage.bundle as module
+import xray_runtime.trust.bundle as module
 from tests.unit.lineage.commands import bundled
 from tests.unit.lineage.promoting import broken
 from tests.unit.lineage.synthetic import Lifecycle
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.lineage.bundle import audit_bundle, export, import_bundle
-from xray_runtime.lineage.reference import open_lineage_store, resolve
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.history.reference import open_lineage_store, resolve
+from xray_runtime.trust.bundle import audit_bundle, export, import_bundle
 
 
 def test_a_bundle_is_checked_without_mlflow_and_imported_with_its_lineage(

@@ -11,25 +11,25 @@ import pytest
 
 from tests.unit.lineage.commands import place, xray
 from tests.unit.lineage.synthetic import Lifecycle, pair_file, prompt, weights
-from xray_runtime.config.preferences import JudgedPreferences
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.validation import ConfigError
+from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample
 from xray_runtime.data.text_set import TextSet
-from xray_runtime.evaluation.human_verdicts import human_judge
-from xray_runtime.feedback.comparison import of_dataset
-from xray_runtime.feedback.judgements import Judgement, Question, Verdict
-from xray_runtime.feedback.publication import publish
-from xray_runtime.feedback.session import Session, Setup, session_directory
-from xray_runtime.graph.artifacts import Dataset, Judgements
-from xray_runtime.graph.inputs import PreferencesInputs
-from xray_runtime.graph.kind import Stage
-from xray_runtime.lineage.adopt import checkpoint_from
-from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.keys import trust
-from xray_runtime.lineage.reference import open_lineage_store
-from xray_runtime.preparation import preferences
-from xray_runtime.tracking.registry_view import RegistryView
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph.artifacts import Dataset, Judgements
+from xray_runtime.kernel.history.reference import open_lineage_store
+from xray_runtime.kernel.tracking.registry_view import RegistryView
+from xray_runtime.live.feedback.comparison import of_dataset
+from xray_runtime.live.feedback.judgements import Judgement, Question, Verdict
+from xray_runtime.live.feedback.publication import publish
+from xray_runtime.live.feedback.session import Session, Setup, session_directory
+from xray_runtime.methods.common.inputs import PreferencesInputs
+from xray_runtime.methods.evaluate.human_verdicts import human_judge
+from xray_runtime.methods.preferences import body as preferences
+from xray_runtime.methods.preferences.config import JudgedPreferences
+from xray_runtime.trust.adopt import checkpoint_from
+from xray_runtime.trust.audit.checkpoints import audit
+from xray_runtime.trust.keys import trust
 
 VERDICTS: list[Verdict] = ["a", "b", "tie", "bad", "skip", "a"]
 
@@ -99,7 +99,7 @@ def test_a_publication_cut_short_is_finished(fresh: Callable[[], Path], monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("xray_runtime.tracking.mlflow_tracker.StageRun.log_checkpoint", lost)
+        patch.setattr("xray_runtime.kernel.tracking.mlflow_tracker.StageRun.log_checkpoint", lost)
         with pytest.raises(KeyboardInterrupt):
             published(output)
     assert "mlflow-model-missing" in {f.code for f in audit(open_lineage_store(output, None)).findings}

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.audit_checks.files import check_kept
-from xray_runtime.data.derived import Derived
-from xray_runtime.lineage.keys import rotate, seal_of, trusted_keys
+from xray_runtime.kernel.store.derived import Derived
+from xray_runtime.kernel.store.snapshots import Snapshots
 from xray_runtime.rewards.journal import ANSWERS, Journal
 from xray_runtime.rewards.source import Score
-from xray_runtime.store.snapshots import Snapshots
+from xray_runtime.trust.audit.checks.files import check_kept
+from xray_runtime.trust.keys import rotate, seal_of, trusted_keys
 
 TOKENS, STAGE = "checkpoints/prepare-1.tokens-", "snapshots/ppo-1"
 SNAPSHOT = f"{STAGE}/step-0000000003"

@@ -11,12 +11,12 @@ import pytest
 
 from tests.unit.lineage.commands import xray
 from tests.unit.lineage.synthetic import Lifecycle, decided
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.bundle import audit_bundle, export, import_bundle
-from xray_runtime.lineage.keys import NEXT, read_rotations, rotate, trusted_keys
-from xray_runtime.lineage.reference import open_lineage_store, resolve
-from xray_runtime.lineage.signing import KEY_VARIABLE, make_key, public_bytes, signing_key
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.history.reference import open_lineage_store, resolve
+from xray_runtime.trust.audit.checkpoints import audit
+from xray_runtime.trust.bundle import audit_bundle, export, import_bundle
+from xray_runtime.trust.keys import NEXT, read_rotations, rotate, trusted_keys
+from xray_runtime.trust.signing import KEY_VARIABLE, make_key, public_bytes, signing_key
 
 
 def codes(output: Path, public: Path | None = None) -> set[str]:

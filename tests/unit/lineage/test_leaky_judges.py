@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.unit.lineage.synthetic import Lifecycle, judged, model, preferences, weights
-from xray_runtime.config.evaluate import EvaluationConfig, PromotionConfig
-from xray_runtime.lineage.gates import check_gates
-from xray_runtime.lineage.leaky_judges import leaky_judges
-from xray_runtime.lineage.promotion_check import Gate
-from xray_runtime.lineage.reference import open_lineage_store
+from xray_runtime.kernel.history.promotion_check import Gate
+from xray_runtime.kernel.history.reference import open_lineage_store
+from xray_runtime.methods.evaluate.config import EvaluationConfig, PromotionConfig
+from xray_runtime.trust.gates import check_gates
+from xray_runtime.trust.leaky_judges import leaky_judges
 
 GOOD = PromotionConfig(min_win_rate=0.3, max_judge_drop=0.0)
 CLOSED = "set gold, evaluate.judges or evaluate.heldout_reward_model, or promotion."

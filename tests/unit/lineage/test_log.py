@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.audit_checks.files import check_files
-from xray_runtime.evidence.log import LOG, digests, read_lines
-from xray_runtime.evidence.view import START, Left, LogView, RunBegan, RunEnded, run_lock
-from xray_runtime.lineage import signed_lines
-from xray_runtime.lineage.audit_check import read_log
-from xray_runtime.lineage.graph import CheckpointGraph
-from xray_runtime.lineage.keys import rotate, trusted_keys
-from xray_runtime.lineage.log import append, decide, log_checkpoints, log_files
-from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.lineage.signing import Verifier, signing_key
+from xray_runtime.kernel.evidence.log import LOG, digests, read_lines
+from xray_runtime.kernel.evidence.view import START, Left, LogView, RunBegan, RunEnded, run_lock
+from xray_runtime.kernel.history.audit_check import read_log
+from xray_runtime.kernel.history.graph import CheckpointGraph
+from xray_runtime.kernel.history.reference import LineageStore
+from xray_runtime.trust import signed_lines
+from xray_runtime.trust.audit.checks.files import check_files
+from xray_runtime.trust.keys import rotate, trusted_keys
+from xray_runtime.trust.log import append, decide, log_checkpoints, log_files
+from xray_runtime.trust.signing import Verifier, signing_key
 
 
 def register(output: Path, number: int, name: str = "policy") -> None:

@@ -10,17 +10,17 @@ import pytest
 from tests.unit.store.published import IDENTITY
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import find_result, keep_result
-from xray_runtime.evidence import lines, log
-from xray_runtime.evidence.lines import LogRecord, parse_line
-from xray_runtime.evidence.log import LOG, LogTail, view
-from xray_runtime.evidence.view import START, Left, LogView
-from xray_runtime.lineage import signed_lines
-from xray_runtime.lineage.evidence import read_logged
-from xray_runtime.lineage.keys import trusted_keys
-from xray_runtime.lineage.log import append, log_checkpoints
-from xray_runtime.lineage.signing import Verifier, signing_key
-from xray_runtime.lineage.trusted_log import trusted_view
-from xray_runtime.store.checkpoints import CHECKPOINTS, Store
+from xray_runtime.kernel.evidence import lines, log
+from xray_runtime.kernel.evidence.lines import LogRecord, parse_line
+from xray_runtime.kernel.evidence.log import LOG, LogTail, view
+from xray_runtime.kernel.evidence.view import START, Left, LogView
+from xray_runtime.kernel.history.evidence import read_logged
+from xray_runtime.kernel.store.checkpoints import CHECKPOINTS, Store
+from xray_runtime.trust import signed_lines
+from xray_runtime.trust.keys import trusted_keys
+from xray_runtime.trust.log import append, log_checkpoints
+from xray_runtime.trust.signing import Verifier, signing_key
+from xray_runtime.trust.trusted_log import trusted_view
 
 ENTRIES = 3000
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.unit.lineage.mlflow_rows import ATTACKS, attack
-from xray_runtime.evidence.view import LogView
-from xray_runtime.lineage.audit.mlflow_schema import COMPARED, IGNORED, NEVER_WRITTEN
-from xray_runtime.lineage.audit.tables import check_tables
-from xray_runtime.lineage.audit_check import read_log
-from xray_runtime.lineage.graph import CheckpointGraph
-from xray_runtime.lineage.keys import trusted_keys
-from xray_runtime.lineage.reference import open_lineage_store
-from xray_runtime.lineage.signing import Verifier
+from xray_runtime.kernel.evidence.view import LogView
+from xray_runtime.kernel.history.audit_check import read_log
+from xray_runtime.kernel.history.graph import CheckpointGraph
+from xray_runtime.kernel.history.reference import open_lineage_store
+from xray_runtime.trust.audit.mlflow_schema import COMPARED, IGNORED, NEVER_WRITTEN
+from xray_runtime.trust.audit.tables import check_tables
+from xray_runtime.trust.keys import trusted_keys
+from xray_runtime.trust.signing import Verifier
 
 
 @pytest.fixture(scope="module")

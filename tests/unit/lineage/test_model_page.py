@@ -14,13 +14,13 @@ import pytest
 
 from tests.unit.lineage.promoting import broken, promoted
 from tests.unit.lineage.synthetic import NAME, Lifecycle
-from xray_runtime.config.evaluate import PromotionConfig
-from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.log import decide
-from xray_runtime.lineage.model_page import FORM
-from xray_runtime.lineage.promotion import decline, review
-from xray_runtime.lineage.reference import open_lineage_store, resolve
-from xray_runtime.lineage.signing import signing_key
+from xray_runtime.kernel.history.reference import open_lineage_store, resolve
+from xray_runtime.methods.evaluate.config import PromotionConfig
+from xray_runtime.trust.audit.checkpoints import audit
+from xray_runtime.trust.log import decide
+from xray_runtime.trust.model_page import FORM
+from xray_runtime.trust.promotion import decline, review
+from xray_runtime.trust.signing import signing_key
 
 
 def client_of(output: Path) -> mlflow.MlflowClient:
@@ -171,8 +171,8 @@ def test_a_version_of_an_older_release_has_no_page_and_may_not_claim_one(tmp_pat
 
 def test_a_page_of_another_release_is_a_note(fresh: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     output = fresh()
-    monkeypatch.setattr("xray_runtime.lineage.model_page.FORM", 2)
-    monkeypatch.setattr("xray_runtime.lineage.audit.registry.FORM", 2)
+    monkeypatch.setattr("xray_runtime.trust.model_page.FORM", 2)
+    monkeypatch.setattr("xray_runtime.trust.audit.registry.FORM", 2)
     found = audit(open_lineage_store(output, None))
     assert found.is_sound
     assert "registry-page-unchecked" in {finding.code for finding in found.findings}

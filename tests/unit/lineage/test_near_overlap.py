@@ -9,9 +9,9 @@ import pytest
 
 from tests.unit.lineage.synthetic import Lifecycle, evaluation_files, judged_by, pair_file
 from xray_runtime.data.pairs import Example, PreferenceExample
-from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.audit_check import Finding
-from xray_runtime.lineage.reference import open_lineage_store, resolve
+from xray_runtime.kernel.history.audit_check import Finding
+from xray_runtime.kernel.history.reference import open_lineage_store, resolve
+from xray_runtime.trust.audit.checkpoints import audit
 
 SPAN = "what would you say if somebody asked you to choose between tea and coffee"
 WEIGHTS = {"model.safetensors": b"weights"}

@@ -12,10 +12,10 @@ import pytest
 
 from tests.unit.lineage.sweeps import sweep
 from tests.unit.lineage.synthetic import Lifecycle
-from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.reference import open_lineage_store
-from xray_runtime.store.identity import file_sha256
-from xray_runtime.store.seal import process_seal
+from xray_runtime.kernel.history.reference import open_lineage_store
+from xray_runtime.kernel.store.identity import file_sha256
+from xray_runtime.kernel.store.seal import process_seal
+from xray_runtime.trust.audit.checkpoints import audit
 
 HUGE = 3 * 2**40
 """Bytes of a sparse file: it takes none on disk, and a quarter of an hour to read."""

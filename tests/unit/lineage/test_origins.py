@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.unit.lineage.synthetic import Lifecycle
-from xray_runtime.evidence.statement import OutsideSource, read_statement
+from xray_runtime.kernel.evidence.statement import OutsideSource, read_statement
 
 
 def test_a_reward_model_is_no_base_of_the_policy_it_judges(tmp_path: Path) -> None:

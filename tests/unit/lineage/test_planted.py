@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.unit.lineage.synthetic import Lifecycle
-from xray_runtime.lineage.attestation import open_store
-from xray_runtime.lineage.keys import rotate
-from xray_runtime.lineage.signing import make_key, sign
-from xray_runtime.store.checkpoints import Store, load_manifest, verify
-from xray_runtime.store.manifest import ATTESTATION, SIGNATURE
-from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.kernel.store.checkpoints import Store, load_manifest, verify
+from xray_runtime.kernel.store.manifest import ATTESTATION, SIGNATURE
+from xray_runtime.kernel.store.ref import CheckpointRef
+from xray_runtime.trust.attestation import open_store
+from xray_runtime.trust.keys import rotate
+from xray_runtime.trust.signing import make_key, sign
 
 
 @pytest.fixture

@@ -15,10 +15,11 @@ import pytest
 from tests.unit.lineage.promoting import aliases, broken, promoted, second_candidate
 from tests.unit.lineage.synthetic import NAME, Lifecycle, decided, evaluation_files, examples, judged, judged_by
 from xray.flows.promote import review_markdown
-from xray_runtime.config.evaluate import EvaluationConfig, PromotionConfig
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.lineage.gates import check_gates, gates_for
-from xray_runtime.lineage.promotion import (
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.history.reference import LineageStore, champion_of, open_lineage_store, resolve
+from xray_runtime.methods.evaluate.config import EvaluationConfig, PromotionConfig
+from xray_runtime.trust.gates import check_gates, gates_for
+from xray_runtime.trust.promotion import (
     NotPromoted,
     PromotionReview,
     comparison_spec,
@@ -27,8 +28,7 @@ from xray_runtime.lineage.promotion import (
     review,
     roll_back,
 )
-from xray_runtime.lineage.reference import LineageStore, champion_of, open_lineage_store, resolve
-from xray_runtime.lineage.signing import signing_key
+from xray_runtime.trust.signing import signing_key
 
 
 def test_a_sound_candidate_is_promoted_and_rolled_back(fresh: Callable[[], Path]) -> None:

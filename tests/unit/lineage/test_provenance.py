@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.lineage import provenance
+from xray_runtime.trust import provenance
 
 
 def written(root: Path, folders: list[str]) -> Path:

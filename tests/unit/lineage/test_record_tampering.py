@@ -18,9 +18,9 @@ import pytest
 from tests.unit.lineage.commands import xray
 from tests.unit.lineage.record_tampering import NOT_COVERED, RECORD_CASES, edit_json
 from tests.unit.lineage.synthetic import Lifecycle
-from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.audit_check import meanings
-from xray_runtime.lineage.reference import open_lineage_store
+from xray_runtime.kernel.history.audit_check import meanings
+from xray_runtime.kernel.history.reference import open_lineage_store
+from xray_runtime.trust.audit.checkpoints import audit
 
 COUNT = 200 if int(os.environ.get("XRAY_TAMPER_CASES", "60")) >= 500 else len(RECORD_CASES)
 

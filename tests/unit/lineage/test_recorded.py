@@ -13,9 +13,9 @@ from tests.unit.lineage.commands import serve_command
 from tests.unit.serving.recording import exchange, keep
 from xray.cli.main import app
 from xray.cli.serve_recording import FEEDBACK_KEYS, recording_lock, recording_options
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.data.recorded import RECORDED
-from xray_runtime.lineage.reference import open_lineage_store, resolve
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.history.recorded_rows import RECORDED
+from xray_runtime.kernel.history.reference import open_lineage_store, resolve
 
 
 def ran(*arguments: str) -> tuple[int, str]:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.lineage.synthetic import Lifecycle, model
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.lineage import reference
-from xray_runtime.lineage.reference import resolve, resolve_history
-from xray_runtime.lineage.render import lineage_text
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.history import reference
+from xray_runtime.kernel.history.reference import resolve, resolve_history
+from xray_runtime.kernel.history.render import lineage_text
 
 
 @pytest.fixture

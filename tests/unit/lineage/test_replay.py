@@ -17,23 +17,23 @@ import pytest
 from tests.unit.lineage.commands import xray
 from tests.unit.lineage.synthetic import Lifecycle, ledger
 from tests.unit.rl.loop import PPOModel, World, attempt, make_inputs
-from xray_runtime.config.ppo import LedgerConfig, PPOConfig
-from xray_runtime.config.rewards import reward_term
-from xray_runtime.config.section import Section
-from xray_runtime.config.validation import ConfigError
+from xray_runtime.cluster.protocols import ModelHandle
 from xray_runtime.data.ledger import Shard, read_shard, shard_path
 from xray_runtime.data.pairs import Example, write_pairs
-from xray_runtime.graph.artifacts import Artifact, Dataset
-from xray_runtime.graph.inputs import PPOInputs
-from xray_runtime.graph.kind import KINDS, NoInputs, StageKind
-from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.reference import LineageStore, open_lineage_store, resolve
-from xray_runtime.lineage.replay import OnProgress, Replay, replay, replayable
+from xray_runtime.kernel.config.section import Section
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph.artifacts import Artifact, Dataset
+from xray_runtime.kernel.graph.kind import KINDS, NoInputs, StageKind
+from xray_runtime.kernel.history.reference import LineageStore, open_lineage_store, resolve
+from xray_runtime.kernel.store.manifest import MANIFEST
+from xray_runtime.methods.common.inputs import PPOInputs
+from xray_runtime.methods.ppo.config import LedgerConfig, PPOConfig
+from xray_runtime.rewards.config import reward_term
 from xray_runtime.rewards.journal import ANSWERS, Journal, publish_answers
 from xray_runtime.rewards.kinds.service import ServiceConfig, ServiceSource
 from xray_runtime.rewards.source import Batch, Score, failure
-from xray_runtime.store.manifest import MANIFEST
-from xray_runtime.workers.protocols import ModelHandle
+from xray_runtime.trust.audit.checkpoints import audit
+from xray_runtime.trust.replay import OnProgress, Replay, replay, replayable
 
 FIELDS: dict[str, Any] = {
     "iterations": 4,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tests.unit.lineage.promoting import broken
 from tests.unit.lineage.synthetic import Lifecycle, decided
-from xray_runtime.lineage.reference import open_lineage_store, resolve
-from xray_runtime.lineage.retention import plan_prune, prune
+from xray_runtime.kernel.history.reference import open_lineage_store, resolve
+from xray_runtime.trust.retention import plan_prune, prune
 
 
 def test_pruning_keeps_chains_whole(fresh: Callable[[], Path]) -> None:

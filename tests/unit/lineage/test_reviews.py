@@ -12,13 +12,13 @@ import pytest
 from tests.unit.lineage.commands import xray
 from tests.unit.serving.recording import KEYS, exchange, keep, with_recorder
 from xray.flows.flywheel import BY
-from xray_runtime.data.recorded import KEYS as KEY_FILES, RECORDED, UserKeys
-from xray_runtime.feedback.collection import collect
-from xray_runtime.graph.artifacts import FEEDBACK
-from xray_runtime.lineage.recorded import RecordedReader
-from xray_runtime.lineage.reference import open_lineage_store, resolve
-from xray_runtime.serving.middleware import key_digest
-from xray_runtime.tracking.traces import AnswerTraces
+from xray_runtime.kernel.graph.artifacts import FEEDBACK
+from xray_runtime.kernel.history.recorded import RecordedReader
+from xray_runtime.kernel.history.recorded_rows import KEYS as KEY_FILES, RECORDED, UserKeys
+from xray_runtime.kernel.history.reference import open_lineage_store, resolve
+from xray_runtime.kernel.tracking.traces import AnswerTraces
+from xray_runtime.live.feedback.collection import collect
+from xray_runtime.live.serving.middleware import key_digest
 
 SECRET = 'my "secret" in Zürich,\nin two lines'
 ID = "{:032x}".format
@@ -164,7 +164,7 @@ def test_findings_name_the_judge_and_the_value(output: Path) -> None:
 def test_a_trace_of_an_answer_that_was_never_recorded_is_a_finding(output: Path) -> None:
     synced(output)
     people = Mlflow(output)
-    from xray_runtime.tracking.traces import ShownAnswer
+    from xray_runtime.kernel.tracking.traces import ShownAnswer
 
     forged = ShownAnswer(ID(9), "ab" * 32, "x", 1_700_000_000_009, 0.1, "p", "r", {"prompt": "p"}, {})
     people.answers.write(forged, None)

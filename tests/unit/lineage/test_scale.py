@@ -18,11 +18,11 @@ from typing import TypeVar
 import pytest
 
 from tests.unit.lineage.synthetic import Lifecycle
-from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.graph import CheckpointGraph, Node, read_graph
-from xray_runtime.lineage.page import write_html
-from xray_runtime.lineage.reference import LineageStore, open_lineage_store
-from xray_runtime.lineage.render import lineage_text, selection
+from xray_runtime.kernel.history.graph import CheckpointGraph, Node, read_graph
+from xray_runtime.kernel.history.reference import LineageStore, open_lineage_store
+from xray_runtime.kernel.history.render import lineage_text, selection
+from xray_runtime.trust.audit.checkpoints import audit
+from xray_runtime.trust.page import write_html
 
 T = TypeVar("T")
 LIMIT = 8
@@ -56,7 +56,7 @@ def stored(output: Path, count: int) -> LineageStore:
 
 
 def test_an_audit_without_reading_grows_linearly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xray_runtime.store.checkpoints.sync", lambda path: None)
+    monkeypatch.setattr("xray_runtime.kernel.store.checkpoints.sync", lambda path: None)
     large = int(os.environ.get("XRAY_AUDIT_CHECKPOINTS", "160"))
     work = []
     for count in (large // 4, large):

@@ -12,10 +12,10 @@ import pytest
 from tests.unit.lineage.commands import serve_command
 from tests.unit.lineage.promoting import promoted, second_candidate
 from tests.unit.lineage.synthetic import NAME
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.lineage.reference import resolve
-from xray_runtime.serving import NotServedError
-from xray_runtime.serving.choice import (
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.history.reference import resolve
+from xray_runtime.live.serving import NotServedError
+from xray_runtime.live.serving.choice import (
     LONGEST_WAIT_S,
     SETTLE_SECONDS,
     Follower,

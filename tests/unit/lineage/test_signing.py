@@ -14,10 +14,10 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.evidence.lines import SignatureProblem
-from xray_runtime.lineage.keys import adopt, read_rotations, retirement_files, root_keys, rotate, trusted_keys
-from xray_runtime.lineage.signing import (
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.evidence.lines import SignatureProblem
+from xray_runtime.trust.keys import adopt, read_rotations, retirement_files, root_keys, rotate, trusted_keys
+from xray_runtime.trust.signing import (
     KEY_VARIABLE,
     TrustedKey,
     Verifier,

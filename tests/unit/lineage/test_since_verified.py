@@ -17,16 +17,16 @@ from tests.unit.lineage.commands import xray
 from tests.unit.lineage.sweeps import sampled
 from tests.unit.lineage.synthetic import Lifecycle
 from tests.unit.lineage.tampering import CASES
-from xray_runtime.audit_checks import checkpoints
-from xray_runtime.evidence.log import END, LOG
-from xray_runtime.lineage.audit import verified
-from xray_runtime.lineage.audit.checkpoints import Audit, audit
-from xray_runtime.lineage.audit.verified import RECORD
-from xray_runtime.lineage.keys import rotate
-from xray_runtime.lineage.log import END_TYPE, decide
-from xray_runtime.lineage.reference import open_lineage_store
-from xray_runtime.lineage.retention import plan_prune, prune
-from xray_runtime.lineage.signing import Verifier, envelope, make_key, signing_key
+from xray_runtime.kernel.evidence.log import END, LOG
+from xray_runtime.kernel.history.reference import open_lineage_store
+from xray_runtime.trust.audit import verified
+from xray_runtime.trust.audit.checkpoints import Audit, audit
+from xray_runtime.trust.audit.checks import checkpoints
+from xray_runtime.trust.audit.verified import RECORD
+from xray_runtime.trust.keys import rotate
+from xray_runtime.trust.log import END_TYPE, decide
+from xray_runtime.trust.retention import plan_prune, prune
+from xray_runtime.trust.signing import Verifier, envelope, make_key, signing_key
 
 NOT_READ_AGAIN = {
     "a_param_of_a_model",

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.evidence.statement import Statement, read_statement
-from xray_runtime.store.checkpoints import read_manifest
-from xray_runtime.store.manifest import FileEntry
+from xray_runtime.kernel.evidence.statement import Statement, read_statement
+from xray_runtime.kernel.store.checkpoints import read_manifest
+from xray_runtime.kernel.store.manifest import FileEntry
 
 OTHER = "0" * 64
 CHANGES: dict[str, Any] = {

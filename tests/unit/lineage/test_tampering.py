@@ -13,8 +13,8 @@ import pytest
 
 from tests.unit.lineage.synthetic import GRAPHS, Lifecycle
 from tests.unit.lineage.tampering import CASES, COUNT
-from xray_runtime.lineage.audit.checkpoints import Audit, audit
-from xray_runtime.lineage.reference import open_lineage_store
+from xray_runtime.kernel.history.reference import open_lineage_store
+from xray_runtime.trust.audit.checkpoints import Audit, audit
 
 
 def audited(output: Path) -> Audit:

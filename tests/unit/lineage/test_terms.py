@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from tests.unit.lineage.synthetic import NAME, Lifecycle, examples
-from xray_runtime.config.evaluate import PromotionConfig
-from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.sources import SourceTerms
-from xray_runtime.config.validation import ConfigError, validate_as
-from xray_runtime.evidence.statement import OutsideSource, read_statement, terms_of
-from xray_runtime.lineage import promotion
-from xray_runtime.lineage.gates import NotPromoted, check_licenses
-from xray_runtime.lineage.reference import open_lineage_store, resolve
-from xray_runtime.store.content_digest import Outside
+from xray_runtime.kernel.config.sources import SourceTerms
+from xray_runtime.kernel.config.validation import ConfigError, validate_as
+from xray_runtime.kernel.evidence.statement import OutsideSource, read_statement, terms_of
+from xray_runtime.kernel.history.reference import open_lineage_store, resolve
+from xray_runtime.kernel.store.content_digest import Outside
+from xray_runtime.methods.evaluate.config import PromotionConfig
+from xray_runtime.methods.lifecycle import LifecycleConfig
+from xray_runtime.trust import promotion
+from xray_runtime.trust.gates import NotPromoted, check_licenses
 
 WEIGHTS = {"model.safetensors": b"weights"}
 

@@ -21,20 +21,20 @@ from xray.tasks import lost_runs
 from xray.tasks.run_summary import RunSummary, end_record
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import keep_result
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.evidence.log import END, LIFECYCLE, LOG, REPORT, view
-from xray_runtime.evidence.view import RunBegan
-from xray_runtime.lineage.adopt import checkpoint_from
-from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.bundle import audit_bundle, import_bundle
-from xray_runtime.lineage.keys import trusted_keys
-from xray_runtime.lineage.log import append, decide
-from xray_runtime.lineage.reference import find, open_lineage_store
-from xray_runtime.lineage.signing import fingerprint, public_key, signing_key
-from xray_runtime.store.checkpoints import Store
-from xray_runtime.store.seal import process_seal
-from xray_runtime.tracking.recorder import StageRecorder, records_directory
-from xray_runtime.tracking.registry import LOG_TAG
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.evidence.log import END, LIFECYCLE, LOG, REPORT, view
+from xray_runtime.kernel.evidence.view import RunBegan
+from xray_runtime.kernel.history.reference import find, open_lineage_store
+from xray_runtime.kernel.store.checkpoints import Store
+from xray_runtime.kernel.store.seal import process_seal
+from xray_runtime.kernel.tracking.recorder import StageRecorder, records_directory
+from xray_runtime.kernel.tracking.registry import LOG_TAG
+from xray_runtime.trust.adopt import checkpoint_from
+from xray_runtime.trust.audit.checkpoints import audit
+from xray_runtime.trust.bundle import audit_bundle, import_bundle
+from xray_runtime.trust.keys import trusted_keys
+from xray_runtime.trust.log import append, decide
+from xray_runtime.trust.signing import fingerprint, public_key, signing_key
 
 EVIL = "approved by the board"
 

@@ -18,24 +18,24 @@ from tests.unit.lineage.commands import xray
 from tests.unit.lineage.promoting import aliases, broken, promoted
 from tests.unit.lineage.synthetic import NAME, Lifecycle, comparison, copied, pair_file, prompt, weights
 from tests.unit.serving.recording import KEYS, exchange, keep, with_recorder
-from xray_runtime.config.evaluate import PromotionConfig
-from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import Example, PreferenceExample
-from xray_runtime.data.recorded import RECORDED
 from xray_runtime.data.withdrawn import WithdrawnTexts
-from xray_runtime.evidence.kinds.withdrawn import Withdrawals
-from xray_runtime.evidence.log import view
-from xray_runtime.feedback import session as sessions
-from xray_runtime.feedback.judgements import Judgement, Question
-from xray_runtime.lineage.gates import NotPromoted
-from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.promotion import review, roll_back
-from xray_runtime.lineage.recorded import RecordedReader
-from xray_runtime.lineage.reference import find, open_lineage_store, resolve
-from xray_runtime.serving import NotServedError
-from xray_runtime.serving.choice import Follower, champion, fixed, require_sound
-from xray_runtime.serving.middleware import key_digest
-from xray_runtime.tracking.registry_view import RegistryView
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.evidence.kinds.withdrawn import Withdrawals
+from xray_runtime.kernel.evidence.log import view
+from xray_runtime.kernel.history.graph import Node
+from xray_runtime.kernel.history.recorded import RecordedReader
+from xray_runtime.kernel.history.recorded_rows import RECORDED
+from xray_runtime.kernel.history.reference import find, open_lineage_store, resolve
+from xray_runtime.kernel.tracking.registry_view import RegistryView
+from xray_runtime.live.feedback import session as sessions
+from xray_runtime.live.feedback.judgements import Judgement, Question
+from xray_runtime.live.serving import NotServedError
+from xray_runtime.live.serving.choice import Follower, champion, fixed, require_sound
+from xray_runtime.live.serving.middleware import key_digest
+from xray_runtime.methods.evaluate.config import PromotionConfig
+from xray_runtime.trust.gates import NotPromoted
+from xray_runtime.trust.promotion import review, roll_back
 
 SECRET = 'my "secret" is <b>Zürich & co</b>, keep it'
 OTHER = "a text of somebody else, which must stay"
@@ -221,7 +221,7 @@ import os, signal, sys
 from pathlib import Path
 from typer.testing import CliRunner
 from xray.cli.main import app
-from xray_runtime.lineage import {module}
+from xray_runtime.live import {module}
 real, calls = {module}.{function}, []
 def killed(*arguments, **named):
     calls.append(1)

@@ -11,10 +11,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.unit.conftest import TINY
-from xray_runtime.config.training import LINEAR_LAYERS, LoRAConfig
 from xray_runtime.models.adapters import Adapters
 from xray_runtime.models.causal_lm import fresh_llama
 from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.lora import LINEAR_LAYERS, LoRAConfig
 
 TEXTS = torch.tensor([5, 9, 7, 42, 8, 3, 8, 100, 3, 11, 250, 7]), torch.tensor([6, 6])
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.unit.models.families import model
-from xray_runtime.config.layouts import EngineConfig
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.engines.trainer import build_engine
 from xray_runtime.models.families._mixture import load_balancing
 from xray_runtime.models.family import FAMILIES
@@ -98,7 +98,7 @@ def test_only_a_config_that_asks_has_the_loss_and_scoring_has_none() -> None:
 
 
 def test_a_cut_model_with_the_loss_is_refused(tmp_path: Any) -> None:
-    from xray_runtime.config.sft import SFTConfig
+    from xray_runtime.methods.sft.config import SFTConfig
 
     engine = EngineConfig(num_workhorses=2, tensor_parallel=2, precision="float32")
     module = HeadedLM(mixture("mixtral", **ON))

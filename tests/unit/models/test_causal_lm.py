@@ -19,10 +19,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from xray_runtime.config.base import FreshBase
 from xray_runtime.data.tokenizing import CHATML
 from xray_runtime.engines.generators.transformers.sampler import sample
 from xray_runtime.engines.sampling import Sampling
+from xray_runtime.kernel.store import location
 from xray_runtime.models import causal_lm, weight_files
 from xray_runtime.models.causal_lm import (
     check_publishable,
@@ -37,8 +37,8 @@ from xray_runtime.models.causal_lm import (
     stop_tokens,
     stops_of,
 )
+from xray_runtime.models.config import FreshBase
 from xray_runtime.models.tensor_file import TensorFile
-from xray_runtime.store import location
 
 SMALL = FreshBase(hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=16, max_positions=32)
 WEIGHTS = "model.safetensors"

@@ -16,22 +16,22 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from xray_runtime.config.reward_model import RewardBaseConfig
-from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.cluster.micro_batches import as_arrays, as_tensors
+from xray_runtime.cluster.protocols import Ready
+from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.pairs import Example, Messages, write_pairs
 from xray_runtime.data.tokenizing import encode_conversations, encode_prompts, train_tokenizer
-from xray_runtime.graph.artifacts import REWARD_HEAD, Dataset
-from xray_runtime.graph.inputs import RewardBaseInputs
-from xray_runtime.graph.kind import Stage
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.graph.artifacts import REWARD_HEAD, Dataset
+from xray_runtime.methods.common.inputs import RewardBaseInputs
+from xray_runtime.methods.reward_base.body import run
+from xray_runtime.methods.reward_model.config import RewardBaseConfig
 from xray_runtime.models.causal_lm import load_model, load_tokenizer
 from xray_runtime.models.classifier import load_classifier
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.reward_objective import RewardObjective
-from xray_runtime.preparation.reward_base import run
-from xray_runtime.rl.reward_reader import RewardReader
-from xray_runtime.workers.micro_batches import as_arrays, as_tensors
-from xray_runtime.workers.protocols import Ready
+from xray_runtime.rewards.reward_reader import RewardReader
 
 SIZES = {
     "hidden_size": 32,

@@ -20,7 +20,7 @@ from xray_runtime.models.likelihood_objective import LikelihoodObjective
 
 SOURCES = Path(__file__).parents[3] / "xray_runtime"
 TYPES = {kind: name for name in FAMILIES for kind in FAMILIES.get(name).model_types}
-MAY_NAME_TYPES = {SOURCES / "planning" / "shapes.py"}
+MAY_NAME_TYPES = {SOURCES / "models" / "shapes.py"}
 """Configs of well-known models, for plans without a network."""
 LENGTHS = torch.tensor([6, 4])
 IDS = torch.tensor([5, 9, 7, 42, 11, 6, 8, 8, 100, 3])

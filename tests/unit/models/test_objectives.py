@@ -17,19 +17,13 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from tests.unit.models.tensors import batch, split
-from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.methods.ppo.config import PPOStageConfig
+from xray_runtime.methods.ppo.objectives import CriticObjective, PPOObjective
 from xray_runtime.models.heads import Branch, HeadedLM
 from xray_runtime.models.likelihood_objective import LikelihoodObjective
-from xray_runtime.models.objectives import (
-    Objective,
-    ReferenceObjective,
-    SFTObjective,
-    by_row,
-    response_positions,
-)
+from xray_runtime.models.objectives import Objective, ReferenceObjective, SFTObjective, by_row, response_positions
 from xray_runtime.models.padding import pad
-from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
 from xray_runtime.models.reward_objective import RewardObjective
 
 MakeLM = Callable[[int], Any]
@@ -251,7 +245,7 @@ def test_losses_and_their_means_by_hand(
     """Replies of one and of three tokens, A = 1 and −1, log-probabilities and ratios as in the test."""
     logprobs, moved = torch.tensor([-1.0, -1, -2, -0.5]).double(), torch.tensor([0.2, 0.1, -0.2, 0.4]).double()
     monkeypatch.setattr(
-        "xray_runtime.models.ppo_objectives.response_logprobs", lambda *_: (logprobs, torch.zeros_like(logprobs))
+        "xray_runtime.methods.ppo.objectives.response_logprobs", lambda *_: (logprobs, torch.zeros_like(logprobs))
     )
     rows = as_rows([([5], [6]), ([5, 6], [7, 8, 9])])
     rows |= {"old_logprobs": logprobs - moved, "advantages": torch.tensor([1.0, -1, -1, -1]).double()}

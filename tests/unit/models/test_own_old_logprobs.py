@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tests.unit.models.tensors import batch
 from xray_runtime.algorithms.importance import importance_weights
-from xray_runtime.config.ppo import PPOStageConfig
+from xray_runtime.methods.ppo.config import PPOStageConfig
+from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import by_row
-from xray_runtime.models.ppo_objectives import PPOObjective
 
 PAIRS = [([5, 9, 7], [42, 11, 6, 1]), ([8, 100], [3]), ([20, 21, 22, 23, 24], [25, 1]), ([5, 9, 7], [60, 61, 62])]
 NUM_TOKENS = 10

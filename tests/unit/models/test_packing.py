@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tests.unit.models.families import PACKED, model
 from tests.unit.models.tensors import batch
-from xray_runtime.config.ppo import PPOStageConfig
+from xray_runtime.methods.ppo.config import PPOStageConfig
+from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.packing import Trees, can_pack
-from xray_runtime.models.ppo_objectives import PPOObjective
 
 TEXTS = [[5, 9, 7, 42, 11, 6, 80], [8], [100, 3], [7, 7, 7, 9, 12]]
 IDS = torch.tensor([token for text in TEXTS for token in text])

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tests.unit.models.tensors import batch
-from xray_runtime.config.dpo import DPOConfig
-from xray_runtime.config.kto import KTOConfig
+from xray_runtime.methods.common.preference_objectives import DPOObjective, KTOObjective
+from xray_runtime.methods.dpo.config import DPOConfig
+from xray_runtime.methods.kto.config import KTOConfig
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.preference_objectives import DPOObjective, KTOObjective
 
 MakeLM = Callable[[int], Any]
 AsRows = Callable[..., dict[str, Tensor]]

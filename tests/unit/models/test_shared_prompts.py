@@ -12,18 +12,18 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from tests.unit.models.families import PACKED, model
-from xray_runtime.config.dpo import DPOConfig
-from xray_runtime.config.ppo import PPOStageConfig
+from xray_runtime.cluster.micro_batches import as_tensors, row_groups
 from xray_runtime.data.batch import PairBatch, PolicyBatch, TextBatch
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.methods.common.preference_objectives import DPOObjective
+from xray_runtime.methods.dpo.config import DPOConfig
+from xray_runtime.methods.ppo.config import PPOStageConfig
+from xray_runtime.methods.ppo.objectives import CriticObjective, PPOObjective
 from xray_runtime.models import packing
 from xray_runtime.models.heads import Branch, HeadedLM
 from xray_runtime.models.objectives import Objective, ReferenceObjective, num_computed_tokens
 from xray_runtime.models.packing import Prompts, Trees
-from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
-from xray_runtime.models.preference_objectives import DPOObjective
 from xray_runtime.models.reward_objective import RewardObjective
-from xray_runtime.workers.micro_batches import as_tensors, row_groups
 
 FIRST, SECOND = [5, 9, 7, 42], [5, 9, 8]
 PROMPTS = [FIRST, SECOND, FIRST, [3], SECOND, FIRST, FIRST]

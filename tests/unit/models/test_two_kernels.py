@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from tests.unit.models.families import model
 from tests.unit.models.tensors import batch
 from xray_runtime.algorithms import logprobs
-from xray_runtime.config.ppo import PPOStageConfig
+from xray_runtime.methods.ppo.config import PPOStageConfig
+from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.models import heads, packing
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.ppo_objectives import PPOObjective
 
 Bounds = tuple[Tensor, Tensor, int, int]
 LENGTHS, PROMPTS, FIRST = (1, 7, 30, 19, 12), (1, 3, 10, 8, 8), (0, 1, 2, 3, 3)

@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from xray_runtime.errors import NonFiniteError
+from xray_runtime.kernel.errors import NonFiniteError
+from xray_runtime.kernel.store.identity import file_sha256
+from xray_runtime.kernel.store.shards import WEIGHTS_INDEX, written_sha256
 from xray_runtime.models.weight_files import (
     check_finite,
     checked_digests,
@@ -23,8 +25,6 @@ from xray_runtime.models.weight_files import (
     weight_files,
     write_digests,
 )
-from xray_runtime.store.identity import file_sha256
-from xray_runtime.store.shards import WEIGHTS_INDEX, written_sha256
 
 WEIGHTS = {f"model.layers.{number}.weight": torch.full((3,), float(number)) for number in range(5)}
 
@@ -86,7 +86,9 @@ def test_recorded_digests_are_of_this_directory_and_spare_hashing(
     write_digests(source, source, checked_digests(source, 0, 1))
     file = next(source.glob("model-*"))
     with monkeypatch.context() as patch:
-        patch.setattr("xray_runtime.store.shards.file_sha256", lambda path: pytest.fail(f"{path} is hashed again"))
+        patch.setattr(
+            "xray_runtime.kernel.store.shards.file_sha256", lambda path: pytest.fail(f"{path} is hashed again")
+        )
         assert len(written_sha256(file)) == 64
     # A copy will be overwritten, so it takes over none.
     out.mkdir()

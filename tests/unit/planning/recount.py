@@ -1,6 +1,6 @@
 """An independent count of a plan's peak memory: a ledger of one GPU through an iteration, event by event.
 
-The order is that of `rl/ppo.py` with vLLM: at the first sync trainers and generator are built; each iteration then
+The order is that of `ppo/body.py` with vLLM: at the first sync trainers and generator are built; each iteration then
 
     sync        the generator's weights wake up (its KV cache does not), weights are sent through a buffer
     generate    trained models sleep if they may, the KV cache wakes up, replies are sampled, the generator sleeps
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from xray_runtime.planning.plan import Plan, RolePlan
+from xray_runtime.ops.planner.plan import Plan, RolePlan
 
 AWAKE_BETWEEN_TURNS = ("weights", "optimizer", "kept", "graphs", "process")
 """Memory of a model that neither works nor sleeps."""

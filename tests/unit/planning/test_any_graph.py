@@ -15,16 +15,17 @@ from xray.cli.explain import explained
 from xray.flows.search import SearchConfig, search_space
 from xray.flows.study import VALUES, Search
 from xray.flows.subject import Subject
-from xray_runtime.config.layouts import EngineConfig
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.graph.artifacts import Model
-from xray_runtime.graph.graph import Graph, recording
-from xray_runtime.graph.kind import KINDS, StageKind
-from xray_runtime.planning.auto import Changes, choose_layouts, plan
-from xray_runtime.planning.demand import check_call
-from xray_runtime.planning.roles import ModelRole
-from xray_runtime.planning.stage_workload import base_of
-from xray_runtime.planning.workload import GIB, Machine, Role
+from xray_runtime.cluster.pool.demand import check_call
+from xray_runtime.cluster.pool.machine import GIB, Machine
+from xray_runtime.engines.layouts import EngineConfig
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph.artifacts import Model
+from xray_runtime.kernel.graph.graph import Graph, recording
+from xray_runtime.kernel.graph.kind import KINDS, StageKind
+from xray_runtime.kernel.graph.roles import ModelRole
+from xray_runtime.ops.planner.auto import Changes, choose_layouts, plan
+from xray_runtime.ops.planner.stage_workload import base_of
+from xray_runtime.ops.planner.workload import Role
 
 ONE = Machine(num_devices=1, memory_bytes=80 * GIB)
 EIGHT = Machine(num_devices=8, memory_bytes=80 * GIB)
@@ -339,8 +340,10 @@ def test_roles_are_of_the_planner_alone() -> None:
     import subprocess
     import sys
 
-    code = "import sys, xray_runtime.planning.suggestions, xray_runtime.planning.description\nprint(*sys.modules)"
+    code = "import sys, xray_runtime.ops.planner.suggestions, xray_runtime.ops.planner.description\nprint(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert "xray_runtime.planning.auto" in loaded
-    assert not [name for name in loaded if name.startswith(("xray_runtime.stages", "xray_runtime.config.lifecycle"))]
+    assert "xray_runtime.ops.planner.auto" in loaded
+    assert not [
+        name for name in loaded if name.startswith("xray_runtime.methods.") and name.endswith((".kind", ".lifecycle"))
+    ]
     assert Role.__module__ in loaded

@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 
 from xray.flows.lifecycle_graph import recorded_graph
-from xray_runtime.config.layouts import EngineConfig
-from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.loading import load_config, validate
-from xray_runtime.config.paths import section
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.graph.graph import StageCall
-from xray_runtime.planning import splits
-from xray_runtime.planning.auto import choose, choose_layouts, plan_call, with_layouts
-from xray_runtime.planning.plan import Plan
-from xray_runtime.planning.stage_workload import stage_workload
-from xray_runtime.planning.workload import GIB, Machine, Workload, from_parameters
+from xray_runtime.cluster.pool.machine import GIB, Machine
+from xray_runtime.engines.layouts import EngineConfig
+from xray_runtime.kernel.config.paths import section
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph.graph import StageCall
+from xray_runtime.methods.lifecycle import LifecycleConfig
+from xray_runtime.methods.loading import load_config, validate
+from xray_runtime.ops.planner import splits
+from xray_runtime.ops.planner.auto import choose, choose_layouts, plan_call, with_layouts
+from xray_runtime.ops.planner.plan import Plan
+from xray_runtime.ops.planner.stage_workload import stage_workload
+from xray_runtime.ops.planner.workload import Workload, from_parameters
 
 ROOT = Path(__file__).parents[3]
 LAPTOP = Machine(num_devices=1, memory_bytes=16 * GIB, device="cpu")

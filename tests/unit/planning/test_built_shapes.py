@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.unit.planning.published_configs import PUBLISHED
-from xray_runtime.config.base import PretrainedBase
-from xray_runtime.planning.memory import Layout, training_memory
-from xray_runtime.planning.pretrained_shapes import from_pretrained
-from xray_runtime.planning.shapes import ModelShape
+from xray_runtime.models.config import PretrainedBase
+from xray_runtime.models.pretrained_shapes import from_pretrained
+from xray_runtime.models.shapes import ModelShape
+from xray_runtime.ops.planner.memory import Layout, training_memory
 
 
 def shape_of(config: dict[str, Any], directory: Path) -> ModelShape:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.config.base import PretrainedBase
-from xray_runtime.planning.cost import (
+from xray_runtime.cluster.pool.machine import GIB, Machine
+from xray_runtime.models.config import PretrainedBase
+from xray_runtime.models.pretrained_shapes import from_pretrained
+from xray_runtime.ops.planner.cost import (
     GPUS,
     disk_bytes,
     forward_flops,
@@ -18,9 +20,8 @@ from xray_runtime.planning.cost import (
     sync_seconds,
     update_seconds,
 )
-from xray_runtime.planning.memory import Layout
-from xray_runtime.planning.pretrained_shapes import from_pretrained
-from xray_runtime.planning.workload import GIB, Machine, Role, Workload, from_parameters
+from xray_runtime.ops.planner.memory import Layout
+from xray_runtime.ops.planner.workload import Role, Workload, from_parameters
 
 L4, _, H100, _ = GPUS
 

@@ -16,17 +16,18 @@ from hypothesis import given, settings, strategies as st
 
 from tests.unit.planning.recount import recounted
 from xray.flows.lifecycle_graph import recorded_graph
-from xray_runtime.config.layouts import EngineConfig
-from xray_runtime.config.loading import validate
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.planning.auto import UNCHANGED, Changes, GraphPlan, choose_layouts, plan, plan_call, with_layouts
-from xray_runtime.planning.demand import check_call
-from xray_runtime.planning.memory import PROCESS_BYTES, Layout, Memory, kv_cache_bytes
-from xray_runtime.planning.plan import Plan
-from xray_runtime.planning.search import search
-from xray_runtime.planning.stage_workload import stage_workload
-from xray_runtime.planning.suggestions import Suggestion, suggest
-from xray_runtime.planning.workload import GIB, Machine, Workload, from_parameters
+from xray_runtime.cluster.pool.demand import check_call
+from xray_runtime.cluster.pool.machine import GIB, Machine
+from xray_runtime.engines.layouts import EngineConfig
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.methods.loading import validate
+from xray_runtime.ops.planner.auto import UNCHANGED, Changes, GraphPlan, choose_layouts, plan, plan_call, with_layouts
+from xray_runtime.ops.planner.memory import PROCESS_BYTES, Layout, Memory, kv_cache_bytes
+from xray_runtime.ops.planner.plan import Plan
+from xray_runtime.ops.planner.search import search
+from xray_runtime.ops.planner.stage_workload import stage_workload
+from xray_runtime.ops.planner.suggestions import Suggestion, suggest
+from xray_runtime.ops.planner.workload import Workload, from_parameters
 
 ROOT = Path(__file__).parents[3]
 
@@ -469,8 +470,8 @@ def test_vllms_cache_on_cpu_is_what_it_reserves() -> None:
 def test_planning_loads_no_engine() -> None:
     heavy = {"torch", "ray", "prefect", "deepspeed", "vllm", "transformers"}
     code = (
-        "import sys, xray_runtime.planning.suggestions as s, xray_runtime.planning.workload as w\n"
-        "from xray_runtime.planning.search import search\n"
+        "import sys, xray_runtime.ops.planner.suggestions as s, xray_runtime.ops.planner.workload as w\n"
+        "from xray_runtime.ops.planner.search import search\n"
         "plan = lambda changes, there: s.GraphPlan({'ppo': search(changes.of_parameters(7e9, 1024), there)})\n"
         "list(s.suggest(plan, s.Changes(), plan(s.Changes(), w.Machine(num_devices=1, memory_bytes=2**33))))\n"
         f"print(sorted({heavy!r} & set(sys.modules)))"

@@ -11,8 +11,17 @@ import pytest
 from hypothesis import given, strategies as st
 
 from xray_runtime.algorithms import logprobs
-from xray_runtime.config.base import FreshBase, PretrainedBase
-from xray_runtime.planning.memory import (
+from xray_runtime.models.config import FreshBase, PretrainedBase
+from xray_runtime.models.pretrained_shapes import from_pretrained
+from xray_runtime.models.shapes import (
+    ModelShape,
+    device_parameters,
+    from_fresh,
+    from_hf_config,
+    from_parameter_count,
+    lora_parameters,
+)
+from xray_runtime.ops.planner.memory import (
     MAX_LOGITS,
     MAX_LOGITS_ON_GPU,
     Layout,
@@ -27,17 +36,8 @@ from xray_runtime.planning.memory import (
     sharding_of,
     training_memory,
 )
-from xray_runtime.planning.model_states import model_states
-from xray_runtime.planning.pretrained_shapes import from_pretrained
-from xray_runtime.planning.shapes import (
-    ModelShape,
-    device_parameters,
-    from_fresh,
-    from_hf_config,
-    from_parameter_count,
-    lora_parameters,
-)
-from xray_runtime.planning.sync_memory import buffer_bytes, receiving_bytes, sending_bytes
+from xray_runtime.ops.planner.model_states import model_states
+from xray_runtime.ops.planner.sync_memory import buffer_bytes, receiving_bytes, sending_bytes
 
 SHARDING = sharding_of("deepspeed")
 SMALL = ModelShape(

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import pytest
 
-from xray_runtime.config.base import PretrainedBase
-from xray_runtime.planning.cost import COMPARED, GPUS, update_seconds
-from xray_runtime.planning.memory import PLAIN, Layout, Options
-from xray_runtime.planning.pretrained_shapes import from_pretrained
-from xray_runtime.planning.search import search
-from xray_runtime.planning.workload import OPEN_CHOICES, Machine, Role, Workload
+from xray_runtime.cluster.pool.machine import Machine
+from xray_runtime.models.config import PretrainedBase
+from xray_runtime.models.pretrained_shapes import from_pretrained
+from xray_runtime.ops.planner.cost import COMPARED, GPUS, update_seconds
+from xray_runtime.ops.planner.memory import PLAIN, Layout, Options
+from xray_runtime.ops.planner.search import search
+from xray_runtime.ops.planner.workload import OPEN_CHOICES, Role, Workload
 
 FACTOR = 2.0
 BY_NAME = {gpu.name: gpu for gpu in GPUS}

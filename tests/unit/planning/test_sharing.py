@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.planning.demand import Demand, check, first_gpus, total
-from xray_runtime.workers.groups import plan_groups
+from xray_runtime.cluster.pool.demand import Demand, check, first_gpus, total
+from xray_runtime.cluster.pool.groups import plan_groups
+from xray_runtime.kernel.config.validation import ConfigError
 
 NODES = [{"CPU": 16.0, "GPU": 4.0}, {"CPU": 16.0, "GPU": 4.0}]
 

@@ -10,11 +10,11 @@ import pytest
 from benchmarks.plan_table import STAGES, Case, answer, cases, graph_of, planned
 from tests.unit.planning.recount import recounted
 from xray.flows.lifecycle_graph import recorded_graph
-from xray_runtime.config.loading import load_config
+from xray_runtime.cluster.pool.machine import GIB, Machine
+from xray_runtime.methods.loading import load_config
 from xray_runtime.models.family import FAMILIES
-from xray_runtime.planning.auto import Changes, plan
-from xray_runtime.planning.cost import GPUS
-from xray_runtime.planning.workload import GIB, Machine
+from xray_runtime.ops.planner.auto import Changes, plan
+from xray_runtime.ops.planner.cost import GPUS
 
 ROOT = Path(__file__).parents[3]
 ALL = list(cases())

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.config.prepare import DataConfig
-from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.pairs import Example, Pairs
-from xray_runtime.graph.kind import NoInputs, Stage
-from xray_runtime.preparation.prepare import run
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.graph.kind import NoInputs
+from xray_runtime.methods.prepare.body import run
+from xray_runtime.methods.prepare.config import DataConfig
 
 
 class Notes:

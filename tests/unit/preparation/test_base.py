@@ -14,11 +14,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from xray_runtime.config.base import HubBase
 from xray_runtime.engines.shard_loading import skeleton_of
+from xray_runtime.methods.base.body import LEFT_OUT, run
+from xray_runtime.methods.common.findings import base_findings
 from xray_runtime.models.causal_lm import load_model
-from xray_runtime.preparation.base import LEFT_OUT, run
-from xray_runtime.stages.findings import base_findings
+from xray_runtime.models.config import HubBase
 
 SIZES: dict[str, Any] = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2},
@@ -282,7 +282,7 @@ def test_weights_that_change_when_they_are_saved_are_not_published(
     source = saved("mixtral", **EXPERTS)
     change(source, lambda weights: weights.update({n: t.bfloat16() for n, t in weights.items()}))
     monkeypatch.setattr("xray_runtime.models.causal_lm.has_plain", lambda *_: False)
-    monkeypatch.setattr("xray_runtime.preparation.base.load_model", lambda out: _shifted(load_model(out)))
+    monkeypatch.setattr("xray_runtime.methods.base.body.load_model", lambda out: _shifted(load_model(out)))
     check_refused(
         source, tmp_path / "out", "is not what transformers reads again after it was saved (model.norm.weight"
     )

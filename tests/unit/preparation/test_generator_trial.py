@@ -14,17 +14,17 @@ import pytest
 import torch
 import transformers
 
-from xray_runtime.config.base import HubBase
-from xray_runtime.config.layouts import GeneratorConfig
-from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.cluster.generator_spec import GeneratorSpec
+from xray_runtime.cluster.health import WorkhorseError
+from xray_runtime.cluster.protocols import Ready
 from xray_runtime.data.batch import ReplyBatch, TextBatch
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sampling import Sampling
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.methods.base.generator_trial import check_sampled
+from xray_runtime.models.config import HubBase
 from xray_runtime.models.family import family_of
-from xray_runtime.preparation.generator_trial import check_sampled
-from xray_runtime.workers.generator_spec import GeneratorSpec
-from xray_runtime.workers.health import WorkhorseError
-from xray_runtime.workers.protocols import Ready
 
 REPLY = [7, 30, 11]
 

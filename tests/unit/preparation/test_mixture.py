@@ -8,8 +8,8 @@ from itertools import count, islice
 
 import pytest
 
-from xray_runtime.config.prepare import MixedSource
-from xray_runtime.preparation.prepare import mixed
+from xray_runtime.methods.prepare.body import mixed
+from xray_runtime.methods.prepare.config import MixedSource
 
 Part = tuple[float, Iterator[int], int | None]
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from tests.unit.preparation.prepared import prepare
-from xray_runtime.config.prepare import DataConfig
 from xray_runtime.data.heldout import held_out_prompts
 from xray_runtime.data.pairs import Example, Pairs, prompt_text
 from xray_runtime.data.withdrawn import WithdrawnTexts
-from xray_runtime.stages.findings import data_findings
-from xray_runtime.stages.kinds import PREPARE
+from xray_runtime.methods.common.findings import data_findings
+from xray_runtime.methods.prepare.config import DataConfig
+from xray_runtime.methods.prepare.kind import PREPARE
 
 
 def rows_file(path: Path, rows: list[dict[str, Any]]) -> str:

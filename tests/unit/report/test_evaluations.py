@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.lineage.synthetic import Lifecycle
-from xray_runtime.report.evaluations import Measured, Number, as_json, figure, measured, side_by_side
-from xray_runtime.stages.kinds import BENCHMARK, EVALUATE
+from xray_runtime.kernel.report.evaluations import Measured, Number, as_json, figure, measured, side_by_side
+from xray_runtime.methods.benchmark.kind import BENCHMARK
+from xray_runtime.methods.evaluate.kind import EVALUATE
 
 
 def test_policies_are_rows_and_ways_of_measuring_are_columns() -> None:

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.graph.kind import KINDS
-from xray_runtime.report.figures import StageRecord, read_metrics, training_figure
-from xray_runtime.report.html import lineage_graph, write_report
-from xray_runtime.stages.kinds import PPO, PREPARE, SFT
+from xray_runtime.kernel.graph.kind import KINDS
+from xray_runtime.kernel.report.figures import StageRecord, read_metrics, training_figure
+from xray_runtime.kernel.report.html import lineage_graph, write_report
+from xray_runtime.methods.ppo.kind import PPO
+from xray_runtime.methods.prepare.kind import PREPARE
+from xray_runtime.methods.sft.kind import SFT
 
 PANELS = {name: kind.panels for name, kind in KINDS.items() if kind.panels}
 

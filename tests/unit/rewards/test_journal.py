@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from xray_runtime.kernel.store.seal import Seal
+from xray_runtime.kernel.store.shared import SharedFolder, SharedStore
 from xray_runtime.rewards.journal import ANSWERS, Journal
 from xray_runtime.rewards.source import Batch, Score, failure
-from xray_runtime.store.seal import Seal
-from xray_runtime.store.shared import SharedFolder, SharedStore
 
 
 def batch(step: int = 0) -> Batch:

@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.config.plugs import Registry
-from xray_runtime.config.reward_term import Recording, Term
-from xray_runtime.config.rewards import KINDS, reward_kinds, reward_term
+from xray_runtime.kernel.plugs import Registry
+from xray_runtime.rewards.config import KINDS, reward_kinds, reward_term
 from xray_runtime.rewards.kind import ExternalTerm
+from xray_runtime.rewards.term import Recording, Term
 
 ROOT = Path(__file__).parents[3]
 STRANGER = """
 import json
 from tests.unit.rl.sources import sources
-from xray_runtime.config.lifecycle import LifecycleConfig
-from xray_runtime.config.ppo import PPOConfig
-from xray_runtime.config.rewards import reward_term
-from xray_runtime.config.validation import ConfigError, validate_as
-from xray_runtime.rl.external_rewards import recorded_sources
-from xray_runtime.workers.protocols import Ready
+from xray_runtime.methods.lifecycle import LifecycleConfig
+from xray_runtime.methods.ppo.config import PPOConfig
+from xray_runtime.rewards.config import reward_term
+from xray_runtime.kernel.config.validation import ConfigError, validate_as
+from xray_runtime.rewards.external_rewards import recorded_sources
+from xray_runtime.cluster.protocols import Ready
 
 written = {"rewards": [{"brevity": {"max_words": 4}, "weight": 2.0}]}
 config = validate_as(LifecycleConfig, written)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from xray_runtime import bounded_http
+from xray_runtime.kernel import bounded_http
 from xray_runtime.rewards import remote
 from xray_runtime.rewards.kinds.judge.config import JudgeConfig
 from xray_runtime.rewards.kinds.judge.pairwise import PairwiseJudgeSource, circle

@@ -11,12 +11,12 @@ from typing import Any
 import psutil
 import pytest
 
-from xray_runtime.config.reward_term import Route
-from xray_runtime.config.verifiers import CodeVerifier, JSONSchemaVerifier, MathVerifier, RegexVerifier, Verifier
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
-from xray_runtime.processes import TAG
+from xray_runtime.kernel.processes import TAG
 from xray_runtime.rewards import sandbox, verifiers
 from xray_runtime.rewards.source import Batch, Score
+from xray_runtime.rewards.term import Route
+from xray_runtime.rewards.verifier_config import CodeVerifier, JSONSchemaVerifier, MathVerifier, RegexVerifier, Verifier
 from xray_runtime.rewards.verifiers import VerifierSource
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.rl.loop import make_inputs
-from xray_runtime.graph.inputs import PPOInputs
+from xray_runtime.methods.common.inputs import PPOInputs
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.workers.protocols import Ready
+from xray_runtime.cluster.protocols import Ready
 
 
 class FakeModel:

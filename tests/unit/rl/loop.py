@@ -17,20 +17,20 @@ import numpy as np
 import pytest
 
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.ppo import KLConfig, PPOConfig
-from xray_runtime.config.rewards import reward_term
-from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.cluster.protocols import ModelHandle, Ready
+from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, TextBatch
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.graph.artifacts import Dataset, Model, RewardModel
-from xray_runtime.graph.inputs import PPOInputs
-from xray_runtime.graph.kind import Stage
-from xray_runtime.rl.ppo import run
-from xray_runtime.store.shared import SharedFolder
-from xray_runtime.store.snapshots import Snapshot
-from xray_runtime.workers.protocols import ModelHandle, Ready
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.graph.artifacts import Dataset, Model, RewardModel
+from xray_runtime.kernel.store.shared import SharedFolder
+from xray_runtime.kernel.store.snapshots import Snapshot
+from xray_runtime.methods.common.inputs import PPOInputs
+from xray_runtime.methods.ppo.body import run
+from xray_runtime.methods.ppo.config import KLConfig, PPOConfig
+from xray_runtime.rewards.config import reward_term
 
 P = ParamSpec("P")
 

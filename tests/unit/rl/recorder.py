@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.graph.kind import Answer
-from xray_runtime.store.snapshots import Snapshot
+from xray_runtime.kernel.graph.kind import Answer
+from xray_runtime.kernel.store.snapshots import Snapshot
 
 
 class FakeRecorder:

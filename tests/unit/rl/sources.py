@@ -7,12 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from xray_runtime.config.ppo import JudgingConfig
-from xray_runtime.config.reward_term import Term
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.graph.artifacts import RewardModel
-from xray_runtime.graph.kind import Stage
-from xray_runtime.rl.reward_sources import RewardSources
+from xray_runtime.cluster.stage import Stage
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.graph.artifacts import RewardModel
+from xray_runtime.rewards.config import JudgingConfig
+from xray_runtime.rewards.reward_sources import RewardSources
+from xray_runtime.rewards.term import Term
 
 
 def sources(

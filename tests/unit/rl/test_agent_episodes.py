@@ -18,25 +18,25 @@ from tests.unit.agents import sample_agents
 from tests.unit.agents.parts import FakeGenerator
 from tests.unit.rl.loop import PPOModel, World, attempt, logprob
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.best_of_n import BestOfNConfig
-from xray_runtime.config.evaluate import EvaluationConfig
-from xray_runtime.config.ppo import KLConfig, PPOConfig
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.validation import ConfigError, validate_as
+from xray_runtime.agents.episodes.agent_records import agent_metrics, read_episodes
+from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch, Scores
 from xray_runtime.data.ledger import read_shard, readable, shard_path
 from xray_runtime.data.pairs import Example, Pairs, write_pairs
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.graph.artifacts import EPISODES, Dataset
-from xray_runtime.graph.inputs import BestOfNInputs, PPOInputs
-from xray_runtime.graph.kind import Stage
-from xray_runtime.lineage.recorded_answers import restore_environment, restore_episodes
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.config.validation import ConfigError, validate_as
+from xray_runtime.kernel.graph.artifacts import EPISODES, Dataset
+from xray_runtime.methods.best_of_n import body as best_of_n
+from xray_runtime.methods.best_of_n.config import BestOfNConfig
+from xray_runtime.methods.common.inputs import BestOfNInputs, PPOInputs
+from xray_runtime.methods.common.sampling.agent_rows import BranchRows, decoded_branches
+from xray_runtime.methods.common.sampling.policy_replies import sample_policy
+from xray_runtime.methods.evaluate.config import EvaluationConfig
+from xray_runtime.methods.ppo.config import KLConfig, PPOConfig
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import ANSWERS, Journal
-from xray_runtime.rl import best_of_n
-from xray_runtime.rl.agent_records import agent_metrics, read_episodes
-from xray_runtime.rl.agent_rows import BranchRows, decoded_branches
-from xray_runtime.rl.policy_replies import sample_policy
+from xray_runtime.trust.recorded_answers import restore_environment, restore_episodes
 
 HERE = sample_agents.__name__
 

@@ -16,24 +16,25 @@ import torch
 
 import xray
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.best_of_n import BestOfNConfig
-from xray_runtime.config.preferences import RewardedPreferences
-from xray_runtime.config.rewards import reward_term
-from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.cluster.protocols import ModelHandle, Ready
+from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.batch import ReplyBatch, TextBatch
 from xray_runtime.data.pairs import Example, Pairs, PreferenceExample, prompt_text, write_pairs
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.graph.artifacts import Dataset, Model
-from xray_runtime.graph.graph import recording
-from xray_runtime.graph.inputs import BestOfNInputs, PreferencesInputs
-from xray_runtime.graph.kind import Stage
-from xray_runtime.preparation import preferences
-from xray_runtime.rl import best_of_n, sampled_groups
-from xray_runtime.rl.best_of_n import kept
-from xray_runtime.rl.sampled_groups import _Done, _groups
-from xray_runtime.store.snapshots import Snapshot
-from xray_runtime.workers.protocols import ModelHandle, Ready
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.graph.artifacts import Dataset, Model
+from xray_runtime.kernel.graph.graph import recording
+from xray_runtime.kernel.store.snapshots import Snapshot
+from xray_runtime.methods.best_of_n import body as best_of_n
+from xray_runtime.methods.best_of_n.body import kept
+from xray_runtime.methods.best_of_n.config import BestOfNConfig
+from xray_runtime.methods.common.inputs import BestOfNInputs, PreferencesInputs
+from xray_runtime.methods.common.sampling import sampled_groups
+from xray_runtime.methods.common.sampling.sampled_groups import _Done, _groups
+from xray_runtime.methods.preferences import body as preferences
+from xray_runtime.methods.preferences.config import RewardedPreferences
+from xray_runtime.rewards.config import reward_term
 
 PROMPTS, SAMPLES = 12, 4
 NAN = math.nan

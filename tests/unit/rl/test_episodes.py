@@ -18,19 +18,19 @@ import xray
 from tests.unit.rl import sample_environments
 from tests.unit.rl.loop import MINIBATCH, REPLIES, PPOModel, World, attempt, logprob, plain
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.ppo import KLConfig, PPOConfig
-from xray_runtime.config.validation import ConfigError
+from xray_runtime.agents.environments import worker
 from xray_runtime.data.batch import PromptBatch, ReplyBatch
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.ledger import read_shard, readable, shard_path
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.environments import worker
-from xray_runtime.graph.graph import recording
-from xray_runtime.graph.inputs import PPOInputs
-from xray_runtime.lineage.recorded_answers import restore_environment
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph.graph import recording
+from xray_runtime.kernel.seeding import derive_seed
+from xray_runtime.methods.common.inputs import PPOInputs
+from xray_runtime.methods.ppo.config import KLConfig, PPOConfig
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import Journal
-from xray_runtime.seeding import derive_seed
+from xray_runtime.trust.recorded_answers import restore_environment
 
 HERE = sample_environments.__name__
 OF_TURNS = (0.0, 0.5, 1.0)

@@ -19,12 +19,12 @@ import torch
 
 from tests.unit.rl.parts import Columns, typed
 from xray_runtime.algorithms.rewards import RunningMoments, SourceScores
-from xray_runtime.config.ppo import KLConfig, PPOStageConfig
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.rl.experience import build_experience, scaled_rewards
-from xray_runtime.rl.metrics import reward_metrics
-from xray_runtime.rl.types import Experience
-from xray_runtime.stages.findings import policy_findings
+from xray_runtime.methods.common.findings import policy_findings
+from xray_runtime.methods.common.sampling.types import Experience
+from xray_runtime.methods.ppo.config import KLConfig, PPOStageConfig
+from xray_runtime.methods.ppo.experience import build_experience, scaled_rewards
+from xray_runtime.methods.ppo.metrics import reward_metrics
 
 NAN = float("nan")
 STATISTICS = ("mean", "std", "min", "max", "failed")

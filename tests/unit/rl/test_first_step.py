@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from tests.unit.rl.loop import REPLIES, World, attempt, plain
-from xray_runtime.config.ppo import PPOConfig
-from xray_runtime.config.rewards import reward_term
 from xray_runtime.data.ledger import read_shard, shard_path
-from xray_runtime.graph.inputs import PPOInputs
-from xray_runtime.rl.rollouts import PROBE_ROWS
+from xray_runtime.methods.common.inputs import PPOInputs
+from xray_runtime.methods.ppo.config import PPOConfig
+from xray_runtime.methods.ppo.rollouts import PROBE_ROWS
+from xray_runtime.rewards.config import reward_term
 
 GRPO: dict[str, Any] = {
     "method": "grpo",

@@ -12,12 +12,12 @@ import pytest
 
 from tests.unit.rl.loop import PPOModel, World, attempt, logprob
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.watch import WatchConfig
 from xray_runtime.data.batch import PromptBatch, ReplyBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.graph.inputs import PPOInputs
-from xray_runtime.graph.kind import Answer
-from xray_runtime.rl.hacking_monitor import ANSWERS, RECORD, read_answers
+from xray_runtime.kernel.graph.kind import Answer
+from xray_runtime.methods.common.inputs import PPOInputs
+from xray_runtime.methods.ppo.hacking_monitor import ANSWERS, RECORD, read_answers
+from xray_runtime.methods.ppo.watch import WatchConfig
 
 ITERATIONS = 12
 

@@ -15,15 +15,15 @@ from tests.unit.agents import sample_agents
 from tests.unit.agents.parts import FakeGenerator
 from tests.unit.rl.loop import MINIBATCH, REPLIES, PPOModel, World, attempt, logprob
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.ppo import KLConfig, PPOConfig
-from xray_runtime.config.validation import ConfigError, validate_as
+from xray_runtime.cluster.protocols import ModelHandle
 from xray_runtime.data.batch import PromptBatch, ReplyBatch
 from xray_runtime.data.ledger import read_shard, shard_path
-from xray_runtime.graph.inputs import PPOInputs
-from xray_runtime.lineage.recorded_answers import restore_environment
+from xray_runtime.kernel.config.validation import ConfigError, validate_as
+from xray_runtime.methods.common.inputs import PPOInputs
+from xray_runtime.methods.ppo.config import KLConfig, PPOConfig
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import ANSWERS, Journal
-from xray_runtime.workers.protocols import ModelHandle
+from xray_runtime.trust.recorded_answers import restore_environment
 
 ITERATIONS, SURER = 5, 0.05
 Rows_ = list[dict[str, Any]]

@@ -11,11 +11,11 @@ import pytest
 
 from tests.unit.rl.loop import KL_PER_TOKEN, MINIBATCH, REPLIES, World, attempt, logprob
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.ppo import LedgerConfig
-from xray_runtime.config.rewards import reward_term
 from xray_runtime.data.ledger import Shard, iterations, read_shard, shard_path
-from xray_runtime.graph.inputs import PPOInputs
-from xray_runtime.store.manifest import MANIFEST
+from xray_runtime.kernel.store.manifest import MANIFEST
+from xray_runtime.methods.common.inputs import PPOInputs
+from xray_runtime.methods.ppo.config import LedgerConfig
+from xray_runtime.rewards.config import reward_term
 
 GROUPS: dict[str, Any] = {
     "prompts_per_iteration": 2,

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from tests.unit.rl.parts import Columns, taken, typed
-from xray_runtime.config.methods import METHODS
-from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.data.batch import PolicyBatch, TextBatch
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.methods.ppo.config import PPOStageConfig
+from xray_runtime.methods.ppo.experience import build_experience
+from xray_runtime.methods.ppo.objectives import PPOObjective
+from xray_runtime.methods.ppo.published import METHODS
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.ppo_objectives import PPOObjective
-from xray_runtime.rl.experience import build_experience
 
 MakeLM = Callable[[int], Any]
 NAN = math.nan

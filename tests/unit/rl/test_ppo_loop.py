@@ -15,12 +15,12 @@ import pytest
 
 from tests.unit.rl.loop import MINIBATCH, REPLIES, World, attempt, logprob, plain, words
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.rewards import reward_term
-from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.cluster.protocols import Ready, get, get_all
 from xray_runtime.data.batch import TextBatch
-from xray_runtime.graph.inputs import PPOInputs
-from xray_runtime.rl.rollouts import PROBE_ROWS
-from xray_runtime.workers.protocols import Ready, get, get_all
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.methods.common.inputs import PPOInputs
+from xray_runtime.methods.ppo.rollouts import PROBE_ROWS
+from xray_runtime.rewards.config import reward_term
 
 
 def test_the_order_of_calls(inputs: PPOInputs, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.pairs import Messages
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.rl.reward_reader import RewardReader, answer_rows
+from xray_runtime.rewards.reward_reader import RewardReader, answer_rows
 
 PROMPT: list[Messages] = [[{"role": "user", "content": "how are you"}]]
 

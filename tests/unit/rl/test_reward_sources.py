@@ -20,27 +20,26 @@ from tests.unit.rl.loop import MINIBATCH, REPLIES, PPOModel, World, attempt, pla
 from tests.unit.rl.sources import sources
 from xray_runtime.algorithms.groups import group_advantages
 from xray_runtime.algorithms.rewards import SourceScores
-from xray_runtime.config.layouts import FrozenConfig
-from xray_runtime.config.ppo import JudgingConfig
-from xray_runtime.config.reward_term import Route
-from xray_runtime.config.rewards import reward_term
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.verifiers import JSONSchemaVerifier, RegexVerifier
+from xray_runtime.cluster.protocols import Local, Ready
+from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, TextBatch
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.errors import NonFiniteError
-from xray_runtime.graph.artifacts import REWARD_HEAD, Dataset, Model, RewardModel
-from xray_runtime.graph.inputs import PPOInputs
-from xray_runtime.graph.kind import Stage
+from xray_runtime.engines.layouts import FrozenConfig
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.errors import NonFiniteError
+from xray_runtime.kernel.graph.artifacts import REWARD_HEAD, Dataset, Model, RewardModel
+from xray_runtime.kernel.store.shared import SharedFolder, SharedStore
+from xray_runtime.methods.common.inputs import PPOInputs
 from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.rewards.config import JudgingConfig, reward_term
 from xray_runtime.rewards.journal import ANSWERS
 from xray_runtime.rewards.kinds.judge.config import JudgeConfig
 from xray_runtime.rewards.kinds.service import ServiceConfig
-from xray_runtime.rl.reward_sources import RewardSources
-from xray_runtime.store.shared import SharedFolder, SharedStore
-from xray_runtime.workers.protocols import Local, Ready
+from xray_runtime.rewards.reward_sources import RewardSources
+from xray_runtime.rewards.term import Route
+from xray_runtime.rewards.verifier_config import JSONSchemaVerifier, RegexVerifier
 
 NAN = math.nan
 PROMPT = [{"role": "user", "content": "p"}]

@@ -12,16 +12,15 @@ import numpy as np
 
 from tests.unit.rl.fake_model import FakeModel
 from tests.unit.rl.sources import sources
-from xray_runtime.agents.segments import Row
-from xray_runtime.config.ppo import PPOConfig
-from xray_runtime.config.rewards import reward_term
+from xray_runtime.cluster.model_spec import BranchSpec
 from xray_runtime.data.batch import Rollout, Scores, TextBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.graph.inputs import PPOInputs
+from xray_runtime.methods.common.inputs import PPOInputs
+from xray_runtime.methods.common.sampling.agent_rows import Row, encoded_branches
+from xray_runtime.methods.common.sampling.scoring import Scorer, own_texts
+from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.rl.agent_rows import encoded_branches
-from xray_runtime.rl.scoring import Scorer, own_texts
-from xray_runtime.workers.model_spec import BranchSpec
+from xray_runtime.rewards.config import reward_term
 
 ASKED = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "question"}]
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from tests.unit.data.encoding import encode_replies
 from tests.unit.rl.loop import REPLIES, PPOModel, World, attempt, logprob
-from xray_runtime.config.rewards import reward_term
 from xray_runtime.data.batch import ReplyBatch
 from xray_runtime.data.ledger import read_shard, readable, shard_path
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import decode_prompts, train_tokenizer
-from xray_runtime.graph.inputs import PPOInputs
+from xray_runtime.methods.common.inputs import PPOInputs
+from xray_runtime.rewards.config import reward_term
 
 WHOLE = ["<think>\nis it 7\n</think>\n\nan answer", "an answer", "<think>\nis it 8", "<think>\n7\n</think>\n\n7"]
 REASONING, ANSWERS = ["is it 7", None, "is it 8", "7"], ["an answer", "an answer", "", "7"]

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from xray_runtime.data.ragged import first_alike
-from xray_runtime.rl.update import shuffled
+from xray_runtime.methods.ppo.update import shuffled
 
 
 @given(groups=st.lists(st.integers(0, 5), min_size=1, max_size=30), seed=st.integers(0, 99))

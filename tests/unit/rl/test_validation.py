@@ -14,18 +14,18 @@ import pytest
 import xray
 from tests.unit.rl import sample_environments
 from tests.unit.rl.loop import KL_PER_TOKEN, PPOModel, World, attempt, words
-from xray_runtime.config.layouts import FrozenConfig
-from xray_runtime.config.reward_term import Route
-from xray_runtime.config.rewards import reward_term
-from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.batch import Scores, TextBatch
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.graph.artifacts import Dataset
-from xray_runtime.graph.graph import recording
-from xray_runtime.graph.inputs import PPOInputs
-from xray_runtime.rl import reward_models
-from xray_runtime.store.snapshots import Snapshot
+from xray_runtime.engines.layouts import FrozenConfig
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph.artifacts import Dataset
+from xray_runtime.kernel.graph.graph import recording
+from xray_runtime.kernel.store.snapshots import Snapshot
+from xray_runtime.methods.common.inputs import PPOInputs
+from xray_runtime.rewards import reward_models
+from xray_runtime.rewards.config import reward_term
+from xray_runtime.rewards.term import Route
 
 SYSTEM = [{"role": "system", "content": "Be brief."}]
 ASKED = 3

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 
-from xray_runtime.sandboxes.syscalls import table
+from xray_runtime.kernel.confine.syscalls import table
 
 NUMBERS = table("""
 name_to_handle_at=303,264 open_by_handle_at=304,265 inotify_init1=294,26 inotify_add_watch=254,27 fanotify_init=300,262

@@ -18,8 +18,8 @@ import pytest
 
 from tests.unit.sandboxes.attacks import CHANGES, COLUMN, HELPERS, KEY, LANDLOCK_ALLOWS, LEARNS, NUMBERS, SECRET
 from xray_runtime.agents.local_sandbox import LocalSandbox
-from xray_runtime.sandboxes import confine
-from xray_runtime.sandboxes.base import Box, Limits, Program
+from xray_runtime.agents.sandboxes.base import Box, Limits, Program
+from xray_runtime.kernel.confine import confine
 
 HAS = {how: confine._why_not(how) is None for how in ("bubblewrap", "namespaces", "landlock")}
 MIN_WORKING = 40 if os.geteuid() == 0 else 25

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.sandboxes.base import Box, Ended, Limits, Program
-from xray_runtime.sandboxes.remote import RemoteSandbox
+from xray_runtime.agents.sandboxes.base import Box, Ended, Limits, Program
+from xray_runtime.agents.sandboxes.remote import RemoteSandbox
 
 LIMITS = Limits(timeout_s=20.0, memory_mb=512, output_bytes=1000, processes=8, disk_mb=16)
 

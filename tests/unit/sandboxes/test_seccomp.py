@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.sandboxes import syscalls
-from xray_runtime.sandboxes.seccomp import ALLOW, ARCHITECTURES, ERROR, KILL, agent_filter, computing_filter
+from xray_runtime.kernel.confine import syscalls
+from xray_runtime.kernel.confine.seccomp import ALLOW, ARCHITECTURES, ERROR, KILL, agent_filter, computing_filter
 
 HEADERS = {
     0: [Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/include/asm/unistd_64.h")],

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from xray_runtime.config.serving import RecordingConfig
-from xray_runtime.lineage.signing import signing_key
-from xray_runtime.serving.exchange import Exchange
-from xray_runtime.serving.middleware import key_digest
-from xray_runtime.serving.recorder import AnswerRecorder, RecorderSettings
+from xray_runtime.live.serving.config import RecordingConfig
+from xray_runtime.live.serving.exchange import Exchange
+from xray_runtime.live.serving.middleware import key_digest
+from xray_runtime.live.serving.recorder import AnswerRecorder, RecorderSettings
+from xray_runtime.trust.signing import signing_key
 
 MODEL = "ab" * 32
 KEYS = {"shop": "a key of the shop", "desk": "a key of the desk"}

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.request_bodies import MAX_DEPTH
-from xray_runtime.serving.json_bodies import JsonBodies
+from xray_runtime.kernel.request_bodies import MAX_DEPTH
+from xray_runtime.live.serving.json_bodies import JsonBodies
 
 JSON = [(b"content-type", b"application/json")]
 

@@ -15,19 +15,19 @@ from typing import Any
 import pytest
 
 from tests.unit.serving.recording import KEYS, MODEL, exchange, keep, with_recorder
-from xray_runtime.audit_checks.recorded import check_recorded
-from xray_runtime.data.recorded import RECORDED
-from xray_runtime.lineage import recorded
-from xray_runtime.lineage.audit_check import read_log
-from xray_runtime.lineage.evidence import evidence
-from xray_runtime.lineage.graph import CheckpointGraph
-from xray_runtime.lineage.keys import rotate, trusted_keys
-from xray_runtime.lineage.recorded import CHAIN, RecordedReader, SegmentWriter
-from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.lineage.signing import Verifier
-from xray_runtime.serving import recorder as recorder_module
-from xray_runtime.serving.middleware import key_digest
-from xray_runtime.serving.recorder import AnswerRecorder
+from xray_runtime.kernel.history import recorded
+from xray_runtime.kernel.history.audit_check import read_log
+from xray_runtime.kernel.history.evidence import evidence
+from xray_runtime.kernel.history.graph import CheckpointGraph
+from xray_runtime.kernel.history.recorded import CHAIN, RecordedReader, SegmentWriter
+from xray_runtime.kernel.history.recorded_rows import RECORDED
+from xray_runtime.kernel.history.reference import LineageStore
+from xray_runtime.live.serving import recorder as recorder_module
+from xray_runtime.live.serving.middleware import key_digest
+from xray_runtime.live.serving.recorder import AnswerRecorder
+from xray_runtime.trust.audit.checks.recorded import check_recorded
+from xray_runtime.trust.keys import rotate, trusted_keys
+from xray_runtime.trust.signing import Verifier
 
 
 def records(output: Path, user: str | None = None) -> list[dict[str, Any]]:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.unit.serving.recording import MODEL, exchange
-from xray_runtime.config.serving import RecordingConfig
-from xray_runtime.serving import recording
-from xray_runtime.serving.exchange import Exchange, texts_of
-from xray_runtime.serving.middleware import PROXY_HEADER, Tagged, key_digest
-from xray_runtime.serving.recording import ANSWER_HEADER, FEEDBACK_PATH, Outbox, RecordingMiddleware
+from xray_runtime.live.serving import recording
+from xray_runtime.live.serving.config import RecordingConfig
+from xray_runtime.live.serving.exchange import Exchange, texts_of
+from xray_runtime.live.serving.middleware import PROXY_HEADER, Tagged, key_digest
+from xray_runtime.live.serving.recording import ANSWER_HEADER, FEEDBACK_PATH, Outbox, RecordingMiddleware
 
 CHAT = "/v1/chat/completions"
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from xray.deployments.service import free_port
-from xray_runtime.serving import NotServedError
-from xray_runtime.serving.middleware import PROXY_HEADER
-from xray_runtime.serving.reverse_proxy import ReverseProxy
+from xray_runtime.live.serving import NotServedError
+from xray_runtime.live.serving.middleware import PROXY_HEADER
+from xray_runtime.live.serving.reverse_proxy import ReverseProxy
 
 WAIT_SECONDS = 20.0
 

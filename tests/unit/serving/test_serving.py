@@ -10,7 +10,7 @@ import pytest
 
 from xray_runtime.data.tokenizing import encode_prompts, train_tokenizer
 from xray_runtime.engines.generators.vllm.server import begun_reply, guarded
-from xray_runtime.serving.middleware import MAX_BODY_BYTES, PROXY_HEADER, SHA256_HEADER, Tagged, key_digest
+from xray_runtime.live.serving.middleware import MAX_BODY_BYTES, PROXY_HEADER, SHA256_HEADER, Tagged, key_digest
 
 SHA, SECRET = "ab" * 32, "cd" * 32
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from xray_runtime.stages.findings import (
+from xray_runtime.methods.common.findings import (
     evaluation_findings,
     monitored,
     policy_findings,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.store import digest_memory
-from xray_runtime.store.digest_memory import DigestMemory
+from xray_runtime.kernel.store import digest_memory
+from xray_runtime.kernel.store.digest_memory import DigestMemory
 
 
 @pytest.fixture

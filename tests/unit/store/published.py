@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from xray_runtime.store.checkpoints import Store
-from xray_runtime.store.digest_memory import DigestMemory
-from xray_runtime.store.identity import Identity, file_sha256
-from xray_runtime.store.ref import CheckpointRef
-from xray_runtime.store.shards import Shard, index_path
-from xray_runtime.store.shared import SharedStore
-from xray_runtime.store.snapshots import Snapshots
+from xray_runtime.kernel.store.checkpoints import Store
+from xray_runtime.kernel.store.digest_memory import DigestMemory
+from xray_runtime.kernel.store.identity import Identity, file_sha256
+from xray_runtime.kernel.store.ref import CheckpointRef
+from xray_runtime.kernel.store.shards import Shard, index_path
+from xray_runtime.kernel.store.shared import SharedStore
+from xray_runtime.kernel.store.snapshots import Snapshots
 
 IDENTITY = Identity(
     stage="sft",
@@ -19,7 +19,7 @@ IDENTITY = Identity(
     seed=0,
     parents={"base": "cd" * 32},
     functions={},
-    code={"xray_runtime.training.sft": "ef" * 32},
+    code={"xray_runtime.methods.sft.body": "ef" * 32},
     versions={"torch": "2"},
 )
 

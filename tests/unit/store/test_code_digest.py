@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.config.layouts import GENERATORS, TRAINERS
-from xray_runtime.config.rewards import REWARDS
+from xray_runtime.engines.layouts import GENERATORS, TRAINERS
+from xray_runtime.kernel.store.code_digest import CodeDigestError, code_digest, code_reached
 from xray_runtime.models.family import FAMILIES
-from xray_runtime.store.code_digest import CodeDigestError, code_digest, code_reached
+from xray_runtime.rewards.config import REWARDS
 
 ROOT = Path(__file__).parents[3]
 
@@ -229,7 +229,7 @@ def with_every_module(folder: Path, edit: Callable[[Path], None]) -> dict[str, P
 def test_an_edit_changes_a_stage_if_and_only_if_it_is_reached(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One module at a time; `graph/test_stage_identity.py` edits a third of them at a time, for every kind."""
     monkeypatch.syspath_prepend(copied)
-    roots = [f"xray_copied.{name}" for name in ("preparation.prepare", "training.sft", "rl.ppo")]
+    roots = [f"xray_copied.{name}" for name in ("methods.prepare.body", "methods.sft.body", "methods.ppo.body")]
 
     def digests() -> dict[str, dict[str, str]]:
         return {root: code_reached([root], ["xray_copied"]).modules for root in roots}
@@ -257,7 +257,11 @@ def test_an_edit_changes_a_stage_if_and_only_if_it_is_reached(copied: Path, monk
 
 def test_nothing_python_itself_imports_is_missed() -> None:
     """Python's own import is the independent witness."""
-    roots = ["xray_runtime.preparation.prepare", "xray_runtime.planning.auto", "xray_runtime.store.checkpoints"]
+    roots = [
+        "xray_runtime.methods.prepare.body",
+        "xray_runtime.ops.planner.auto",
+        "xray_runtime.kernel.store.checkpoints",
+    ]
     code = f"import sys, {', '.join(roots)}; print(*(m for m in sys.modules if m.startswith('xray_runtime')))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     imported = set(done.stdout.split())
@@ -269,8 +273,8 @@ def test_nothing_python_itself_imports_is_missed() -> None:
 
 def test_the_digest_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from xray_runtime.store import code_digest as c, content_digest;"
-        "c.code_reached(['xray_runtime.rl.ppo'], ['xray_runtime']).modules;"
+        "import sys; from xray_runtime.kernel.store import code_digest as c, content_digest;"
+        "c.code_reached(['xray_runtime.methods.ppo.body'], ['xray_runtime']).modules;"
         "print(*({'mlflow', 'prefect', 'ray', 'torch', 'vllm', 'huggingface_hub'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -292,7 +296,7 @@ def test_exports_of_xray_are_followed_to_their_code(text: str, tmp_path: Path, m
     monkeypatch.syspath_prepend(tmp_path)
     reached = code_reached(["mine"], ["mine", "xray_runtime"]).modules
     assert "xray_runtime.data.pairs" in reached
-    assert not {"xray", "xray.data", "xray_runtime.environments.http"} & set(reached)
+    assert not {"xray", "xray.data", "xray_runtime.agents.environments.http"} & set(reached)
     assert set(code_reached(["other"], ["other", "xray_runtime"]).modules) == {"other"}
     (tmp_path / "method.py").write_text("from xray.algorithms import group_advantages\n")
     reached = code_reached(["method"], ["method", "xray_runtime"]).modules

@@ -16,7 +16,7 @@ import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
 
 from tests.unit.store.outside import LONG_AGO, written
-from xray_runtime.store.content_digest import (
+from xray_runtime.kernel.store.content_digest import (
     DigestMemory,
     Outside,
     OutsideChangedError,
@@ -148,7 +148,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
     hub = Hub()
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub, raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("xray_runtime.store.hub.unreachable", lambda endpoint: None)
+    monkeypatch.setattr("xray_runtime.kernel.store.hub.unreachable", lambda endpoint: None)
     return hub
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.unit.store.outside import LONG_AGO, written
-from xray_runtime.store import digest_memory
-from xray_runtime.store.content_digest import DigestMemory, OutsideChangedError, file_digest
+from xray_runtime.kernel.store import digest_memory
+from xray_runtime.kernel.store.content_digest import DigestMemory, OutsideChangedError, file_digest
 
 ROOT = Path(__file__).parents[3]
 
@@ -108,8 +108,8 @@ def test_without_a_memory_files_are_read(tmp_path: Path, reads: list[str], caplo
 WRITER = """
 import sys
 from pathlib import Path
-from xray_runtime.store import digest_memory
-from xray_runtime.store.content_digest import DigestMemory, file_digest
+from xray_runtime.kernel.store import digest_memory
+from xray_runtime.kernel.store.content_digest import DigestMemory, file_digest
 digest_memory.SETTLED_S = -1.0
 memory, folder, wanted = DigestMemory(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3:]
 sys.stdin.read()

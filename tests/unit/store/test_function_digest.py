@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xray_runtime.store.code_digest import CodeDigestError, function_code
-from xray_runtime.store.function_digest import function_sources, remember_sources
+from xray_runtime.kernel.store.code_digest import CodeDigestError, function_code
+from xray_runtime.kernel.store.function_digest import function_sources, remember_sources
 
 ROOT = Path(__file__).parents[3]
 CELLS = itertools.count()
@@ -147,7 +147,7 @@ def test_no_source() -> None:
 
 def test_modules_and_libraries_of_a_cell() -> None:
     source = """
-        from xray_runtime.seeding import derive_seed
+        from xray_runtime.kernel.seeding import derive_seed
         def reward(prompts, replies):
             import yaml
             from xray_runtime.data import gold
@@ -155,7 +155,7 @@ def test_modules_and_libraries_of_a_cell() -> None:
     """
     reward = cell(source, np=np)["reward"]
     digests = function_code(reward, ["xray_runtime"]).modules
-    assert {"__main__:reward", "xray_runtime.seeding", "xray_runtime.data.gold", "xray_runtime"} <= set(digests)
+    assert {"__main__:reward", "xray_runtime.kernel.seeding", "xray_runtime.data.gold", "xray_runtime"} <= set(digests)
     assert set(function_code(reward, []).modules) == {"__main__:reward"}
     assert {"numpy", "PyYAML", "vaderSentiment"} <= set(function_code(reward, ["xray_runtime"]).libraries)
 
@@ -211,7 +211,7 @@ def test_a_function_of_a_script(tmp_path: Path) -> None:
         return subprocess.run(command, env=path, capture_output=True, text=True, check=True).stdout
 
     script = (
-        "from xray_runtime.store.code_digest import function_code\n"
+        "from xray_runtime.kernel.store.code_digest import function_code\n"
         "W = 1\n"
         "def reward(p, r):\n    return W\n"
         "print(function_code(reward, []).modules)\n"

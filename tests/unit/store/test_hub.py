@@ -13,9 +13,9 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from xray_runtime import network
-from xray_runtime.store import hub
-from xray_runtime.store.hub import OutsideError, check_on_hub
+from xray_runtime.kernel import network
+from xray_runtime.kernel.store import hub
+from xray_runtime.kernel.store.hub import OutsideError, check_on_hub
 
 
 @pytest.fixture(autouse=True)

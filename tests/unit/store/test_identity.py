@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.store.identity import Identity, canonical, code_digest, digest, file_sha256
-from xray_runtime.store.manifest import FileEntry, Manifest
+from xray_runtime.kernel.store.identity import Identity, canonical, code_digest, digest, file_sha256
+from xray_runtime.kernel.store.manifest import FileEntry, Manifest
 
 IDENTITY = Identity(
     stage="sft",

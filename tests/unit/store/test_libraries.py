@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from xray_runtime.store.code_digest import code_reached
+from xray_runtime.kernel.store.code_digest import code_reached
 
 ROOT = Path(__file__).parents[3]
-PRINT = "from xray_runtime.store.code_digest import code_reached"
+PRINT = "from xray_runtime.kernel.store.code_digest import code_reached"
 
 
 @pytest.fixture
@@ -69,8 +69,8 @@ def test_an_editable_install_is_its_version_and_its_source(folder: Path) -> None
 def test_a_library_that_ray_carries_too_is_the_installed_one() -> None:
     """Importing Ray puts a psutil of its own first on the path: the key must not depend on who imported what."""
     code = (
-        "import psutil\n{}from xray_runtime.store.code_digest import code_reached\n"
-        "roots = ['xray_runtime.workers.whole_model']\n"
+        "import psutil\n{}from xray_runtime.kernel.store.code_digest import code_reached\n"
+        "roots = ['xray_runtime.cluster.whole_model']\n"
         "print(code_reached(roots, {{'xray_runtime'}}).modules, code_reached(roots, {{'xray_runtime'}}).libraries)\n"
     )
     runs = [

@@ -19,20 +19,20 @@ import pytest
 from tests.unit.store import published
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import PUBLISHED, RESULTS, find_result, keep_result
-from xray_runtime.evidence.lines import LogRecord
-from xray_runtime.evidence.log import view
-from xray_runtime.evidence.statement import RunFacts
-from xray_runtime.evidence.view import Published
-from xray_runtime.lineage.attestation import attest, open_store
-from xray_runtime.lineage.keys import exchange_keys
-from xray_runtime.lineage.log import log_checkpoints
-from xray_runtime.lineage.signed_lines import signed_line
-from xray_runtime.lineage.signing import KEY_VARIABLE, make_key, public_key, sign, signing_key
-from xray_runtime.store.checkpoints import Store
-from xray_runtime.store.identity import Identity, file_sha256
-from xray_runtime.store.manifest import ATTESTATION, MANIFEST, SIGNATURE
-from xray_runtime.store.shared import INDEX, SharedStore
-from xray_runtime.tracking.recorder import RECORDS, records_directory
+from xray_runtime.kernel.evidence.lines import LogRecord
+from xray_runtime.kernel.evidence.log import view
+from xray_runtime.kernel.evidence.statement import RunFacts
+from xray_runtime.kernel.evidence.view import Published
+from xray_runtime.kernel.store.checkpoints import Store
+from xray_runtime.kernel.store.identity import Identity, file_sha256
+from xray_runtime.kernel.store.manifest import ATTESTATION, MANIFEST, SIGNATURE
+from xray_runtime.kernel.store.shared import INDEX, SharedStore
+from xray_runtime.kernel.tracking.recorder import RECORDS, records_directory
+from xray_runtime.trust.attestation import attest, open_store
+from xray_runtime.trust.keys import exchange_keys
+from xray_runtime.trust.log import log_checkpoints
+from xray_runtime.trust.signed_lines import signed_line
+from xray_runtime.trust.signing import KEY_VARIABLE, make_key, public_key, sign, signing_key
 
 IDENTITY = published.IDENTITY.model_copy(update={"parents": {}})
 KEY = IDENTITY.key

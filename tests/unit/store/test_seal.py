@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from xray_runtime.lineage.keys import rotate, seal_of
-from xray_runtime.store.seal import Seal, process_seal
+from xray_runtime.kernel.store.seal import Seal, process_seal
+from xray_runtime.trust.keys import rotate, seal_of
 
 
 def test_a_seal_is_for_one_content_and_one_purpose() -> None:

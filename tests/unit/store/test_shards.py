@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.unit.store.published import write_shard
-from xray_runtime.store.identity import file_sha256
-from xray_runtime.store.shards import Piece, index_path, overlaps, read_shards, recorded_sha256, shard_problem
+from xray_runtime.kernel.store.identity import file_sha256
+from xray_runtime.kernel.store.shards import Piece, index_path, overlaps, read_shards, recorded_sha256, shard_problem
 
 
 @st.composite
@@ -72,5 +72,7 @@ def test_a_damaged_shard_is_named_in_one_line(tmp_path: Path) -> None:
 def test_a_shard_is_read_once_for_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard = write_shard(tmp_path / "rank-00000.safetensors", b"bytes")
     assert shard_problem(tmp_path, shard) is None
-    monkeypatch.setattr("xray_runtime.store.shards.file_sha256", lambda path: pytest.fail(f"{path} is read again"))
+    monkeypatch.setattr(
+        "xray_runtime.kernel.store.shards.file_sha256", lambda path: pytest.fail(f"{path} is read again")
+    )
     assert shard_problem(tmp_path, shard) is None

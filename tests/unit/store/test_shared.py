@@ -12,21 +12,21 @@ import fsspec
 import pytest
 
 from tests.unit.store.published import KEY, publish, write_snapshot
-from xray_runtime.config.loading import validate
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.graph.stage_identity import identify
-from xray_runtime.lineage.keys import exchange_keys, read_rotations, rotate, trust, trusted_keys
-from xray_runtime.lineage.signing import fingerprint, public_key, signing_key
-from xray_runtime.stages.kinds import FRESH_BASE
-from xray_runtime.store import shared as module
-from xray_runtime.store.checkpoints import Store, verify
-from xray_runtime.store.digest_memory import DigestMemory
-from xray_runtime.store.manifest import MANIFEST
-from xray_runtime.store.seal import process_seal
-from xray_runtime.store.shared import INDEX, DamagedError, SharedStore, StorageError
-from xray_runtime.store.snapshots import FencedError, Snapshots
-from xray_runtime.tracking.recorder import StageRecorder
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph.stage_identity import identify
+from xray_runtime.kernel.store import shared as module
+from xray_runtime.kernel.store.checkpoints import Store, verify
+from xray_runtime.kernel.store.digest_memory import DigestMemory
+from xray_runtime.kernel.store.manifest import MANIFEST
+from xray_runtime.kernel.store.seal import process_seal
+from xray_runtime.kernel.store.shared import INDEX, DamagedError, SharedStore, StorageError
+from xray_runtime.kernel.store.snapshots import FencedError, Snapshots
+from xray_runtime.kernel.tracking.recorder import StageRecorder
+from xray_runtime.methods.fresh_base.kind import FRESH_BASE
+from xray_runtime.methods.loading import validate
+from xray_runtime.trust.keys import exchange_keys, read_rotations, rotate, trust, trusted_keys
+from xray_runtime.trust.signing import fingerprint, public_key, signing_key
 
 NAME = f"checkpoints/sft-{KEY[:12]}"
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.unit.store.published import write_shard, write_snapshot
-from xray_runtime.errors import StageInterruptedError, WorkerEndedError, is_out_of_memory, may_retry
-from xray_runtime.store.identity import file_sha256
-from xray_runtime.store.seal import Seal, process_seal
-from xray_runtime.store.snapshots import FILES, SEAL, FencedError, Snapshots
-from xray_runtime.tracking.recorder import StageRecorder, snapshots_directory
+from xray_runtime.kernel.errors import StageInterruptedError, WorkerEndedError, is_out_of_memory, may_retry
+from xray_runtime.kernel.store.identity import file_sha256
+from xray_runtime.kernel.store.seal import Seal, process_seal
+from xray_runtime.kernel.store.snapshots import FILES, SEAL, FencedError, Snapshots
+from xray_runtime.kernel.tracking.recorder import StageRecorder, snapshots_directory
 
 
 def test_the_newest_is_found_by_another_attempt(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_shard_is_not_hashed_again_by_the_stage(tmp_path: Path, monkeypatch: p
         hashed.append(path.name)
         return file_sha256(path)
 
-    monkeypatch.setattr("xray_runtime.store.shards.file_sha256", counted)
+    monkeypatch.setattr("xray_runtime.kernel.store.shards.file_sha256", counted)
     write_sharded(snapshots, 1)
     assert snapshots.latest() is not None
     assert sorted(set(hashed)) == ["rank-00000.shard.json", "rank-00001.shard.json", "state.json"]
@@ -118,9 +118,9 @@ def test_killed_between_two_shards_the_one_before_is_used(tmp_path: Path) -> Non
 import os
 from pathlib import Path
 from tests.unit.store.published import write_shard
-from xray_runtime.store.identity import file_sha256
-from xray_runtime.store.seal import process_seal
-from xray_runtime.store.snapshots import Snapshots
+from xray_runtime.kernel.store.identity import file_sha256
+from xray_runtime.kernel.store.seal import process_seal
+from xray_runtime.kernel.store.snapshots import Snapshots
 with Snapshots(Path({str(tmp_path)!r}), every=1, seal=process_seal()).writing(2, {{}}) as directory:
     write_shard(directory / "policy" / "rank-00000.safetensors", b"step 2")
     os.kill(os.getpid(), 9)
@@ -176,9 +176,9 @@ def test_a_full_disk_is_reported_and_keeps_the_last_snapshot(tmp_path: Path) -> 
     code = f"""
 import resource, signal
 from pathlib import Path
-from xray_runtime.store.identity import file_sha256
-from xray_runtime.store.seal import process_seal
-from xray_runtime.store.snapshots import Snapshots
+from xray_runtime.kernel.store.identity import file_sha256
+from xray_runtime.kernel.store.seal import process_seal
+from xray_runtime.kernel.store.snapshots import Snapshots
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 snapshots = Snapshots(Path({str(tmp_path)!r}), every=1, seal=process_seal())
 with snapshots.writing(1, {{}}) as directory:
@@ -206,7 +206,7 @@ def test_periodic_snapshots_take_a_small_share_of_the_time(tmp_path: Path) -> No
 def test_long_steps_have_snapshots_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 700 s, of which the snapshots take none: every third ends 1800 s or more after the last snapshot."""
     now = 0.0
-    monkeypatch.setattr("xray_runtime.store.snapshots.time.monotonic", lambda: now)
+    monkeypatch.setattr("xray_runtime.kernel.store.snapshots.time.monotonic", lambda: now)
     snapshots, written = Snapshots(tmp_path, every=7, every_s=1800.0, seal=process_seal()), []
     for step in range(1, 13):
         now = 700.0 * step

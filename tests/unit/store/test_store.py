@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.store.published import KEY, publish
-from xray_runtime.store.checkpoints import Store, load_manifest, read_bounded, verify
-from xray_runtime.store.digest_memory import DigestMemory, FileState
-from xray_runtime.store.identity import file_sha256
-from xray_runtime.store.manifest import MANIFEST
+from xray_runtime.kernel.store.checkpoints import Store, load_manifest, read_bounded, verify
+from xray_runtime.kernel.store.digest_memory import DigestMemory, FileState
+from xray_runtime.kernel.store.identity import file_sha256
+from xray_runtime.kernel.store.manifest import MANIFEST
 
 
 def test_equal_builds_have_equal_digests_wherever_they_are(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_killed_build_publishes_nothing_and_is_swept(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from xray_runtime.store.checkpoints import Store\n"
+        "import sys, time; from pathlib import Path; from xray_runtime.kernel.store.checkpoints import Store\n"
         f"with Store(Path(sys.argv[1])).building('sft', '{KEY}') as built:\n"
         "    (built / 'half').write_bytes(b'x'); print('ready', flush=True); time.sleep(60)\n"
     )

@@ -14,11 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.unit.lineage.synthetic import Lifecycle
 from tests.unit.studio.world import post, studio
 from xray.flows.cycles import FILE, Cycle, place_of, write_cycle
-from xray_runtime.evidence.view import RunBegan, run_lock
-from xray_runtime.lineage.log import append
-from xray_runtime.lineage.reference import find, open_lineage_store
-from xray_runtime.lineage.signing import signing_key
-from xray_runtime.serving.recording import COUNTERS
+from xray_runtime.kernel.evidence.view import RunBegan, run_lock
+from xray_runtime.kernel.history.reference import find, open_lineage_store
+from xray_runtime.live.serving.recording import COUNTERS
+from xray_runtime.trust.log import append
+from xray_runtime.trust.signing import signing_key
 
 DEPLOYMENTS = Path(__file__).parents[3] / "deployments"
 Sample = tuple[str, tuple[tuple[str, str], ...]]

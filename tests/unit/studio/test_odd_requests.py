@@ -12,8 +12,8 @@ import pytest
 
 from tests.unit.lineage.synthetic import NAME
 from tests.unit.studio.world import studio
-from xray_runtime.feedback.session import read_sessions
-from xray_runtime.lineage.reference import find, open_lineage_store
+from xray_runtime.kernel.history.reference import find, open_lineage_store
+from xray_runtime.live.feedback.session import read_sessions
 
 NUMBERS = (
     *("-1", "NaN", "nan", "inf", "-inf", "Infinity", "1e400", "-1e400", "9" * 20, "9" * 5000, "1.5", "1_0", "٣", "１"),

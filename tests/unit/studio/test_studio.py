@@ -18,16 +18,16 @@ from tests.unit.lineage.synthetic import NAME, Lifecycle
 from tests.unit.studio.world import HOSTILE, post, studio
 from xray.cli.main import app as command
 from xray.studio import studio as shared
-from xray_runtime.config.plugs import Registry
 from xray_runtime.data.pairs import Pairs, PreferenceExample
-from xray_runtime.evidence.view import RunBegan, run_lock
-from xray_runtime.feedback.session import read_sessions
-from xray_runtime.lineage.audit.checkpoints import audit
-from xray_runtime.lineage.log import append
-from xray_runtime.lineage.recorded import RecordedReader, recorded_lock
-from xray_runtime.lineage.reference import find, open_lineage_store
-from xray_runtime.lineage.signing import signing_key
-from xray_runtime.tracking.registry_view import RegistryView
+from xray_runtime.kernel.evidence.view import RunBegan, run_lock
+from xray_runtime.kernel.history.recorded import RecordedReader, recorded_lock
+from xray_runtime.kernel.history.reference import find, open_lineage_store
+from xray_runtime.kernel.plugs import Registry
+from xray_runtime.kernel.tracking.registry_view import RegistryView
+from xray_runtime.live.feedback.session import read_sessions
+from xray_runtime.trust.audit.checkpoints import audit
+from xray_runtime.trust.log import append
+from xray_runtime.trust.signing import signing_key
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ import pytest
 from tests.unit.lineage.synthetic import Lifecycle
 from tests.unit.serving.recording import exchange, keep
 from tests.unit.studio.world import HOSTILE, post, studio
-from xray_runtime.evidence.kinds.withdrawn import Withdrawals
-from xray_runtime.evidence.log import view
-from xray_runtime.evidence.view import run_lock
-from xray_runtime.lineage.recorded import RecordedReader
-from xray_runtime.lineage.reference import find, open_lineage_store
-from xray_runtime.lineage.withdrawal import verify
+from xray_runtime.kernel.evidence.kinds.withdrawn import Withdrawals
+from xray_runtime.kernel.evidence.log import view
+from xray_runtime.kernel.evidence.view import run_lock
+from xray_runtime.kernel.history.recorded import RecordedReader
+from xray_runtime.kernel.history.reference import find, open_lineage_store
+from xray_runtime.live.withdrawal import verify
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from xray.studio.app import make_app
 from xray.studio.studio import Studio
 from xray_runtime.data.ledger import Shard
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.feedback.judgements import Question
-from xray_runtime.feedback.session import Session, session_directory
-from xray_runtime.lineage.reference import find, open_lineage_store
+from xray_runtime.kernel.history.reference import find, open_lineage_store
+from xray_runtime.live.feedback.judgements import Question
+from xray_runtime.live.feedback.session import Session, session_directory
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" {{ 7 * 7 }} <img src=x onerror=alert(1)>"
 

@@ -9,8 +9,8 @@ import pytest
 from xray.flows.lifecycle_graph import recorded_graph
 from xray.tasks.command import Command, commanded, current_command, is_commanded
 from xray.tasks.preflight import check_ray_address, check_run, check_servers, check_stages
-from xray_runtime.config.loading import load_config
-from xray_runtime.config.validation import ConfigError
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.methods.loading import load_config
 
 BOTH = {"PREFECT_API_URL": "http://prefect.lan:4200/api", "MLFLOW_TRACKING_URI": "http://10.0.0.9:5000"}
 

@@ -10,7 +10,7 @@ import pytest
 from xray.tasks import progress
 from xray.tasks.progress import LOG_SECONDS, PAGE_SECONDS, StageProgress
 from xray.tasks.spec import StageResult
-from xray_runtime.store.ref import CheckpointRef
+from xray_runtime.kernel.store.ref import CheckpointRef
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from xray.tasks.spec import StageSpec
 from xray.tasks.stage import _check_code
 from xray.tasks.stage_job import check_numbers
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.errors import NonFiniteError
-from xray_runtime.graph.stage_identity import code_of
-from xray_runtime.stages.kinds import PREPARE
-from xray_runtime.store.identity import OTHER_ENVIRONMENT
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.errors import NonFiniteError
+from xray_runtime.kernel.graph.stage_identity import code_of
+from xray_runtime.kernel.store.identity import OTHER_ENVIRONMENT
+from xray_runtime.methods.prepare.kind import PREPARE
 
 
 def test_a_stage_on_a_node_with_other_code_is_refused() -> None:
@@ -33,7 +33,7 @@ def test_a_stage_on_a_node_with_other_code_is_refused() -> None:
     )
     _check_code(spec, PREPARE)
     there = f"^chats on .*: {re.escape(OTHER_ENVIRONMENT)}"
-    for other in ({"xray_runtime.seeding": "0" * 64}, {"xray_runtime.only_there": "0" * 64}):
+    for other in ({"xray_runtime.kernel.seeding": "0" * 64}, {"xray_runtime.only_there": "0" * 64}):
         with pytest.raises(ConfigError, match=rf"{there} \({re.escape(next(iter(other)))}\)$"):
             _check_code(spec.model_copy(update={"code": code | other}), PREPARE)
 

@@ -12,11 +12,11 @@ import pytest
 from tests.unit.store.published import IDENTITY, KEY
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import RESULTS, find_result, keep_result
-from xray_runtime.lineage.log import log_files
-from xray_runtime.lineage.signing import make_key, signing_key
-from xray_runtime.store.checkpoints import CHECKPOINTS, Store
-from xray_runtime.store.shared import SharedStore, StorageError
-from xray_runtime.tracking.recorder import records_directory
+from xray_runtime.kernel.store.checkpoints import CHECKPOINTS, Store
+from xray_runtime.kernel.store.shared import SharedStore, StorageError
+from xray_runtime.kernel.tracking.recorder import records_directory
+from xray_runtime.trust.log import log_files
+from xray_runtime.trust.signing import make_key, signing_key
 
 FILE = f"sft-{KEY[:12]}.json"
 

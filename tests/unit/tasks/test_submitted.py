@@ -11,7 +11,7 @@ import pytest
 
 from xray.tasks import submitted
 from xray.tasks.submitted import ParentFailedError, SubmittedTask, SubmittedTasks
-from xray_runtime.errors import StageInterruptedError, root_cause
+from xray_runtime.kernel.errors import StageInterruptedError, root_cause
 
 
 @dataclass

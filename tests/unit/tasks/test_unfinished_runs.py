@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from xray.tasks.output_directory import resume_point, unfinished_run
-from xray_runtime.store.identity import digest
+from xray_runtime.kernel.store.identity import digest
 
 CONFIG = {"seed": 1}
 INTERRUPTED = {"config_digest": digest(CONFIG), "status": "running", "run_id": "a1", "stages": [{"name": "sft"}]}

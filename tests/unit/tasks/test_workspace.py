@@ -10,7 +10,7 @@ import pytest
 
 import xray
 from xray.tasks.workspace import Workspace
-from xray_runtime.graph.graph import Graph
+from xray_runtime.kernel.graph.graph import Graph
 
 
 class Runner:

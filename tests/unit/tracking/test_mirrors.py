@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.store.seal import process_seal
-from xray_runtime.tracking.mirrors import EVENTS, MIRRORS, EventFiles, OfflineRun, require_mirror
-from xray_runtime.tracking.recorder import StageRecorder
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.store.seal import process_seal
+from xray_runtime.kernel.tracking.mirrors import EVENTS, MIRRORS, EventFiles, OfflineRun, require_mirror
+from xray_runtime.kernel.tracking.recorder import StageRecorder
 
 KEY = "ab" * 32
 
@@ -88,7 +88,7 @@ def test_a_mirror_that_fails_does_not_fail_the_stage(tmp_path: Path, caplog: pyt
 
 
 def test_a_missing_library_is_named_before_a_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xray_runtime.tracking.mirrors.find_spec", lambda name: None)
+    monkeypatch.setattr("xray_runtime.kernel.tracking.mirrors.find_spec", lambda name: None)
     require_mirror("none")
     for name in MIRRORS:
         line = f"runtime.mirror: '{name}' is not allowed: it is not installed; `pip install xray-rlhf[{name}]`"

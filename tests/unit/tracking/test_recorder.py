@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.graph.kind import Answer
-from xray_runtime.report.figures import read_metrics
-from xray_runtime.store.seal import process_seal
-from xray_runtime.tracking import recorder as module
-from xray_runtime.tracking.recorder import StageRecorder
+from xray_runtime.kernel.graph.kind import Answer
+from xray_runtime.kernel.report.figures import read_metrics
+from xray_runtime.kernel.store.seal import process_seal
+from xray_runtime.kernel.tracking import recorder as module
+from xray_runtime.kernel.tracking.recorder import StageRecorder
 
 KEY = "ab" * 32
 

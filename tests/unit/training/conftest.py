@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.rl.loop import make_inputs
 from tests.unit.training.preference_loop import make_root
-from xray_runtime.graph.inputs import PPOInputs
+from xray_runtime.methods.common.inputs import PPOInputs
 
 
 @pytest.fixture(scope="module")

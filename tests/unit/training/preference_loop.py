@@ -16,13 +16,13 @@ import numpy as np
 
 from tests.unit.rl.fake_model import FakeModel
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.cluster.protocols import ModelHandle
+from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.batch import Scores, StepAnswer, TextBatch
 from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.graph.kind import Stage
-from xray_runtime.store.snapshots import Snapshot
-from xray_runtime.workers.protocols import ModelHandle
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.store.snapshots import Snapshot
 
 PAIRS, HELDOUT = 10, 3
 

@@ -13,11 +13,16 @@ import pytest
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, PreferenceExample, write_pairs
 from xray_runtime.data.replies import LabelledReply, Replies, mismatched, within
+from xray_runtime.kernel.store.seal import process_seal
+from xray_runtime.methods.common.findings import pairs_findings
+from xray_runtime.methods.common.training.dataset import (
+    fitting_prompts,
+    max_prompt_tokens,
+    max_reply_tokens,
+    preference_tokens,
+)
+from xray_runtime.methods.common.training.prompts import UniquePrompts
 from xray_runtime.models.causal_lm import max_positions
-from xray_runtime.stages.findings import pairs_findings
-from xray_runtime.store.seal import process_seal
-from xray_runtime.training.dataset import fitting_prompts, max_prompt_tokens, max_reply_tokens, preference_tokens
-from xray_runtime.training.prompts import UniquePrompts
 
 ORIGINAL = {"original_max_position_embeddings": 32}
 

@@ -17,18 +17,19 @@ import pytest
 
 from tests.unit.rl.loop import PPOModel, World, attempt, plain
 from tests.unit.training import preference_loop
-from xray_runtime.config.dpo import DPOConfig
-from xray_runtime.config.kto import KTOConfig
-from xray_runtime.config.rewards import reward_term
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.sampling import Sampling
-from xray_runtime.errors import NonFiniteError, may_retry
-from xray_runtime.graph.artifacts import Dataset, Model, Preferences
-from xray_runtime.graph.inputs import DPOInputs, KTOInputs, PPOInputs
-from xray_runtime.training import dpo, kto
-from xray_runtime.training.finite import SkippedSteps, check_rollout, naming
-from xray_runtime.training.steps import SFTSums, StepStatistics
+from xray_runtime.kernel.errors import NonFiniteError, may_retry
+from xray_runtime.kernel.graph.artifacts import Dataset, Model, Preferences
+from xray_runtime.methods.common.inputs import DPOInputs, KTOInputs, PPOInputs
+from xray_runtime.methods.common.training.finite import SkippedSteps, check_rollout, naming
+from xray_runtime.methods.common.training.steps import SFTSums, StepStatistics
+from xray_runtime.methods.dpo import body as dpo
+from xray_runtime.methods.dpo.config import DPOConfig
+from xray_runtime.methods.kto import body as kto
+from xray_runtime.methods.kto.config import KTOConfig
+from xray_runtime.rewards.config import reward_term
 
 NAN, INF = math.nan, math.inf
 Change = Callable[[Any], Any]

@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 
 from tests.unit.training.preference_loop import PAIRS, STEP, Likelier, World, attempt, plain
-from xray_runtime.config.dpo import DPOConfig, DPOValidation
-from xray_runtime.config.kto import KTOConfig, KTOValidation
-from xray_runtime.config.reward_model import RewardConfig
 from xray_runtime.data.batch import Scores, TextBatch
-from xray_runtime.graph.artifacts import Dataset, Judgements, Model, Preferences
-from xray_runtime.graph.inputs import DPOInputs, KTOInputs, RewardModelInputs
-from xray_runtime.store.snapshots import Snapshot
-from xray_runtime.training import dpo, kto, reward_model
+from xray_runtime.kernel.graph.artifacts import Dataset, Judgements, Model, Preferences
+from xray_runtime.kernel.store.snapshots import Snapshot
+from xray_runtime.methods.common.inputs import DPOInputs, KTOInputs, RewardModelInputs
+from xray_runtime.methods.dpo import body as dpo
+from xray_runtime.methods.dpo.config import DPOConfig, DPOValidation
+from xray_runtime.methods.kto import body as kto
+from xray_runtime.methods.kto.config import KTOConfig, KTOValidation
+from xray_runtime.methods.reward_model import body as reward_model
+from xray_runtime.methods.reward_model.config import RewardConfig
 
 
 def kept(root: Path, beside: str = "pairs") -> list[Path]:

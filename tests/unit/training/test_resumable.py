@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.rl.fake_model import FakeModel
-from xray_runtime.store.seal import process_seal
-from xray_runtime.tracking.recorder import StageRecorder
-from xray_runtime.training.resumable import Resumable
+from xray_runtime.kernel.store.seal import process_seal
+from xray_runtime.kernel.tracking.recorder import StageRecorder
+from xray_runtime.methods.common.training.resumable import Resumable
 
 
 class Model(FakeModel):
@@ -39,7 +39,7 @@ def recorder(output: Path) -> StageRecorder:
 def test_a_damaged_snapshot_is_passed_over_before_any_model_changes(
     tmp_path: Path, damaged: tuple[int, ...], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xray_runtime.store.snapshots.MAX_SHARE", math.inf)
+    monkeypatch.setattr("xray_runtime.kernel.store.snapshots.MAX_SHARE", math.inf)
     first, model = recorder(tmp_path), Model()
     snapshots = first.kept
     for step in (1, 2):

@@ -14,18 +14,18 @@ import pytest
 import xray
 from tests.unit.rl.fake_model import FakeModel
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.sft import SFTConfig, SFTValidation
-from xray_runtime.config.validation import ConfigError
+from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.batch import Scores, StepAnswer, TextBatch
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.tokenizing import train_tokenizer
-from xray_runtime.graph.artifacts import Dataset, Model
-from xray_runtime.graph.graph import recording
-from xray_runtime.graph.inputs import SFTInputs
-from xray_runtime.graph.kind import Stage
-from xray_runtime.store.snapshots import Snapshot
-from xray_runtime.training import sft
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph.artifacts import Dataset, Model
+from xray_runtime.kernel.graph.graph import recording
+from xray_runtime.kernel.store.snapshots import Snapshot
+from xray_runtime.methods.common.inputs import SFTInputs
+from xray_runtime.methods.sft import body as sft
+from xray_runtime.methods.sft.config import SFTConfig, SFTValidation
 
 SIZES = {"train": 8, "heldout": 2, "validation": 3}
 LOSSES = [9.0, 3.0, 1.0, 1.0, 2.0]

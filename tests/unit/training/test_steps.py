@@ -11,16 +11,9 @@ import pytest
 import torch
 
 from tests.unit.models.tensors import batch
-from xray_runtime.config.dpo import DPOConfig
-from xray_runtime.config.kto import KTOConfig
-from xray_runtime.config.ppo import PPOStageConfig
 from xray_runtime.data.batch import Scores, StepAnswer
-from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.objectives import Objective, SFTObjective, Tensors
-from xray_runtime.models.ppo_objectives import CriticObjective, PPOObjective
-from xray_runtime.models.preference_objectives import DPOObjective, KTOObjective
-from xray_runtime.models.reward_objective import RewardObjective
-from xray_runtime.training.steps import (
+from xray_runtime.methods.common.preference_objectives import DPOObjective, KTOObjective
+from xray_runtime.methods.common.training.steps import (
     DPOSums,
     KTOSums,
     PairSums,
@@ -31,6 +24,13 @@ from xray_runtime.training.steps import (
     ValueSums,
     read_step,
 )
+from xray_runtime.methods.dpo.config import DPOConfig
+from xray_runtime.methods.kto.config import KTOConfig
+from xray_runtime.methods.ppo.config import PPOStageConfig
+from xray_runtime.methods.ppo.objectives import CriticObjective, PPOObjective
+from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.objectives import Objective, SFTObjective, Tensors
+from xray_runtime.models.reward_objective import RewardObjective
 
 REPLIES = [([5, 9, 7], [42, 11]), ([8, 100], [25, 60, 61])]
 REJECTED = [([5, 9, 7], [3]), ([8, 100], [80, 81])]

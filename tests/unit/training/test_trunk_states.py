@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 
 from tests.unit.rl.fake_model import FakeModel
 from tests.unit.rl.recorder import FakeRecorder
-from xray_runtime.config.layouts import EngineConfig
-from xray_runtime.config.reward_model import RewardConfig
-from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.batch import PairBatch, Scores, TextBatch
 from xray_runtime.data.ragged import Ragged
-from xray_runtime.graph.kind import Stage
-from xray_runtime.training import trunk_states
-from xray_runtime.training.trunk_states import TrunkStates
+from xray_runtime.engines.layouts import EngineConfig
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.methods.common.training import trunk_states
+from xray_runtime.methods.common.training.trunk_states import TrunkStates
+from xray_runtime.methods.reward_model.config import RewardConfig
 
 HIDDEN = 3
 CHOSEN = [[1], [2, 3], [4, 5, 6], [7, 8], [9]]

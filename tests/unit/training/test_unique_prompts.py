@@ -9,9 +9,9 @@ import pytest
 
 from tests.unit.rl.loop import make_inputs
 from xray_runtime.data.pairs import TRAIN, Pairs
+from xray_runtime.kernel.store.seal import process_seal
+from xray_runtime.methods.common.training.prompts import UniquePrompts
 from xray_runtime.models.causal_lm import load_tokenizer
-from xray_runtime.store.seal import process_seal
-from xray_runtime.training.prompts import UniquePrompts
 
 
 def opened(root: Path) -> UniquePrompts:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.config.capabilities import Transport
-from xray_runtime.config.layouts import GeneratorConfig
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.training import LoRAConfig, check_sampled
+from xray_runtime.cluster.protocols import Ready
+from xray_runtime.cluster.whole_model import WholeModel
+from xray_runtime.engines.capabilities import Transport
+from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sync.route import Device, Route, choose
-from xray_runtime.workers.protocols import Ready
-from xray_runtime.workers.whole_model import WholeModel
+from xray_runtime.engines.training_config import check_sampled
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.models.lora import LoRAConfig
 
 CPU = [Device("a")]
 GPU_0, GPU_1 = Device("a", "GPU-0"), Device("a", "GPU-1")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from xray_runtime.workers.health import ranks_behind
-from xray_runtime.workers.heartbeat import Heartbeat
+from xray_runtime.cluster.health import ranks_behind
+from xray_runtime.cluster.types import Heartbeat
 
 LIMIT_S = 600.0
 

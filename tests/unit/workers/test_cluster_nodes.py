@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.planning.demand import Demand
-from xray_runtime.store.identity import environment_digest
-from xray_runtime.workers import acquisition
-from xray_runtime.workers.acquisition import BusyClusterError, await_nodes
-from xray_runtime.workers.nodes import WorkerInfo, check_environment
+from xray_runtime.cluster.pool import acquisition
+from xray_runtime.cluster.pool.acquisition import BusyClusterError, await_nodes
+from xray_runtime.cluster.pool.demand import Demand
+from xray_runtime.cluster.pool.nodes import check_environment
+from xray_runtime.cluster.types import WorkerInfo
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.store.identity import environment_digest
 
 TWO = [Demand("policy", 2, 1.0, 0.0)]
 SMALL, LARGE = [{"CPU": 1.0}], [{"CPU": 1.0}, {"CPU": 1.0}]

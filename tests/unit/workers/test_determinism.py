@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from xray_runtime.config.runtime import RuntimeConfig
+from xray_runtime.cluster.pool.libraries import configure_torch, cuda_environment
 from xray_runtime.engines.generators.vllm.sampler import environment
 from xray_runtime.engines.trainers.deepspeed.setup import REDUCE_BUCKET, communication
-from xray_runtime.workers.libraries import configure_torch, cuda_environment
+from xray_runtime.kernel.config.section import RuntimeConfig
 
 EXACT = RuntimeConfig(device="cuda", reproducible=True)
 

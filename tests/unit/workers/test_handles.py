@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xray_runtime.config.layouts import FrozenConfig, GeneratorConfig
+from xray_runtime.cluster import handles
+from xray_runtime.cluster.handles import INLINE_BYTES, ModelProxy
+from xray_runtime.cluster.protocols import Ready
+from xray_runtime.cluster.whole_model import WholeModel
 from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch, Scores, StepAnswer, TextBatch
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.engines.layouts import FrozenConfig, GeneratorConfig
 from xray_runtime.engines.sampling import Sampling
 from xray_runtime.engines.topology import Topology
-from xray_runtime.workers import handles
-from xray_runtime.workers.handles import INLINE_BYTES, ModelProxy
-from xray_runtime.workers.protocols import Ready
-from xray_runtime.workers.whole_model import WholeModel
 
 SAMPLING = Sampling(4, 1.0, (1,), 0)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.workers import health
-from xray_runtime.workers.health import HealthMonitor
-from xray_runtime.workers.heartbeat import Heartbeat
+from xray_runtime.cluster import health
+from xray_runtime.cluster.health import HealthMonitor
+from xray_runtime.cluster.types import Heartbeat
 
 NUM_RANKS = 64
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from xray_runtime.cluster.micro_batches import as_arrays, as_tensors, joined
 from xray_runtime.data.batch import PairBatch, PolicyBatch, Scores, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.engine import MicroBatch
 from xray_runtime.models.objectives import of_responses, sequences
-from xray_runtime.workers.micro_batches import as_arrays, as_tensors, joined
 
 
 def test_a_micro_batch_is_the_same_batch_with_tensors() -> None:

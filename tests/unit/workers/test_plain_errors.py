@@ -9,8 +9,8 @@ import pytest
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.dataclasses import dataclass
 
-from xray_runtime.errors import first_line, is_out_of_memory, may_retry
-from xray_runtime.workers.plain_errors import plain, plain_errors
+from xray_runtime.cluster.plain_errors import plain, plain_errors
+from xray_runtime.kernel.errors import first_line, is_out_of_memory, may_retry
 
 
 @dataclass(config=ConfigDict(arbitrary_types_allowed=True))

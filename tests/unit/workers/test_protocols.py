@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.workers import protocols
-from xray_runtime.workers.generator import Generator
-from xray_runtime.workers.learner import Learner
-from xray_runtime.workers.pool import PoolHandle, WorkerPool
-from xray_runtime.workers.progress import ProgressActor, ProgressHandle
-from xray_runtime.workers.protocols import WholeModelHandle, WorkhorseHandle
-from xray_runtime.workers.reservations import Reservations, ReservationsHandle
-from xray_runtime.workers.whole_model import WholeModel
+from xray_runtime.cluster import protocols
+from xray_runtime.cluster.generator import Generator
+from xray_runtime.cluster.learner import Learner
+from xray_runtime.cluster.pool.pool import PoolHandle, WorkerPool
+from xray_runtime.cluster.pool.reservations import Reservations, ReservationsHandle
+from xray_runtime.cluster.progress import ProgressActor, ProgressHandle
+from xray_runtime.cluster.protocols import WholeModelHandle, WorkhorseHandle
+from xray_runtime.cluster.whole_model import WholeModel
 
 ACTORS: list[tuple[type, tuple[type, ...]]] = [
     (WholeModelHandle, (WholeModel,)),

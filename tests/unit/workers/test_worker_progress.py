@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xray_runtime.workers.progress import ProgressActor
+from xray_runtime.cluster.progress import ProgressActor
 
 
 def test_parts_add_up_until_the_next_progress() -> None:

@@ -12,14 +12,14 @@ from rich.console import Console
 
 from xray.cli.auditing import audit_progress, report
 from xray.cli.options import AsJson, Output, PublicKey, Tracking
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.credentials import strip_credentials
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.credentials import strip_credentials
 
 if TYPE_CHECKING:
-    from xray_runtime.evidence.view import Head
-    from xray_runtime.lineage.audit.checkpoints import Audit
-    from xray_runtime.lineage.graph import Node
-    from xray_runtime.lineage.reference import LineageStore
+    from xray_runtime.kernel.evidence.view import Head
+    from xray_runtime.kernel.history.graph import Node
+    from xray_runtime.kernel.history.reference import LineageStore
+    from xray_runtime.trust.audit.checkpoints import Audit
 
 PANEL = "Evidence"
 
@@ -46,9 +46,9 @@ def command(
 
     Exit codes: 0 sound, 1 not sound, 2 bad input.
     """
-    from xray_runtime.lineage.audit.checkpoints import audit as run_audit
-    from xray_runtime.lineage.bundle import audit_bundle
-    from xray_runtime.lineage.reference import open_lineage_store, resolve
+    from xray_runtime.kernel.history.reference import open_lineage_store, resolve
+    from xray_runtime.trust.audit.checkpoints import audit as run_audit
+    from xray_runtime.trust.bundle import audit_bundle
 
     if since_verified and (not everything or not hashing):
         raise ConfigError("--since-verified: needs --all, and not --no-hash")
@@ -85,7 +85,7 @@ def command(
 
 def mlflow_pages(store: LineageStore, nodes: Sequence[Node] | None) -> list[str]:
     """MLflow pages of the registered versions of `nodes` (None: all), or the command that shows them."""
-    from xray_runtime.lineage.model_page import model_addresses
+    from xray_runtime.trust.model_page import model_addresses
 
     uri = store.tracking_uri
     if uri is None:
@@ -97,7 +97,7 @@ def mlflow_pages(store: LineageStore, nodes: Sequence[Node] | None) -> list[str]
 
 
 def _head(text: str | None) -> Head | None:
-    from xray_runtime.evidence.view import Head
+    from xray_runtime.kernel.evidence.view import Head
 
     try:
         return Head.parse(text) if text is not None else None
@@ -107,10 +107,10 @@ def _head(text: str | None) -> Head | None:
 
 def _unreadable(directory: Path) -> Audit | None:
     """The audit of a checkpoint with a malformed manifest, which is a finding and not bad input."""
-    from xray_runtime.lineage.audit.checkpoints import Audit
-    from xray_runtime.lineage.audit_check import Finding
-    from xray_runtime.store.checkpoints import read_manifest
-    from xray_runtime.store.manifest import MANIFEST
+    from xray_runtime.kernel.history.audit_check import Finding
+    from xray_runtime.kernel.store.checkpoints import read_manifest
+    from xray_runtime.kernel.store.manifest import MANIFEST
+    from xray_runtime.trust.audit.checkpoints import Audit
 
     if not directory.is_dir() or not os.path.lexists(directory / MANIFEST):
         return None

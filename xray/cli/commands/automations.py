@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from xray_runtime.config.validation import ConfigError
+from xray_runtime.kernel.config.validation import ConfigError
 
 PANEL = "Servers"
 

@@ -16,15 +16,15 @@ from xray.cli.exit_codes import BAD_INPUT
 from xray.cli.options import Output, Ref, Tracking
 from xray.flows.subject import add_working_directory
 from xray.tasks.output_directory import saved_config
-from xray_runtime.config.validation import ConfigError, validate_as
+from xray_runtime.kernel.config.validation import ConfigError, validate_as
 
 if TYPE_CHECKING:
-    from xray_runtime.config.environment import EnvironmentConfig
+    from xray_runtime.agents.environments.pool import EnvironmentPool
+    from xray_runtime.agents.environments.protocol import Step
     from xray_runtime.data.pairs import Messages
-    from xray_runtime.environments.pool import EnvironmentPool
-    from xray_runtime.environments.protocol import Step
-    from xray_runtime.lineage.graph import Node
-    from xray_runtime.lineage.reference import LineageStore
+    from xray_runtime.kernel.history.graph import Node
+    from xray_runtime.kernel.history.reference import LineageStore
+    from xray_runtime.methods.common.environment import EnvironmentConfig
 
 PANEL = "People"
 
@@ -46,7 +46,7 @@ def command(
     environment each message starts an episode; text the policy reads between its replies is in brackets.
     Exit codes: 0 done, 2 bad input.
     """
-    from xray_runtime.lineage.reference import resolve
+    from xray_runtime.kernel.history.reference import resolve
 
     store, node = resolve(ref, output, tracking_uri)
     _chat(store, node, temperature, max_new_tokens, seed, _environment(node, environment))
@@ -54,8 +54,8 @@ def command(
 
 def _environment(node: Node, path: str | None) -> EnvironmentConfig | None:
     """The environment at `path`, with the limits that the checkpoint was trained under, if any."""
-    from xray_runtime.config.allowed_imports import check_import
-    from xray_runtime.config.environment import EnvironmentConfig
+    from xray_runtime.kernel.config.allowed_imports import check_import
+    from xray_runtime.methods.common.environment import EnvironmentConfig
 
     if path is None:
         return None
@@ -70,7 +70,7 @@ def _environment(node: Node, path: str | None) -> EnvironmentConfig | None:
 
 
 def _pool(config: EnvironmentConfig | None) -> AbstractContextManager[EnvironmentPool | None]:
-    from xray_runtime.environments.pool import EnvironmentPool
+    from xray_runtime.agents.environments.pool import EnvironmentPool
 
     if config is None:
         return nullcontext()
@@ -89,18 +89,18 @@ def _chat(
     seed: int,
     environment: EnvironmentConfig | None,
 ) -> None:
-    from xray_runtime.feedback.chat_episode import play
-    from xray_runtime.feedback.chat_model import (
+    from xray_runtime.cluster.pool.machine import this_machine
+    from xray_runtime.kernel.history.reference import require_language_model
+    from xray_runtime.kernel.seeding import derive_seed
+    from xray_runtime.live.feedback.chat_episode import play
+    from xray_runtime.live.feedback.chat_model import (
         ChatModel,
         PromptLimits,
         last_messages,
         trained_columns,
         trained_context,
     )
-    from xray_runtime.lineage.audit.checkpoints import audit
-    from xray_runtime.lineage.reference import require_language_model
-    from xray_runtime.planning.workload import this_machine
-    from xray_runtime.seeding import derive_seed
+    from xray_runtime.trust.audit.checkpoints import audit
 
     require_language_model(node)
     config = saved_config(store.output)
@@ -150,7 +150,7 @@ def _show(events: Iterator[str | Step], stderr: Console) -> str | None:
 
     Ctrl-C ends the reply, not the conversation.
     """
-    from xray_runtime.environments.episodes import EnvironmentFailure
+    from xray_runtime.agents.environments.episodes import EnvironmentFailure
 
     console = Console(highlight=False, soft_wrap=True)
     pieces: list[str] = []

@@ -20,15 +20,15 @@ from xray.cli.conversation import MaxNewTokens, Seed, Temperature, audit_summary
 from xray.cli.exit_codes import FAILED
 from xray.cli.options import AsJson, Output, Ref, Tracking
 from xray.tasks.output_directory import file_lock, saved_config
-from xray_runtime.terminal import print_table
+from xray_runtime.kernel.terminal import print_table
 
 if TYPE_CHECKING:
     from xray_runtime.data.pairs import Messages
-    from xray_runtime.feedback.comparison import ReplyComparison, ReplySampler
-    from xray_runtime.feedback.judgements import Question
-    from xray_runtime.feedback.session import Session
-    from xray_runtime.lineage.graph import Node
-    from xray_runtime.lineage.reference import LineageStore
+    from xray_runtime.kernel.history.graph import Node
+    from xray_runtime.kernel.history.reference import LineageStore
+    from xray_runtime.live.feedback.comparison import ReplyComparison, ReplySampler
+    from xray_runtime.live.feedback.judgements import Question
+    from xray_runtime.live.feedback.session import Session
 
 PANEL = "People"
 KEYS = "1 left   2 right   t tie   b both bad   s skip   u back   q quit"
@@ -56,9 +56,9 @@ def command(
     Each verdict is saved at once; run the same command again to continue. `xray preferences` publishes the verdicts.
     Exit codes: 0 done, 1 a model's audit found something, 2 bad input.
     """
-    from xray_runtime.feedback.comparison import checked_source, plan_comparison, require_two
-    from xray_runtime.feedback.session import Session, session_directory
-    from xray_runtime.lineage.reference import resolve
+    from xray_runtime.kernel.history.reference import resolve
+    from xray_runtime.live.feedback.comparison import checked_source, plan_comparison, require_two
+    from xray_runtime.live.feedback.session import Session, session_directory
 
     console = Console(stderr=as_json, highlight=False)
     a, b = resolve(first, output, tracking_uri), resolve(second, output, tracking_uri)
@@ -84,7 +84,7 @@ def command(
 
 def _ask(comparison: ReplyComparison, session: Session, prompts: list[Messages], judge: str, console: Console) -> None:
     """Ask `judge` every question that they have not answered yet, until they quit."""
-    from xray_runtime.feedback.comparison import ReplySampler
+    from xray_runtime.live.feedback.comparison import ReplySampler
 
     done = {judgement.number for judgement in session.judgements if judgement.judge == judge}
     with ThreadPoolExecutor(1) as pool:
@@ -110,7 +110,7 @@ class _Interview:
     console: Console
 
     def ask_listed(self, prompts: list[Messages], done: set[int]) -> None:
-        from xray_runtime.feedback.comparison import BATCH
+        from xray_runtime.live.feedback.comparison import BATCH
 
         num_listed = len(self.session.questions)
         starts = range(num_listed, len(prompts), BATCH)
@@ -160,7 +160,7 @@ class _Interview:
     def _ask(self, question: Question, progress: str) -> bool:
         """Show one question and save the verdict; False if the person goes back instead."""
         from xray_runtime.data.pairs import prompt_text
-        from xray_runtime.feedback.judgements import KEYS as VERDICTS, left_model
+        from xray_runtime.live.feedback.judgements import KEYS as VERDICTS, left_model
 
         console, left = self.console, left_model(self.session.setup.seed, self.judge, question.number)
         replies = (question.a, question.b) if left == "a" else (question.b, question.a)
@@ -199,7 +199,7 @@ def _key() -> str:
 
 def _require_sound(store: LineageStore, models: tuple[Node, Node], console: Console) -> None:
     """Audit the models first: the verdicts become training data."""
-    from xray_runtime.lineage.audit.checkpoints import audit
+    from xray_runtime.trust.audit.checkpoints import audit
 
     with audit_progress(console) as on_progress:
         result = audit(store, models, on_progress=on_progress)

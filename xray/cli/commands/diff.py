@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
 
 from xray.cli.options import AsJson, Output, Ref, Tracking
-
-if TYPE_CHECKING:
-    pass
 
 PANEL = "Evidence"
 
@@ -21,8 +17,8 @@ def command(
 
     Exit codes: 0 done, 2 bad input.
     """
-    from xray_runtime.lineage.diff import diff as compute_diff, diff_text
-    from xray_runtime.lineage.reference import resolve
+    from xray_runtime.kernel.history.reference import resolve
+    from xray_runtime.trust.diff import diff as compute_diff, diff_text
 
     content = compute_diff(*resolve(first, output, tracking_uri), *resolve(second, output, tracking_uri))
     if as_json:

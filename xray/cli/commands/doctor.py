@@ -13,7 +13,7 @@ from xray.cli.exit_codes import FAILED
 from xray.cli.options import AsJson
 from xray.cli.server_commands import Where
 from xray.deployments.server_home import find_server_home
-from xray_runtime.terminal import print_indented
+from xray_runtime.kernel.terminal import print_indented
 
 PANEL = "Servers"
 

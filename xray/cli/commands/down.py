@@ -7,7 +7,7 @@ from xray.deployments.server_home import find_server_home
 from xray.deployments.servers import servers, stop, worker
 from xray.deployments.service import Service
 from xray.deployments.suspension import suspend
-from xray_runtime.terminal import say
+from xray_runtime.kernel.terminal import say
 
 PANEL = "Servers"
 

@@ -22,8 +22,8 @@ def command(
 
     Exit codes: 0 done, 2 bad input.
     """
-    from xray_runtime.lineage.bundle import export as run_export
-    from xray_runtime.lineage.reference import resolve
+    from xray_runtime.kernel.history.reference import resolve
+    from xray_runtime.trust.bundle import export as run_export
 
     store, node = resolve(ref, output, tracking_uri)
     count = run_export(store, node, bundle)

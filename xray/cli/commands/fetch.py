@@ -10,8 +10,8 @@ import typer
 
 from xray.cli.exit_codes import FAILED
 from xray.tasks.output_directory import saved_config
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.credentials import has_login, strip_credentials
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.credentials import has_login, strip_credentials
 
 PANEL = "Checkpoints and keys"
 PATIENCE_S = 20.0
@@ -31,15 +31,15 @@ def command(
 
     Exit codes: 0 all are present and sound, 1 the store lacks some, 2 bad input.
     """
-    from xray_runtime.evidence.log import LIFECYCLE
-    from xray_runtime.lineage.attestation import open_store
-    from xray_runtime.lineage.keys import exchange_keys
-    from xray_runtime.lineage.log import log_checkpoints
-    from xray_runtime.lineage.signing import signing_key
-    from xray_runtime.store.checkpoints import CHECKPOINTS, verify
-    from xray_runtime.store.identity import file_sha256
-    from xray_runtime.store.manifest import MANIFEST
-    from xray_runtime.store.shared import SharedStore, StorageError, is_safe
+    from xray_runtime.kernel.evidence.log import LIFECYCLE
+    from xray_runtime.kernel.store.checkpoints import CHECKPOINTS, verify
+    from xray_runtime.kernel.store.identity import file_sha256
+    from xray_runtime.kernel.store.manifest import MANIFEST
+    from xray_runtime.kernel.store.shared import SharedStore, StorageError, is_safe
+    from xray_runtime.trust.attestation import open_store
+    from xray_runtime.trust.keys import exchange_keys
+    from xray_runtime.trust.log import log_checkpoints
+    from xray_runtime.trust.signing import signing_key
 
     if storage is not None and has_login(storage):
         raise ConfigError(
@@ -76,7 +76,7 @@ def command(
 
 def _recorded(output: Path) -> list[str]:
     """Names of the checkpoint directories in lifecycle.json."""
-    from xray_runtime.evidence.log import LIFECYCLE
+    from xray_runtime.kernel.evidence.log import LIFECYCLE
 
     path = output / LIFECYCLE
     try:

@@ -15,10 +15,10 @@ from xray.cli.supervisor import supervise
 from xray.flows.subject import Subject
 from xray.tasks.output_directory import saved_config
 from xray.tasks.preflight import check_ray_address
-from xray_runtime.config.flywheel import FlywheelConfig
-from xray_runtime.config.loading import parse_overrides, read_mapping
-from xray_runtime.config.paths import put
-from xray_runtime.config.validation import validate_as
+from xray_runtime.kernel.config.loading import parse_overrides, read_mapping
+from xray_runtime.kernel.config.paths import put
+from xray_runtime.kernel.config.validation import validate_as
+from xray_runtime.live.flywheel import FlywheelConfig
 
 PANEL = "Champion"
 FLOW = "xray.flows.flywheel:flywheel"

@@ -25,8 +25,8 @@ def command(
 
     Exit codes: 0 done, 1 the audit found something and nothing was imported, 2 bad input.
     """
-    from xray_runtime.lineage.bundle import import_bundle
-    from xray_runtime.tracking.registry import own_store
+    from xray_runtime.kernel.tracking.registry import own_store
+    from xray_runtime.trust.bundle import import_bundle
 
     uri = tracking_uri or own_store(output)
     report(import_bundle(bundle, output, tracking_uri=uri, experiment=experiment, public=public_key), True, as_json)

@@ -12,7 +12,7 @@ import typer
 
 from xray.cli.options import By, Root
 from xray.tasks.output_directory import file_lock, require_no_run
-from xray_runtime.config.validation import ConfigError
+from xray_runtime.kernel.config.validation import ConfigError
 
 PANEL = "Checkpoints and keys"
 command = typer.Typer(no_args_is_help=True, help="Show, trust or rotate the keys that sign records.")
@@ -24,7 +24,7 @@ def show(output: Root) -> None:
 
     Exit codes: 0 done, 2 bad input.
     """
-    from xray_runtime.lineage.keys import trusted_keys
+    from xray_runtime.trust.keys import trusted_keys
 
     with _bad_input():
         for key in trusted_keys(output):
@@ -40,7 +40,7 @@ def trust(
 
     Exit codes: 0 done, 2 bad input.
     """
-    from xray_runtime.lineage.keys import trust as run_trust
+    from xray_runtime.trust.keys import trust as run_trust
 
     print(f"{output} trusts {run_trust(output, key)}")
 
@@ -58,9 +58,9 @@ def rotate(
 
     Exit codes: 0 done, 2 bad input.
     """
-    from xray_runtime.lineage.keys import rotate as run_rotate
-    from xray_runtime.lineage.reference import open_lineage_store
-    from xray_runtime.lineage.signing import public_key
+    from xray_runtime.kernel.history.reference import open_lineage_store
+    from xray_runtime.trust.keys import rotate as run_rotate
+    from xray_runtime.trust.signing import public_key
 
     open_lineage_store(output, None)
     with file_lock(output), _bad_input():

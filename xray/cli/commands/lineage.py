@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from xray.cli.options import AsJson, Output, Ref, Tracking
-
-if TYPE_CHECKING:
-    pass
 
 PANEL = "Evidence"
 
@@ -29,9 +26,9 @@ def command(
 
     Exit codes: 0 done, 2 bad input.
     """
-    from xray_runtime.lineage.page import write_html
-    from xray_runtime.lineage.reference import resolve, resolve_history
-    from xray_runtime.lineage.render import lineage_json, lineage_text, selection
+    from xray_runtime.kernel.history.reference import resolve, resolve_history
+    from xray_runtime.kernel.history.render import lineage_json, lineage_text, selection
+    from xray_runtime.trust.page import write_html
 
     # Descendants and a page's comparisons need every manifest; a plain history does not.
     read = resolve if descendants or html is not None else resolve_history

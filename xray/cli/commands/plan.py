@@ -11,12 +11,12 @@ from rich.console import Console
 
 from xray.cli.options import Overrides
 from xray.flows.subject import read_subject
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.planning.auto import Changes, GraphPlan
-from xray_runtime.planning.description import as_dict, machine_of, show, slow_precision
-from xray_runtime.planning.search import MAX_DEVICES, search
-from xray_runtime.planning.suggestions import Planner, planner_of, suggest
-from xray_runtime.planning.workload import Machine
+from xray_runtime.cluster.pool.machine import Machine
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.ops.planner.auto import Changes, GraphPlan
+from xray_runtime.ops.planner.description import as_dict, machine_of, show, slow_precision
+from xray_runtime.ops.planner.search import MAX_DEVICES, search
+from xray_runtime.ops.planner.suggestions import Planner, planner_of, suggest
 
 PANEL = "Run"
 DENSE = "--params plans dense models; a mixture of experts with as many parameters needs other memory and time"

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import getpass
 import json
-from typing import TYPE_CHECKING
 
 from xray.cli.conversation import judges_text
 from xray.cli.options import AsJson, Root, Tracking
 from xray.tasks.output_directory import saved_config
-
-if TYPE_CHECKING:
-    pass
 
 PANEL = "People"
 
@@ -21,8 +17,8 @@ def command(output: Root, tracking_uri: Tracking = None, as_json: AsJson = False
 
     Exit codes: 0 done, 2 bad input.
     """
-    from xray_runtime.feedback.publication import publish
-    from xray_runtime.lineage.reference import open_lineage_store
+    from xray_runtime.kernel.history.reference import open_lineage_store
+    from xray_runtime.live.feedback.publication import publish
 
     store = open_lineage_store(output, tracking_uri)
     done = publish(store, saved_config(output).project, getpass.getuser())

@@ -14,10 +14,10 @@ from xray.cli.exit_codes import FAILED
 from xray.cli.options import By, Root, Tracking
 from xray.deployments.local_ray import private_ray
 from xray.deployments.local_services import prefect_server
-from xray_runtime.config.evaluate import PromotionConfig
-from xray_runtime.config.loading import load_config
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.processes import kill_tagged, start_reaper
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.processes import kill_tagged, start_reaper
+from xray_runtime.methods.evaluate.config import PromotionConfig
+from xray_runtime.methods.loading import load_config
 
 if TYPE_CHECKING:
     from xray.flows.promote import Approval
@@ -62,7 +62,7 @@ def command(
         logs = f"; logs: {output / 'logs'}"
         with prefect_server(output.absolute()), private_ray(), root_cause_only(logs):
             from xray.flows import promote as flows
-            from xray_runtime.lineage.gates import NotPromoted
+            from xray_runtime.trust.gates import NotPromoted
 
             who = by or getpass.getuser()
             try:
@@ -92,8 +92,8 @@ def _check(
     tracking_uri: str | None,
 ) -> PromotionConfig | None:
     """Check the input before starting servers; returns the bounds from --set."""
-    from xray_runtime.feedback.publication import JUDGEMENTS
-    from xray_runtime.lineage.reference import open_lineage_store, resolve
+    from xray_runtime.kernel.history.reference import open_lineage_store, resolve
+    from xray_runtime.live.feedback.publication import JUDGEMENTS
 
     for entry in gates:
         if not entry.startswith(GATES):

@@ -26,9 +26,9 @@ def command(
 
     Exit codes: 0 done, 2 bad input.
     """
-    from xray_runtime.lineage.reference import open_lineage_store, resolve
-    from xray_runtime.lineage.render import printable
-    from xray_runtime.lineage.retention import plan_prune, prune as run_prune
+    from xray_runtime.kernel.history.reference import open_lineage_store, resolve
+    from xray_runtime.kernel.history.render import printable
+    from xray_runtime.trust.retention import plan_prune, prune as run_prune
 
     store = open_lineage_store(output, None)
     plan = plan_prune(store, [resolve(ref, output, None)[1] for ref in keep or []])

@@ -14,8 +14,8 @@ from rich.console import Console
 from xray.cli.conversation import shown
 from xray.cli.exit_codes import FAILED
 from xray.cli.options import AsJson, PublicKey
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.terminal import print_indented
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.terminal import print_indented
 
 PANEL = "Evidence"
 
@@ -31,12 +31,12 @@ def command(
 
     Exit codes: 0 sound, 1 broken, 2 bad input.
     """
-    from xray_runtime.audit_checks.recorded import check_recorded
-    from xray_runtime.lineage.audit_check import read_log
-    from xray_runtime.lineage.keys import trusted_keys
-    from xray_runtime.lineage.recorded import CHAIN, RecordedReader
-    from xray_runtime.lineage.reference import open_lineage_store
-    from xray_runtime.lineage.signing import Verifier
+    from xray_runtime.kernel.history.audit_check import read_log
+    from xray_runtime.kernel.history.recorded import CHAIN, RecordedReader
+    from xray_runtime.kernel.history.reference import open_lineage_store
+    from xray_runtime.trust.audit.checks.recorded import check_recorded
+    from xray_runtime.trust.keys import trusted_keys
+    from xray_runtime.trust.signing import Verifier
 
     if not (output / "recorded").is_dir():
         raise ConfigError(f"--output: {str(output)!r} has no recorded answers: record some with `xray serve --record`")

@@ -17,10 +17,10 @@ from xray.cli.exit_codes import FAILED
 from xray.cli.options import AsJson, Output, Ref, Tracking
 from xray.deployments.local_ray import running_ray
 from xray.flows.subject import import_modules
-from xray_runtime.processes import kill_tagged, start_reaper
+from xray_runtime.kernel.processes import kill_tagged, start_reaper
 
 if TYPE_CHECKING:
-    from xray_runtime.lineage.replay import Replay, Replayable
+    from xray_runtime.trust.replay import Replay, Replayable
 
 PANEL = "Evidence"
 
@@ -44,8 +44,8 @@ def command(
     Rollouts are compared with the ledger, weights with the digests in it, and at the end of the stage every file with
     the checkpoint's. Exit codes: 0 the same, 1 different (the first difference is named) or failed, 2 bad input.
     """
-    from xray_runtime.lineage.reference import resolve
-    from xray_runtime.lineage.replay import replayable
+    from xray_runtime.kernel.history.reference import resolve
+    from xray_runtime.trust.replay import replayable
 
     import_modules(modules or [])
     console = Console(stderr=as_json, highlight=False, soft_wrap=True)
@@ -72,7 +72,7 @@ def command(
 def _changes(stage: Replayable, scratch: Path) -> list[str]:
     """Code and libraries that changed since the policy was trained."""
     from xray.cli.explain import differences
-    from xray_runtime.store.digest_memory import DigestMemory
+    from xray_runtime.kernel.store.digest_memory import DigestMemory
 
     try:
         now = stage.identity(DigestMemory(scratch / "digests.sqlite"))
@@ -82,8 +82,8 @@ def _changes(stage: Replayable, scratch: Path) -> list[str]:
 
 
 def _run(stage: Replayable, iteration: int | None, scratch: Path, console: Console) -> Replay:
-    from xray_runtime.lineage.replay import replay as run_replay
-    from xray_runtime.workers.opening import model_opener
+    from xray_runtime.cluster.opening import model_opener
+    from xray_runtime.trust.replay import replay as run_replay
 
     logs = scratch / "logs" / stage.node.manifest.stage
     opener = model_opener(stage.runtime, logs, f"replay-{stage.node.sha256[:12]}")

@@ -14,8 +14,8 @@ import typer
 from xray.cli.exit_codes import FAILED
 from xray.cli.options import AsJson, Root, Tracking
 from xray.tasks.output_directory import file_lock, saved_config
-from xray_runtime.config.serving import ReviewsConfig
-from xray_runtime.config.validation import validate_as
+from xray_runtime.kernel.config.validation import validate_as
+from xray_runtime.live.serving.config import ReviewsConfig
 
 PANEL = "People"
 FEEDBACK_KEY = "XRAY_FEEDBACK_KEY"
@@ -45,9 +45,9 @@ def command(
     a person's traces, and so does the next `xray reviews` where they have expired.
     Exit codes: 0 done, 1 something could not be attributed and was not taken, 2 bad input.
     """
-    from xray_runtime.feedback.mlflow_review import synchronize
-    from xray_runtime.feedback.recorded_review import keep_feedback
-    from xray_runtime.lineage.reference import open_lineage_store
+    from xray_runtime.kernel.history.reference import open_lineage_store
+    from xray_runtime.live.feedback.mlflow_review import synchronize
+    from xray_runtime.live.feedback.recorded_review import keep_feedback
 
     take = partial(keep_feedback, output, APPLICATION)
     key = os.environ.pop(FEEDBACK_KEY, "")

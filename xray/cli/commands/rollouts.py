@@ -12,11 +12,11 @@ from rich.console import Console
 from xray.cli.conversation import shown
 from xray.cli.exit_codes import FAILED
 from xray.cli.options import AsJson, Output, Ref, Tracking
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.terminal import print_indented
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.terminal import print_indented
 
 if TYPE_CHECKING:
-    from xray_runtime.lineage.graph import Node
+    from xray_runtime.kernel.history.graph import Node
 
 PANEL = "Evidence"
 
@@ -47,8 +47,8 @@ def command(
     Exit codes: 0 done, 1 a file of the ledger was changed, 2 bad input.
     """
     from xray_runtime.data.ledger import Query
-    from xray_runtime.lineage.reference import resolve
-    from xray_runtime.lineage.rollouts import Selection, checked_order
+    from xray_runtime.kernel.history.reference import resolve
+    from xray_runtime.trust.rollouts import Selection, checked_order
 
     by = checked_order(order)
     _, node = resolve(ref, output, tracking_uri)
@@ -71,7 +71,7 @@ def command(
 
 def _print_diff(node: Node, first: int, second: int, limit: int | None, as_json: bool) -> None:
     """Print two iterations beside each other."""
-    from xray_runtime.lineage.rollouts import diff_iterations
+    from xray_runtime.trust.rollouts import diff_iterations
 
     found, console = diff_iterations(node, first, second, limit), Console()
     if as_json:

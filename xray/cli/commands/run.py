@@ -17,15 +17,15 @@ from xray.cli.supervisor import supervise
 from xray.flows.subject import Subject, output_directory, read_subject
 from xray.tasks.output_directory import CONFIG, interrupted_stages
 from xray.tasks.preflight import check_before_start, check_ray_address
-from xray_runtime.config.loading import resolved_yaml
-from xray_runtime.config.runtime import RuntimeConfig
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.evidence.log import LIFECYCLE
-from xray_runtime.files import write_atomic
-from xray_runtime.lineage.evidence import evidence
-from xray_runtime.planning.description import slow_precision
-from xray_runtime.planning.workload import this_machine
-from xray_runtime.terminal import print_table
+from xray_runtime.cluster.pool.machine import this_machine
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.evidence.log import LIFECYCLE
+from xray_runtime.kernel.files import write_atomic
+from xray_runtime.kernel.history.evidence import evidence
+from xray_runtime.kernel.terminal import print_table
+from xray_runtime.methods.loading import resolved_yaml
+from xray_runtime.ops.planner.description import slow_precision
 
 PANEL = "Run"
 

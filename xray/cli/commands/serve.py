@@ -26,15 +26,15 @@ from xray.deployments.local_services import Health
 from xray.deployments.server_home import LOOPBACK, check_free, clients_address
 from xray.tasks.output_directory import saved_config
 from xray.tasks.preflight import check_ray_address, is_loopback
-from xray_runtime.config.extras import require_extra
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.processes import kill_tagged, start_reaper
-from xray_runtime.serving import NotServedError
-from xray_runtime.terminal import say
+from xray_runtime.kernel.config.extras import require_extra
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.processes import kill_tagged, start_reaper
+from xray_runtime.kernel.terminal import say
+from xray_runtime.live.serving import NotServedError
 
 if TYPE_CHECKING:
-    from xray_runtime.serving.choice import ModelChoice
-    from xray_runtime.serving.server import Server
+    from xray_runtime.live.serving.choice import ModelChoice
+    from xray_runtime.live.serving.server import Server
 
 PANEL = "Champion"
 API_KEY = "XRAY_API_KEY"
@@ -113,7 +113,7 @@ class _Options:
 
 def _choose(options: _Options) -> tuple[str | None, ModelChoice]:
     """(registered model whose champion is followed or None, the model to serve first), after its audit."""
-    from xray_runtime.serving.choice import champion, fixed, followed, require_sound, require_splittable
+    from xray_runtime.live.serving.choice import champion, fixed, followed, require_sound, require_splittable
 
     if not is_loopback(options.host) and options.key is None:
         raise ConfigError(f"--host: {options.host!r} is not allowed without a key: set {API_KEY}")
@@ -137,7 +137,7 @@ def _run(options: _Options, name: str | None, choice: ModelChoice) -> None:
     with recording_lock(options.recording, choice.store), running_ray(), Health().watching(None):
         # Ray replaced the handler when it started.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        from xray_runtime.serving.server import Server
+        from xray_runtime.live.serving.server import Server
 
         recorder = start(options.recording, choice.store, _logs(choice)) if options.recording is not None else None
         server = Server(options.host, options.port, options.replicas, _logs(choice), recorder)
@@ -155,13 +155,13 @@ def _logs(choice: ModelChoice) -> Path:
 
 
 def _serve(server: Server, options: _Options, name: str | None, choice: ModelChoice) -> None:
-    from xray_runtime.evidence.log import view
-    from xray_runtime.lineage.reference import CHAMPION
-    from xray_runtime.serving.canary import CanaryFollower
-    from xray_runtime.serving.choice import Follower
-    from xray_runtime.serving.middleware import key_digest
-    from xray_runtime.serving.replica import ServedModel
-    from xray_runtime.workers.placement import device
+    from xray_runtime.cluster.pool.placement import device
+    from xray_runtime.kernel.evidence.log import view
+    from xray_runtime.kernel.history.reference import CHAMPION
+    from xray_runtime.live.serving.canary import CanaryFollower
+    from xray_runtime.live.serving.choice import Follower
+    from xray_runtime.live.serving.middleware import key_digest
+    from xray_runtime.live.serving.replica import ServedModel
 
     store = choice.store
     runtime = saved_config(store.output).runtime

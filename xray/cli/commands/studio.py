@@ -14,9 +14,9 @@ import typer
 from xray.cli.options import By, PublicKey, Root, Tracking
 from xray.deployments.server_home import LOOPBACK, check_free, clients_address
 from xray.tasks.preflight import is_loopback
-from xray_runtime.config.extras import require_extra
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.terminal import say
+from xray_runtime.kernel.config.extras import require_extra
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.terminal import say
 
 PANEL = "People"
 API_KEY, FEEDBACK_KEY = "XRAY_API_KEY", "XRAY_FEEDBACK_KEY"
@@ -42,7 +42,7 @@ def command(
     Exit codes: 0 stopped (Ctrl-C), 2 bad input.
     """
     require_extra("studio")
-    from xray_runtime.lineage.reference import open_lineage_store
+    from xray_runtime.kernel.history.reference import open_lineage_store
 
     # Child processes inherit the environment and must not get the keys.
     key, feedback_key = os.environ.pop(API_KEY, ""), os.environ.pop(FEEDBACK_KEY, "")

@@ -14,10 +14,11 @@ from xray.flows.search import load_search, search_space
 from xray.flows.subject import output_directory, read_subject
 from xray.tasks.output_directory import CONFIG, SEARCH, file_lock
 from xray.tasks.preflight import check_before_start, check_ray_address
-from xray_runtime.config.extras import require_extra
-from xray_runtime.config.loading import resolved_yaml, to_yaml
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.files import write_atomic
+from xray_runtime.kernel.config.extras import require_extra
+from xray_runtime.kernel.config.loading import to_yaml
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.files import write_atomic
+from xray_runtime.methods.loading import resolved_yaml
 
 PANEL = "Run"
 

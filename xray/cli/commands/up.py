@@ -19,7 +19,7 @@ from xray.deployments.server_home import ServerHome, State, check_host, find_ser
 from xray.deployments.servers import servers, start_missing, worker
 from xray.deployments.service import Service
 from xray.deployments.suspension import resolve_lost_runs, resume
-from xray_runtime.terminal import say
+from xray_runtime.kernel.terminal import say
 
 PANEL = "Servers"
 

@@ -13,7 +13,7 @@ import typer
 from xray.cli.exit_codes import FAILED
 from xray.cli.options import AsJson, By, Root
 from xray.tasks.output_directory import CONFIG, file_lock, require_no_run
-from xray_runtime.config.validation import ConfigError
+from xray_runtime.kernel.config.validation import ConfigError
 
 PANEL = "Checkpoints and keys"
 
@@ -38,8 +38,8 @@ def command(
     Copies elsewhere (bundles, a shared store, backups) are not reached.
     Exit codes: 0 done, 1 something is left, 2 bad input.
     """
-    from xray_runtime.lineage.reference import open_lineage_store
-    from xray_runtime.lineage.withdrawal import plan_source, plan_user, verify as run_verify, withdraw as run_withdraw
+    from xray_runtime.kernel.history.reference import open_lineage_store
+    from xray_runtime.live.withdrawal import plan_source, plan_user, verify as run_verify, withdraw as run_withdraw
 
     if [user is not None, source is not None, verify].count(True) != 1:
         raise ConfigError("--user, --source, --verify: exactly one is required")

@@ -12,7 +12,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from xray.studio.access import Fields
 from xray.studio.studio import Link, Pages, Studio, page, studio_of
-from xray_runtime.config.validation import ConfigError
+from xray_runtime.kernel.config.validation import ConfigError
 
 router = APIRouter()
 PAGES = Pages(router, (Link("/chat", "Chat", 80, lambda studio: studio.serve is not None),))

@@ -19,15 +19,15 @@ from xray.flows.cycles import DONE, FILE, place_of, read_cycles
 from xray.studio.access import METRICS_PATH
 from xray.studio.pages.runs import RUNNING, runs, working
 from xray.studio.studio import Pages, Studio, studio_of
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.evidence.kinds.canary import Canaries
-from xray_runtime.evidence.kinds.withdrawn import Withdrawals
-from xray_runtime.evidence.log import view
-from xray_runtime.feedback.canary import Monitor
-from xray_runtime.lineage.reference import LineageStore
-from xray_runtime.report.figures import read_metrics
-from xray_runtime.serving.canary_metrics import CanaryState, canary_gauges
-from xray_runtime.tracking.recorder import METRICS
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.evidence.kinds.canary import Canaries
+from xray_runtime.kernel.evidence.kinds.withdrawn import Withdrawals
+from xray_runtime.kernel.evidence.log import view
+from xray_runtime.kernel.history.reference import LineageStore
+from xray_runtime.kernel.report.figures import read_metrics
+from xray_runtime.kernel.tracking.recorder import METRICS
+from xray_runtime.live.feedback.canary import Monitor
+from xray_runtime.live.serving.canary_metrics import CanaryState, canary_gauges
 
 router = APIRouter()
 PAGES = Pages(router)

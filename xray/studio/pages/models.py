@@ -10,20 +10,20 @@ from fastapi.responses import RedirectResponse, Response
 
 from xray.studio.access import Fields
 from xray.studio.studio import DAMAGED, Link, Pages, Studio, page, studio_of
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.evidence.kinds.canary import Canaries
-from xray_runtime.evidence.log import view
-from xray_runtime.lineage import promotion
-from xray_runtime.lineage.canary import summary
-from xray_runtime.lineage.gates import NotPromoted
-from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.page import drawing
-from xray_runtime.lineage.reference import LineageStore, find, open_lineage_store, resolve
-from xray_runtime.lineage.render import entry, stage_name
-from xray_runtime.report.evaluations import Measured, SideBySide, figure, measured, side_by_side
-from xray_runtime.report.html import svg
-from xray_runtime.store.identity import digest
-from xray_runtime.tracking.mlflow_tracker import flatten
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.evidence.kinds.canary import Canaries
+from xray_runtime.kernel.evidence.log import view
+from xray_runtime.kernel.history.graph import Node
+from xray_runtime.kernel.history.reference import LineageStore, find, open_lineage_store, resolve
+from xray_runtime.kernel.history.render import entry, stage_name
+from xray_runtime.kernel.report.evaluations import Measured, SideBySide, figure, measured, side_by_side
+from xray_runtime.kernel.report.html import svg
+from xray_runtime.kernel.store.identity import digest
+from xray_runtime.kernel.tracking.mlflow_tracker import flatten
+from xray_runtime.live.canary import summary
+from xray_runtime.trust import promotion
+from xray_runtime.trust.gates import NotPromoted
+from xray_runtime.trust.page import drawing
 
 router = APIRouter()
 PAGES = Pages(

@@ -12,14 +12,14 @@ from xray.studio.access import Fields
 from xray.studio.feedback_client import send_feedback
 from xray.studio.studio import Link, Pages, Studio, page, studio_of
 from xray.tasks.output_directory import file_lock, saved_config
-from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.pairs import prompt_text
-from xray_runtime.data.recorded import RECORDED
-from xray_runtime.feedback.judgements import KEYS, left_model
-from xray_runtime.feedback.publication import publish
-from xray_runtime.feedback.recorded_review import keep_feedback, recorded_questions, signals_of
-from xray_runtime.feedback.session import Session, read_sessions
-from xray_runtime.lineage.comparisons import SESSION, SESSIONS
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.history.comparisons import SESSION, SESSIONS
+from xray_runtime.kernel.history.recorded_rows import RECORDED
+from xray_runtime.live.feedback.judgements import KEYS, left_model
+from xray_runtime.live.feedback.publication import publish
+from xray_runtime.live.feedback.recorded_review import keep_feedback, recorded_questions, signals_of
+from xray_runtime.live.feedback.session import Session, read_sessions
 
 router = APIRouter()
 PAGES = Pages(router, (Link("/review", "Review", 30),))

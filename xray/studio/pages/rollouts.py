@@ -12,12 +12,12 @@ from fastapi import APIRouter, Query as Parameter, Request
 from fastapi.responses import Response
 
 from xray.studio.studio import Link, Pages, page, studio_of
-from xray_runtime.config.validation import ConfigError
 from xray_runtime.data.ledger import Query, iterations
-from xray_runtime.lineage.graph import Node
-from xray_runtime.lineage.reference import find
-from xray_runtime.lineage.rollouts import Selection, checked_order, diff_iterations
-from xray_runtime.store.manifest import LEDGER
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.history.graph import Node
+from xray_runtime.kernel.history.reference import find
+from xray_runtime.kernel.store.manifest import LEDGER
+from xray_runtime.trust.rollouts import Selection, checked_order, diff_iterations
 
 router = APIRouter()
 PAGES = Pages(router, (Link("/rollouts", "Rollouts", 20),))

@@ -14,15 +14,15 @@ from fastapi.responses import RedirectResponse, Response
 
 from xray.studio.access import Fields
 from xray.studio.studio import DAMAGED, Link, Pages, page, studio_of
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.evidence.log import read_run, view
-from xray_runtime.evidence.view import is_at_work
-from xray_runtime.report.figures import read_metrics
-from xray_runtime.report.rendering import computed_text
-from xray_runtime.stages.kinds import find_kind
-from xray_runtime.store.checkpoints import read_bounded
-from xray_runtime.store.shared import is_safe
-from xray_runtime.tracking.recorder import METRICS, RECORDS, records_directory
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.evidence.log import read_run, view
+from xray_runtime.kernel.evidence.view import is_at_work
+from xray_runtime.kernel.graph.kinds import find_kind
+from xray_runtime.kernel.report.figures import read_metrics
+from xray_runtime.kernel.report.rendering import computed_text
+from xray_runtime.kernel.store.checkpoints import read_bounded
+from xray_runtime.kernel.store.shared import is_safe
+from xray_runtime.kernel.tracking.recorder import METRICS, RECORDS, records_directory
 
 router = APIRouter()
 PAGES = Pages(router, (Link("/", "Runs", 10),))

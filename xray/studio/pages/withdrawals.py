@@ -10,12 +10,12 @@ from fastapi.responses import RedirectResponse, Response
 from xray.studio.access import Fields
 from xray.studio.studio import Link, Pages, page, studio_of
 from xray.tasks.output_directory import file_lock, require_no_run
-from xray_runtime.config.validation import ConfigError
-from xray_runtime.evidence.kinds.withdrawn import Withdrawals
-from xray_runtime.evidence.log import view
-from xray_runtime.lineage import withdrawal
-from xray_runtime.lineage.reference import LineageStore, open_lineage_store
-from xray_runtime.store.identity import digest
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.evidence.kinds.withdrawn import Withdrawals
+from xray_runtime.kernel.evidence.log import view
+from xray_runtime.kernel.history.reference import LineageStore, open_lineage_store
+from xray_runtime.kernel.store.identity import digest
+from xray_runtime.live import withdrawal
 
 router = APIRouter()
 PAGES = Pages(router, (Link("/withdrawals", "Withdrawals", 70),))

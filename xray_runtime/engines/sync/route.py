@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
-from xray_runtime.config.capabilities import Transport, unsupported
-from xray_runtime.config.layouts import GeneratorConfig
+from xray_runtime.engines.capabilities import Transport, unsupported
+from xray_runtime.engines.layouts import GeneratorConfig
 
 
 @dataclass(frozen=True)

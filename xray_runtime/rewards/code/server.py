@@ -33,9 +33,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from xray_runtime.kernel.confine.seccomp import computing_filter, control, install
 from xray_runtime.rewards.code import judge, reply
 from xray_runtime.rewards.code.values import Channel
-from xray_runtime.sandboxes.seccomp import computing_filter, control, install
 
 USES: tuple[str, ...] = ()
 """Only modules of the standard library are imported by name here, and a key has Python's version."""

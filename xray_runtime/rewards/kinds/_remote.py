@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from xray_runtime.config.section import Count, NonNegative, Positive, Section
-from xray_runtime.config.sources import without_login
+from xray_runtime.kernel.config.section import Count, NonNegative, Positive, Section
+from xray_runtime.kernel.config.sources import without_login
 
 Address = Annotated[str, Field(pattern=r"^https?://[^\s?#]+$"), AfterValidator(without_login)]
 

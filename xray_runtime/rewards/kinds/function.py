@@ -12,14 +12,14 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from xray_runtime.config.reward_term import Recording
-from xray_runtime.config.section import Positive
-from xray_runtime.config.sources import Function
-from xray_runtime.data.arguments import Arguments
 from xray_runtime.data.gold import FormError, import_function, score_list
-from xray_runtime.errors import NonFiniteError
+from xray_runtime.kernel.arguments import Arguments
+from xray_runtime.kernel.config.section import Positive
+from xray_runtime.kernel.config.sources import Function
+from xray_runtime.kernel.errors import NonFiniteError
 from xray_runtime.rewards.kind import ExternalTerm
 from xray_runtime.rewards.source import Batch, Score, Source, as_number, described, failure, is_infinite
+from xray_runtime.rewards.term import Recording
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from xray_runtime.config.section import NonNegative
+from xray_runtime.kernel.config.section import NonNegative
 from xray_runtime.rewards.kind import ModelTerm
 from xray_runtime.rewards.kinds.model import Role
 

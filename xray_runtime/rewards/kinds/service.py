@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from xray_runtime.config.reward_term import Recording
-from xray_runtime.config.section import Count
+from xray_runtime.kernel.config.section import Count
 from xray_runtime.rewards.kind import ExternalTerm
 from xray_runtime.rewards.kinds._remote import RemoteConfig
 from xray_runtime.rewards.source import Batch, Score, Source, failure
+from xray_runtime.rewards.term import Recording
 
 SENT = ("prompts", "messages", "replies", "reasoning", "answers", "columns")
 
@@ -58,7 +58,7 @@ class ServiceSource(Source):
 
 
 def _scores(batch: Batch, answer: Any) -> list[Score]:
-    from xray_runtime.bounded_http import AnswerError
+    from xray_runtime.kernel.bounded_http import AnswerError
 
     scores = answer.get("scores") if isinstance(answer, dict) else None
     count = len(batch.replies)

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from xray_runtime.config.reward_term import Recording
-from xray_runtime.config.verifiers import Verifier
 from xray_runtime.rewards.kind import ExternalTerm
 from xray_runtime.rewards.source import Source
+from xray_runtime.rewards.term import Recording
+from xray_runtime.rewards.verifier_config import Verifier
 
 LIMITS = {"limit_s", "memory_mb"}
 """Fields that do not distinguish verifiers."""

@@ -17,10 +17,10 @@ import psutil
 import pytest
 import yaml
 
+from xray_runtime.kernel.confine.confine import confinement
 from xray_runtime.rewards import sandbox as processes
 from xray_runtime.rewards.code.client import CodeSandbox, read_tests
 from xray_runtime.rewards.source import Score
-from xray_runtime.sandboxes.confine import confinement
 
 Judge = Callable[..., Score]
 REPLIES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("replies.yaml").read_text(encoding="utf-8"))
@@ -85,7 +85,7 @@ def test_the_cause_is_told_where_no_sandbox_starts(tmp_path: Path, monkeypatch: 
         source = one._process._program.replace(
             "import main\nmain(",
             f"import main\nfrom xray_runtime.rewards.code import server\n"
-            f"from xray_runtime.sandboxes.seccomp import computing_filter\n{fault}\nmain(",
+            f"from xray_runtime.kernel.confine.seccomp import computing_filter\n{fault}\nmain(",
         )
         monkeypatch.setattr(one._process, "_program", source)
         with pytest.raises(RuntimeError, match=why):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from xray_runtime.config.capabilities import GeneratorCapabilities
-from xray_runtime.config.layouts import GeneratorConfig
+from xray_runtime.engines.capabilities import GeneratorCapabilities
 from xray_runtime.engines.generator import Generator
+from xray_runtime.engines.layouts import GeneratorConfig
 
 if TYPE_CHECKING:
-    from xray_runtime.config.runtime import RuntimeConfig
     from xray_runtime.engines.sampling import EngineRank, Sampler
+    from xray_runtime.kernel.config.section import RuntimeConfig
 
 
 class DeepSpeedInferenceConfig(GeneratorConfig):

@@ -11,8 +11,8 @@ import transformers
 
 from xray_runtime.engines.sampling import EngineRank, Reply, Sampler, Sampling
 from xray_runtime.engines.sync.versioned import Tensors
+from xray_runtime.kernel.signs import part_done
 from xray_runtime.models.causal_lm import load_model
-from xray_runtime.signs import part_done
 
 ROWS = 32
 WIDTH_STEP = 32

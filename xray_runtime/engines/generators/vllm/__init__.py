@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
-from xray_runtime.config.capabilities import GeneratorCapabilities, Transport
-from xray_runtime.config.layouts import GeneratorConfig
+from xray_runtime.engines.capabilities import GeneratorCapabilities, Transport
 from xray_runtime.engines.generator import DirectSender, Generator, MemoryPool, Receivers
+from xray_runtime.engines.layouts import GeneratorConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from xray_runtime.config.runtime import RuntimeConfig
     from xray_runtime.engines.sampling import EngineRank, Sampler
+    from xray_runtime.kernel.config.section import RuntimeConfig
 
 
 class VLLMConfig(GeneratorConfig):

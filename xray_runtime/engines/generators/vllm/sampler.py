@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.config.runtime import RuntimeConfig
 from xray_runtime.engines.sampling import EngineRank, Reply, Sampling
 from xray_runtime.engines.sync.versioned import Tensors
+from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.signs import part_done
 from xray_runtime.models.family import family_of
-from xray_runtime.signs import part_done
 
 PREFILL_TOKENS = 8192
 """Prompt tokens that vLLM processes at a time."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from xray_runtime.config.capabilities import Transport
+from xray_runtime.engines.capabilities import Transport
 from xray_runtime.engines.generator import Receivers
 
 

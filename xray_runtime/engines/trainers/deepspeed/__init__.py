@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xray_runtime.config.capabilities import Sharding, TrainerCapabilities
+from xray_runtime.engines.capabilities import Sharding, TrainerCapabilities
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
 
 if TYPE_CHECKING:
     import torch
 
-    from xray_runtime.config.layouts import FrozenConfig
-    from xray_runtime.config.runtime import RuntimeConfig
-    from xray_runtime.config.training import TrainingConfig
     from xray_runtime.engines.engine import Engine, Scorer
+    from xray_runtime.engines.layouts import FrozenConfig
+    from xray_runtime.engines.training_config import TrainingConfig
+    from xray_runtime.kernel.config.section import RuntimeConfig
     from xray_runtime.models.heads import HeadedLM
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 
-from xray_runtime.config.layouts import FrozenConfig
-from xray_runtime.config.training import TrainingConfig
 from xray_runtime.engines.engine import Engine, Scorer
+from xray_runtime.engines.layouts import FrozenConfig
 from xray_runtime.engines.mesh import Mesh
 from xray_runtime.engines.shard_loading import Weights, load_shard
 from xray_runtime.engines.topology import Topology
@@ -18,6 +17,7 @@ from xray_runtime.engines.trainers.deepspeed.pipeline import PipelineEngine, Sta
 from xray_runtime.engines.trainers.deepspeed.setup import check_offload, join_group
 from xray_runtime.engines.trainers.deepspeed.tensor import check_split, split_layers
 from xray_runtime.engines.trainers.deepspeed.zero import ZeroEngine, ZeroScorer
+from xray_runtime.engines.training_config import TrainingConfig
 from xray_runtime.models.causal_lm import skeleton
 from xray_runtime.models.heads import HeadedLM
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.config.layouts import EngineConfig
+from xray_runtime.engines.layouts import EngineConfig
 
 
 class DeepSpeedConfig(EngineConfig):

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xray_runtime.config.training import TrainingConfig
 from xray_runtime.engines import states
 from xray_runtime.engines.adamw import MOMENTS, decay_groups
 from xray_runtime.engines.engine import MicroBatch, Scorer
@@ -26,16 +25,12 @@ from xray_runtime.engines.shard_loading import Weights, load_shard
 from xray_runtime.engines.threads import add_gradients
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
 from xray_runtime.engines.trainers.deepspeed.partition import Partition
-from xray_runtime.engines.trainers.deepspeed.setup import (
-    communication,
-    mixed_precision,
-    offload,
-    release_model,
-)
+from xray_runtime.engines.trainers.deepspeed.setup import communication, mixed_precision, offload, release_model
 from xray_runtime.engines.trainers.deepspeed.tensor import join, sum_gradients
+from xray_runtime.engines.training_config import TrainingConfig
+from xray_runtime.kernel.store.shards import Piece
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.weight_files import HEAD_PREFIX
-from xray_runtime.store.shards import Piece
 
 
 class ZeroEngine(Scorer):

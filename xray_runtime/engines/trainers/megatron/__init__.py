@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xray_runtime.config.capabilities import TrainerCapabilities
+from xray_runtime.engines.capabilities import TrainerCapabilities
 from xray_runtime.engines.trainer import Trainer
 from xray_runtime.engines.trainers.megatron.config import MegatronConfig
 
 if TYPE_CHECKING:
     import torch
 
-    from xray_runtime.config.runtime import RuntimeConfig
-    from xray_runtime.config.training import TrainingConfig
     from xray_runtime.engines.engine import Engine
+    from xray_runtime.engines.training_config import TrainingConfig
+    from xray_runtime.kernel.config.section import RuntimeConfig
     from xray_runtime.models.heads import HeadedLM
 
 

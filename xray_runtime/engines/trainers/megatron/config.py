@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from xray_runtime.config.layouts import EngineConfig
+from xray_runtime.engines.layouts import EngineConfig
 
 
 class MegatronConfig(EngineConfig):

@@ -20,7 +20,6 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from xray_runtime.config.training import TrainingConfig
 from xray_runtime.engines import states
 from xray_runtime.engines.adamw import MOMENTS
 from xray_runtime.engines.engine import MicroBatch, Scorer
@@ -28,11 +27,12 @@ from xray_runtime.engines.topology import Topology
 from xray_runtime.engines.trainers.megatron.model import MegatronLM
 from xray_runtime.engines.trainers.megatron.optimizers import Replicated, Sharded
 from xray_runtime.engines.trainers.megatron.weights import check_llama, llama
+from xray_runtime.engines.training_config import TrainingConfig
+from xray_runtime.kernel.store.shards import Piece
 from xray_runtime.models.heads import HeadedLM
 from xray_runtime.models.objectives import sequences
 from xray_runtime.models.padding import pad
 from xray_runtime.models.weight_files import read_tensor, weight_files
-from xray_runtime.store.shards import Piece
 
 
 class MegatronEngine(Scorer):

@@ -18,9 +18,9 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, nn
 
-from xray_runtime.config.training import TrainingConfig
 from xray_runtime.engines.adamw import MOMENTS, decay_groups
 from xray_runtime.engines.trainers.megatron.model import MegatronLM
+from xray_runtime.engines.training_config import TrainingConfig
 
 
 class Replicated:

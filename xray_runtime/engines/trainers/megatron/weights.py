@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xray_runtime.config.layouts import EngineConfig
+from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.models.family import family_of
 from xray_runtime.models.heads import HeadedLM
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from xray_runtime.config.reward_term import Recording
 from xray_runtime.rewards.kind import ExternalTerm
 from xray_runtime.rewards.kinds.judge.config import JudgeConfig
 from xray_runtime.rewards.source import Source
+from xray_runtime.rewards.term import Recording
 
 
 class JudgeTerm(ExternalTerm, field="judge", recording=Recording.RECORDED):

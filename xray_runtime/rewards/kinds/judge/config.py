@@ -6,9 +6,9 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from xray_runtime.config.reward_term import Column
-from xray_runtime.config.section import Count, NonNegative
+from xray_runtime.kernel.config.section import Count, NonNegative
 from xray_runtime.rewards.kinds._remote import Address, RemoteConfig
+from xray_runtime.rewards.term import Column
 
 
 class JudgeConfig(RemoteConfig):

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.bounded_http import AnswerError
+from xray_runtime.kernel.bounded_http import AnswerError
 from xray_runtime.rewards.kinds.judge.pointwise import NO_REFERENCE, completion_text, lacks_reference, request
 from xray_runtime.rewards.remote import ask_all
 from xray_runtime.rewards.source import Batch, Score, Source, failure

@@ -12,8 +12,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.bounded_http import AnswerError
 from xray_runtime.data.pairs import message_text
+from xray_runtime.kernel.bounded_http import AnswerError
 from xray_runtime.rewards.remote import ask_all
 from xray_runtime.rewards.source import Batch, Score, Source, failure
 

@@ -1,0 +1,91 @@
+"""The model that a Learner holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xray_runtime.engines.layouts import EngineConfig, FrozenConfig
+from xray_runtime.engines.training_config import TrainingConfig
+
+if TYPE_CHECKING:
+    from xray_runtime.cluster.workhorse import Workhorse
+    from xray_runtime.models.heads import Branch
+    from xray_runtime.models.objectives import Objective
+
+USES = ("xray_runtime.cluster.whole_model",)
+"""Its proxy, so that a stage's key digests the code."""
+
+
+@dataclass(frozen=True)
+class BranchSpec:
+    """A frozen model that another model holds as a branch above their common trunk."""
+
+    directory: Path
+    head: Path | None = None
+    """File of a reward model's scalar head."""
+
+    def load(self, role: str) -> Branch:
+        """The branch, as a skeleton but for its head."""
+        from safetensors.torch import load_file
+
+        from xray_runtime.engines.shard_loading import skeleton_of
+        from xray_runtime.models.heads import Branch, ScalarHead
+
+        lm: Any = skeleton_of(self.directory)
+        scalar = None
+        if self.head is not None:
+            scalar = ScalarHead(lm.config.hidden_size, 1)
+            scalar.load_state_dict(load_file(self.head))
+        return Branch(role, lm, scalar, self.directory)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The model that a Learner holds, and its purpose."""
+
+    directory: Path
+    """Checkpoint in Hugging Face form."""
+    objective: Objective
+    training: TrainingConfig | None = None
+    """None: the model is frozen and only scores."""
+    frozen: FrozenConfig = field(default_factory=FrozenConfig)
+    """Layout and precision without `training`."""
+    score_tokens: int = 8192
+    """Tokens in one scoring pass."""
+    head: Path | None = None
+    """File of the scalar head's weights. None with `new_head`: a new head."""
+    new_head: bool = False
+    trainable_layers: int | None = None
+    branches: Mapping[str, BranchSpec] = field(default_factory=dict)
+    """Role → frozen model whose top layers become a branch above the shared trunk."""
+    adapter_seed: int = 0
+    """Seed of LoRA adapters' first values."""
+
+    @property
+    def libraries(self) -> str:
+        return self.layout.libraries
+
+    @property
+    def workhorse(self) -> type[Workhorse]:
+        from xray_runtime.cluster.learner import Learner
+
+        return Learner
+
+    @property
+    def layout(self) -> FrozenConfig | EngineConfig:
+        return self.frozen if self.training is None else self.training.engine
+
+    def located(self, find: Callable[[Path], Path]) -> ModelSpec:
+        """The spec for another node; `find` returns a directory's path there."""
+        branches = {
+            role: BranchSpec(find(branch.directory), _located(branch.head, find))
+            for role, branch in self.branches.items()
+        }
+        return replace(self, directory=find(self.directory), branches=branches, head=_located(self.head, find))
+
+
+def _located(head: Path | None, find: Callable[[Path], Path]) -> Path | None:
+    return None if head is None else find(head.parent) / head.name

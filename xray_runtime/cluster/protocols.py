@@ -1,0 +1,210 @@
+"""Typed handles of Ray actors: each call returns a `Ref` to its answer, and `get` waits for it.
+
+Any object with these methods can replace an actor: a training loop written against `ModelHandle` runs over WholeModels,
+and in tests over plain objects whose answers are `Ready`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from xray_runtime.cluster.generator_spec import GeneratorSpec
+    from xray_runtime.cluster.handles import Scattered
+    from xray_runtime.cluster.model_spec import ModelSpec
+    from xray_runtime.cluster.types import Heartbeat, RankInfo, WorkerInfo
+    from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, TextBatch
+    from xray_runtime.engines.sampling import Sampling
+    from xray_runtime.engines.sync.object_store import WeightUpdate
+    from xray_runtime.engines.sync.route import Device, Route
+    from xray_runtime.kernel.config.section import RuntimeConfig
+
+P = ParamSpec("P")
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+Tried: TypeAlias = tuple[str, list[float]]
+"""Precision of a trained model's passes, and its log-probabilities of a few tokens; none from ranks without them."""
+
+
+class Ref(Generic[T_co]):
+    """A reference to a possibly pending answer: `ray.ObjectRef`, `Ready` or `Local`."""
+
+
+@dataclass(frozen=True)
+class Ready(Ref[T_co]):
+    """The answer of an object in this process."""
+
+    value: T_co
+
+
+@dataclass(frozen=True)
+class Local(Ref[T_co]):
+    """An answer that a thread of this process computes."""
+
+    future: Future[T_co]
+
+
+def get(ref: Ref[T]) -> T:
+    """Wait for an answer. Raises the exception of the call."""
+    if isinstance(ref, Ready):
+        return ref.value
+    if isinstance(ref, Local):
+        return ref.future.result()
+    import ray
+
+    answer: T = ray.get(ref)
+    return answer
+
+
+def get_all(refs: Sequence[Ref[T]]) -> list[T]:
+    """Wait for several answers, in order. Raises the first exception of the calls at once."""
+    of_actors = [ref for ref in refs if not isinstance(ref, Ready | Local)]
+    if not of_actors:
+        return [get(ref) for ref in refs]
+    import ray
+
+    answers = iter(ray.get(of_actors))
+    return [get(ref) if isinstance(ref, Ready | Local) else next(answers) for ref in refs]
+
+
+class Method(Protocol[P, T_co]):
+    """A method of an actor. `remote` returns at once; the actor runs its calls one after the other."""
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Ref[T_co]: ...
+
+
+class Pingable(Protocol):
+    """An actor whose death can be detected."""
+
+    ping: Method[[], None]
+
+
+class Score(Protocol):
+    def remote(self, rows: TextBatch, at_once: int = 1) -> Ref[Scores]: ...
+
+
+class Train(Protocol):
+    def remote(self, rows: TextBatch, totals: dict[str, float], lr: float, at_once: int = 1) -> Ref[StepAnswer]: ...
+
+
+class ExportWeights(Protocol):
+    def remote(self, version: int, shared: bool = False, dtype: str | None = None) -> Ref[WeightUpdate]: ...
+
+
+class Save(Protocol):
+    def remote(self, directory: Path, head_file: str | None = None) -> Ref[None]: ...
+
+
+class Sleep(Protocol):
+    def remote(self, synced_next: bool = False) -> Ref[None]: ...
+
+
+class ModelHandle(Protocol):
+    """A WholeModel as a training loop sees it; `whole_model.WholeModel` documents the calls."""
+
+    score: Score
+    trunk: Score
+    train: Train
+    generate: Method[[PromptBatch, Sampling, int], ReplyBatch]
+    follow: Method[[ModelHandle, int], str | None]
+    load_weights: Method[[WeightUpdate], int]
+    load_checkpoint: Method[[Path, int], None]
+    save: Save
+    save_state: Method[[Path], None]
+    check_state: Method[[Path], str | None]
+    load_state: Method[[Path], None]
+    sleep: Sleep
+    wake_up: Method[[], None]
+
+
+class ScoreShards(Protocol):
+    def remote(self, rows: Scattered[TextBatch], at_once: int = 1) -> Ref[Scores]: ...
+
+
+class TrainShards(Protocol):
+    def remote(
+        self, rows: Scattered[TextBatch], totals: dict[str, float], lr: float, at_once: int = 1
+    ) -> Ref[StepAnswer]: ...
+
+
+class WholeModelHandle(Protocol):
+    """All calls of a WholeModel itself: of its `handles.ModelProxy`, of `opening` and of other WholeModels."""
+
+    score: ScoreShards
+    trunk: ScoreShards
+    train: TrainShards
+    generate: Method[[Scattered[PromptBatch], Sampling, int], ReplyBatch]
+    follow: Method[[WholeModelHandle, int], str | None]
+    load_weights: Method[[WeightUpdate], int]
+    load_checkpoint: Method[[Path, int], None]
+    save: Save
+    save_state: Method[[Path], None]
+    check_state: Method[[Path], str | None]
+    load_state: Method[[Path], None]
+    sleep: Sleep
+    wake_up: Method[[], None]
+    ping: Method[[], None]
+    build: Method[
+        [str, RuntimeConfig, Path, ModelSpec | GeneratorSpec, list[WorkhorseHandle], int, str, str], list[WorkerInfo]
+    ]
+    unload: Method[[bool], None]
+    where: Method[[], list[Device]]
+    export_weights: ExportWeights
+    whole_weight_names: Method[[], set[str] | None]
+    send_weights: Method[[int, Route, list[WorkhorseHandle], int], None]
+
+
+class HeartbeatMethod(Protocol):
+    def options(self, *, concurrency_group: str) -> Method[[], Heartbeat]: ...
+
+
+class WorkhorseHandle(Protocol):
+    heartbeat: HeartbeatMethod
+    worker_info: Method[[], WorkerInfo]
+    where: Method[[], Device]
+    rendezvous: Method[[], tuple[str, int]]
+    unload: Method[[], None]
+    load_libraries: Method[[str], None]
+    build: Method[[ModelSpec | GeneratorSpec, RankInfo], None]
+
+    # Files
+    sees: Method[[Path], bool]
+    make_directory: Method[[], Path]
+    append_chunk: Method[[Path, bytes], None]
+    sizes: Method[[Path], dict[str, int]]
+    read_chunk: Method[[Path, int], bytes]
+    remove_directory: Method[[Path], None]
+    remove_directories: Method[[], None]
+
+    # Learner
+    score: Method[[TextBatch, int], Scores]
+    trunk: Method[[TextBatch, int], Scores]
+    train: Method[[TextBatch, dict[str, float], float, int], StepAnswer]
+    export_weights: Method[[int, bool, str | None], WeightUpdate]
+    weight_names: Method[[], set[str]]
+    send_weights: Method[[int, Route, tuple[str, int], list[WorkhorseHandle], int], None]
+    begin_save: Method[[Path, int, int], None]
+    save: Method[[Path, str | None], dict[str, str]]
+    tried_logprobs: Method[[], Tried]
+    check_saved: Method[[Path, str | None, dict[str, str], Tried], None]
+    finish_save: Method[[Path, int, int], dict[str, str]]
+    save_state: Method[[Path], None]
+    check_state: Method[[Path, int, int], str | None]
+    load_state: Method[[Path], None]
+
+    # Either
+    sleep: Method[..., None]
+    wake_up: Method[[], None]
+
+    # Generator
+    layers_of: Method[[set[str]], set[str]]
+    generate: Method[[PromptBatch, Sampling, int], ReplyBatch]
+    verify_weights: Method[[WeightUpdate, int, int], None]
+    load_weights: Method[[WeightUpdate, bool], int]
+    load_checkpoint: Method[[Path, int], None]
+    revert_weights: Method[[], None]
+    receive: Method[[str, dict[str, Any], int], None]

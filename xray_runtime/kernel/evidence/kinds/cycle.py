@@ -1,0 +1,25 @@
+"""Entries about cycles of the nightly flow."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from xray_runtime.kernel.evidence.view import Line, LogView, SignedEntry
+
+
+class Cycles(dict[int, "CycleWritten"]):
+    """Number → the record of a cycle."""
+
+
+class CycleWritten(SignedEntry):
+    """The record of a cycle of the nightly flow, as it is from here on; the line's subject is its file."""
+
+    action: Literal["cycle"] = "cycle"
+    number: int
+    cycle: dict[str, Any]
+
+    def fold(self, view: LogView, line: Line) -> None:
+        view.state(Cycles)[self.number] = self
+
+
+KINDS = (CycleWritten,)

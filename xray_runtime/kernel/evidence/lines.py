@@ -1,0 +1,137 @@
+"""Reading files of signed lines: in-toto statements in DSSE envelopes; each names the digest of the one before."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol, get_args
+
+from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError
+
+from xray_runtime.kernel.evidence.statement import InTotoRecord
+from xray_runtime.kernel.evidence.view import START, Line, SignedEntry
+from xray_runtime.kernel.plugs import Registry
+from xray_runtime.kernel.store.checkpoints import read_bounded
+
+MAX_BYTES = 2**30
+HOW_TO_TRUST = "ask its owner for a copy of the key, then: xray keys trust KEY.pub --output DIR"
+KINDS = Registry[tuple[type[SignedEntry], ...]](
+    "kind of log entry", "xray_runtime.kernel.evidence.kinds", "KINDS", "xray.log_entries"
+)
+
+
+@cache
+def entry_kinds() -> dict[str, type[SignedEntry]]:
+    """Action → the kind of entry that has it."""
+    kinds = [kind for name in KINDS for kind in KINDS.get(name)]
+    return {action: kind for kind in kinds for action in get_args(kind.model_fields["action"].annotation)}
+
+
+def _entry(value: object) -> SignedEntry:
+    """An entry of the kind that its action names. Raises ValueError: there is none."""
+    if isinstance(value, SignedEntry):
+        return value
+    kind = entry_kinds().get(str(value.get("action"))) if isinstance(value, dict) else None
+    if kind is None:
+        raise ValueError("its action is that of no kind of entry")
+    return kind.model_validate(value)
+
+
+class LogRecord(InTotoRecord[Annotated[SerializeAsAny[SignedEntry], BeforeValidator(_entry)]]):
+    """A line of the log."""
+
+    predicate_type: Literal["urn:xray:log:v1"] = Field("urn:xray:log:v1", alias="predicateType")
+
+
+class SignatureProblem(ValueError):
+    """A signature that is not valid; `code` is `missing`, `malformed`, `foreign`, `invalid` or `retired`."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class SignatureVerifier(Protocol):
+    """Checks signatures."""
+
+    def check(self, what: Path, signature: Path, made: str | None = None) -> str:
+        """Digest of the key that signed a file, or a directory. Raises as `check_envelope`."""
+
+    def check_envelope(self, text: bytes, made: str | None = None) -> str:
+        """Digest of the key that signed a line. Raises ValueError without a trusted one that signed then."""
+
+
+class ChainProblem(ValueError):
+    """A line that does not follow the one before, or is not signed as it must be."""
+
+    def __init__(self, number: int, text: str) -> None:
+        super().__init__(text)
+        self.number = number
+
+
+def read_signed_lines(path: Path, record: type[InTotoRecord[Any]]) -> Iterator[Line]:
+    """The lines of a file, in order; there are none without the file. `sound_lines` checks them.
+
+    Raises ValueError where the file, or the next line, cannot be read.
+    """
+    if not os.path.lexists(path):
+        return
+    try:
+        content = read_bounded(path, MAX_BYTES)
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read ({error.strerror})") from None
+    for number, text in enumerate(content.splitlines(keepends=True), start=1):
+        yield parse_line(number, text, record)
+
+
+def parse_line(number: int, text: bytes, record: type[InTotoRecord[Any]]) -> Line:
+    """A line, unchecked. Raises ValueError if it is no entry."""
+    if not text.endswith(b"\n"):
+        raise ValueError(f"line {number} is cut short")
+    try:
+        found = record.model_validate_json(base64.b64decode(json.loads(text)["payload"], validate=True))
+    except (ValidationError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"line {number} is no entry ({type(error).__name__})") from None
+    files = {subject.name: subject.digest.sha256 for subject in found.subject}
+    return Line(number, hashlib.sha256(text).hexdigest(), text, found.predicate, files)
+
+
+class ChainCheck:
+    """Checks that each line follows the one before, and was signed with a key that signed then.
+
+    Args:
+        verifier: None does not check signatures.
+    """
+
+    def __init__(self, verifier: SignatureVerifier | None) -> None:
+        self._verifier = verifier
+        self._previous, self._signer, self._retired = START, "", frozenset[str]()
+
+    def __call__(self, line: Line) -> None:
+        """Check the next line. Raises ChainProblem; the line then does not count."""
+        if line.entry.previous != self._previous:
+            raise ChainProblem(line.number, "it does not follow the one before")
+        if self._verifier is not None:
+            try:
+                key = self._verifier.check_envelope(line.text, line.entry.at)
+            except ValueError as problem:
+                raise ChainProblem(line.number, str(problem)) from None
+            # A retired key signs no later entry, whatever time the entry claims.
+            if key in self._retired:
+                raise ChainProblem(line.number, "it was signed with a key that was retired before it")
+            self._retired |= {self._signer} - {key}
+            self._signer = key
+        self._previous = line.sha256
+
+
+def sound_lines(lines: Iterable[Line], verifier: SignatureVerifier | None) -> Iterator[Line]:
+    """The lines, each once `ChainCheck` has checked it. Raises ChainProblem where the next one is not sound."""
+    check = ChainCheck(verifier)
+    for line in lines:
+        check(line)
+        yield line

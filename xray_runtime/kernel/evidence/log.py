@@ -1,0 +1,133 @@
+"""Reading the signed log of an output directory: what was published, decided and left there, in order.
+
+    log.jsonl   one entry a line: an in-toto statement in a DSSE envelope, signed with the directory's key
+
+Each entry names the digest of the line before it, so no entry can be removed, inserted or changed; and it lists files
+by sha256: the last entry about a file counts. An audit finds files without an entry and entries without a file.
+
+    log.end     the digest of the last line, in a DSSE envelope, replaced at each entry
+
+A log that was cut short is found by comparing it with its `log.end`, and with heads that were kept: by MLflow, by
+`--since-verified`, or by a person (`xray audit --expect`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from xray_runtime.kernel.evidence.lines import (
+    MAX_BYTES,
+    ChainCheck,
+    LogRecord,
+    SignatureVerifier,
+    parse_line,
+    read_signed_lines,
+)
+from xray_runtime.kernel.evidence.view import Line, LogView
+from xray_runtime.kernel.store.checkpoints import open_bounded, read_bounded
+from xray_runtime.kernel.store.identity import file_sha256
+
+LOG, END = "log.jsonl", "log.end"
+LIFECYCLE, REPORT = "lifecycle.json", "report.html"
+"""Written by each run: for programs, and for people."""
+
+
+class LogTail:
+    """The state of one log, kept up to date by parsing only the lines appended since it was last read.
+
+    The digest of the last line read stands for all lines before it, since each names the digest of the one before. If
+    that line is no longer where it was (the log was cut short, or replaced), everything is read again. An edit of an
+    earlier line leaves a process with the state of the lines it read; an audit reads all lines, and finds the edit.
+
+    Args:
+        verifier: the state is then that of the lines before the first that is not sound; without it, of those before
+            the first that cannot be read.
+    """
+
+    def __init__(self, path: Path, verifier: SignatureVerifier | None = None) -> None:
+        self._path, self._verifier = path, verifier
+        self._lock = threading.Lock()
+        self._restart()
+
+    def view(self) -> LogView:
+        """The state now. It never changes: a later call returns another one."""
+        with self._lock:
+            try:
+                with open_bounded(self._path, MAX_BYTES) as file:
+                    self._catch_up(file)
+            except (OSError, ValueError):
+                self._restart()
+            return self._view
+
+    def _restart(self) -> None:
+        self._view, self._check = LogView(), ChainCheck(self._verifier)
+        self._offset = self._last_bytes = 0
+        self._status: tuple[int, ...] = ()
+
+    def _catch_up(self, file: BinaryIO) -> None:
+        found = os.fstat(file.fileno())
+        # The time of the last change cannot be set by whoever writes the file.
+        status = found.st_ino, found.st_size, found.st_ctime_ns
+        if status == self._status:
+            return
+        if not self._continues(file, status):
+            self._restart()
+        file.seek(self._offset)
+        view = self._view.copy()
+        with contextlib.suppress(ValueError):
+            for number, text in enumerate(file.read().splitlines(keepends=True), self._view.head.entries + 1):
+                line = parse_line(number, text, LogRecord)
+                if self._verifier is not None:
+                    self._check(line)
+                view.add(line)
+                self._offset, self._last_bytes = self._offset + len(text), len(text)
+        self._view, self._status = view, status
+
+    def _continues(self, file: BinaryIO, status: tuple[int, ...]) -> bool:
+        """Whether a file that changed has the lines that were read still, and perhaps more after them."""
+        if not self._status or status[0] != self._status[0] or status[1] <= self._status[1]:
+            return False
+        file.seek(self._offset - self._last_bytes)
+        return hashlib.sha256(file.read(self._last_bytes)).hexdigest() == self._view.head.sha256
+
+
+@lru_cache(maxsize=8)
+def _tail(output: Path) -> LogTail:
+    return LogTail(output / LOG)
+
+
+def view(output: Path) -> LogView:
+    """The log as far as it can be read; an audit says whether that is all, and whether it is signed."""
+    return _tail(output).view()
+
+
+def read_lines(output: Path) -> Iterator[Line]:
+    """The entries of a log, in order, as `read_signed_lines`."""
+    return read_signed_lines(output / LOG, LogRecord)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a small file; empty where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        content = json.loads(read_bounded(path))
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def read_run(directory: Path) -> dict[str, Any]:
+    """The content of the lifecycle.json in `place`, as `read_object`."""
+    return read_object(directory / LIFECYCLE)
+
+
+def digests(output: Path, paths: list[Path]) -> dict[str, str]:
+    """Path below `output` → sha256 of every file in `paths`, and below those that are directories."""
+    found = [p for path in paths for p in (sorted(path.rglob("*")) if path.is_dir() else [path]) if p.is_file()]
+    return {path.relative_to(output).as_posix(): file_sha256(path) for path in found}

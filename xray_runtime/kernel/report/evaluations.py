@@ -1,0 +1,148 @@
+"""All evaluations and benchmarks of a graph side by side: a row for each policy, a column for each number.
+
+Numbers of several policies share a column if they were measured in the same way: by the same kind with the same config
+against the same inputs. If two ways give numbers of one name, each also has the name of its first stage.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from xray_runtime.kernel.graph.kind import StageKind
+from xray_runtime.kernel.report.figures import COLORS, PANEL_INCHES, panel_grid
+from xray_runtime.kernel.store.checkpoints import read_manifest
+from xray_runtime.kernel.store.identity import digest
+from xray_runtime.kernel.store.published import read_published
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+INTERVAL = "_ci95"
+
+
+class Number(NamedTuple):
+    """A measured value, with its 95% interval if it has one."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        between = "" if self.low is None else f" ({self.low:.3g} to {self.high:.3g})"
+        return f"{self.value:.4g}{between}"
+
+
+LINE_INCHES = 0.16
+"""Height of a policy in a figure."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One evaluation or benchmark."""
+
+    stage: str
+    policy: str
+    """sha256."""
+    way: str
+    """Equal for two that were measured in the same way."""
+    numbers: Mapping[str, Number]
+
+
+def measured(kind: StageKind, directory: Path, expected: str | None = None) -> Measured:
+    """The results in the checkpoint of an evaluation. Raises OSError or ValueError if it is damaged.
+
+    Args:
+        expected: its digest, where the caller knows it.
+    """
+    manifest, sha256 = read_manifest(directory)
+    if expected not in (None, sha256):
+        raise ValueError(f"{directory}: it is {sha256[:12]}, not {str(expected)[:12]}")
+    assert kind.sides is not None
+    assert kind.results is not None
+    policy = kind.sides[0]
+    others = {role: sha for role, sha in manifest.parents.items() if role != policy}
+    found = json.loads(read_published(directory, sha256, kind.results))
+    judges = found.get("judges") or {}
+    # Each judge has its own column of wins.
+    left_out = {"samples", "win_rate"} if judges else {"samples"}
+    numbers = {
+        f"win_rate by {judge}": Number(result["win_rate"], *result["win_rate_ci95"]) for judge, result in judges.items()
+    }
+    for name, value in sorted(found.items()):
+        if isinstance(value, int | float) and not isinstance(value, bool) and name not in left_out:
+            numbers[name] = Number(float(value), *found.get(f"{name}{INTERVAL}") or ())
+    way = digest({"kind": manifest.kind, "config": manifest.config, "parents": others, "seed": manifest.seed})
+    return Measured(manifest.stage, manifest.parents[policy], way, numbers)
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """The table."""
+
+    columns: list[str]
+    rows: list[tuple[str, list[Number | None]]]
+    """(policy, its numbers), a number for each column."""
+
+    def cells(self) -> list[list[str]]:
+        """The rows as text."""
+        return [[policy, *("" if n is None else str(n) for n in numbers)] for policy, numbers in self.rows]
+
+
+def side_by_side(found: Sequence[Measured], names: Mapping[str, str]) -> SideBySide:
+    """The table of all results, in order of the stages; `names`: sha256 of a policy → its name."""
+    first = {one.way: one.stage for one in reversed(found)}
+    used: dict[str, set[str]] = {}
+    for one in found:
+        for name in one.numbers:
+            used.setdefault(name, set()).add(one.way)
+    columns: dict[tuple[str, str], str] = {}
+    rows: dict[str, dict[str, Number]] = {}
+    for one in found:
+        for name, number in one.numbers.items():
+            label = name if len(used[name]) == 1 else f"{name}, {first[one.way]}"
+            column = columns.setdefault((one.way, name), label)
+            rows.setdefault(one.policy, {})[column] = number
+    listed = list(dict.fromkeys(columns.values()))
+    return SideBySide(
+        listed, [(names.get(sha, sha[:12]), [cells.get(column) for column in listed]) for sha, cells in rows.items()]
+    )
+
+
+def figure(table: SideBySide) -> Figure | None:
+    """A panel for each column that several policies have, with 95% intervals; None if there is none."""
+    shown = [
+        (name, [(policy, numbers[place]) for policy, numbers in table.rows if numbers[place] is not None])
+        for place, name in enumerate(table.columns)
+    ]
+    shown = [(name, points) for name, points in shown if len(points) > 1]
+    if not shown:
+        return None
+    # One line for each policy keeps names of any length and number apart.
+    policies = [policy for policy, _ in table.rows]
+    height = max(PANEL_INCHES[1], 0.7 + LINE_INCHES * len(policies))
+    drawn, grid = panel_grid([name for name, _ in shown], height, "constrained")
+    for number, (axes, (_, points)) in enumerate(zip(grid, shown, strict=True)):
+        for policy, found in points:
+            assert found is not None
+            place = policies.index(policy)
+            axes.plot(found.value, place, "o", color=COLORS[0], markersize=4)
+            if found.low is not None and found.high is not None:
+                axes.plot([found.low, found.high], [place, place], color=COLORS[0], linewidth=1.6)
+        axes.set_yticks(range(len(policies)), policies if number % 3 == 0 else [""] * len(policies))
+        axes.set_ylim(len(policies) - 0.5, -0.5)
+    return drawn
+
+
+def as_json(table: SideBySide) -> dict[str, Any]:
+    """For lifecycle.json: columns, and rows of {policy, numbers: [value, low, high] or null}."""
+    return {
+        "columns": table.columns,
+        "rows": [
+            {"policy": policy, "numbers": [None if n is None else list(n) for n in numbers]}
+            for policy, numbers in table.rows
+        ],
+    }

@@ -1,0 +1,166 @@
+"""The report of a lifecycle: one self-contained HTML file, readable in light and dark, with nothing fetched."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
+
+from xray_runtime.kernel.files import write_atomic
+from xray_runtime.kernel.graph.artifacts import SHOWN_ROLLOUTS
+from xray_runtime.kernel.report.evaluations import SideBySide, figure
+from xray_runtime.kernel.report.figures import FIGURE, StageRecord, parse_metrics, training_figure
+from xray_runtime.kernel.report.rendering import computed_text, run_text, template
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Read = Callable[[Path], bytes | None]
+"""The bytes of a file; None where there is none that may be shown."""
+MIN_NODE_WIDTH, NODE_HEIGHT, GAP_X, GAP_Y = 128, 46, 34, 18
+MAX_NAME_CHARS, CHAR_WIDTH = 32, 8
+"""Longest name in a box; the pointer shows the whole name."""
+
+
+def read_file(path: Path) -> bytes | None:
+    """The bytes of a file; None if there is none."""
+    return path.read_bytes() if path.is_file() else None
+
+
+def write_report(
+    path: Path,
+    lifecycle: dict[str, Any],
+    records: list[StageRecord],
+    samples: list[dict[str, Any]],
+    config_yaml: str,
+    evaluations: SideBySide | None = None,
+    read: Read = read_file,
+) -> dict[Path, str]:
+    """Write the report of a completed lifecycle; returns path → sha256 of it, and of the curves that were drawn.
+
+    Args:
+        lifecycle: the content of lifecycle.json.
+        records: the metrics files of the stages; a stage without metrics is left out.
+        samples: prompt, replies before and after, and their scores.
+        config_yaml: the resolved config.
+        evaluations: all results of the policies.
+        read: reads a record of a stage; the report is signed, so a run reads only what the log has (`read_logged`).
+    """
+    written: dict[Path, str] = {}
+    drawn = [(record.name, _drawn(record, read, written)) for record in records]
+    compared = figure(evaluations) if evaluations is not None else None
+    html = template("report.html").render(
+        run=lifecycle,
+        ended=run_text(lifecycle),
+        computed=[computed_text(stage) for stage in lifecycle["stages"]],
+        address=lifecycle["mlflow_page"] if lifecycle["mlflow_page"].startswith("http") else None,
+        evaluation=lifecycle["evaluation"],
+        graph=lineage_graph(lifecycle["stages"]),
+        figures=[(name, figure) for name, figure in drawn if figure],
+        rollouts=[(record.name, table) for record in records if (table := _rollouts(record, read))],
+        samples=samples,
+        config=config_yaml,
+        evaluations=evaluations if evaluations is not None and evaluations.rows else None,
+        evaluations_figure=svg(compared) if compared is not None else None,
+    )
+    return written | {path: _write(path, html)}
+
+
+def _write(path: Path, text: str) -> str:
+    content = text.encode()
+    write_atomic(path, content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def _drawn(record: StageRecord, read: Read, written: dict[Path, str]) -> Markup:
+    """The curves of a stage, empty if it has none; kept beside its metrics, as drawing them takes most of a second."""
+    kept = record.metrics_path.with_suffix(FIGURE)
+    metrics = read(record.metrics_path)
+    if metrics is None:
+        return Markup("")
+    if kept.is_file() and kept.stat().st_mtime >= record.metrics_path.stat().st_mtime:
+        content = read(kept)
+        if content is not None:
+            return Markup(content.decode())
+    figure = training_figure(record.panels, parse_metrics(metrics))
+    if figure is None:
+        return Markup("")
+    drawn = svg(figure)
+    written[kept] = _write(kept, drawn)
+    return drawn
+
+
+def _rollouts(record: StageRecord, read: Read) -> dict[str, Any] | None:
+    """Rows of a stage's ledger that it showed, {"columns", "rows"}; None if it showed none."""
+    content = read(record.metrics_path.with_name(f"{SHOWN_ROLLOUTS}.json"))
+    try:
+        table = json.loads(content) if content is not None else None
+    except ValueError:
+        return None
+    return table if isinstance(table, dict) else None
+
+
+def svg(figure: Figure) -> Markup:
+    """A figure as an SVG element."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True)
+    # The header before the element is only for a file of its own.
+    text = buffer.getvalue()
+    return Markup(text[text.index("<svg") :])
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= MAX_NAME_CHARS else f"{name[: MAX_NAME_CHARS - 13]}…{name[-12:]}"
+
+
+def lineage_graph(stages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Positions of boxes and arrows: each stage is right of its parents.
+
+    Returns {"width", "height", "nodes": [{"x", "y", "name", "sha", "cached"}], "edges": [SVG path]}.
+    """
+    by_sha = {stage["checkpoint"]["sha256"]: i for i, stage in enumerate(stages)}
+    parents = [[by_sha[p] for p in stage["parents"] if p in by_sha] for stage in stages]
+    names = [_shortened(stage["name"]) for stage in stages]
+    node_width = max([MIN_NODE_WIDTH, *(24 + CHAR_WIDTH * len(name) for name in names)])
+    depth: list[int] = []
+    rows: dict[int, int] = {}
+    nodes = []
+    for i, stage in enumerate(stages):
+        depth.append(1 + max((depth[p] for p in parents[i] if p < i), default=-1))
+        row = rows.get(depth[i], 0)
+        rows[depth[i]] = row + 1
+        nodes.append(
+            {
+                "x": 4 + depth[i] * (node_width + GAP_X),
+                "y": 4 + row * (NODE_HEIGHT + GAP_Y) + 12 * (depth[i] % 2),
+                "name": names[i],
+                "title": stage["name"],
+                "sha": stage["checkpoint"]["sha256"][:12],
+                "cached": stage["cached"],
+            }
+        )
+    edges = []
+    lowest = 0.0
+    for i, of in enumerate(parents):
+        for p in of:
+            x1, y1 = nodes[p]["x"] + node_width, nodes[p]["y"] + NODE_HEIGHT / 2
+            x2, y2 = nodes[i]["x"], nodes[i]["y"] + NODE_HEIGHT / 2
+            bend = max((x2 - x1) / 2, 12)
+            # An arrow over several columns passes below the boxes between.
+            sag = 22 * max(depth[i] - depth[p] - 1, 0) + (12 if depth[i] - depth[p] > 1 else 0)
+            # A cubic curve reaches three quarters of the way to its control points.
+            lowest = max(lowest, max(y1, y2) + 0.75 * sag)
+            edges.append(f"M{x1},{y1} C{x1 + bend},{y1 + sag} {x2 - bend},{y2 + sag} {x2},{y2}")
+    return {
+        "width": max(n["x"] for n in nodes) + node_width + 8 if nodes else 0,
+        "height": max(lowest, *(n["y"] + NODE_HEIGHT for n in nodes)) + 8 if nodes else 0,
+        "nodes": nodes,
+        "edges": edges,
+        "node_width": node_width,
+        "node_height": NODE_HEIGHT,
+    }

@@ -1,0 +1,82 @@
+"""A few tokens sampled from a pretrained model by the generator that later stages use, before anything is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from xray_runtime.cluster.generator_spec import GeneratorSpec
+from xray_runtime.cluster.health import WorkhorseError
+from xray_runtime.cluster.pool.acquisition import BusyClusterError
+from xray_runtime.cluster.protocols import get
+from xray_runtime.data.batch import ReplyBatch
+from xray_runtime.engines.layouts import GENERATORS, able
+from xray_runtime.engines.sampling import Sampling
+from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.errors import StageInterruptedError, cause_line, is_out_of_memory, root_cause
+from xray_runtime.methods.common.sampling.sampled_replies import prompt_rows
+from xray_runtime.methods.ppo.config import BFLOAT16_MISMATCH, FLOAT32_MISMATCH
+from xray_runtime.models.causal_lm import load_model, max_positions
+from xray_runtime.models.family import family_of
+from xray_runtime.models.trial import LENGTHS, own_logprobs, tried_rows
+
+if TYPE_CHECKING:
+    from xray_runtime.cluster.stage import Stage
+    from xray_runtime.kernel.graph.kind import NoInputs
+    from xray_runtime.models.config import HubBase
+
+NEW_TOKENS = 8
+MAX_LENGTH = 64
+PASSING = (ConfigError, StageInterruptedError, BusyClusterError, WorkhorseError)
+"""Errors that say nothing about the model."""
+
+
+def check_sampled(stage: Stage[HubBase, NoInputs], out: Path, stops: tuple[int, ...], padding: int) -> None:
+    """Sample from the model in `out` with a generator that has its own models, and compare log-probabilities with
+    transformers', unless the generator is known to compute this family.
+
+    Raises:
+        ValueError: the generator refuses the model, or computes another one; one line.
+    """
+    generator, content = stage.config.generator, json.loads((out / "config.json").read_text(encoding="utf-8"))
+    if generator is None or not generator.capabilities.own_models:
+        return
+    if generator.engine in family_of(content["model_type"]).tried:
+        return
+    refused = f"{stage.name}.generator: {generator.engine} is not allowed for {stage.config.model!r}"
+    others = [repr(name) for name in GENERATORS if name not in able(GENERATORS, "own_models")]
+    remedy = f"set generator.engine to {' or '.join(others)}"
+    prompts = [row.tolist() for row in tried_rows(int(content["vocab_size"]))[0].split(list(LENGTHS))]
+    sampling = Sampling(NEW_TOKENS, 1.0, stops, padding)
+    spec = GeneratorSpec(out, min(MAX_LENGTH, max_positions(out) or MAX_LENGTH), generator)
+    try:
+        with stage.open_models({"generator": spec}) as models:
+            rows = prompt_rows(stage, prompts, "trial")
+            answer = get(models["generator"].generate.remote(rows, sampling, 0))
+    except Exception as error:
+        cause = root_cause(error)
+        if isinstance(cause, PASSING) or is_out_of_memory(error):
+            raise
+        raise ValueError(f"{refused}: it fails ({type(cause).__name__}: {cause_line(cause)}); {remedy}") from error
+    off = _difference(out, prompts, answer)
+    limit = FLOAT32_MISMATCH if generator.precision(stage.runtime.device) == "float32" else BFLOAT16_MISMATCH
+    if not off <= limit:
+        raise ValueError(
+            f"{refused}: its log-probabilities differ from transformers' by {off:.2g} nats a token (at most "
+            f"{limit:g}); {remedy}"
+        )
+
+
+def _difference(out: Path, prompts: list[list[int]], answer: ReplyBatch) -> float:
+    """Mean |log-probability difference| of the sampled tokens."""
+    replies = [ids.tolist() for ids in answer.response_ids]
+    ids = torch.tensor([token for prompt, reply in zip(prompts, replies, strict=True) for token in (*prompt, *reply)])
+    lengths = torch.tensor([len(prompt) + len(reply) for prompt, reply in zip(prompts, replies, strict=True)])
+    found, _ = own_logprobs(load_model(out).eval(), ids, lengths)
+    rows = found.split((lengths - 1).tolist())
+    theirs = torch.cat([row[-len(reply) :] for row, reply in zip(rows, replies, strict=True)])
+    ours = torch.cat([torch.from_numpy(row) for row in answer.rollout_logprobs])
+    return float((theirs - ours).abs().mean())

@@ -1,0 +1,33 @@
+"""The files of an evaluation or a benchmark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xray_runtime.kernel.graph.kind import Recorder
+
+
+def write_results(
+    out: Path,
+    recorder: Recorder,
+    file: str,
+    content: Mapping[str, Any],
+    prompts: Sequence[str],
+    samples: Sequence[Mapping[str, Any]],
+) -> None:
+    """Write `content` into `file`, all prompts (for the check that none was trained on) and a few readable rows."""
+    (out / file).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    # In UTF-8 in every locale: texts have letters that others lack, and a checkpoint has the same bytes everywhere.
+    for name, value, indent in (("prompts.json", prompts, 1), ("samples.json", samples, 2)):
+        (out / name).write_text(json.dumps(value, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
+    if samples:
+        recorder.table("samples", list(samples[0]), [list(sample.values()) for sample in samples])
+
+
+def plain_numbers(content: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    """The metrics `prefix`/NAME of the plain numbers in `content`."""
+    return {f"{prefix}/{name}": float(value) for name, value in content.items() if isinstance(value, int | float)}

@@ -1,0 +1,97 @@
+"""Stage `evaluate`: a policy against the model it came from, on held-out prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from xray_runtime.algorithms.kl import kl_summary
+from xray_runtime.algorithms.statistics import distinct_n
+from xray_runtime.cluster.generator_spec import GeneratorSpec
+from xray_runtime.cluster.model_spec import ModelSpec
+from xray_runtime.cluster.protocols import ModelHandle, get, get_all
+from xray_runtime.data.batch import TextBatch, with_end_of_turn
+from xray_runtime.data.pairs import HELDOUT, prompt_text
+from xray_runtime.methods.common.sampling.agent_rows import split_branches
+from xray_runtime.methods.common.sampling.policy_replies import PolicyReplies, sample_policy
+from xray_runtime.methods.common.training.dataset import max_prompt_tokens
+from xray_runtime.methods.common.training.prompts import UniquePrompts, drawn
+from xray_runtime.methods.evaluate.config import PEOPLE
+from xray_runtime.methods.evaluate.human_verdicts import human_judge
+from xray_runtime.methods.evaluate.judging import Scoring, judge, record_replies
+from xray_runtime.models.causal_lm import load_tokenizer, stops_of
+from xray_runtime.models.objectives import ReferenceObjective
+from xray_runtime.rewards.reward_reader import answer_rows
+
+if TYPE_CHECKING:
+    from xray_runtime.cluster.stage import Stage
+    from xray_runtime.kernel.graph.kind import Recorder
+    from xray_runtime.methods.common.inputs import EvaluateInputs
+    from xray_runtime.methods.evaluate.config import EvaluationConfig
+
+SIDES = ("before", "after")
+"""The baseline and the policy."""
+
+
+def run(stage: Stage[EvaluationConfig, EvaluateInputs], out: Path, recorder: Recorder) -> int:
+    """Writes evaluation.json (the `evaluation` of lifecycle.json), samples.json (readable pairs) and
+    prompts.json (all prompts, for the check that none was trained on)."""
+    config, inputs = stage.config, stage.inputs
+    before, policy, dataset = inputs.against.path, inputs.policy.path, inputs.prompts.path
+    tokenizer = load_tokenizer(before)
+    stops = stops_of(before, tokenizer)
+    limit = min(max_prompt_tokens(dataset, model, config.max_response_tokens) for model in (before, policy))
+    found = UniquePrompts(tokenizer, dataset / HELDOUT, limit, stage.seal)
+    limit = found.room
+    if dropped := found.metrics():
+        recorder.metrics(dropped, step=0)
+    chosen = drawn(stage, len(found), config.num_prompts)
+    prompts, columns = [found[i] for i in chosen], found.columns(chosen)
+    prompt_texts = [prompt_text(messages) for messages, _ in prompts]
+    human_judges = {}
+    if inputs.verdicts is not None:
+        human_judges[PEOPLE] = human_judge(inputs.verdicts.path, {"after": policy, "before": before}, dataset)
+    scoring = Scoring(stage, tokenizer)
+    specs: dict[str, ModelSpec | GeneratorSpec] = {
+        **scoring.specs(),
+        "generator": GeneratorSpec(before, limit + config.max_response_tokens, config.generator),
+        "before": ModelSpec(before, ReferenceObjective(config.temperature), frozen=config.frozen),
+        "after": ModelSpec(policy, ReferenceObjective(config.temperature), frozen=config.frozen),
+    }
+    replies: dict[str, PolicyReplies] = {}
+    with stage.open_models(specs) as models:
+        for version, side in enumerate(SIDES):
+            if version:
+                get(models["generator"].load_checkpoint.remote(policy, version))
+            given = stage, models["generator"], before, tokenizer, prompts, columns, limit
+            replies[side] = sample_policy(*given, recorder.log_dir, out, side, version)
+            recorder.progress(version + 1, 3, "steps", f"sampled {side}")
+        kl = _kl(models, replies["after"])
+        for side in SIDES:
+            answers = replies[side]
+            conversations = [messages for messages, _ in prompts]
+            tokens = TextBatch.of(answers.begun, [with_end_of_turn(reply, stops) for reply in answers.ids])
+            if answers.mask is None:
+                tokens = answer_rows(tokenizer, conversations, answers.texts, tokens)
+            scoring.score(side, models, conversations, prompt_texts, answers, columns, tokens)
+
+    evaluation: dict[str, Any] = {"samples": len(prompts), "kl": kl}
+    evaluation |= judge(config, stage.seed, stage.name, "after", "before", scoring.panel, human_judges)
+    evaluation |= {f"distinct_2_{side}": distinct_n(replies[side].own, 2) for side in SIDES}
+    record_replies(out, recorder, "evaluation", "evaluate", evaluation, prompt_texts, replies, scoring.panel, config)
+    rate = evaluation["win_rate"]
+    recorder.progress(3, 3, "steps", "no judge" if rate is None else f"win rate {rate:.2f}")
+    return 0
+
+
+def _kl(models: dict[str, ModelHandle], replies: PolicyReplies) -> float:
+    """KL(policy ‖ before) of a whole reply in nats: k1 over the policy's own samples."""
+    rows, merged = split_branches(TextBatch.of(replies.begun, replies.ids), replies.branches)
+    # Both work at the same time and share threads.
+    after, before = map(merged, get_all([models[side].score.remote(rows, 2) for side in ("after", "before")]))
+    logprobs, ref_logprobs = after.ref_logprobs, before.ref_logprobs
+    chosen = logprobs.mask() if replies.mask is None else replies.mask.dense()
+    padded = (torch.from_numpy(x) for x in (logprobs.dense(), ref_logprobs.dense(), chosen))
+    return float(kl_summary(*padded)["k1"])

@@ -1,0 +1,20 @@
+"""Declaration of the stage kind `fresh_base`."""
+
+from __future__ import annotations
+
+from xray_runtime.kernel.graph.artifacts import Model
+from xray_runtime.kernel.graph.kind import StageKind, register
+from xray_runtime.methods.common.inputs import FreshBaseInputs
+from xray_runtime.models.config import FreshBase
+
+FRESH_BASE = register(
+    StageKind(
+        "fresh_base",
+        FreshBase,
+        FreshBaseInputs,
+        Model,
+        "xray_runtime.methods.fresh_base.body:run",
+        base_model=lambda config: config,
+        title="a model with random weights, the start of the lifecycle",
+    )
+)

@@ -1,0 +1,291 @@
+"""Stage `ppo`: policy gradients on the reward with a KL to the reference: PPO, and methods without a critic (GRPO, …).
+
+The loop of `run` is the algorithm; each iteration:
+
+    sync      policy ── weights, version, checksums ──▶ generator
+    generate  prompts ──▶ generator ──▶ replies with their log-probabilities
+    score     policy, reference, critic and reward model score the replies at the same time (log-probabilities that
+              only the update needs are computed in its first step);
+              with `resample_rounds`, other prompts replace those whose replies all score the same
+    update    several epochs of clipped minibatch steps on policy and critic
+    ledger    the iteration's rows are written into the checkpoint
+
+`validation` may score the policy before an iteration; `watch` looks for a hacked reward after it and may end the stage.
+
+With `lag: n` the replies of n iterations later are sampled during `score` and `update` of this one; `generate` only
+waits for the rest. With `in_flight_updates` agents go on while weights change (`agents.episodes.in_flight`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xray_runtime.agents.episodes.agent_episodes import AgentEpisodes
+from xray_runtime.agents.episodes.episodes import EpisodeSampler, open_episodes
+from xray_runtime.agents.episodes.in_flight import InFlightEpisodes
+from xray_runtime.algorithms.checking import check_advantages, check_loss
+from xray_runtime.algorithms.kl import KLController, make_kl_controller
+from xray_runtime.algorithms.rewards import RunningMoments
+from xray_runtime.cluster.generator_spec import GeneratorSpec
+from xray_runtime.cluster.model_spec import BranchSpec, ModelSpec
+from xray_runtime.cluster.protocols import ModelHandle
+from xray_runtime.data.batching import Cursor
+from xray_runtime.data.gold import GoldScore, import_function, load_gold
+from xray_runtime.data.pairs import TRAIN, prompt_text
+from xray_runtime.engines.sampling import Sampling
+from xray_runtime.kernel.config.sources import is_function
+from xray_runtime.kernel.graph.artifacts import VALUE_HEAD
+from xray_runtime.kernel.seeding import derive_seed
+from xray_runtime.methods.common.sampling.model_roles import ppo_models
+from xray_runtime.methods.common.sampling.scoring import ScoredRollout, Scorer
+from xray_runtime.methods.common.sampling.turns import sampling_turn, trained_models
+from xray_runtime.methods.common.training.dataset import max_prompt_tokens
+from xray_runtime.methods.common.training.finite import SkippedSteps
+from xray_runtime.methods.common.training.prompts import UniquePrompts
+from xray_runtime.methods.common.training.resumable import KeepsFiles, Resumable
+from xray_runtime.methods.ppo.experience import build_experience, scaled_rewards
+from xray_runtime.methods.ppo.hacking_monitor import HackingMonitor
+from xray_runtime.methods.ppo.ledger_writer import Ledger
+from xray_runtime.methods.ppo.metrics import PhaseClock, iteration_metrics, summary
+from xray_runtime.methods.ppo.objectives import CriticObjective, PPOObjective
+from xray_runtime.methods.ppo.rollouts import Rollouts, purpose_of
+from xray_runtime.methods.ppo.update import Updater, first_minibatch
+from xray_runtime.methods.ppo.validation import Validation
+from xray_runtime.models.causal_lm import load_tokenizer, stops_of
+from xray_runtime.models.objectives import ReferenceObjective
+from xray_runtime.models.weight_files import same_trunk
+from xray_runtime.rewards.reward_sources import RewardSources
+
+if TYPE_CHECKING:
+    from xray_runtime.algorithms.estimators import AdvantageEstimator
+    from xray_runtime.cluster.stage import Stage
+    from xray_runtime.kernel.graph.kind import Recorder
+    from xray_runtime.methods.common.inputs import PPOInputs
+    from xray_runtime.methods.ppo.config import PPOConfig
+
+
+def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> int:
+    """Writes the policy in Hugging Face form, with the critic's head or, in critic/, the critic. `validation` adds
+    validation.json and may keep an earlier version; signs of a hacked reward add watch.json."""
+    config = stage.config
+    with _opened(stage, out, recorder) as loop:
+        for iteration in range(loop.state.restore(), config.iterations):
+            clock = PhaseClock(f"{stage.name}, iteration {iteration}")
+            with clock.phase("sync"):
+                sent = loop.rollouts.sync(loop.models["policy"], iteration)
+                probe = loop.rollouts.probe(loop.models["policy"], iteration) if config.lag else None
+            with clock.phase("generate"), loop.sampling_turn():
+                validation_replies = loop.validation.sample(loop.models["generator"], iteration, loop.episodes)
+                loop.rollouts.request(iteration)
+                rollout = loop.rollouts.take()
+            with clock.phase("score"):
+                validated = loop.validation.score(loop.models, validation_replies, iteration)
+                scored = loop.scorer.score(rollout, iteration)
+            scored = _without_ties(loop, scored, iteration, clock)
+            with clock.phase("score"):
+                rewards = scaled_rewards(config, loop.rewards, scored.sources, loop.moments)
+                replies = scored.text, scored.rollout, scored.scores
+                experience = build_experience(config, *replies, rewards, loop.kl.coef, loop.estimator)
+                _check_mismatch(experience.mismatch if probe is None else probe, loop.max_mismatch)
+            with clock.phase("update"):
+                update = loop.updater.update(experience, iteration, loop.kl.coef)
+                experience = update.experience  # now with what the first step scored
+                _check_mismatch(experience.mismatch if probe is None else probe, loop.max_mismatch)
+            with clock.phase("generate"):
+                loop.rollouts.wait()
+            golds = loop.gold_scores(scored)
+            with clock.phase("ledger"):
+                loop.ledger.write(iteration, scored, rewards, experience, update.times_trained, sent, golds)
+            loop.kl.update(experience.reference_kl, experience.num_rows)
+
+            results = rollout, scored, experience, update
+            metrics = iteration_metrics(config, iteration, clock, loop.prompts, loop.rewards, results, probe, golds)
+            metrics |= validated | {"kl/coef": loop.kl.coef} | loop.rollouts.metrics()
+            metrics |= loop.monitor.check(iteration, metrics, scored.rollout)
+            recorder.metrics(loop.skipped.metrics(metrics), iteration)
+            recorder.progress(iteration + 1, config.iterations, "iterations", summary(metrics))
+            if loop.monitor.end is not None:
+                break
+            loop.monitor.keep(loop.models, iteration + 1)
+            loop.state.step_done(iteration + 1, config.iterations)
+        loop.ledger.show(recorder, loop.tokenizer)
+        return loop.monitor.finish(out) or loop.validation.finish(loop.models, out, config.iterations, loop.episodes)
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """The objects that iterations share."""
+
+    stage: Stage[PPOConfig, PPOInputs]
+    tokenizer: Any
+    models: Mapping[str, ModelHandle]
+    prompts: UniquePrompts
+    episodes: EpisodeSampler | None
+    rollouts: Rollouts
+    rewards: RewardSources
+    scorer: Scorer
+    estimator: AdvantageEstimator | None
+    updater: Updater
+    kl: KLController
+    moments: RunningMoments
+    skipped: SkippedSteps
+    gold: GoldScore | None
+    monitor: HackingMonitor
+    validation: Validation
+    ledger: Ledger
+    state: Resumable
+    max_mismatch: float
+
+    def sampling_turn(self) -> AbstractContextManager[None]:
+        """The generator's turn on GPUs that it shares; a sync comes before the next, unless prompts are replaced."""
+        synced_next = not self.stage.config.resample_rounds
+        trained = trained_models(self.models).values()
+        return sampling_turn(self.stage.runtime, self.models["generator"], trained, synced_next=synced_next)
+
+    def gold_scores(self, scored: ScoredRollout) -> list[float] | None:
+        """Gold score of each reply; None without `gold`."""
+        if self.gold is None:
+            return None
+        prompts = [prompt_text(self.prompts[i][0]) for i in scored.rollout.prompt.tolist()]
+        return self.gold(prompts, scored.replies)
+
+
+@contextmanager
+def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> Iterator[_Loop]:
+    config, dataset, policy = stage.config, stage.inputs.prompts.path, stage.inputs.policy.path
+    tokenizer, limit = load_tokenizer(policy), max_prompt_tokens(dataset, policy, config.max_response_tokens)
+    prompts = UniquePrompts(tokenizer, dataset / TRAIN, limit, stage.seal)
+    cursor = Cursor(len(prompts), derive_seed(stage.seed, stage.name, "prompts"))
+    estimator, kl = _own(stage, "advantages", check_advantages), make_kl_controller(config.kl)
+    layers, stops = config.trainable_layers, stops_of(policy, tokenizer)
+    rewards = RewardSources(stage, tokenizer, None if layers is None else (policy, layers))
+    gold = load_gold(config.gold, stage.functions) if config.gold else None
+    moments, skipped = RunningMoments(), SkippedSteps()
+    monitor, ledger = HackingMonitor(stage, recorder, rewards.weights), Ledger(stage, out, prompts, rewards)
+    stop, padding = tuple(config.stop), tokenizer.pad_token_id
+    sampling = Sampling(config.max_new_tokens, config.temperature, stops, padding, stop=stop)
+    validation = Validation(stage, rewards, tokenizer, sampling, stops, stage.kept or recorder.log_dir, limit)
+    limit = max(prompts.room, validation.room)
+    specs = _models(stage, rewards, limit)
+    with (
+        stage.open_models(specs | validation.specs()) as models,
+        open_episodes(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out) as episodes,
+    ):
+        in_flight = None
+        if config.in_flight_updates:
+            assert isinstance(episodes, AgentEpisodes)
+            in_flight = InFlightEpisodes(episodes, config, purpose_of(0), prompts)
+        rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor, episodes, in_flight)
+        keep_files: list[KeepsFiles] = [rollouts, monitor, validation.best.versions, ledger]
+        state = {"skipped": skipped, "watch": monitor.state, "validation": validation.best.state}
+        state |= {"cursor": cursor, "kl": kl, "moments": moments}
+        state |= {} if in_flight is None else {"in_flight": in_flight.state}
+        yield _Loop(
+            stage=stage,
+            tokenizer=tokenizer,
+            models=models,
+            prompts=prompts,
+            episodes=episodes,
+            rollouts=rollouts,
+            rewards=rewards,
+            scorer=Scorer(
+                *(models, config, rewards, tokenizer, stops, prompts),
+                partial(first_minibatch, stage),
+                _one_trunk(config, specs),
+            ),
+            estimator=estimator,
+            updater=Updater(stage, models, skipped),
+            kl=kl,
+            moments=moments,
+            skipped=skipped,
+            gold=gold,
+            monitor=monitor,
+            validation=validation,
+            ledger=ledger,
+            state=Resumable(recorder, trained_models(models), keep_files, **state),
+            max_mismatch=config.mismatch_limit(stage.runtime.device),
+        )
+
+
+def _without_ties(loop: _Loop, scored: ScoredRollout, iteration: int, clock: PhaseClock) -> ScoredRollout:
+    """Replace prompts whose replies all score the same by other prompts, in up to `resample_rounds` rounds."""
+    config = loop.stage.config
+    layouts = config.engine, config.critic_engine or config.engine, config.frozen
+    most_ranks = max(layout.data_parallel for layout in layouts)
+    for attempt in range(config.resample_rounds):
+        tied = scored.tied(loop.rewards.weights, config.samples_per_prompt)
+        if len(tied) < most_ranks:
+            break  # none, or fewer than the ranks that would share them
+        with clock.phase("generate"), loop.sampling_turn():
+            others = loop.rollouts.sample_others(iteration, attempt, len(tied) // config.samples_per_prompt)
+        with clock.phase("score"):
+            first_id = (attempt + 1) * config.rollout_size
+            scored = scored.replaced(tied, loop.scorer.score(others, iteration, first_id))
+    return scored
+
+
+def _models(
+    stage: Stage[PPOConfig, PPOInputs], rewards: RewardSources, max_prompt: int
+) -> dict[str, ModelSpec | GeneratorSpec]:
+    config, policy = stage.config, stage.inputs.policy.path
+    reference = stage.inputs.reference.path if stage.inputs.reference is not None else policy
+    layers, shared_critic = config.trainable_layers, config.critic_in_use == "shared"
+    head, trained = policy / VALUE_HEAD, policy / "critic"
+    models: dict[str, ModelSpec | GeneratorSpec] = {
+        "generator": GeneratorSpec(policy, max_prompt + config.max_response_tokens, config.generator),
+        "policy": ModelSpec(
+            policy,
+            PPOObjective(config, _own(stage, "loss", partial(check_loss, gradient=False))),
+            training=config,
+            new_head=shared_critic,
+            head=head if shared_critic and head.exists() else None,
+            trainable_layers=layers,
+            # Models with the policy's frozen trunk are branches of the policy.
+            branches=rewards.branches | ({"reference": BranchSpec(reference)} if layers is not None else {}),
+            adapter_seed=derive_seed(stage.seed, stage.name, "policy", "adapters"),
+        ),
+        "reference": ModelSpec(reference, ReferenceObjective(config.temperature), frozen=config.frozen),
+        "critic": ModelSpec(
+            trained if trained.exists() else reference,
+            CriticObjective(config),
+            training=config.model_copy(update={"engine": config.critic_engine or config.engine}),
+            new_head=True,
+            head=trained / VALUE_HEAD if trained.exists() else None,
+            trainable_layers=layers,
+            adapter_seed=derive_seed(stage.seed, stage.name, "critic", "adapters"),
+        ),
+        **rewards.specs(),
+    }
+    return {role: spec for role, spec in models.items() if role in ppo_models(config)}
+
+
+def _own(stage: Stage[PPOConfig, PPOInputs], field: str, check: Callable[[Any, str], None]) -> Any:
+    """The user's function that a config field names, checked; None if the field names a built-in."""
+    name = getattr(stage.config, field)
+    if not is_function(name):
+        return None
+    function = stage.functions.get(name) or import_function(name, field)
+    check(function, name)
+    return function
+
+
+def _one_trunk(config: PPOConfig, specs: Mapping[str, ModelSpec | GeneratorSpec]) -> bool:
+    """Whether policy and critic are two models with the same frozen trunk, computed in the same precision."""
+    layers, engine = config.trainable_layers, config.critic_engine or config.engine
+    if layers is None or "critic" not in specs or engine.precision != config.engine.precision:
+        return False
+    return same_trunk(specs["policy"].directory, specs["critic"].directory, layers)
+
+
+def _check_mismatch(mismatch: float, limit: float) -> None:
+    # Checksums prove that the weights arrived; this proves that the generator computes the policy with them.
+    if not mismatch <= limit:  # NaN too
+        raise RuntimeError(
+            f"generator and trainer differ by {mismatch:.3g} nats per token at the same policy version (max_mismatch = "
+            f"{limit:g}): the generator does not compute the policy"
+        )

@@ -1,0 +1,196 @@
+"""From a scored rollout to the rows of the update: rewards, advantages, returns, importance weights.
+
+Everything here is computed over the *whole* rollout, so nothing depends on how the update is split afterwards.
+
+Shapes: B replies, T response tokens of the longest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xray_runtime.algorithms.advantages import place_rewards, whiten
+from xray_runtime.algorithms.estimators import ESTIMATORS, AdvantageEstimator, AdvantageInputs, estimate
+from xray_runtime.algorithms.importance import importance_weights
+from xray_runtime.algorithms.kl import kl_estimate, kl_summary
+from xray_runtime.algorithms.rewards import lowest_where_cut, overlong_penalty, weighted_sum
+from xray_runtime.data.batch import PolicyBatch, Rollout, Scores, TextBatch
+from xray_runtime.data.ragged import Ragged, first_alike
+from xray_runtime.kernel.errors import NonFiniteError
+from xray_runtime.methods.common.sampling.types import Experience
+from xray_runtime.methods.ppo.metrics import experience_metrics, policy_metrics
+
+if TYPE_CHECKING:
+    from xray_runtime.algorithms.rewards import RunningMoments, SourceScores
+    from xray_runtime.methods.ppo.config import PPOStageConfig
+    from xray_runtime.rewards.reward_sources import RewardSources
+
+
+def build_experience(
+    config: PPOStageConfig,
+    text: TextBatch,
+    rollout: Rollout,
+    scores: Scores,
+    rewards: Tensor,
+    kl_coef: float,
+    estimator: AdvantageEstimator | None = None,
+) -> Experience:
+    """Compute rewards, advantages and weights of one rollout. Replies without a reward are left out.
+
+    Weights and what they measure are those of the rows with log-probabilities; see `measured`.
+
+    Args:
+        rewards: scaled reward of each reply [B] (`scaled_rewards`); NaN if it has none.
+        kl_coef: weight of the per-token penalty.
+        estimator: the user's function; None: the built-in that `config.advantages` names.
+
+    Raises:
+        ValueError: the user's function returned something invalid.
+        NonFiniteError: a reward is infinite, or a column of the update is not finite.
+    """
+    if rewards.isinf().any():
+        raise NonFiniteError(f"{int(rewards.isinf().sum())} of {len(rewards)} rewards are infinite")
+    groups = torch.arange(len(rewards)) // config.samples_per_prompt
+    scored = torch.nonzero(~rewards.isnan()).squeeze(-1)
+    if len(scored) < len(rewards):
+        rewards, groups = rewards[scored], torch.unique(groups[scored], return_inverse=True)[1]
+        kept = scored.numpy()
+        text, rollout, scores = text.take(kept), rollout.take(kept), scores.take(kept)
+    ended, mask, has_critic = torch.tensor(rollout.ended), _mask(rollout), config.critic_in_use != "none"
+    rewards, bootstrap = _final_rewards(config, rewards, ended, mask, scores)
+    inputs = _advantage_inputs(config, text, rollout, scores, rewards, bootstrap, groups, kl_coef)
+    advantages, returns = estimate(estimator or ESTIMATORS[config.advantages], inputs, config.advantages)
+    if config.whiten_advantages:
+        advantages = whiten(advantages, mask)
+    rows = text.as_kind(
+        PolicyBatch,
+        old_logprobs=scores.logprobs,
+        advantages=_ragged(advantages, rollout.rollout_logprobs),
+        weights=scores.logprobs,
+        rollout_logprobs=rollout.rollout_logprobs,
+        values=scores.values if has_critic else None,
+        returns=_ragged(returns, rollout.rollout_logprobs) if has_critic else None,
+        ref_logprobs=scores.ref_logprobs if config.kl.place == "loss" else None,
+        **rollout.pick("response_mask", "branches"),
+    )
+    metrics = experience_metrics(config, inputs, rewards, ended, returns)
+    made = Experience(rows, rollout, scores.ref_logprobs, int(mask.sum()), 0.0, 0.0, metrics)
+    return measured(config, made, scores.logprobs)
+
+
+def measured(config: PPOStageConfig, experience: Experience, logprobs: Ragged) -> Experience:
+    """`experience` with the policy's log-probabilities before the update, and what follows from them: importance
+    weights, the mismatch of generator and trainer, the KL to the reference. Rows in which they are empty count nowhere.
+
+    Raises:
+        NonFiniteError: a column of the update is not finite.
+    """
+    known = np.flatnonzero(logprobs.lengths)
+    rollout, dense = experience.rollout.take(known), _dense(logprobs[known])
+    mask = _mask(rollout)
+    weights, mismatch = importance_weights(
+        dense,
+        _dense(rollout.rollout_logprobs),
+        mask,
+        mode=config.importance_correction,
+        cap=config.importance_cap,
+        level=config.importance_level,
+    )
+    ragged = Ragged(_ragged(weights, rollout.rollout_logprobs).values, logprobs.offsets)
+    rows = experience.rows.with_columns(old_logprobs=logprobs, weights=ragged)
+    wrong = rows.non_finite()
+    if wrong is not None:
+        raise NonFiniteError(f"the experience: {wrong} are not finite")
+    kl = kl_summary(dense, _dense(experience.ref_logprobs[known]), mask)
+    metrics = experience.metrics | policy_metrics(kl, mismatch)
+    return replace(experience, rows=rows, reference_kl=kl["k1"], mismatch=mismatch["mean_abs_diff"], metrics=metrics)
+
+
+def _final_rewards(
+    config: PPOStageConfig, rewards: Tensor, ended: Tensor, mask: Tensor, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    """(rewards [B] with the config's rules for replies that were cut off or are too long, value of the state after
+    each [B])."""
+    bootstrap = torch.zeros_like(rewards)
+    if config.truncated == "bootstrap":
+        # A cut is no terminal state: the unfinished reply earns no score, and the critic estimates its value.
+
+        bootstrap = torch.where(ended, 0.0, torch.from_numpy(scores.final_values))
+        rewards = rewards * ended
+    elif config.truncated == "lowest":
+        rewards = lowest_where_cut(rewards, ended)
+    else:
+        rewards = rewards - config.truncation_penalty * (~ended)
+    if config.overlong_buffer is not None:
+        rewards = rewards + overlong_penalty(mask.sum(-1), config.max_new_tokens, config.overlong_buffer)
+    return rewards, bootstrap
+
+
+def _advantage_inputs(
+    config: PPOStageConfig,
+    text: TextBatch,
+    rollout: Rollout,
+    scores: Scores,
+    rewards: Tensor,
+    bootstrap: Tensor,
+    groups: Tensor,
+    kl_coef: float,
+) -> AdvantageInputs:
+    """The rollout in padded rows [B, T], which only advantages need: they run over all replies at once, from the last
+    token back."""
+    mask, has_critic = _mask(rollout), config.critic_in_use != "none"
+    penalties = zeros = torch.zeros(mask.shape)
+    if config.kl.place == "reward" and kl_coef:
+        logprobs, ref_logprobs = _dense(scores.logprobs), _dense(scores.ref_logprobs)
+        penalties = kl_coef * kl_estimate(logprobs, ref_logprobs, config.kl.estimator)
+    turn_rewards = _dense(rollout.turn_rewards) if rollout.are_episodes else zeros
+    # Equal replies get one KL: differences in the last bits would be amplified by the group's deviation.
+    alike = torch.from_numpy(first_alike(text.row_keys()))
+    return AdvantageInputs(
+        scores=rewards - (penalties * mask).sum(-1)[alike],
+        # Rewards that belong to no turn, from other sources or for a cut, go on the last token.
+        rewards=place_rewards(rewards - turn_rewards.sum(-1), penalties, mask) + turn_rewards,
+        mask=mask,
+        groups=groups,
+        values=_dense(scores.values) if has_critic and "values" in scores else zeros,
+        bootstrap_values=bootstrap,
+        gamma=config.gamma,
+        gae_lambda=config.gae_lambda if has_critic else 1.0,
+    )
+
+
+def _mask(rollout: Rollout) -> Tensor:
+    """True at tokens that the policy sampled [B, T]."""
+    if rollout.are_episodes:
+        return _dense(rollout.response_mask)
+    return torch.from_numpy(rollout.rollout_logprobs.mask())
+
+
+def _dense(column: Ragged) -> Tensor:
+    return torch.from_numpy(column.dense())
+
+
+def _ragged(column: Tensor, like: Ragged) -> Ragged:
+    """A padded column [B, T] as rows of the lengths of `like`."""
+    return Ragged(column[torch.from_numpy(like.mask())].float().numpy(), like.offsets)
+
+
+def scaled_rewards(
+    config: PPOStageConfig, rewards: RewardSources, sources: SourceScores, moments: RunningMoments
+) -> Tensor:
+    """The reward of each reply [B], scaled by `config.reward_scaling` and clipped; NaN if it has none. Updates the
+    running `moments` of the weighted sum when the config scales by them."""
+    raw = weighted_sum(sources, rewards.weights)
+    if config.reward_scaling == "reward_model":
+        scaled = rewards.scaled(sources)
+    elif config.reward_scaling == "running":
+        moments.update(raw[~raw.isnan()].tolist())
+        scaled = (raw - moments.mean) / moments.std
+    else:
+        scaled = raw
+    return scaled if config.reward_clip is None else scaled.clamp(-config.reward_clip, config.reward_clip)

@@ -1,0 +1,65 @@
+"""Declaration of the stage kind `ppo`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from xray_runtime.kernel.config.sources import is_function
+from xray_runtime.kernel.graph.artifacts import VALUE_HEAD, Model
+from xray_runtime.kernel.graph.kind import StageKind, register
+from xray_runtime.methods.common.checks import (
+    FEW_STEPS,
+    agent_reads,
+    called_functions,
+    check_rewards,
+    check_terms,
+    check_validation,
+)
+from xray_runtime.methods.common.findings import policy_findings
+from xray_runtime.methods.common.inputs import PPOInputs
+from xray_runtime.methods.common.sampling.model_roles import ppo_models
+from xray_runtime.methods.ppo.config import PPOConfig
+
+
+def _ppo_functions(config: PPOConfig) -> list[str]:
+    return called_functions(config) + [name for name in (config.advantages, config.loss) if is_function(name)]
+
+
+def check_ppo(config: PPOConfig, inputs: Mapping[str, Any]) -> None:
+    check_rewards(config, inputs)
+    check_terms(config, inputs, "judges")
+    if config.judges and config.validation is None:
+        raise ValueError("judges: are not allowed without validation: they would not be used")
+    check_validation(config, inputs["prompts"])
+
+
+PPO = register(
+    StageKind(
+        "ppo",
+        PPOConfig,
+        PPOInputs,
+        Model,
+        "xray_runtime.methods.ppo.body:run",
+        models=ppo_models,
+        outside=agent_reads,
+        functions=_ppo_functions,
+        check=check_ppo,
+        shorten=lambda config: config.model_copy(update={"iterations": FEW_STEPS}),
+        panels=[
+            ("reward", ["reward/mean"]),
+            ("gold score", ["reward/gold"]),
+            ("validation score", ["validation/score"]),
+            ("KL to the reference (nats a reply)", ["kl/reference_k1", "kl/reference_k3"]),
+            ("entropy (nats a token)", ["policy/entropy"]),
+            ("clip fractions", ["policy/clip_fraction", "value/clip_fraction"]),
+            ("explained variance", ["value/explained_variance"]),
+            ("generator/trainer mismatch (nats)", ["rollout/mismatch", "rollout/mismatch_max"]),
+            ("reply length (tokens)", ["rollout/length"]),
+            ("seconds by phase", [f"seconds/{phase}" for phase in ("sync", "generate", "score", "update")]),
+        ],
+        headline={"reward/mean": "reward", "kl/reference_k1": "KL"},
+        findings=policy_findings,
+        title=f"a policy after PPO (a value head, if any, is in `{VALUE_HEAD}`)",
+    )
+)

@@ -1,0 +1,203 @@
+"""The metrics of an iteration, as documented in docs/metrics.md, and the clock of its phases."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from xray_runtime.agents.episodes.agent_records import agent_metrics
+from xray_runtime.algorithms.advantages import masked_mean
+from xray_runtime.algorithms.groups import tied_groups
+from xray_runtime.algorithms.rewards import SourceScores, statistics, weighted_sum
+from xray_runtime.algorithms.statistics import explained_variance
+from xray_runtime.methods.common.sampling.episode import episode_means
+from xray_runtime.methods.common.training.finite import naming
+
+MAX_NAME = 150
+"""Characters of a reward source's name in metrics; MLflow allows 250 for the whole."""
+
+if TYPE_CHECKING:
+    from xray_runtime.algorithms.estimators import AdvantageInputs
+    from xray_runtime.data.batch import Rollout
+    from xray_runtime.methods.common.sampling.scoring import ScoredRollout
+    from xray_runtime.methods.common.sampling.types import Experience
+    from xray_runtime.methods.common.training.prompts import UniquePrompts
+    from xray_runtime.methods.common.training.steps import PolicySums, ValueSums
+    from xray_runtime.methods.ppo.config import PPOConfig, PPOStageConfig
+    from xray_runtime.methods.ppo.update import Update
+    from xray_runtime.rewards.reward_sources import RewardSources
+
+
+class PhaseClock:
+    """Seconds per phase of an iteration; errors about numbers that are not finite name `where`, and the phase."""
+
+    def __init__(self, where: str) -> None:
+        self._where, self.seconds = where, dict[str, float]()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            with naming(f"{self._where} ({name})"):
+                yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        total = sum(self.seconds.values())
+        return {f"seconds/{name}": s for name, s in self.seconds.items()} | {"seconds/total": total}
+
+
+def iteration_metrics(
+    config: PPOConfig,
+    iteration: int,
+    clock: PhaseClock,
+    prompts: UniquePrompts,
+    rewards: RewardSources,
+    results: tuple[Rollout, ScoredRollout, Experience, Update],
+    probe: float | None,
+    golds: Sequence[float] | None,
+) -> dict[str, float]:
+    """All metrics of an iteration except those of validation, KL controller and hacking monitor.
+
+    Args:
+        results: the iteration's results, in that order.
+        probe: mismatch of the generator; None if it was not probed.
+        golds: gold score of each reply; None without `gold`.
+    """
+    rollout, scored, experience, update = results
+    metrics = experience.metrics | reward_metrics(rewards, scored.sources) | update_metrics(update)
+    metrics |= rollout_metrics(config, rollout, scored, iteration) | speed_metrics(config, experience, update, clock)
+    if probe is not None:
+        metrics["sync/mismatch"] = probe
+    if golds is not None:
+        metrics |= {"reward/gold": float(np.mean(golds)), "reward/gold_std": float(np.std(golds))}
+    return metrics if iteration else metrics | prompts.metrics()
+
+
+def experience_metrics(
+    config: PPOStageConfig, inputs: AdvantageInputs, rewards: Tensor, ended: Tensor, returns: Tensor
+) -> dict[str, float]:
+    """Metrics of the replies that have a reward.
+
+    Args:
+        rewards: final reward of each reply [B].
+        ended: True if the reply was not cut off [B].
+        returns: return of each token [B, T].
+    """
+    mask = inputs.mask
+    metrics = {
+        "reward/mean": float(rewards.mean()),
+        # In float64 the deviation of equal rewards is exactly 0.
+        "reward/std": float(rewards.double().std(correction=0)),
+        "rollout/length": float(mask.sum(-1).float().mean()),
+        "rollout/truncated": float((~ended).float().mean()),
+    }
+    if config.critic_in_use != "none":
+        metrics |= {
+            "value/mean": float(masked_mean(inputs.values, mask)),
+            "value/return": float(masked_mean(returns, mask)),
+            "value/explained_variance": explained_variance(inputs.values, returns, mask),
+        }
+    if config.samples_per_prompt > 1:
+        metrics["rollout/tied_groups"] = float(tied_groups(rewards, inputs.groups).float().mean())
+    return metrics
+
+
+def policy_metrics(kl: dict[str, float], mismatch: dict[str, float]) -> dict[str, float]:
+    """Metrics of the policy's log-probabilities before the update: `kl_summary` to the reference, and the second result
+    of `importance_weights`."""
+    return {
+        "kl/reference_k1": kl["k1"],
+        "kl/reference_k3": kl["k3"],
+        "rollout/mismatch": mismatch["mean_abs_diff"],
+        "rollout/mismatch_max": mismatch["max_abs_diff"],
+        "rollout/effective_sample_share": mismatch["effective_sample_share"],
+        "rollout/capped_share": mismatch["capped_share"],
+    }
+
+
+def reward_metrics(rewards: RewardSources, sources: SourceScores) -> dict[str, float]:
+    """Mean of the raw reward, number of replies without one, and statistics of each source."""
+    raw = weighted_sum(sources, rewards.weights)
+    metrics = {"reward/raw": float(raw.nanmean()), "reward/failed": float(raw.isnan().sum())}
+    for source, numbers in statistics(sources).items():
+        metrics |= {f"reward/source/{metric_name(source)}/{key}": value for key, value in numbers.items()}
+    return metrics
+
+
+def metric_name(source: str) -> str:
+    """A reward source's name in metrics, without the characters that MLflow does not allow, and not too long for it."""
+    name = re.sub(r"[^\w. -]", ".", source)
+    if len(name) <= MAX_NAME:
+        return name
+    return f"{name[:MAX_NAME]}.{hashlib.sha256(source.encode()).hexdigest()[:8]}"
+
+
+def rollout_metrics(config: PPOConfig, rollout: Rollout, scored: ScoredRollout, iteration: int) -> dict[str, float]:
+    """Metrics of the replies as sampled (`rollout`) and with tied groups replaced (`scored`)."""
+    version, episodes = float(rollout.version.mean()), scored.rollout
+    metrics = {"rollout/version": version, "rollout/lag": iteration - version}
+    metrics["rollout/distinct_replies"] = len(set(scored.replies)) / len(scored.replies)
+    if any(scored.reasoning_lengths):
+        metrics["rollout/reasoning_length"] = float(np.mean(scored.reasoning_lengths))
+        whole = [len(ids) for ids in scored.rollout.own_tokens()]
+        metrics["rollout/answer_length"] = float(np.mean(whole)) - metrics["rollout/reasoning_length"]
+    if episodes.are_episodes:
+        metrics |= {f"rollout/{name}": mean for name, mean in episode_means(episodes).items()}
+        if "ran_again" in episodes:
+            counts = agent_metrics(episodes.answers.tolist(), int(episodes.ran_again.sum()))
+            metrics |= {f"rollout/{name}": count for name, count in counts.items()}
+    if config.resample_rounds:
+        metrics["rollout/resampled_groups"] = scored.num_dropped / config.samples_per_prompt
+    return metrics
+
+
+def update_metrics(update: Update) -> dict[str, float]:
+    """Means over the steps that were taken: losses and counts per token, norms per step."""
+    steps = update.steps
+    taken = [step for step in steps if step.taken]
+    policies, critics = [step.policy for step in taken], [step.critic for step in taken if step.critic is not None]
+    values: list[ValueSums | PolicySums] = [critic.sums for critic in critics]
+    values = values or [policy.sums for policy in policies]
+    num_tokens = max(sum(step.num_tokens for step in taken), 1.0)
+    sums = {
+        "policy/loss": [policy.sums.policy_loss for policy in policies],
+        "policy/entropy": [policy.sums.entropy_sum for policy in policies],
+        "policy/clip_fraction": [policy.sums.clip_count for policy in policies],
+        "policy/dual_clip_fraction": [policy.sums.dual_clip_count for policy in policies],
+        "policy/approx_kl": [policy.sums.approx_kl_sum for policy in policies],
+        "value/loss": [value.value_loss for value in values if value.value_loss is not None],
+        "value/clip_fraction": [value.value_clip_count for value in values if value.value_clip_count is not None],
+    }
+    metrics = {name: sum(numbers) / num_tokens for name, numbers in sums.items() if numbers}
+    metrics |= {"policy/grad_norm": sum(p.grad_norm for p in policies) / len(steps), "policy/lr": steps[-1].lr}
+    if critics:
+        metrics["value/grad_norm"] = sum(critic.grad_norm for critic in critics) / len(steps)
+    return metrics | {"policy/updates": float(len(steps)), "policy/stopped_early": float(update.stopped_early)}
+
+
+def speed_metrics(config: PPOConfig, experience: Experience, update: Update, clock: PhaseClock) -> dict[str, float]:
+    """Seconds per phase, response tokens per second, and tokens that the policy's updates computed."""
+    metrics, num_tokens = clock.metrics(), experience.num_tokens
+    if not config.lag:
+        metrics["speed/generate_tokens_per_s"] = num_tokens / clock.seconds["generate"]
+    metrics["speed/score_tokens_per_s"] = num_tokens / clock.seconds["score"]
+    metrics["speed/update_tokens_per_s"] = num_tokens * update.epochs / clock.seconds["update"]
+    metrics["speed/computed_tokens"] = sum(step.policy.computed_tokens for step in update.steps)
+    metrics["speed/response_tokens_per_s"] = num_tokens / metrics["seconds/total"]
+    return metrics
+
+
+def summary(metrics: dict[str, float]) -> str:
+    """One line about an iteration."""
+    gold = f"gold {metrics['reward/gold']:+.3f} " if "reward/gold" in metrics else ""
+    phases = " ".join(f"{name} {metrics[f'seconds/{name}']:.1f}s" for name in ("sync", "generate", "score", "update"))
+    return f"reward {metrics['reward/mean']:+.3f} {gold}KL {metrics['kl/reference_k1']:.2f} | {phases}"

@@ -1,0 +1,182 @@
+"""The rollouts of a PPO stage, from prompts to replies to train on.
+
+With `lag: n` (1 is "one-step-off") the generator samples rollout i + n with version i, the policy after i updates,
+while all models score rollout i and the policy learns from it. Version 0 samples the first n + 1 rollouts; every later
+one is n updates old, and none is older. Weights never change while a rollout is sampled, so it depends on prompts,
+seeds and one version, never on timing; `in_flight_updates` gives that up (`in_flight`). The loss then involves three
+policies:
+
+    behaviour   version i − n, in the generator, sampled           `rollout_logprobs`
+    proximal    version i, in the trainer, before the update       `old_logprobs`, where the clipped ratio is 1
+    current     the policy being updated                           `logprobs`
+
+It is the decoupled objective of Hilton, Cobbe and Schulman (2021, "Batch size-invariance for policy optimization"),
+which AReaL (Fu et al. 2025) also uses: the clipped loss against the proximal policy, each token weighted by proximal
+over behaviour. The same weights, with the same cap, correct for the generator's kernels (`algorithms.importance`).
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from xray_runtime.agents.episodes.agent_episodes import AgentEpisodes
+from xray_runtime.agents.episodes.in_flight import InFlightEpisodes
+from xray_runtime.cluster.protocols import Local, ModelHandle, Ready, Ref, get, get_all
+from xray_runtime.data.batch import ReplyBatch, Rollout, TextBatch
+from xray_runtime.engines.sampling import Sampling
+from xray_runtime.methods.common.sampling.episode import EpisodeBatch
+from xray_runtime.methods.common.sampling.sampled_replies import prompt_rows
+from xray_runtime.methods.common.training.finite import check_rollout
+from xray_runtime.methods.common.training.prompts import UniquePrompts
+
+if TYPE_CHECKING:
+    from xray_runtime.agents.episodes.episodes import EpisodeSampler
+    from xray_runtime.cluster.stage import Stage
+    from xray_runtime.data.batching import Cursor
+    from xray_runtime.methods.common.inputs import PPOInputs
+    from xray_runtime.methods.ppo.config import PPOConfig
+
+PROBE_ROWS, PROBE_TOKENS = 8, 4
+"""Number and length of a probe's replies. Small, since training and sampling wait for it."""
+
+
+def purpose_of(round: int) -> str:
+    """The purpose that seeds a rollout: round 0 is an iteration's first, round r the r-th of replacement prompts."""
+    return f"resample-{round - 1}" if round else "sample"
+
+
+@dataclass(frozen=True)
+class PendingRollout:
+    version: int
+    """Version of the sampling policy: the number of updates before it."""
+    prompts: list[int]
+    """Prompt number of each reply."""
+    answer: Ref[ReplyBatch]
+    """A generator's answer, or a whole rollout of episodes or from a snapshot."""
+    seeds: np.ndarray | None = None
+    """Seed of each reply [B]; None if `answer` is a rollout, which has its own."""
+
+    def get(self) -> Rollout:
+        """Wait for the rollout."""
+        answer, count = get(self.answer), len(self.prompts)
+        version, prompt = np.full(count, self.version), np.array(self.prompts)
+        if isinstance(answer, Rollout):
+            return answer.with_columns(version=version, prompt=prompt)
+        return answer.as_kind(Rollout, seed=self.seeds, version=version, prompt=prompt)
+
+
+class Rollouts:
+    """Rollouts that were requested and not yet trained on.
+
+    Args:
+        episodes: plays episodes instead of sampling single replies.
+        in_flight: the episodes that run across updates, with `in_flight_updates`.
+    """
+
+    def __init__(
+        self,
+        generator: ModelHandle,
+        stage: Stage[PPOConfig, PPOInputs],
+        sampling: Sampling,
+        prompts: UniquePrompts,
+        cursor: Cursor,
+        episodes: EpisodeSampler | None = None,
+        in_flight: InFlightEpisodes | None = None,
+    ) -> None:
+        self._generator, self._stage, self._prompts, self._cursor = generator, stage, prompts, cursor
+        self._sampling, self._episodes, self._in_flight = sampling, episodes, in_flight
+        self._pending: list[PendingRollout] = []
+
+    def request(self, iteration: int) -> None:
+        """Start sampling, with policy version `iteration`, all rollouts up to `iteration + lag` that were not requested
+        yet."""
+        if self._in_flight is not None:
+            self._in_flight.request(iteration, self._cursor)
+            return
+        config = self._stage.config
+        end = min(iteration + config.lag + 1, config.iterations)
+        for number in range(iteration + len(self._pending), end):
+            taken = self._cursor.take(config.prompts_per_iteration)
+            prompts = [prompt for prompt in taken for _ in range(config.samples_per_prompt)]
+            self._pending.append(self._sample(prompts, iteration, purpose_of(0), number))
+
+    def wait(self) -> None:
+        """Wait until all requested rollouts are sampled."""
+        get_all([rollout.answer for rollout in self._pending])
+
+    def take(self) -> Rollout:
+        """Remove and return the oldest requested rollout."""
+        if self._in_flight is not None:
+            return self._in_flight.take()
+        return self._checked(self._pending.pop(0))
+
+    def sample_others(self, iteration: int, attempt: int, count: int) -> Rollout:
+        """Sample replies to the next `count` prompts with the policy version of `iteration`, in which there were
+        `attempt` calls before."""
+        config = self._stage.config
+        prompts = [prompt for prompt in self._cursor.take(count) for _ in range(config.samples_per_prompt)]
+        return self._checked(self._sample(prompts, iteration, purpose_of(attempt + 1), iteration))
+
+    def sync(self, policy: ModelHandle, iteration: int) -> str | None:
+        """Load version `iteration` of the policy's weights into the generator; returns `Shard.policy`."""
+        with nullcontext() if self._in_flight is None else self._in_flight.updating(iteration):
+            return get(self._generator.follow.remote(policy, iteration)) if iteration else None
+
+    def metrics(self) -> dict[str, float]:
+        """`speed/generator_idle` since the last call, with agents."""
+        agents = self._episodes
+        return {"speed/generator_idle": agents.idle_share()} if isinstance(agents, AgentEpisodes) else {}
+
+    def probe(self, policy: ModelHandle, version: int) -> float:
+        """Mean |log-probability difference| between generator and policy at `version`, in nats per token.
+
+        Uses the first tokens of a few replies, spread over every replica and rank. A rollout sampled during an update
+        cannot be compared: when it arrives, the policy has changed.
+        """
+        ranks = self._stage.config.engine.data_parallel, self._stage.runtime.generator_replicas
+        num_rows = max(PROBE_ROWS, *ranks)
+        prompts = [row % len(self._prompts) for row in range(num_rows)]
+        sampling = replace(self._sampling, max_new_tokens=min(PROBE_TOKENS, self._sampling.max_new_tokens))
+        replies = self._generate(prompts, sampling, version, "probe", version).get()
+        check_rollout(replies, num_rows, sampling)
+        scores = get(policy.score.remote(TextBatch.of([self._prompts[i][1] for i in prompts], replies.response_ids)))
+        return float(np.abs(scores.logprobs.values - replies.rollout_logprobs.values).mean())
+
+    def _sample(self, prompts: list[int], version: int, purpose: str, number: int) -> PendingRollout:
+        if self._episodes is None:
+            return self._generate(prompts, self._sampling, version, purpose, number)
+        contents, group_size = [self._prompts[i] for i in prompts], self._stage.config.samples_per_prompt
+        columns = self._prompts.columns(prompts)
+        batch = EpisodeBatch(contents, columns, version, purpose, number, group_size)
+        answer: Ref[Rollout] = Local(self._episodes.begin(batch))
+        return PendingRollout(version, prompts, answer)
+
+    def _generate(
+        self, prompts: list[int], sampling: Sampling, version: int, purpose: str, number: int
+    ) -> PendingRollout:
+        rows = prompt_rows(self._stage, [self._prompts[i][1] for i in prompts], purpose, number)
+        replies = self._generator.generate.remote(rows, sampling, version)
+        return PendingRollout(version, prompts, replies, rows.seed)
+
+    def _checked(self, pending: PendingRollout) -> Rollout:
+        rollout = pending.get()
+        if self._episodes is None:  # episodes check each turn
+            check_rollout(rollout, len(pending.prompts), self._sampling)
+        return rollout
+
+    def save_state(self, directory: Path) -> None:
+        """Wait for the pending rollouts and write them: a later attempt does not have the weights that sampled them."""
+        for number, rollout in enumerate(self._pending):
+            rollout.get().save(directory / f"rollout-{number:03}.safetensors")
+
+    def load_state(self, directory: Path) -> None:
+        for path in sorted(directory.glob("rollout-*.safetensors")):
+            rollout = Rollout.load(path)
+            restored: Ref[ReplyBatch] = Ready(rollout)
+            version, prompts = int(rollout.version[0]), rollout.prompt.tolist()
+            self._pending.append(PendingRollout(version, prompts, restored))

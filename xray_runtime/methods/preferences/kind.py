@@ -1,0 +1,85 @@
+"""Declaration of the stage kind `preferences`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from xray_runtime.kernel.graph.artifacts import Artifact, Curated, Preferences
+from xray_runtime.kernel.graph.kind import StageKind, register
+from xray_runtime.kernel.graph.roles import ModelRole, sampled
+from xray_runtime.methods.common.checks import called_functions, check_rewards, fewer_prompts, num_samples
+from xray_runtime.methods.common.findings import preferences_findings
+from xray_runtime.methods.common.inputs import PreferencesInputs
+from xray_runtime.methods.common.sampling.model_roles import sampling_models
+from xray_runtime.methods.preferences.config import (
+    CuratedPreferences,
+    DatasetPreferences,
+    GoldPreferences,
+    JudgedPreferences,
+    PreferencesStageConfig,
+    RatingPreferences,
+    RewardedPreferences,
+    SampledPreferences,
+)
+
+FEW_PAIRS = 64
+CHITCHAT = "chitchat"
+
+
+def _preferences_read(config: Any) -> dict[str, str]:
+    if isinstance(config, RatingPreferences):
+        # The ratings are part of the conversations, so no field names them.
+        return {"ratings": CHITCHAT}
+    return {"path": config.path} if isinstance(config, DatasetPreferences) else {}
+
+
+def _preferences_models(config: Any) -> dict[str, ModelRole]:
+    if isinstance(config, RewardedPreferences):
+        return sampling_models(config, "policy", "data", rows=num_samples(config), reply_tokens=config.max_new_tokens)
+    if not isinstance(config, SampledPreferences):
+        return {}
+    seen: dict[str, Any] = {"rows": 2 * config.num_pairs, "reply_tokens": config.max_new_tokens}
+    return {"generator": sampled(config.generator, "policy", data="data", **seen)}
+
+
+def _fewer_preferences(config: Any) -> Any:
+    if isinstance(config, RewardedPreferences):
+        return fewer_prompts(config)
+    if isinstance(config, GoldPreferences):
+        return config.model_copy(update={"num_pairs": min(config.num_pairs, FEW_PAIRS)})
+    return config
+
+
+def check_preferences(config: Any, inputs: Mapping[str, Any]) -> None:
+    sampled = isinstance(config, GoldPreferences | RewardedPreferences)
+    needed: tuple[str, ...] = ("policy", "data") if sampled else ()
+    needed = ("data",) if isinstance(config, RatingPreferences) else needed
+    needed = ("judgements",) if isinstance(config, JudgedPreferences | CuratedPreferences) else needed
+    for role in needed:
+        if role not in inputs:
+            raise ValueError(f"{role}: is required with source {config.source!r}")
+    # A plan does not open checkpoints, so their type is unknown.
+    if isinstance(config, CuratedPreferences) and inputs["judgements"].output not in (Curated, Artifact):
+        raise ValueError("judgements: must be the output of `curate` with source 'curated'")
+    if isinstance(config, RewardedPreferences):
+        check_rewards(config, inputs)
+
+
+PREFERENCES = register(
+    StageKind(
+        "preferences",
+        PreferencesStageConfig,
+        PreferencesInputs,
+        Preferences,
+        "xray_runtime.methods.preferences.body:run",
+        models=_preferences_models,
+        outside=_preferences_read,
+        functions=called_functions,
+        check=check_preferences,
+        findings=preferences_findings,
+        shorten=_fewer_preferences,
+        headline={"pairs": "pairs"},
+        results="stats.json",
+    )
+)

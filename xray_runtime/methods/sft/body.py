@@ -1,0 +1,134 @@
+"""Stage `sft`: supervised fine-tuning of the base model on human replies."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xray_runtime.algorithms.schedules import learning_rate
+from xray_runtime.cluster.protocols import ModelHandle, get
+from xray_runtime.data.batch import TextBatch
+from xray_runtime.data.batching import Cursor
+from xray_runtime.data.conversations import ConversationTokens
+from xray_runtime.data.dropped import DroppedRows
+from xray_runtime.data.pairs import HELDOUT, TRAIN
+from xray_runtime.kernel.seeding import derive_seed
+from xray_runtime.methods.common.training.dataset import (
+    is_in_order,
+    max_prompt_tokens,
+    max_reply_tokens,
+    tokenizing,
+    validation_file,
+)
+from xray_runtime.methods.common.training.finite import SkippedSteps
+from xray_runtime.methods.common.training.policy_versions import BestVersion
+from xray_runtime.methods.common.training.resumable import Resumable
+from xray_runtime.methods.common.training.steps import SFTSums, StepTotals, read_step
+from xray_runtime.methods.common.training.trained_model import trained_model
+from xray_runtime.methods.common.training.trunk_states import TrunkStates
+from xray_runtime.models.causal_lm import load_tokenizer
+from xray_runtime.models.objectives import SFTObjective
+
+if TYPE_CHECKING:
+    from xray_runtime.cluster.stage import Stage
+    from xray_runtime.kernel.graph.kind import Recorder
+    from xray_runtime.methods.common.inputs import SFTInputs
+    from xray_runtime.methods.sft.config import SFTConfig
+
+HELDOUT_ROWS = 256
+"""Number of held-out conversations for the held-out loss."""
+
+
+def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> int:
+    """Writes the tuned model in Hugging Face form, and dropped.jsonl, which lists replies that were too long.
+    `validation` adds validation.json and may keep an earlier version."""
+    config, validation = stage.config, stage.config.validation
+    base, dataset = stage.inputs.base.path, stage.inputs.data.path
+    tokenizer = load_tokenizer(base)
+    longest = max_reply_tokens(config.max_response_tokens, base)
+    limits = (max_prompt_tokens(dataset, base, longest), longest)
+    train, heldout_rows, validation_rows = _data(stage, tokenizer, limits, recorder)
+    best = BestVersion(stage.kept or recorder.log_dir, validation)
+    cursor = Cursor(len(train), derive_seed(stage.seed, stage.name, "order"), shuffled=not is_in_order(dataset))
+    states = TrunkStates(stage, base, dataset, train, cursor.ahead(config.steps * config.batch_size), recorder)
+
+    with stage.open_models({"policy": trained_model(stage, base, SFTObjective())}) as models:
+        policy = models["policy"]
+        states.compute(policy)
+        skipped = SkippedSteps()
+        state = Resumable(recorder, models, [best.versions], cursor=cursor, skipped=skipped, validation=best.state)
+        done = state.restore()
+        if not done:
+            recorder.metrics(_data_metrics(train, limits), 0)
+        for step in range(done, config.steps):
+            start = time.perf_counter()
+            index = cursor.take(config.batch_size)
+            batch = train.take(index).with_columns(**states.columns(index))
+            tokens, lr = batch.num_response_tokens(), learning_rate(config, step, config.steps)
+            result = read_step(SFTSums, get(policy.train.remote(batch, StepTotals(tokens=tokens).to_wire(), lr)))
+            skipped.check_step(stage, "policy", step, result)
+            seconds = time.perf_counter() - start
+            loss = result.sums.nll / tokens
+            metrics = {
+                "sft/loss": loss,
+                "sft/grad_norm": result.grad_norm,
+                "sft/lr": lr,
+                "speed/train_tokens_per_s": batch.num_tokens() / seconds,
+            }
+            if step + 1 == config.steps or step % max(config.steps // 5, 1) == 0:
+                metrics["sft/heldout_loss"] = _loss(policy, heldout_rows)
+            if validation is not None and validation_rows is not None and validation.is_due(step + 1, config.steps):
+                metrics["sft/validation_loss"] = _loss(policy, validation_rows)
+                best.update(models, step + 1, -metrics["sft/validation_loss"])
+            recorder.metrics(skipped.metrics(metrics), step)
+            recorder.progress(step + 1, config.steps, "steps", f"loss {loss:.3f}")
+            state.step_done(step + 1, config.steps)
+        done = config.steps
+        if validation_rows is not None:
+            done = best.save(models, out, config.steps, {"conversations": len(validation_rows)})
+        else:
+            get(policy.save.remote(out))
+    with DroppedRows(out) as dropped:
+        train.list_dropped(dropped)
+    return done
+
+
+def _data(
+    stage: Stage[SFTConfig, SFTInputs], tokenizer: Any, limits: tuple[int, int], recorder: Recorder
+) -> tuple[ConversationTokens, TextBatch, TextBatch | None]:
+    """(training rows, first held-out rows, rows for `validation`). Raises ValueError if no row of one side fits."""
+
+    def tokens(file: Path) -> ConversationTokens:
+        return ConversationTokens(file, tokenizer, *limits, stage.seal, tokenizing(recorder))
+
+    dataset, validation = stage.inputs.data.path, stage.config.validation
+    train, heldout = tokens(dataset / TRAIN), tokens(dataset / HELDOUT)
+    if not train.num_all or not heldout.num_all:
+        raise ValueError(
+            f"{stage.name}: the {'held-out' if train.num_all else 'training'} rows of the dataset are prompts without "
+            "replies: add rows with replies; data.rename_columns maps other names of columns"
+        )
+    if not len(train) or not len(heldout):
+        raise ValueError(
+            f"{stage.name}: no pairs fit max_prompt_tokens = {limits[0]} and max_response_tokens = {limits[1]}"
+        )
+    heldout_rows = heldout.take(range(min(HELDOUT_ROWS, len(heldout))))
+    if validation is None:
+        return train, heldout_rows, None
+    found = tokens(validation_file(stage.name, dataset))
+    if not len(found):
+        raise ValueError(f"{stage.name}.validation: no validation row fits: raise data.validation_fraction")
+    return train, heldout_rows, found.take(range(min(validation.num_conversations, len(found))))
+
+
+def _data_metrics(train: ConversationTokens, limits: tuple[int, int]) -> dict[str, float]:
+    """Number of training rows, length limits, and number of dropped rows by reason."""
+    metrics: dict[str, float] = {"sft/pairs": train.num_replies, "sft/conversations": len(train)}
+    metrics |= {"sft/max_prompt_tokens": limits[0], "sft/max_response_tokens": limits[1]}
+    return metrics | {f"sft/dropped_{reason}": count for reason, count in train.num_dropped.items()}
+
+
+def _loss(policy: ModelHandle, rows: TextBatch) -> float:
+    """Nats per response token of `rows`."""
+    return float(get(policy.score.remote(rows)).nll.sum()) / rows.num_response_tokens()

@@ -1,0 +1,20 @@
+"""Declaration of the stage kind `split_preferences`."""
+
+from __future__ import annotations
+
+from xray_runtime.kernel.graph.artifacts import Preferences
+from xray_runtime.kernel.graph.kind import StageKind, register
+from xray_runtime.methods.common.inputs import SplitPreferencesInputs
+from xray_runtime.methods.preferences.config import SplitPreferencesConfig
+
+SPLIT_PREFERENCES = register(
+    StageKind(
+        "split_preferences",
+        SplitPreferencesConfig,
+        SplitPreferencesInputs,
+        Preferences,
+        "xray_runtime.methods.split_preferences.body:run",
+        computes=False,
+        results="stats.json",
+    )
+)

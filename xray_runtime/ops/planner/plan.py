@@ -1,0 +1,188 @@
+"""A plan of a stage: placement and layout of each model, its memory, and the seconds of an iteration.
+
+Placements:
+
+    colocated   the models share devices: on GPUs rank r of every model is on GPU r, on CPU ranks go where there is room
+    separate    every model has devices of its own
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from xray_runtime.cluster.pool.machine import Machine
+from xray_runtime.kernel.graph.roles import ALL_USES, Use
+from xray_runtime.ops.planner.memory import HELD_IN_A_PASS, Layout, Memory
+from xray_runtime.ops.planner.workload import Role, Workload
+
+Placement = Literal["colocated", "separate"]
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """One role's layout, and its memory on one of its devices."""
+
+    role: Role
+    layout: Layout
+    memory: Memory
+
+    @property
+    def layout_text(self) -> str:
+        """Its layout in a few words, such as `ZeRO-2 TP2 DP4 recompute`."""
+        layout, options = self.layout, self.role.options
+        words = [f"ZeRO-{layout.zero_stage}"] if self.role.use == "trained" or layout.zero_stage else []
+        words += [f"{name}{n}" for name, n in (("TP", layout.tp), ("PP", layout.pp), ("DP", layout.dp)) if n > 1]
+        words += ["bf16"] if options.float32_sums else []
+        words += [f"LoRA {options.lora_rank}"] if options.lora_rank else []
+        words += ["offload"] if options.offload else []
+        words += ["recompute"] if options.checkpointing else []
+        return " ".join(words) or "whole"
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on one device of all models of one use."""
+
+    total: int = 0
+    resident: int = 0
+    asleep: int = 0
+    syncing: int = 0
+
+    @classmethod
+    def of(cls, memory: Sequence[Memory]) -> Held:
+        """Memory of models that may work at the same time."""
+        names = [f.name for f in fields(cls)]
+        return cls(**{name: sum(getattr(m, name) for m in memory) for name in names})
+
+
+NOTHING = Held()
+Sleeps = tuple[bool, bool]
+"""Whether (the generator, the trained models) sleep while others work."""
+
+
+def peak_bytes(sleeps: Sleeps, trained: Held, frozen: Held, sampled: Held) -> int:
+    """Peak of a device that all models share, over the turns of an iteration (`methods/ppo/body.py`).
+
+        sync        the generator's weights wake up beside awake trainers; its KV cache still sleeps
+        generate    then trainers sleep, and the KV cache wakes up
+        score, update    the generator sleeps, trainers are awake
+
+    Each model is a process whose allocator keeps its peak, unless it gives back what it does not need after its turn.
+    """
+    generator, trainer = sleeps
+    if not generator:
+        return trained.total + frozen.total + sampled.total
+    sync = trained.resident + trained.syncing + sampled.resident + sampled.syncing + frozen.resident
+    generate = sampled.total + (trained.asleep if trainer else trained.resident) + frozen.resident
+    return max(sync, generate, trained.total + frozen.total + sampled.asleep)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that may share one device."""
+
+    ranks: tuple[RolePlan, ...]
+    generator_sleeps: bool = False
+    """The generator sleeps while the other models work: only its process stays."""
+    trainer_sleeps: bool = False
+    """Trained models sleep while the generator works."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak memory."""
+        by_use = (Held.of([p.memory for p in self.ranks if p.role.use == use]) for use in ALL_USES)
+        return peak_bytes((self.generator_sleeps, self.trainer_sleeps), *by_use)
+
+    def largest(self) -> tuple[RolePlan, str, int]:
+        """(role, field of `Memory`, bytes) of the largest item."""
+        names = (*HELD_IN_A_PASS, "loading", "syncing")
+        return max(
+            ((rank, name, getattr(rank.memory, name)) for rank in self.ranks for name in names),
+            key=lambda need: need[2],
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The chosen plan or, if none fits, the nearest."""
+
+    placement: Placement
+    roles: tuple[RolePlan, ...]
+    groups: tuple[Group, ...]
+    """The fullest possible devices."""
+    layouts: Mapping[Use, Layout]
+    """Roles with the same use share one layout."""
+    workload: Workload
+    """With what the planner chose besides layouts."""
+    machine: Machine
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Phase of an iteration → seconds by the cost model; empty on CPU."""
+    reasons: tuple[str, ...] = ()
+    """Why other candidates failed, one line per kind of layout."""
+
+    @property
+    def fullest(self) -> Group:
+        return max(self.groups, key=lambda group: group.peak_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return self.fullest.peak_bytes <= self.machine.usable_bytes
+
+    @property
+    def max_num_seqs(self) -> int | None:
+        """Sequences that a replica of the generator samples at a time, for which its KV cache and its sampler's logits
+        are planned; None without a generator."""
+        return self.workload.running_sequences(self.layouts["sampled"]) if self.workload.of_use("sampled") else None
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds of one iteration."""
+        return sum(self.seconds.values())
+
+    @property
+    def bottleneck(self) -> str | None:
+        """The phase of an iteration that takes the longest; None on CPU."""
+        return max(self.seconds, key=self.seconds.__getitem__, default=None)
+
+    @property
+    def kind(self) -> str:
+        """Short name of the kind of layout."""
+        trained = self.layouts["trained"]
+        split = ", split" if trained.tp * trained.pp > 1 else ""
+        again = ", recomputing" if self.recomputes else ""
+        return self.placement + split + again + (", offloading" if self.offloads else "")
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether trained models recompute activations in the backward pass."""
+        trained = self.workload.of_use("trained")
+        return bool(trained) and all(role.options.checkpointing for role in trained)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether optimizer states of trained models are in host memory."""
+        trained = self.workload.of_use("trained")
+        return bool(trained) and all(role.options.offload for role in trained)
+
+
+def plan_of(workload: Workload, machine: Machine, placement: Placement, layouts: Mapping[Use, Layout]) -> Plan:
+    """The plan with these layouts, without its seconds."""
+    shared = placement == "colocated"
+    memory = [workload.memory(role, layouts[role.use], shared=shared) for role in workload.roles]
+    plans = tuple(RolePlan(role, layouts[role.use], m) for role, m in zip(workload.roles, memory, strict=True))
+    return Plan(placement, plans, tuple(_shared(plans, workload, machine, placement)), layouts, workload, machine)
+
+
+def _shared(plans: Sequence[RolePlan], workload: Workload, machine: Machine, placement: Placement) -> Iterator[Group]:
+    """The groups of ranks that may share a device."""
+    if machine.device == "cpu":
+        # Every device has one rank of each model, or more if there are more ranks than devices.
+        yield Group(tuple(p for p in plans for _ in range(math.ceil(p.layout.num_devices / machine.num_devices))))
+    elif placement == "separate":
+        yield from (Group((p,)) for p in plans)
+    else:
+        # The first GPU has a rank of every model.
+        yield Group(tuple(plans), workload.generator_sleeps, workload.trainer_sleeps)

@@ -1,0 +1,75 @@
+"""Splits of a model that its engines support, and the devices that remain for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+from xray_runtime.cluster.pool.machine import Machine
+from xray_runtime.engines.trainer import trainer
+from xray_runtime.ops.planner.memory import Layout
+from xray_runtime.ops.planner.workload import Role, Workload
+
+DEGREES = (1, 2, 4, 8)
+"""Tensor-parallel degrees and numbers of pipeline stages."""
+MAX_RANKS = 1024
+
+
+def splits(roles: Sequence[Role], machine: Machine) -> Iterator[tuple[int, int]]:
+    """(tensor-parallel degree, pipeline stages) that all of `roles` support for a replica: whole first, then by
+    increasing communication.
+    """
+    if not roles:
+        return
+    yield 1, 1
+    if any(_is_whole(role) for role in roles):
+        return
+    # This takes seconds of imports, so it runs only if whole replicas do not fit.
+    by_tensor, by_layers = map(all, zip(*(_can_split(role.library, role.model) for role in roles), strict=True))
+    heads = math.gcd(*(size for role in roles for size in (role.shape.num_heads, role.shape.num_kv_heads)))
+    layers = min(role.shape.num_layers for role in roles)
+    tensor = [tp for tp in DEGREES if tp == 1 or (by_tensor and heads % tp == 0 and tp <= machine.node_size)]
+    stages = [pp for pp in DEGREES if pp == 1 or (by_layers and pp <= layers)]
+    yield from ((tp, pp) for pp in stages for tp in tensor if tp * pp > 1)
+
+
+def groups(machine: Machine, tp: int, others: Sequence[int]) -> int:
+    """Number of groups of `tp` devices on one node that remain after each of `others` takes its devices on one node."""
+    node = machine.node_size
+    free = [node] * (machine.num_devices // node) + [machine.num_devices % node]
+    for size in sorted(others, reverse=True):
+        # Choose the node that loses the fewest groups, and among those the fullest.
+        open_to = [i for i, left in enumerate(free) if left >= size]
+        if not open_to:
+            return 0
+        free[min(open_to, key=lambda i: (free[i] // tp - (free[i] - size) // tp, free[i]))] -= size
+    return sum(left // tp for left in free)
+
+
+def trained_layouts(workload: Workload, tp: int, pp: int, dp: int) -> Iterator[Layout]:
+    """Layouts of the trained models by ZeRO stage: from the lowest that all support; more only for several replicas,
+    and 3 only for whole ones."""
+    options = [role.options for role in workload.of_use("trained")]
+    least = max((each.least_zero_stage for each in options), default=0)
+    of_all = [each.sharding.split_levels if tp * pp > 1 else each.sharding.levels for each in options] or [(0,)]
+    stages = sorted(stage for stage in set(of_all[0]).intersection(*of_all) if stage >= least)
+    yield from (Layout(zero_stage=stage, tp=tp, pp=pp, dp=dp) for stage in (stages[:1] if dp == 1 else stages))
+
+
+def zero3_shards(workload: Workload, machine: Machine) -> Iterator[Layout]:
+    """ZeRO-3 over more and more devices, each with its own rows."""
+    most = min(machine.num_devices, workload.rollout_size, MAX_RANKS)
+    yield from (Layout(zero_stage=3, dp=2**n) for n in range(1, most.bit_length()))
+
+
+def _is_whole(role: Role) -> bool:
+    # A frozen trunk is computed whole, once per rollout; adapters and offload to disk work only with ZeRO.
+    options = role.options
+    adapted = role.top_layers is not None or options.lora_rank is not None
+    return role.in_one_piece or adapted or options.least_zero_stage == 3
+
+
+@cache
+def _can_split(library: str, model: str | None) -> tuple[bool, bool]:
+    return (True, True) if model is None else trainer(library).can_split(model)

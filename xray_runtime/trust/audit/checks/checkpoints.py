@@ -1,0 +1,157 @@
+"""The files of checkpoints in an audit: bytes, manifests, statements, signatures, cards, and what stages read."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator
+
+from xray_runtime.kernel.evidence.lines import SignatureProblem, SignatureVerifier
+from xray_runtime.kernel.evidence.statement import Statement
+from xray_runtime.kernel.history.audit_check import ASK, RECOMPUTE, AuditCheck, Audited, Finding, Meaning, is_erased
+from xray_runtime.kernel.history.graph import Node
+from xray_runtime.kernel.history.reference import LineageStore
+from xray_runtime.kernel.store.checkpoints import MAX_RECORD_BYTES, inspect, read_bounded
+from xray_runtime.kernel.store.identity import file_sha256
+from xray_runtime.kernel.store.manifest import ATTESTATION, CARD, SIGNATURE, STATEMENT
+from xray_runtime.trust.attestation import DIFF, EVALUATED_CARD, RECORD_FILES, foreign_in_record
+from xray_runtime.trust.audit.sources import check_commits, check_sources
+from xray_runtime.trust.card import CHECKPOINT_LINE
+
+CODES = {
+    "manifest-replaced": Meaning("The list of the checkpoint's files differs from the published one.", RECOMPUTE),
+    "manifest-inconsistent": Meaning(
+        "The manifest's key does not follow from its config, parents, code and versions: it was edited.", RECOMPUTE
+    ),
+    "unsafe-path": Meaning("The manifest names a file outside of its checkpoint; it was not opened.", RECOMPUTE),
+    "file-added": Meaning("The checkpoint has a file that was not published with it.", "Remove it if it is harmless."),
+    "file-missing": Meaning("A file of the checkpoint is gone.", RECOMPUTE),
+    "file-changed": Meaning("A file's bytes are not those that were published.", RECOMPUTE),
+    "file-link": Meaning("A file of the checkpoint is a link; it was not followed.", RECOMPUTE),
+    "statement-missing": Meaning("The record of how this copy was made is missing.", RECOMPUTE),
+    "statement-malformed": Meaning("The record of how this copy was made cannot be read.", RECOMPUTE),
+    "statement-contradicts": Meaning("The statement and the checkpoint it is about disagree.", RECOMPUTE),
+    "signature-missing": Meaning("The statement is not signed.", RECOMPUTE),
+    "signature-malformed": Meaning("The signature cannot be read.", RECOMPUTE),
+    "signature-foreign": Meaning("The statement was signed with another key than the one trusted here.", ASK),
+    "signature-retired": Meaning(
+        "The statement was signed with a key that had been retired: a holder of the old key made it.", ASK
+    ),
+    "signature-invalid": Meaning("The statement or a file beside it was changed after it was signed.", RECOMPUTE),
+    "card-missing": Meaning("The model card is gone.", RECOMPUTE),
+    "card-changed": Meaning("The model card is neither the one published nor that of a later evaluation.", RECOMPUTE),
+    "withdrawn": Meaning(
+        "The file held data that was withdrawn (`xray withdraw`): it was erased, and a signed entry says so.",
+        "",
+        is_note=True,
+    ),
+    "source-changed": Meaning(
+        "The source file has changed since it was read; the data that was read is in the store.", ASK, is_note=True
+    ),
+    "code-uncommitted": Meaning(
+        "It was computed with changes that were not committed; they are in attestation/code.diff.", "", is_note=True
+    ),
+    "code-unavailable": Meaning(
+        "The code's commit is not in this repository.", "Fetch it, or ask who ran it.", is_note=True
+    ),
+}
+
+
+def check_checkpoint(audited: Audited, node: Node) -> Iterator[Finding]:
+    """One checkpoint's own files."""
+    for damage in inspect(node.directory, node.sha256, file_sha256 if audited.hashing else None):
+        gone = damage.code == "file-missing" and is_erased(node, audited.log, damage.path)
+        yield Finding(node.name, "withdrawn" if gone else damage.code, damage.text)
+    yield from _identity(node)
+    attested = list(_attestation(audited.store, node, audited.verifier))
+    yield from attested
+    if audited.hashing and audited.verifier is not None and not any(finding.is_broken for finding in attested):
+        yield from check_sources(node)
+
+
+def _commits(audited: Audited) -> Iterator[Finding]:
+    statements = [node.statement for node in audited.changed if node.statement is not None]
+    yield from check_commits({statement.predicate.build.internal.code.git_commit for statement in statements})
+
+
+def _identity(node: Node) -> Iterator[Finding]:
+    manifest, kind = node.manifest, node.kind
+    try:
+        key = manifest.identity.key
+    except (ValueError, RecursionError):
+        # X-ray writes no such JSON: NaN, half a character.
+        key = None
+    if key != manifest.key:
+        yield Finding(node.name, "manifest-inconsistent", "its key does not follow from its content")
+    if kind is not None and kind.output.__name__ != manifest.type:
+        yield Finding(
+            node.name, "manifest-inconsistent", f"a stage of kind {kind.name} does not make a {manifest.type}"
+        )
+    if manifest.dataset not in (None, *manifest.parents.values()):
+        yield Finding(node.name, "manifest-inconsistent", "its dataset is not one of its parents")
+
+
+def _attestation(store: LineageStore, node: Node, verifier: SignatureVerifier | None) -> Iterator[Finding]:
+    directory, record = node.directory, node.directory / ATTESTATION
+    if record.is_symlink() or not record.is_dir():
+        yield Finding(node.name, "statement-missing", f"there is no {ATTESTATION}/")
+        return
+    if (foreign := foreign_in_record(record)) is not None:
+        name, reason = foreign
+        code = "statement-malformed" if name in RECORD_FILES and "large" in reason else "file-added"
+        yield Finding(node.name, code, f"{ATTESTATION}/{name} {reason}")
+        return
+    if verifier is not None:
+        try:
+            verifier.check(record, directory / SIGNATURE, node.finished or None)
+        except SignatureProblem as problem:
+            yield Finding(node.name, f"signature-{problem.code}", str(problem))
+    statement = node.statement
+    if statement is None:
+        missing = not (record / STATEMENT).exists()
+        code = "statement-missing" if missing else "statement-malformed"
+        yield Finding(node.name, code, f"{ATTESTATION}/{STATEMENT} {'is missing' if missing else 'is not a statement'}")
+        return
+    differing = statement.contradicts(node.manifest, node.sha256)
+    if differing:
+        yield Finding(node.name, "statement-contradicts", f"they differ in: {', '.join(differing)}")
+    yield from _code(node, statement)
+    yield from _card(store, node, statement)
+
+
+def _code(node: Node, statement: Statement) -> Iterator[Finding]:
+    recorded = statement.predicate.build.internal.code.diff_sha256
+    diff = node.directory / ATTESTATION / DIFF
+    actual = file_sha256(diff, RECORD_FILES[DIFF]) if diff.is_file() else None
+    if actual != recorded:
+        yield Finding(node.name, "statement-contradicts", f"{ATTESTATION}/{DIFF} is not the one recorded")
+    if recorded is not None:
+        yield Finding("code", "code-uncommitted", f"changes {recorded[:12]}")
+
+
+def _card(store: LineageStore, node: Node, statement: Statement) -> Iterator[Finding]:
+    path = node.directory / CARD
+    allowed = {subject.digest.sha256 for subject in statement.subject if subject.name == CARD}
+    # lexists: a dangling link counts as a card.
+    if not allowed and not os.path.lexists(path):
+        return
+    for _, child in store.graph.children.get(node.sha256, []):
+        card = store.graph.nodes[child].directory / ATTESTATION / EVALUATED_CARD
+        # An evaluation of any kind holds the card of the policy it judged, and of none of its other parents.
+        with contextlib.suppress(OSError, ValueError):
+            content = b"" if card.parent.is_symlink() else read_bounded(card)
+            if CHECKPOINT_LINE.format(node.sha256).encode() in content:
+                allowed.add(hashlib.sha256(content).hexdigest())
+    if path.is_symlink() or not path.is_file():
+        yield Finding(node.name, "card-missing", f"{CARD} is missing, or not a file")
+    elif path.stat().st_size > MAX_RECORD_BYTES or file_sha256(path) not in allowed:
+        yield Finding(node.name, "card-changed", f"{CARD} was changed")
+
+
+CHECK = AuditCheck(
+    "every byte of the checkpoints, their statements, signatures, cards, and the sources that they name",
+    CODES,
+    run=_commits,
+    run_checkpoint=check_checkpoint,
+)
