@@ -139,7 +139,7 @@ def rewarded(learner: Learner, deal: Callable[[TextBatch], TextBatch], rows: Tex
 def test_weights_without_a_gradient_decay_as_in_one_process(grouped_model: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     ids = [Ragged.of(rng.integers(5, 280, size=k) for k in rng.integers(5, 15, size=6)) for _ in range(2)]
-    rows = PairBatch(input_ids=ids[0], rejected_ids=ids[1])
+    rows = PairBatch(input_ids=ids[0], rejected_ids=ids[1], prompt_lengths=np.ones(6, np.int64))
 
     def output_layer(layout: dict[str, Any]) -> np.ndarray:
         training = RewardConfig(weight_decay=0.1, engine=EngineConfig(**layout))

@@ -46,7 +46,7 @@ def _yaml() -> YAML:
     strict = YAML(typ="safe", pure=True)
     strict.Composer, strict.Constructor = _Composer, _Constructor
     strict.default_flow_style = False
-    strict.sort_base_mapping_type_on_output = False
+    strict.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     return strict
 
 
