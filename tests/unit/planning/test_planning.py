@@ -470,10 +470,10 @@ def test_vllms_cache_on_cpu_is_what_it_reserves() -> None:
 def test_planning_loads_no_engine() -> None:
     heavy = {"torch", "ray", "prefect", "deepspeed", "vllm", "transformers"}
     code = (
-        "import sys, xray_runtime.ops.planner.suggestions as s, xray_runtime.ops.planner.workload as w\n"
+        "import sys, xray_runtime.ops.planner.suggestions as s, xray_runtime.cluster.pool.machine as m\n"
         "from xray_runtime.ops.planner.search import search\n"
         "plan = lambda changes, there: s.GraphPlan({'ppo': search(changes.of_parameters(7e9, 1024), there)})\n"
-        "list(s.suggest(plan, s.Changes(), plan(s.Changes(), w.Machine(num_devices=1, memory_bytes=2**33))))\n"
+        "list(s.suggest(plan, s.Changes(), plan(s.Changes(), m.Machine(num_devices=1, memory_bytes=2**33))))\n"
         f"print(sorted({heavy!r} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
