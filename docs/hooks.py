@@ -35,15 +35,14 @@ CONFIGS = (
 """The files people write: each with all sections below it."""
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Called by MkDocs: lay out the packages as they are installed, for mkdocstrings."""
+def on_startup(command: str, dirty: bool) -> None:
+    """Called by MkDocs, before mkdocstrings looks for packages: lay them out as they are installed."""
     found = importlib.util.spec_from_file_location("tree", ROOT / ".ci" / "tree.py")
     assert found is not None
     assert found.loader is not None
     tree = importlib.util.module_from_spec(found)
     found.loader.exec_module(tree)
     tree.assemble()
-    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
