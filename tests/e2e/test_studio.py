@@ -221,7 +221,10 @@ def test_from_a_bad_answer_to_a_better_model_in_seven_clicks(tmp_path: Path, win
         window.get_by_role("link", name="Review").click()
         window.get_by_role("link", name="Recorded answers").click()
         window.get_by_text("2 to judge").wait_for()
+        # A key that is typed before the field has the focus is a verdict.
+        window.wait_for_load_state("networkidle")
         window.keyboard.press("c")
+        window.wait_for_function("document.activeElement.tagName === 'TEXTAREA'")
         window.keyboard.type("what it should have said")
         window.get_by_role("button", name="bad").click()
         window.get_by_text("1 to judge").wait_for()
