@@ -173,7 +173,7 @@ def _fields(section: type[BaseModel]) -> Iterator[str]:
 
 
 def engines_page() -> str:
-    """What each trainer and each generator can do."""
+    """The capabilities of every trainer and generator, as tables."""
     from xray_runtime.engines.capabilities import GeneratorCapabilities, TrainerCapabilities
     from xray_runtime.engines.layouts import GENERATORS, TRAINERS
 

@@ -12,7 +12,7 @@ from tests.component.models import RUNTIME, open_models, text
 from xray_runtime.cluster.handles import INLINE_BYTES
 from xray_runtime.cluster.model_spec import ModelSpec
 from xray_runtime.data.batch import TextBatch
-from xray_runtime.data.columnar import Batch
+from xray_runtime.data.columnar import ColumnBatch
 from xray_runtime.engines.layouts import FrozenConfig
 from xray_runtime.models.objectives import ReferenceObjective
 
@@ -21,12 +21,12 @@ def watch(actor: Any) -> None:
     """Note the rows of every batch of texts that this process reads."""
     actor.rows_read = []
 
-    def restore(batch: Batch, state: dict[str, Any]) -> None:
+    def restore(batch: ColumnBatch, state: dict[str, Any]) -> None:
         vars(batch).update(state)
         if isinstance(batch, TextBatch):
             actor.rows_read.append(len(batch))
 
-    Batch.__setstate__ = restore  # type: ignore[attr-defined]
+    ColumnBatch.__setstate__ = restore  # type: ignore[attr-defined]
 
 
 def rows_read(actor: Any) -> list[int]:

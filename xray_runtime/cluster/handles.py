@@ -16,7 +16,7 @@ import ray
 
 from xray_runtime.cluster.protocols import ModelHandle, Ref, WholeModelHandle
 from xray_runtime.data.batch import PromptBatch, TextBatch
-from xray_runtime.data.columnar import Batch
+from xray_runtime.data.columnar import ColumnBatch
 from xray_runtime.data.ragged import balance
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.topology import Topology
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-B = TypeVar("B", bound=Batch)
+B = TypeVar("B", bound=ColumnBatch)
 
 INLINE_BYTES = 100 * 1024
 """Shards of at most so many bytes travel inside the call: Ray keeps no object of its own for such arguments either."""

@@ -25,7 +25,7 @@ from xray_runtime.cluster.protocols import Ref, WholeModelHandle, WorkhorseHandl
 from xray_runtime.cluster.staging import FileStager, merge_copy
 from xray_runtime.cluster.types import RankInfo, WorkerInfo
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, TextBatch
-from xray_runtime.data.columnar import Batch
+from xray_runtime.data.columnar import ColumnBatch
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sync.route import Device, Route, choose_route
 from xray_runtime.engines.topology import Topology
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from xray_runtime.engines.sync.object_store import WeightUpdate
 
 T = TypeVar("T")
-B = TypeVar("B", bound=Batch)
-K = TypeVar("K", bound=Batch)
+B = TypeVar("B", bound=ColumnBatch)
+K = TypeVar("K", bound=ColumnBatch)
 
 
 @plain_errors
@@ -303,7 +303,7 @@ class WholeModel:
         self._get([w.load_state.remote(own) for w, own in zip(self._workhorses, directories, strict=True)])
         self._stager.forget(directory)
 
-    def _check_finite(self, answers: Sequence[Batch], ranks: Iterable[int]) -> None:
+    def _check_finite(self, answers: Sequence[ColumnBatch], ranks: Iterable[int]) -> None:
         for rank, answer in zip(ranks, answers, strict=True):
             if (wrong := answer.non_finite()) is not None:
                 raise NonFiniteError(f"{self._role!r}, rank {rank}: {wrong} are not finite")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xray_runtime.data.columnar import Batch, column
+from xray_runtime.data.columnar import ColumnBatch, column
 from xray_runtime.data.ragged import A, Ragged, first_alike
 
 _BATCHES, _LOOP, _EPISODE, _EXPERIENCE = "data.batch, data.tokens", "rl.rollouts", "rl.episode", "rl.experience"
@@ -41,7 +41,7 @@ _TRUNK = column("[B, T, H]", "float32 or uint16", "workers.learner", _OBJECTIVES
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class PromptBatch(Batch[A]):
+class PromptBatch(ColumnBatch[A]):
     """Input of a generator."""
 
     input_ids: Ragged[A] = column("[B, P]", "int64", _LOOP, "engines.generation", "the prompt", required=True)
@@ -49,7 +49,7 @@ class PromptBatch(Batch[A]):
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class TextBatch(Batch[A]):
+class TextBatch(ColumnBatch[A]):
     """Input of a model: prompts and replies together. bfloat16 is sent as its bits, in uint16."""
 
     input_ids: Ragged[A] = column("[B, T]", "int64", _BATCHES, "every model", "prompt and reply", required=True)
@@ -143,7 +143,7 @@ class PolicyBatch(TextBatch[A]):
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class ReplyBatch(Batch[A]):
+class ReplyBatch(ColumnBatch[A]):
     """Answer of a generator."""
 
     response_ids: Ragged[A] = column("[B, R]", "int64", "engines.generation", "rl.scoring", "the reply", required=True)
@@ -182,7 +182,7 @@ class Rollout(ReplyBatch[A]):
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Scores(Batch[A]):
+class Scores(ColumnBatch[A]):
     """Output of a model. A reward model that is a branch of the policy has a column under its role in `others`."""
 
     logprobs: Ragged[A] = column("[B, R]", "float32", _POLICY, _EXPERIENCE, "by the policy before the update")

@@ -16,7 +16,7 @@ from typing_extensions import TypeVar
 
 from xray_runtime.data.ragged import A, B, Ragged, join_column, load_columns, non_finite, save_columns
 
-K = TypeVar("K", bound="Batch[Any]")
+K = TypeVar("K", bound="ColumnBatch[Any]")
 
 
 class Column:
@@ -38,14 +38,14 @@ class Column:
     def __set_name__(self, kind: type, name: str) -> None:
         self.name = name
 
-    def __get__(self, batch: Batch[Any] | None, kind: type) -> Any:
+    def __get__(self, batch: ColumnBatch[Any] | None, kind: type) -> Any:
         value = None if batch is None else vars(batch)[self.name]
         if value is None and (batch is not None or self.required):
             # For a class, dataclasses take this as "no default", and None as the default.
             raise AttributeError(f"this {kind.__name__} has no column {self.name!r}")
         return value
 
-    def __set__(self, batch: Batch[Any], value: Any) -> None:
+    def __set__(self, batch: ColumnBatch[Any], value: Any) -> None:
         vars(batch)[self.name] = value
 
 
@@ -57,7 +57,7 @@ def column(
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Batch(Generic[A]):
+class ColumnBatch(Generic[A]):
     """Rows in columns that all have the same number of rows."""
 
     others: Mapping[str, A | Ragged[A]] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class Batch(Generic[A]):
         kept = {name for name, column in self.declared().items() if column.wire}
         return self.of_columns(self.pick(*kept, *self.others))
 
-    def map(self, function: Callable[[A], B]) -> Batch[B]:
+    def map(self, function: Callable[[A], B]) -> ColumnBatch[B]:
         """A batch of the same kind with `function` of every array."""
         done: dict[int, B] = {}
 
@@ -119,7 +119,7 @@ class Batch(Generic[A]):
                 done[id(array)] = function(array)
             return done[id(array)]
 
-        kind: type[Batch[B]] = type(self)  # type: ignore[assignment]
+        kind: type[ColumnBatch[B]] = type(self)  # type: ignore[assignment]
         given = self.columns().items()
         return kind.of_columns({n: v.map(once) if isinstance(v, Ragged) else once(v) for n, v in given})
 
@@ -156,16 +156,16 @@ class Batch(Generic[A]):
         return np.arange(len(self))
 
     @property
-    def num_bytes(self: Batch) -> int:
+    def num_bytes(self: ColumnBatch) -> int:
         """Size of all arrays."""
         columns = self.columns().values()
         return sum(c.values.nbytes + c.offsets.nbytes if isinstance(c, Ragged) else c.nbytes for c in columns)
 
-    def non_finite(self: Batch) -> str | None:
+    def non_finite(self: ColumnBatch) -> str | None:
         """`ragged.non_finite` of all columns."""
         return non_finite(self.columns())
 
-    def save(self: Batch, path: Path) -> None:
+    def save(self: ColumnBatch, path: Path) -> None:
         save_columns(path, self.columns())
 
     @classmethod

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from xray_runtime.data.batch import KINDS
-from xray_runtime.data.columnar import Batch, Column
+from xray_runtime.data.columnar import Column, ColumnBatch
 
 
 def listed(name: str, shape: str, dtype: str, writer: str, readers: str, meaning: str) -> Column:
@@ -150,13 +150,13 @@ STATISTICS = (
 """`methods.common.training.steps.StepStatistics`: outputs of a step, over all its rows."""
 
 
-def _own(kind: type[Batch[Any]]) -> tuple[Column, ...]:
+def _own(kind: type[ColumnBatch[Any]]) -> tuple[Column, ...]:
     return tuple(column for column in vars(kind).values() if isinstance(column, Column))
 
 
-def _about(kind: type[Batch[Any]]) -> str:
+def _about(kind: type[ColumnBatch[Any]]) -> str:
     [base] = kind.__bases__
-    also = "" if base is Batch else f" It has the columns of `{base.__name__}` too."
+    also = "" if base is ColumnBatch else f" It has the columns of `{base.__name__}` too."
     return " ".join((kind.__doc__ or "").split()) + also
 
 

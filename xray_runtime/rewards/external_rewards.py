@@ -23,15 +23,6 @@ if TYPE_CHECKING:
     from xray_runtime.rewards.source import Batch, Score
     from xray_runtime.rewards.term import Term
 
-USES = (
-    "xray_runtime.rewards.kinds.function",
-    "xray_runtime.rewards.kinds.judge",
-    "xray_runtime.rewards.kinds.model",
-    "xray_runtime.rewards.kinds.models",
-    "xray_runtime.rewards.kinds.service",
-    "xray_runtime.rewards.kinds.verifier",
-)
-"""Terms open their sources: the keys of stages with rewards digest the code of our kinds, too."""
 BySource = dict[str, dict[int, "Score"]]
 """Source → row → its score, for the rows that it applies to."""
 

@@ -21,7 +21,7 @@ from xray_runtime.kernel.report.rendering import template
 from xray_runtime.kernel.store.checkpoints import read_manifest, statement_sha256
 from xray_runtime.kernel.store.manifest import SIGNATURE
 from xray_runtime.kernel.store.ref import CheckpointRef
-from xray_runtime.kernel.tracking.registry import LOG_TAG, TRAINING, Registry
+from xray_runtime.kernel.tracking.registry import LOG_TAG, TRAINING, ModelRegistry
 from xray_runtime.trust.card import result_rows
 from xray_runtime.trust.log import decide
 from xray_runtime.trust.signing import signer_of, signing_key
@@ -119,7 +119,7 @@ def _found(sha256: str, find: Callable[[str], Node | None]) -> Node:
 
 def register_policy(
     output: Path,
-    registry: Registry,
+    registry: ModelRegistry,
     name: str,
     policy: CheckpointRef,
     run_id: str,
@@ -152,7 +152,7 @@ def model_addresses(output: Path, checkpoints: Collection[str] | None) -> list[s
 
 
 def write_pages(
-    registry: Registry, output: Path, name: str, versions: Iterable[str], nodes: Mapping[str, Node]
+    registry: ModelRegistry, output: Path, name: str, versions: Iterable[str], nodes: Mapping[str, Node]
 ) -> None:
     """Write the pages of a registered model and of some of its versions."""
     registry.describe_model(name, *model_page(name))

@@ -17,7 +17,7 @@ from xray_runtime.kernel.history.graph import CheckpointGraph, Node
 from xray_runtime.kernel.history.promotion_check import Gate, canary_gates, refusals
 from xray_runtime.kernel.history.reference import CHAMPION, LineageStore, champion_of
 from xray_runtime.kernel.network import require_mlflow
-from xray_runtime.kernel.tracking.registry import ADDRESS, Registry, open_client
+from xray_runtime.kernel.tracking.registry import ADDRESS, ModelRegistry, open_client
 from xray_runtime.methods.compare.kind import COMPARE
 from xray_runtime.methods.evaluate.config import PromotionConfig
 from xray_runtime.trust.audit.checkpoints import audit
@@ -121,7 +121,7 @@ def review(
         ConfigError: the candidate is not a version of `name`.
     """
     _require_not_withdrawn(store, candidate)
-    version = Registry(open_client(_uri(store))).version_of(name, candidate.sha256)
+    version = ModelRegistry(open_client(_uri(store))).version_of(name, candidate.sha256)
     if version is None:
         raise ConfigError(f"--name: {name!r} has no version with checkpoint {candidate.sha256[:12]}")
     _require_sound(store, [candidate, *([comparison] if comparison else [])], public)
@@ -225,7 +225,7 @@ def _move_champion(
 
 def _move_aliases(store: LineageStore, name: str, *others: str) -> None:
     """Point MLflow's aliases where the decisions say, and write the pages of these versions and of `others`."""
-    decisions, registry = view(store.output).decided, Registry(open_client(_uri(store)))
+    decisions, registry = view(store.output).decided, ModelRegistry(open_client(_uri(store)))
     decided = {alias: decisions[name, alias].version for alias in (CHAMPION, PREVIOUS) if (name, alias) in decisions}
     registry.set_aliases(name, decided)
     write_pages(registry, store.output, name, {*decided.values(), *others}, store.graph.nodes)

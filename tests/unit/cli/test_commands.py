@@ -49,7 +49,7 @@ HEAVY |= {"starlette", "tokenizers", "torch", "transformers", "uvicorn", "vllm",
 
 
 def imported(*line: str) -> set[str]:
-    """What a command line imports: packages, and modules of X-ray."""
+    """The packages, and modules of X-ray, that a command imports."""
     done = subprocess.run([sys.executable, "-c", CALL, *line], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.splitlines()[-1].split())

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.rl import sample_environments
 from tests.unit.rl.loop import PPOModel, World, attempt, make_inputs
 from xray_runtime.data.batch import KINDS, PairBatch, PromptBatch, ReplyBatch, Rollout, Scores, StepAnswer, TextBatch
-from xray_runtime.data.columnar import Batch
+from xray_runtime.data.columnar import ColumnBatch
 from xray_runtime.data.columns import GROUPS, LEDGER, STATISTICS, TOTALS
 from xray_runtime.data.ledger import read_shard, shard_path
 from xray_runtime.data.ragged import Ragged
@@ -68,7 +68,7 @@ TOKENS = {"T": lambda of: of.input_ids.lengths, "R": lambda of: of.response_ids.
 TOKENS["P"] = lambda of: of.prompt_ids.lengths
 
 
-def check(rows: Batch) -> set[str]:
+def check(rows: ColumnBatch) -> set[str]:
     """Hold rows to what is listed; returns the names that were there."""
     for name, found in rows.columns().items():
         column = rows.declared()[name]
@@ -104,7 +104,7 @@ class Checked(PPOModel):
         return answer
 
     @staticmethod
-    def _same_tokens(rows: TextBatch, answer: Batch) -> None:
+    def _same_tokens(rows: TextBatch, answer: ColumnBatch) -> None:
         """[B, R] is one number a token of the reply."""
         replies = rows.input_ids.lengths - rows.prompt_lengths
         for name, found in answer.columns().items():

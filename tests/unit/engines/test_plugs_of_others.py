@@ -74,7 +74,7 @@ assert not [name for name in identity("sft").code if name.startswith("their_engi
 far = [identity("ppo-1", generator={"engine": "far", "addresses": [address]}) for address in ("a", "b")]
 assert far[0] == far[1]
 assert "their_engines.sampling" in far[0].code
-# What they cannot do is refused with the line that all have.
+# A missing capability is refused by the same line as for our own plugs.
 for changes in (
     {"sft": {"engine": {"library": "theirs", "tensor_parallel": 2, "num_workhorses": 2}}},
     {"sft": {"engine": {"library": "theirs", "zero_stage": 1}}},

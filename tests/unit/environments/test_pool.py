@@ -175,7 +175,7 @@ def test_a_process_that_dies_once_costs_nothing(faulty: EnvironmentPool, tmp_pat
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("in_flight", [0, 1, 3])
-def test_a_killed_process_costs_no_episode(blow: signal.Signals, in_flight: int) -> None:
+def test_a_killed_process_loses_no_episode(blow: signal.Signals, in_flight: int) -> None:
     before = children()
     with pool_of(samples.Faulty) as pool:
         started(pool, 0, 1, 2)

@@ -1,4 +1,4 @@
-"""What a search draws, restores, ends early and reports, over trials that only pretend."""
+"""How a search draws values, resumes, ends trials early and reports; its trials are fakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What families say: each is found by its types alone, and their logits are those of transformers, in float64."""
+"""Model families: each is found by its model types, and logits equal those of transformers in float64."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_likelihoods_and_plain_forwards_are_not_scaled_twice(kind: str) -> None:
 
 
 def test_hidden_matrices_are_those_between_states() -> None:
-    """What an optimizer for matrices steps; in a mixture neither its routers nor experts that are one tensor."""
+    """The parameters that Muon would step: no router of a mixture, and no experts stacked in one tensor."""
     lm = model("qwen3", tie_word_embeddings=False)
     family = family_of("qwen3")
     names = {n for n, p in lm.named_parameters() if family.is_hidden_matrix(n, p.dim())}

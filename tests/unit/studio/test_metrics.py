@@ -58,7 +58,7 @@ def test_runs_stages_cycles_and_audits_are_counted(output: Path) -> None:
     client = studio(output)
     found = scraped(client.get("/metrics").text)
     assert found[("xray_runs", (("status", "running"),))] == 0
-    # What nobody has audited is neither sound nor broken, and where there was no cycle there is no state.
+    # Without an audit there is no metric of soundness, and without a cycle none of its state.
     assert not {name for name, _ in found} & {"xray_audit_sound", "xray_cycle_state"}
     post(client, "/audit", hashing="yes")
     assert scraped(client.get("/metrics").text)[("xray_audit_sound", ())] == 1

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from xray_runtime.data.batch import PairBatch, PolicyBatch, TextBatch, with_end_of_turn
 from xray_runtime.data.batching import micro_batches
-from xray_runtime.data.columnar import Batch
+from xray_runtime.data.columnar import ColumnBatch
 from xray_runtime.data.ragged import Ragged, balance
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 50_000), max_size=12), max_size=20)
@@ -30,26 +30,26 @@ def table(n: int) -> PolicyBatch:
     )
 
 
-def numbered(n: int, **columns: Any) -> Batch:
+def numbered(n: int, **columns: Any) -> ColumnBatch:
     """Rows with a number each."""
-    return Batch(others={"id": np.arange(n)} | columns)
+    return ColumnBatch(others={"id": np.arange(n)} | columns)
 
 
-def dealt(rows: Batch, count: int) -> list[Batch]:
+def dealt(rows: ColumnBatch, count: int) -> list[ColumnBatch]:
     """The shards of a batch."""
     return [rows.take(places) for places in rows.shard_places(count)]
 
 
-def together(parts: list[Batch], rows: Batch) -> Batch:
+def together(parts: list[ColumnBatch], rows: ColumnBatch) -> ColumnBatch:
     """What was made of the shards of `rows`, in their order."""
     return type(parts[0]).join(parts, [places.tolist() for places in rows.shard_places(len(parts))])
 
 
-def ids_of(parts: list[Batch]) -> list[list[int]]:
+def ids_of(parts: list[ColumnBatch]) -> list[list[int]]:
     return [part.others["id"].tolist() for part in parts]  # type: ignore[union-attr]
 
 
-def assert_same(one: Batch, other: Batch) -> None:
+def assert_same(one: ColumnBatch, other: ColumnBatch) -> None:
     assert type(one) is type(other)
     a, b = one.columns(), other.columns()
     assert list(a) == list(b)
@@ -130,7 +130,9 @@ def test_shards_merge_to_the_same_rows(n: int, parts: int) -> None:
 @given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=40).map(sorted), parts=PARTS)
 def test_sorted_rows_are_shared_out_fairly(lengths: list[int], parts: int) -> None:
     """No part has more work than another by more than one longest row, however uneven the rows are."""
-    work = [int(part.others["lengths"].sum()) for part in dealt(Batch(others={"lengths": np.array(lengths)}), parts)]
+    work = [
+        int(part.others["lengths"].sum()) for part in dealt(ColumnBatch(others={"lengths": np.array(lengths)}), parts)
+    ]
     assert max(work) - min(work) <= lengths[-1]
 
 
@@ -140,12 +142,12 @@ def test_results_of_rows_keep_their_order(n: int, parts: int, data: st.DataObjec
     lengths = np.array(data.draw(st.lists(st.integers(1, 20), min_size=n, max_size=n)))
     max_tokens = data.draw(st.integers(1, 60))
 
-    def answer(rows: Batch) -> Batch:
+    def answer(rows: ColumnBatch) -> ColumnBatch:
         out = np.zeros(len(rows), dtype=np.int64)
         for index in micro_batches(rows.others["lengths"].tolist(), max_tokens):
             batch = rows.take(index)
             out[index] += batch.others["id"] * 1000 + batch.others["lengths"]
-        return Batch(others={"score": out})
+        return ColumnBatch(others={"score": out})
 
     rows = numbered(n, lengths=lengths)
     scores = together([answer(part) for part in dealt(rows, parts)], rows).others["score"]
@@ -155,9 +157,9 @@ def test_results_of_rows_keep_their_order(n: int, parts: int, data: st.DataObjec
 def test_take_by_hand() -> None:
     rows = numbered(4, pair=np.arange(8).reshape(4, 2))
     again = {"id": np.array([2, 0, 2]), "pair": np.array([[4, 5], [0, 1], [4, 5]])}
-    assert_same(rows.take([2, 0, 2]), Batch(others=again))
+    assert_same(rows.take([2, 0, 2]), ColumnBatch(others=again))
     # An empty list has no type of its own: it must not turn into an index of floats.
-    assert_same(rows.take([]), Batch(others={"id": np.zeros(0, int), "pair": np.zeros((0, 2), int)}))
+    assert_same(rows.take([]), ColumnBatch(others={"id": np.zeros(0, int), "pair": np.zeros((0, 2), int)}))
     with pytest.raises(IndexError):
         rows.take([4])
 

@@ -26,7 +26,7 @@ from xray_runtime.kernel.store.manifest import Manifest
 from xray_runtime.kernel.store.ref import CheckpointRef
 from xray_runtime.kernel.store.seal import Seal
 from xray_runtime.kernel.store.shared import SharedStore
-from xray_runtime.kernel.tracking.registry import Registry as ModelRegistry
+from xray_runtime.kernel.tracking.registry import ModelRegistry
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from xray_runtime.kernel.credentials import TRACKING, strip_credentials
 from xray_runtime.kernel.store.checkpoints import statement_sha256
 from xray_runtime.kernel.store.manifest import MANIFEST, Manifest
 from xray_runtime.kernel.store.ref import CheckpointRef
-from xray_runtime.kernel.tracking.registry import TRAINING, Registry, open_client
+from xray_runtime.kernel.tracking.registry import TRAINING, ModelRegistry, open_client
 
 ARTIFACTS = "mlartifacts"
 """Directory of the artifacts of an output directory's own MLflow, by run."""
@@ -74,7 +74,7 @@ class Tracker:
             # Another process may make it in the meantime.
             _succeeds(self.client.create_experiment, experiment, artifact_location=location)
         self.experiment_id: str = self.client.get_experiment_by_name(experiment).experiment_id
-        self.registry = Registry(self.client)
+        self.registry = ModelRegistry(self.client)
         self.experiment = experiment
         # Prefect's pages show it.
         self._shown = strip_credentials(uri).rstrip("/") if uri.startswith("http") else None

@@ -58,7 +58,7 @@ def _make_database(path: Path) -> None:
     subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True)
 
 
-class Registry:
+class ModelRegistry:
     """The registry of one MLflow store."""
 
     def __init__(self, client: MlflowClient) -> None:

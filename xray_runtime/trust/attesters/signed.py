@@ -17,7 +17,7 @@ from xray_runtime.kernel.store.checkpoints import Store
 from xray_runtime.kernel.store.ref import CheckpointRef
 from xray_runtime.kernel.store.seal import Seal
 from xray_runtime.kernel.store.shared import SharedStore
-from xray_runtime.kernel.tracking.registry import Registry
+from xray_runtime.kernel.tracking.registry import ModelRegistry
 from xray_runtime.trust import attestation, keys, log, trusted_log
 from xray_runtime.trust.signed_lines import append_signed_line, signed_line
 from xray_runtime.trust.signing import Verifier, signing_key
@@ -99,7 +99,7 @@ class SignedEvidence:
     def register_policy(
         self,
         output: Path,
-        registry: Registry,
+        registry: ModelRegistry,
         name: str,
         policy: CheckpointRef,
         run_id: str,

@@ -18,7 +18,7 @@ from xray_runtime.cluster.protocols import ModelHandle, get, get_all
 from xray_runtime.data.agent_conversations import conversation, conversation_text
 from xray_runtime.data.batch import Rollout, Scores, TextBatch, with_end_of_turn
 from xray_runtime.data.chat_format import chat_format
-from xray_runtime.data.columnar import Batch
+from xray_runtime.data.columnar import ColumnBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import decode_replies, decode_reply, own_text, sampled_turns, transcript
 from xray_runtime.methods.common.sampling.agent_rows import decoded_branches, split_branches
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from xray_runtime.rewards.reward_sources import RewardSources
 
 
-B = TypeVar("B", bound=Batch)
+B = TypeVar("B", bound=ColumnBatch)
 
 
 def own_texts(tokenizer: Any, rollout: Rollout) -> list[str]:
