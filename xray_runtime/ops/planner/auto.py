@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.cluster.pool.demand import Resources, check_call
 from xray_runtime.cluster.pool.machine import Machine
-from xray_runtime.engines.layouts import EngineConfig
+from xray_runtime.engines.capabilities import unsupported
+from xray_runtime.engines.layouts import TRAINERS, EngineConfig, able
 from xray_runtime.engines.trainer import trainer
 from xray_runtime.kernel.config.paths import section
 from xray_runtime.kernel.config.validation import ConfigError
@@ -55,6 +56,9 @@ class Changes:
                 library, kept = EngineConfig.default, layout.keys() & EngineConfig.model_fields.keys()
                 for field in layout.keys() - kept:
                     del layout[field]
+            if self.offload and not trainer(library).capabilities.offload:
+                where = f"{call.name}.{role.field}.library = {library!r}"
+                raise ConfigError(unsupported("--offload", where, able(TRAINERS, "offload")))
             layout |= {"library": library, **trainer(library).planned(None, offload=self.offload)}
             if self.micro_batch_tokens is not None:
                 layout["micro_batch_tokens"] = self.micro_batch_tokens
