@@ -170,8 +170,9 @@ class HeadedLM(nn.Module):
     def with_auxiliary(self, task: Callable[[HeadedLM], T]) -> tuple[T, Tensor]:
         """(`task(module)`, the auxiliary loss [] of all its passes with gradients, times its coefficient)."""
         assert self.auxiliary is not None
-        # A shallow copy, since several threads may be in a pass of this module.
-        module, losses = copy.copy(self), list[Tensor]()
+        # A shallow copy, since several threads may be in a pass of this module; by hand, since FSDP's class of it makes
+        # whole new ones.
+        module, losses = HeadedLM.__new__(HeadedLM), list[Tensor]()
         module.__dict__ = self.__dict__ | {"_auxiliary_losses": losses}
         result = task(module)
         return result, self.auxiliary.coefficient(self.lm.config) * torch.stack(losses).sum()
