@@ -13,20 +13,20 @@ import torch
 
 from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.cluster.protocols import ModelHandle, get
-from xray_runtime.data.batch import TextBatch
+from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.heldout import draw_left_out
 from xray_runtime.data.pairs import HELDOUT, TRAIN
 from xray_runtime.data.replies import Replies, both_sides
 from xray_runtime.data.tokens import Tokens
 from xray_runtime.kernel.seeding import derive_seed
-from xray_runtime.methods.common.preference_objectives import DPOObjective
+from xray_runtime.methods.common.preference_objectives import DPOObjective, PairPreference
 from xray_runtime.methods.common.training.dataset import fitting_prompts, preference_tokens
 from xray_runtime.methods.common.training.finite import SkippedSteps
 from xray_runtime.methods.common.training.policy_versions import BestVersion
 from xray_runtime.methods.common.training.reference_logprobs import ReferenceLogprobs, open_policy
 from xray_runtime.methods.common.training.resumable import Resumable
-from xray_runtime.methods.common.training.steps import DPOSums, StepTotals, read_step
+from xray_runtime.methods.common.training.steps import DPOSums, read_step
 from xray_runtime.methods.common.training.trunk_states import TrunkStates
 from xray_runtime.models.causal_lm import load_tokenizer
 
@@ -67,8 +67,7 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
             index = trained[cursor.take(config.batch_size)]
             lr = learning_rate(config, step, steps)
             rows = _batch(train, index, known).with_columns(**states.columns(index))
-            totals = StepTotals(pairs=config.batch_size)
-            result = read_step(DPOSums, get(policy.train.remote(rows, totals.to_wire(), lr)))
+            result = read_step(DPOSums, get(policy.train.remote(rows, StepTotals.of(rows), lr)))
             skipped.check_step(stage, "policy", step, result)
             metrics = {
                 "dpo/loss": result.sums.loss / config.batch_size,
@@ -82,10 +81,10 @@ def run(stage: Stage[DPOConfig, DPOInputs], out: Path, recorder: Recorder) -> in
             }
             if step + 1 == steps or step % max(steps // 8, 1) == 0:
                 pairs = np.arange(parts[HELDOUT].size // 2)
-                found = _without_training(policy, objective, parts[HELDOUT], pairs, (known or {}).get(HELDOUT))
+                found = _without_training(policy, config, parts[HELDOUT], pairs, (known or {}).get(HELDOUT))
                 metrics |= {f"dpo/heldout_{name}": value for name, value in found.items()}
             if validation is not None and validation.is_due(step + 1, steps):
-                found = _without_training(policy, objective, parts[TRAIN], chosen_by, (known or {}).get(TRAIN))
+                found = _without_training(policy, config, parts[TRAIN], chosen_by, (known or {}).get(TRAIN))
                 metrics |= {f"dpo/validation_{name}": value for name, value in found.items()}
                 best.update(models, step + 1, -found["loss"])
             recorder.metrics(skipped.metrics(metrics), step)
@@ -106,7 +105,7 @@ def _batch(pairs: Tokens, index: np.ndarray, known: dict[str, np.ndarray] | None
 
 
 def _without_training(
-    policy: ModelHandle, objective: DPOObjective, replies: Replies, pairs: np.ndarray, reference: np.ndarray | None
+    policy: ModelHandle, config: DPOConfig, replies: Replies, pairs: np.ndarray, reference: np.ndarray | None
 ) -> dict[str, float]:
     """Current loss, accuracy and margin of some pairs; replies 2i and 2i + 1 belong to pair i, `reference` is the
     log-probability of each reply."""
@@ -116,6 +115,6 @@ def _without_training(
     logprobs = torch.tensor(get(policy.score.remote(rows)).reply_logprobs).double()
     ref_logprobs = torch.tensor(reference[numbers]).double() if reference is not None else None
     num_tokens = torch.from_numpy(rows.input_ids.lengths - rows.prompt_lengths)
-    _, stats = objective.of_pairs(logprobs, ref_logprobs, num_tokens)
-    names = {"loss": "loss", "correct": "accuracy", "margin": "margin"}
-    return {shown: float(stats[name].mean()) for name, shown in names.items()}
+    losses, stats = PairPreference(config).of_pairs(logprobs, ref_logprobs, num_tokens)
+    means = {"loss": losses, "accuracy": stats["correct"], "margin": stats["margin"]}
+    return {name: float(values.mean()) for name, values in means.items()}

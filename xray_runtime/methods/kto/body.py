@@ -24,20 +24,20 @@ from xray_runtime.algorithms.preference_losses import kto_baseline
 from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.algorithms.statistics import wins
 from xray_runtime.cluster.protocols import ModelHandle, get
-from xray_runtime.data.batch import LabelledBatch
+from xray_runtime.data.batch import LabelledBatch, StepTotals
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.heldout import draw_left_out, held_out_prompts, refuse_held
 from xray_runtime.data.pairs import HELDOUT, TRAIN, prompt_text
 from xray_runtime.data.replies import SIDES, Replies, both_sides, encoded, from_verdicts, joined, mismatched, within
 from xray_runtime.kernel.graph.artifacts import VERDICTS
 from xray_runtime.kernel.seeding import derive_seed
-from xray_runtime.methods.common.preference_objectives import KTOObjective
+from xray_runtime.methods.common.preference_objectives import Desirability, KTOObjective
 from xray_runtime.methods.common.training.dataset import fitting_prompts, preference_tokens
 from xray_runtime.methods.common.training.finite import SkippedSteps
 from xray_runtime.methods.common.training.policy_versions import BestVersion
 from xray_runtime.methods.common.training.reference_logprobs import ReferenceLogprobs, open_policy
 from xray_runtime.methods.common.training.resumable import Resumable
-from xray_runtime.methods.common.training.steps import KTOSums, StepStatistics, StepTotals, read_step
+from xray_runtime.methods.common.training.steps import KTOSums, StepStatistics, read_step
 from xray_runtime.methods.common.training.trunk_states import TrunkStates
 from xray_runtime.models.causal_lm import load_tokenizer, max_positions
 
@@ -92,8 +92,7 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
             baseline = kto_baseline(_ratios(policy, parts, known, MISMATCHED, index, mismatched_states))
             labels = {"ref_reply_logprobs": known[TRAIN][index], "desirable": desirable[index]}
             rows = train.take(index).as_kind(LabelledBatch, **labels, **states.columns(index))
-            totals = StepTotals(rows=config.batch_size, baseline=baseline)
-            result = read_step(KTOSums, get(policy.train.remote(rows, totals.to_wire(), lr)))
+            result = read_step(KTOSums, get(policy.train.remote(rows, StepTotals.of(rows, baseline=baseline), lr)))
             skipped.check_step(stage, "policy", step, result)
             metrics = _step_metrics(result, desirable[index]) | {"kto/baseline": baseline, "kto/lr": lr}
             if HELDOUT in parts and (step + 1 == steps or step % max(steps // 8, 1) == 0):
@@ -102,7 +101,7 @@ def run(stage: Stage[KTOConfig, KTOInputs], out: Path, recorder: Recorder) -> in
             if validation is not None and validation.is_due(step + 1, steps):
                 z = kto_baseline(_ratios(policy, parts, known, MISMATCHED, chosen_by))
                 ratios, good = _ratios(policy, parts, known, TRAIN, chosen_by), torch.from_numpy(desirable[chosen_by])
-                loss = float(objective.of_replies(ratios, good, z).mean())
+                loss = float(Desirability(config).of_replies(ratios, good, z).mean())
                 metrics |= {"kto/validation_loss": loss, "kto/validation_accuracy": _accuracy(ratios, good, z)}
                 best.update(models, step + 1, -loss)
             recorder.metrics(skipped.metrics(metrics), step)

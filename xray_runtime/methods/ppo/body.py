@@ -54,6 +54,7 @@ from xray_runtime.methods.ppo.ledger_writer import Ledger
 from xray_runtime.methods.ppo.metrics import PhaseClock, iteration_metrics, summary
 from xray_runtime.methods.ppo.objectives import CriticObjective, PPOObjective
 from xray_runtime.methods.ppo.rollouts import Rollouts, purpose_of
+from xray_runtime.methods.ppo.step_scores import StepScored
 from xray_runtime.methods.ppo.update import Updater, first_minibatch
 from xray_runtime.methods.ppo.validation import Validation
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
@@ -240,7 +241,7 @@ def _models(
         "generator": GeneratorSpec(policy, max_prompt + config.max_response_tokens, config.generator),
         "policy": ModelSpec(
             policy,
-            PPOObjective(config, _own(stage, "loss", partial(check_loss, gradient=False))),
+            StepScored(PPOObjective(config, _own(stage, "loss", partial(check_loss, gradient=False)))),
             training=config,
             new_head=shared_critic,
             head=head if shared_critic and head.exists() else None,

@@ -10,13 +10,13 @@ import numpy as np
 
 from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.cluster.protocols import ModelHandle, get, get_all
-from xray_runtime.data.batch import PolicyBatch, TextBatch
+from xray_runtime.data.batch import PolicyBatch, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged, join_ragged
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.sampling.agent_rows import BranchRows
 from xray_runtime.methods.common.sampling.types import Experience
 from xray_runtime.methods.common.training.finite import SkippedSteps
-from xray_runtime.methods.common.training.steps import PolicySums, StepStatistics, StepTotals, ValueSums, read_step
+from xray_runtime.methods.common.training.steps import PolicySums, StepStatistics, ValueSums, read_step
 from xray_runtime.methods.ppo.experience import measured
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Updater:
         batch = batch.with_columns(**dict.fromkeys(unread))
         batch = BranchRows.of(batch, batch.branches).rows if "branches" in batch else batch
         config, tokens = self._config, float(batch.num_response_tokens())
-        totals = StepTotals(tokens=tokens, rows=len(batch), kl_coef=kl_coef).to_wire()
+        totals = StepTotals.of(batch, kl_coef=kl_coef)
         at_once = (1 if self._critic is None else 2) + bool(config.lag)
         lr = learning_rate(config, at, self._planned)
         calls = [self._policy.train.remote(batch, totals, lr, at_once)]

@@ -12,7 +12,7 @@ import torch
 from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.algorithms.statistics import wins
 from xray_runtime.cluster.protocols import ModelHandle, get
-from xray_runtime.data.batch import TextBatch
+from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.length_baseline import length_baseline_accuracy
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Pairs, PreferenceExample
@@ -22,7 +22,7 @@ from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.training.dataset import preference_tokens
 from xray_runtime.methods.common.training.finite import SkippedSteps
 from xray_runtime.methods.common.training.resumable import Resumable
-from xray_runtime.methods.common.training.steps import PairSums, StepTotals, read_step
+from xray_runtime.methods.common.training.steps import PairSums, read_step
 from xray_runtime.methods.common.training.trained_model import trained_model
 from xray_runtime.methods.common.training.trunk_states import TrunkStates
 from xray_runtime.models.causal_lm import load_tokenizer
@@ -58,8 +58,8 @@ def run(stage: Stage[RewardConfig, RewardModelInputs], out: Path, recorder: Reco
         for step in range(state.restore(), steps):
             index = cursor.take(config.batch_size)
             batch = train.take(index).with_columns(**states.columns(index))
-            lr, totals = learning_rate(config, step, steps), StepTotals(rows=config.batch_size)
-            result = read_step(PairSums, get(reward.train.remote(batch, totals.to_wire(), lr)))
+            lr = learning_rate(config, step, steps)
+            result = read_step(PairSums, get(reward.train.remote(batch, StepTotals.of(batch), lr)))
             skipped.check_step(stage, "reward", step, result)
             metrics = {
                 "reward_model/loss": result.sums.loss / config.batch_size,

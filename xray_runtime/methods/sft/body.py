@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.algorithms.schedules import learning_rate
 from xray_runtime.cluster.protocols import ModelHandle, get
-from xray_runtime.data.batch import TextBatch
+from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.data.batching import Cursor
 from xray_runtime.data.conversations import ConversationTokens
 from xray_runtime.data.dropped import DroppedRows
@@ -24,7 +24,7 @@ from xray_runtime.methods.common.training.dataset import (
 from xray_runtime.methods.common.training.finite import SkippedSteps
 from xray_runtime.methods.common.training.policy_versions import BestVersion
 from xray_runtime.methods.common.training.resumable import Resumable
-from xray_runtime.methods.common.training.steps import SFTSums, StepTotals, read_step
+from xray_runtime.methods.common.training.steps import SFTSums, read_step
 from xray_runtime.methods.common.training.trained_model import trained_model
 from xray_runtime.methods.common.training.trunk_states import TrunkStates
 from xray_runtime.models.causal_lm import load_tokenizer
@@ -66,7 +66,7 @@ def run(stage: Stage[SFTConfig, SFTInputs], out: Path, recorder: Recorder) -> in
             index = cursor.take(config.batch_size)
             batch = train.take(index).with_columns(**states.columns(index))
             tokens, lr = batch.num_response_tokens(), learning_rate(config, step, config.steps)
-            result = read_step(SFTSums, get(policy.train.remote(batch, StepTotals(tokens=tokens).to_wire(), lr)))
+            result = read_step(SFTSums, get(policy.train.remote(batch, StepTotals.of(batch), lr)))
             skipped.check_step(stage, "policy", step, result)
             seconds = time.perf_counter() - start
             loss = result.sums.nll / tokens

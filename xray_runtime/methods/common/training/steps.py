@@ -1,8 +1,6 @@
-"""Input and output of an optimizer step besides its rows: counts and sums over the whole step, all micro-batches and
-ranks.
+"""The answer to an optimizer step: sums over the whole step, all micro-batches and ranks.
 
-`StepTotals.to_wire` makes what `WholeModel.train` takes, `read_step` reads its answer. Each objective has one dataclass
-of sums, in units of one row or token.
+Each objective has one dataclass of sums, in units of one row or token.
 """
 
 from __future__ import annotations
@@ -18,24 +16,6 @@ if TYPE_CHECKING:
     from xray_runtime.data.batch import StepAnswer
 
 S = TypeVar("S", bound="DataclassInstance")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTotals:
-    """Divisors of the losses, and values shared by all rows; each objective uses some of them."""
-
-    tokens: float | None = None
-    """Number of response tokens."""
-    rows: float | None = None
-    pairs: float | None = None
-    kl_coef: float | None = None
-    """Weight of the KL in the loss."""
-    baseline: float | None = None
-    """KTO's z."""
-
-    def to_wire(self) -> dict[str, float]:
-        """The fields that are not None."""
-        return {name: float(value) for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
