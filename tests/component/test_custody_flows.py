@@ -19,7 +19,7 @@ from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect.states import Completed, Running
 
-from tests.unit.lineage.synthetic import NAME, Lifecycle, decided
+from tests.unit.trust.synthetic import NAME, Lifecycle, decided
 from xray.deployments.local_services import prefect_server
 from xray.tasks.prefect_run import crash_lost_flow_run
 from xray_runtime.kernel.history.reference import open_lineage_store

@@ -1,7 +1,7 @@
 """A model's memory on one device, in bytes: closed forms over shape, weight width and layout, nothing measured.
 
 `tests/component/test_memory_model.py` compares the model states with DeepSpeed's;
-`tests/unit/planning/test_planning_memory.py` compares activations with what autograd saves, and a training pass with
+`tests/unit/ops/test_planning_memory.py` compares activations with what autograd saves, and a training pass with
 its peak.
 
 Symbols: N parameters, L layers, h hidden, a heads, d head size, k key-value heads, i intermediate, V vocabulary,
