@@ -18,11 +18,11 @@ from xray.flows.subject import Subject
 from xray_runtime.cluster.pool.demand import check_call
 from xray_runtime.cluster.pool.machine import GIB, Machine
 from xray_runtime.engines.layouts import EngineConfig
+from xray_runtime.engines.roles import ModelRole
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.graph.artifacts import Model
 from xray_runtime.kernel.graph.graph import Graph, recording
 from xray_runtime.kernel.graph.kind import KINDS, StageKind
-from xray_runtime.kernel.graph.roles import ModelRole
 from xray_runtime.ops.planner.auto import Changes, choose_layouts, plan
 from xray_runtime.ops.planner.stage_workload import base_of
 from xray_runtime.ops.planner.workload import Role

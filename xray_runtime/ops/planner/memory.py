@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from xray_runtime.engines.capabilities import Sharding, unsupported
-from xray_runtime.engines.layouts import TRAINERS, EngineConfig, able
+from xray_runtime.engines.capabilities import Sharding
+from xray_runtime.engines.layouts import TRAINERS, EngineConfig
+from xray_runtime.kernel.plugs import able, unsupported
 from xray_runtime.models.shapes import ModelShape, ceil_div, device_parameters, lora_parameters
 from xray_runtime.ops.planner.model_states import FLOAT32_BYTES, kept_bytes, model_states
 
