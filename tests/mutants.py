@@ -60,7 +60,7 @@ GUARDS = {
     "kernel/graph/binding": "graph/test_binding.py graph/test_given_functions.py rl/test_validation.py"
     " evaluation/test_benchmark.py",
     "methods/common/sampling/episode": "rl/test_episodes.py evaluation/test_benchmark.py",
-    "agents/episodes/episodes": "rl/test_episodes.py evaluation/test_benchmark.py",
+    "agents/environment_episodes": "rl/test_episodes.py evaluation/test_benchmark.py",
     "methods/ppo/experience": "rl/test_experience.py",
     "methods/ppo/hacking_monitor": "rl/test_hacking_monitor.py",
     "methods/ppo/ledger_writer": "rl/test_ledger_writer.py",
