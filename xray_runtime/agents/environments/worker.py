@@ -30,7 +30,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO
 
-from xray_runtime.agents.environments.protocol import Start, Step, as_start, as_step
+from xray_runtime.agents.environments.answer_checks import as_start, as_step
+from xray_runtime.methods.common.environment_protocol import Start, Step
 from xray_runtime.rewards.source import described
 
 OUTPUT_CHARS = 65_536
