@@ -12,8 +12,8 @@ from optuna.distributions import IntDistribution
 import xray
 from tests.graphs import GRAPHS, SIZES
 from xray.cli.explain import explained
-from xray.flows.search import SearchConfig, search_space
-from xray.flows.study import VALUES, Search
+from xray.flows.search import SearchConfig
+from xray.flows.study import VALUES, Search, search_space
 from xray.flows.subject import Subject
 from xray_runtime.cluster.pool.demand import check_call
 from xray_runtime.cluster.pool.machine import GIB, Machine
