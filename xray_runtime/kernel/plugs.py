@@ -67,7 +67,7 @@ class Registry(Generic[T]):
         for point in importlib.metadata.entry_points(group=self.group):
             place = (point.module, point.attr or self.attribute)
             if found.setdefault(point.name, place) != place:
-                raise ValueError(f"{self.sort} {point.name!r} is there twice: {found[point.name][0]}, {point.module}")
+                raise ValueError(f"{self.sort} {point.name!r} is defined twice: {found[point.name][0]}, {point.module}")
         return dict(sorted(found.items()))
 
 
