@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from xray_runtime.engines.capabilities import GeneratorCapabilities, TrainerCapabilities
 from xray_runtime.kernel.config.plug_section import PlugSection
 from xray_runtime.kernel.config.section import Section
-from xray_runtime.kernel.plugs import Registry, able, unsupported
+from xray_runtime.kernel.plugs import Registry, able, can, unsupported
 
 if TYPE_CHECKING:
     from xray_runtime.kernel.config.section import RuntimeConfig

@@ -86,7 +86,7 @@ def unsupported(feature: str, where: str, able: Collection[str] = (), why: str =
         able: names of the plugs that support it.
         why: the reason or the remedy.
     """
-    others = f" ({' and '.join(able)} can)" if able else ""
+    others = f" ({', '.join(able)} can)" if able else ""
     return f"{feature} is not supported with {where}{others}" + (f": {why}" if why else "")
 
 
