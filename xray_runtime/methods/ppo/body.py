@@ -43,9 +43,9 @@ from xray_runtime.methods.common.sampling.model_roles import ppo_models
 from xray_runtime.methods.common.sampling.scoring import ScoredRollout, Scorer
 from xray_runtime.methods.common.sampling.turns import sampling_turn, trained_models
 from xray_runtime.methods.common.training.dataset import max_prompt_tokens
-from xray_runtime.methods.common.training.finite import SkippedSteps
 from xray_runtime.methods.common.training.prompts import UniquePrompts
 from xray_runtime.methods.common.training.resumable import KeepsFiles, Resumable
+from xray_runtime.methods.common.training.steps import SkippedSteps
 from xray_runtime.methods.ppo.experience import build_experience, scaled_rewards
 from xray_runtime.methods.ppo.hacking_monitor import HackingMonitor
 from xray_runtime.methods.ppo.ledger_writer import Ledger

@@ -50,7 +50,7 @@ class Likelier(FakeModel):
         bias = -1.0 if self.name == "reference" else STEP * self.updates
         return Scores(reply_logprobs=(bias - tokens).astype(np.float32))
 
-    def do_train(self, rows: TextBatch, totals: StepTotals, lr: float) -> StepAnswer:
+    def do_train(self, rows: TextBatch, totals: StepTotals, lr: float, at_once: int = 1) -> StepAnswer:
         self.world.calls.append(f"{self.name} learns")
         self.world.batches.append((rows, totals, lr))
         self.updates += 1

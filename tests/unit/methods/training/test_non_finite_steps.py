@@ -23,8 +23,8 @@ from xray_runtime.engines.sampling import Sampling
 from xray_runtime.kernel.errors import NonFiniteError, may_retry
 from xray_runtime.kernel.graph.artifacts import Dataset, Model, Preferences
 from xray_runtime.methods.common.inputs import DPOInputs, KTOInputs, PPOInputs
-from xray_runtime.methods.common.training.finite import SkippedSteps, check_rollout, naming
-from xray_runtime.methods.common.training.steps import SFTSums, StepStatistics
+from xray_runtime.methods.common.training.finite import check_rollout, naming
+from xray_runtime.methods.common.training.steps import SFTSums, SkippedSteps, StepStatistics
 from xray_runtime.methods.dpo import body as dpo
 from xray_runtime.methods.dpo.config import DPOConfig
 from xray_runtime.methods.kto import body as kto
