@@ -505,10 +505,10 @@ def copy_codes() -> dict[str, dict[str, str]]:
     }
 
 
-def copy_keys() -> dict[str, str]:
-    """Kind → the key of a stage of it, whose code is the copy's."""
+def keys_of(codes: dict[str, dict[str, str]]) -> dict[str, str]:
+    """Kind → the key of a stage of it with this code."""
     blank: dict[str, Any] = {"config": {}, "seed": 0, "parents": {}, "functions": {}, "versions": {}}
-    return {name: Identity(stage="s", kind=name, code=code, **blank).key for name, code in copy_codes().items()}
+    return {name: Identity(stage="s", kind=name, code=code, **blank).key for name, code in codes.items()}
 
 
 def edited(path: Path, edit: Callable[[str], str]) -> None:
@@ -523,14 +523,16 @@ def test_an_edit_of_any_module_changes_the_keys_of_what_reaches_it(
 ) -> None:
     """Every module is edited in two groups, with other modules each time, since one at a time takes minutes."""
     monkeypatch.syspath_prepend(copied)
-    codes, keys, files = copy_codes(), copy_keys(), files_of(copied)
+    codes, files = copy_codes(), files_of(copied)
+    keys = keys_of(codes)
     assert {name: set(code) for name, code in codes.items()} == {name: set(code_of(k)) for name, k in OURS.items()}
     assert len(files) > 150
     for stride, remainder in itertools.product((1, 3), range(3)):
         group = {module for number, module in enumerate(files) if number // stride % 3 == remainder}
         for module in group:
             edited(files[module], lambda text: text + "\nEDITED = 1\n")
-        new_codes, new_keys = copy_codes(), copy_keys()
+        new_codes = copy_codes()
+        new_keys = keys_of(new_codes)
         for name, code in codes.items():
             assert {module for module in code if new_codes[name][module] != code[module]} == set(code) & group, name
         assert {name for name in keys if new_keys[name] != keys[name]} == {
@@ -541,10 +543,10 @@ def test_an_edit_of_any_module_changes_the_keys_of_what_reaches_it(
 
 def test_an_edit_of_words_in_every_module_changes_no_key(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(copied)
-    before = copy_keys()
+    before = keys_of(copy_codes())
     for path in files_of(copied).values():
         edited(path, lambda text: f'# a comment\n\n{text}\n# another\n\n"""Words."""\n' if text else "# words\n")
-    assert copy_keys() == before
+    assert keys_of(copy_codes()) == before
 
 
 def test_versions_are_of_the_libraries_that_a_kind_reaches() -> None:
