@@ -81,11 +81,7 @@ def test_everything_missing_is_named_at_once(module: Any, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("variables", "found"),
-    [
-        ({"PIP_FIND_LINKS": "/a  /b"}, "/a,/b"),
-        ({"UV_FIND_LINKS": "/c", "PIP_FIND_LINKS": "/a"}, "/c"),
-        ({}, ""),
-    ],
+    [({"PIP_FIND_LINKS": "/a  /b"}, "/a,/b"), ({"UV_FIND_LINKS": "/c", "PIP_FIND_LINKS": "/a"}, "/c"), ({}, "")],
 )
 def test_uv_gets_pips_local_wheels(
     module: Any, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], found: str
