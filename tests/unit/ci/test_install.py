@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +27,9 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def module(checkout: Path) -> Any:
+def module(checkout: Path, load_script: Callable[..., Any]) -> Any:
     """`install.py` of that checkout; its uv is the one that is installed here."""
-    spec = importlib.util.spec_from_file_location("install", checkout / ".ci" / "install.py")
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
+    loaded = load_script("install", checkout)
     loaded.BIN = Path(sys.executable).parent
     return loaded
 

@@ -83,24 +83,12 @@ def truncated(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
 
 
-def noise(path: Path) -> None:
-    path.write_bytes(os.urandom(300))
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
 def gone(path: Path) -> None:
     path.unlink()
 
 
 def deep(path: Path) -> None:
     path.write_text("[" * 100_000)
-
-
-def of_another_kind(path: Path) -> None:
-    path.write_text(json.dumps({"stages": 7, "run_id": [], "status": {}, "rows": 3, "columns": None, "judges": [1]}))
 
 
 def of_odd_values(path: Path) -> None:
@@ -117,12 +105,7 @@ def pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-def directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-DAMAGES = (truncated, noise, empty, gone, deep, of_another_kind, of_odd_values, sparse, pipe, directory)
+DAMAGES = (truncated, gone, deep, of_odd_values, sparse, pipe)
 FILES = (
     *("lifecycle.json", "log.jsonl", "records/ppo-2-*/metrics.jsonl", "checkpoints/evaluate-*/evaluation.json"),
     *("checkpoints/evaluate-*/samples.json", "checkpoints/evaluate-*/manifest.json"),
