@@ -23,7 +23,6 @@ from xray_runtime.kernel.history.reference import find, open_lineage_store
 from xray_runtime.live.feedback.judgements import Question
 from xray_runtime.live.feedback.session import Session, session_directory
 from xray_runtime.trust.log import append
-from xray_runtime.trust.signing import signing_key
 
 HOSTILE = "<script>alert('x')</script> & \"quoted\" {{ 7 * 7 }} <img src=x onerror=alert(1)>"
 
@@ -66,7 +65,7 @@ def with_rollouts(output: Path, scratch: Path, num_iterations: int = 3, size: in
 def run_at_work(output: Path, stage: str, metrics: Sequence[Mapping[str, float]]) -> Path:
     """Begin the run `live-1`, which a test must lock; returns the directory of its stage's records."""
     empty = {"place": "", "facts": {}, "tracking": "", "params": "0" * 64, "tags": {}}
-    append(output, signing_key(output), RunBegan(run_id="live-1", experiment="e", name="tonight", **empty))
+    append(output, RunBegan(run_id="live-1", experiment="e", name="tonight", **empty))
     (output / "lifecycle.json").write_text(json.dumps({"run_id": "live-1", "status": "running", "stages": []}))
     records = output / "records" / f"{stage}-0123456789ab"
     records.mkdir()
