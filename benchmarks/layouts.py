@@ -48,12 +48,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     **{f"ZeRO-{z} × {n}": {"zero_stage": z, "num_workhorses": n} for z in (1, 2, 3) for n in (2, 4)},
     "TP 2": {"tensor_parallel": 2, "num_workhorses": 2},
     "PP 2": {"pipeline_parallel": 2, "num_workhorses": 2},
-    "TP 2 × PP 2 × DP 2, ZeRO-1": {
-        "tensor_parallel": 2,
-        "pipeline_parallel": 2,
-        "num_workhorses": 8,
-        "zero_stage": 1,
-    },
+    "TP 2 × PP 2 × DP 2, ZeRO-1": {"tensor_parallel": 2, "pipeline_parallel": 2, "num_workhorses": 8, "zero_stage": 1},
     "Megatron TP 2": {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 2},
     "Megatron TP 2 × DP 2": {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 4},
 }
