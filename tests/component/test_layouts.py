@@ -60,6 +60,7 @@ TP_PP = {"tensor_parallel": 2, "pipeline_parallel": 2, "num_workhorses": 4, "zer
 ALL = TP_PP | {"num_workhorses": 8, "zero_stage": 2}
 MEGATRON = {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 2}
 MEGATRON_DP = MEGATRON | {"num_workhorses": 4}
+FSDP2 = {"library": "fsdp2", "num_workhorses": 2}
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +79,8 @@ def alone(tiny_model: Path, batches: list[TextBatch], tmp_path_factory: pytest.T
 
 @pytest.mark.parametrize(
     "layout",
-    [ZERO_3, TP, PP, ALL, MEGATRON_DP],
-    ids=["ZeRO-3 × 2", "TP 2", "PP 2", "TP 2 × PP 2 × DP 2", "Megatron TP 2 × DP 2"],
+    [ZERO_3, TP, PP, ALL, MEGATRON_DP, FSDP2],
+    ids=["ZeRO-3 × 2", "TP 2", "PP 2", "TP 2 × PP 2 × DP 2", "Megatron TP 2 × DP 2", "FSDP2 × 2"],
 )
 def test_the_layout_does_not_show(
     alone: Run, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, Any]
@@ -270,6 +271,7 @@ EXPORTED = {
     "PP 2": PP,
     "TP 2 × PP 2": TP_PP,
     "Megatron TP 2": MEGATRON,
+    "FSDP2 × 2": FSDP2,
 }
 
 
@@ -366,11 +368,13 @@ def test_a_checkpoint_in_several_files_is_read_tensor_by_tensor(tiny_model: Path
         [ZERO_3 | {"num_workhorses": 4}, TP, MEGATRON, {}],
         [PP, TP_PP, {"zero_stage": 2, "num_workhorses": 2}, ZERO_3],
         [ALL, ZERO_3, {}],
+        [FSDP2 | {"num_workhorses": 3}, ZERO_3, FSDP2, TP],
     ],
     ids=[
         "ZeRO-3 on 4, TP 2, Megatron TP 2, one process",
         "PP 2, TP 2 × PP 2, ZeRO-2, ZeRO-3",
         "TP 2 × PP 2 × DP 2, ZeRO-3 on 2, one process",
+        "FSDP2 on 3, ZeRO-3 on 2, FSDP2 on 2, TP 2",
     ],
 )
 def test_a_model_goes_on_under_another_layout(
@@ -390,7 +394,7 @@ def test_a_model_goes_on_under_another_layout(
     assert differences(Run(alone.losses, alone.norms, run.weights, [], 0.0), alone)[2] < 5e-5
 
 
-@pytest.mark.parametrize("layout", [TP_PP, MEGATRON], ids=["TP 2 × PP 2", "Megatron TP 2"])
+@pytest.mark.parametrize("layout", [TP_PP, MEGATRON, FSDP2], ids=["TP 2 × PP 2", "Megatron TP 2", "FSDP2 × 2"])
 def test_going_on_under_the_same_layout_gives_the_same_bits(
     tiny_model: Path, batches: list[TextBatch], tmp_path: Path, layout: dict[str, Any]
 ) -> None:

@@ -111,9 +111,10 @@ def test_scores_keep_the_order_of_rows(cluster: None, tiny_model: Path, tmp_path
         FrozenConfig(num_workhorses=2, tensor_parallel=2),
         pytest.param(FrozenConfig(num_workhorses=2, zero_stage=3), marks=pytest.mark.long),
         FrozenConfig(num_workhorses=2, zero_stage=3, precision="bfloat16"),
+        FrozenConfig(num_workhorses=2, zero_stage=3, library="fsdp2"),
         pytest.param(FrozenConfig(num_workhorses=4, tensor_parallel=2, pipeline_parallel=2), marks=pytest.mark.long),
     ],
-    ids=["DP 2", "TP 2", "ZeRO-3 on 2", "ZeRO-3 on 2, bfloat16", "TP 2 × PP 2"],
+    ids=["DP 2", "TP 2", "ZeRO-3 on 2", "ZeRO-3 on 2, bfloat16", "FSDP2 on 2", "TP 2 × PP 2"],
 )
 def test_a_frozen_model_scores_alike_however_it_is_spread(
     cluster: None, tiny_model: Path, tmp_path: Path, layout: FrozenConfig

@@ -38,6 +38,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP 2": {"pipeline_parallel": 2, "num_workhorses": 2},
     "TP 2 × PP 2, ZeRO-1": {"tensor_parallel": 2, "pipeline_parallel": 2, "num_workhorses": 4, "zero_stage": 1},
     "Megatron TP 2": {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 2},
+    "FSDP2 × 2": {"library": "fsdp2", "num_workhorses": 2},
 }
 
 
