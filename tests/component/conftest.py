@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -75,6 +77,19 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny")
     tokenizer = train_tokenizer(["hello there", "how are you today", "fine thanks"] * 20, TINY.vocab_size)
     save_model(fresh_llama(TINY, tokenizer, seed=1), tokenizer, directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def nan_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole checkpoint with one weight that is NaN."""
+    from safetensors.torch import load_file, save_file
+
+    directory = tmp_path_factory.mktemp("nan") / "model"
+    shutil.copytree(tiny_model, directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = math.nan
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 from safetensors.torch import load_file
 
 from tests.component.models import open_models
@@ -26,6 +27,7 @@ from xray_runtime.rewards.verifier_config import RegexVerifier
 RUNTIME = RuntimeConfig(threads=2, device="cpu")
 
 
+@pytest.mark.long
 def test_rows_without_a_reward_are_left_out(cluster: None, tiny_model: Path, tmp_path: Path) -> None:
     config = PPOConfig(
         method="grpo",

@@ -81,7 +81,12 @@ def seen(learner: Learner, deal: Callable[[TextBatch], TextBatch], rows: TextBat
 
 
 @pytest.mark.parametrize(
-    ("peers", "precision", "tolerance"), [(1, "float32", 1e-5), (2, "float32", 1e-5), (2, "bfloat16", 0.1)]
+    ("peers", "precision", "tolerance"),
+    [
+        pytest.param(1, "float32", 1e-5, marks=pytest.mark.long),
+        (2, "float32", 1e-5),
+        pytest.param(2, "bfloat16", 0.1, marks=pytest.mark.long),
+    ],
 )
 def test_weights_go_in_and_out_and_score_as_in_hugging_face(
     grouped_model: Path, tmp_path: Path, peers: int, precision: str, tolerance: float
