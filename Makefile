@@ -62,7 +62,7 @@ unit: install  ## pure tests
 	$(BIN)/pytest tests/unit -m "not long" -n auto
 
 component: install  ## one real engine each: Ray, DeepSpeed, vLLM, MLflow
-	$(BIN)/pytest tests/component -m "not long" -n 2 --dist worksteal
+	$(BIN)/pytest tests/component -m "not long" -n 2 --dist loadgroup
 
 lifecycle: install  ## the real command, whole and under injected faults
 	$(BIN)/pytest tests/e2e -m "not long" -n 2 --dist loadfile

@@ -55,6 +55,8 @@ HIT_SECONDS = 10
 LEFT_SECONDS = 20
 """Time for the processes of a run to end after it."""
 ACTIONS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+"""What is drawn; a case may also say "interrupt", as Ctrl-C does."""
+SIGNALS = ACTIONS | {"interrupt": signal.SIGINT}
 STALL_SECONDS = 60
 """Time without progress after which a run counts as hung. On a busy machine, the start alone may take this long."""
 OVERRIDES = (
@@ -208,7 +210,7 @@ def _run(command: Command, cases: list[Case]) -> list[Fault]:
 def _inject(victim: psutil.Process, action: str) -> tuple[bool, str]:
     """(whether the fault hit, what happened)."""
     try:
-        victim.send_signal(ACTIONS[action])
+        victim.send_signal(SIGNALS[action])
     except psutil.Error:
         return False, f"{victim.pid} had ended already"
     try:
@@ -268,14 +270,15 @@ def none_left(mark: str, seconds: float = LEFT_SECONDS) -> None:
 
 
 def _repeat_if_ended(process: subprocess.Popen[bytes], command: Command) -> subprocess.Popen[bytes]:
-    """Repeat a command that was killed or interrupted, or ended for lack of disk space, as a user would."""
+    """Repeat a command that was killed or interrupted, or ended for lack of disk space, as a user would. It must have
+    left no process behind."""
     code = process.poll()
     if code is None or code == 0:
         return process
     disk_full = os.path.ismount(command.output) and "No space left" in command.log.read_text()
     if code not in (-signal.SIGKILL, 130) and not disk_full:
         raise RuntimeError(f"{command.output}: the command ended with {code}; see {command.log}")
-    time.sleep(4)
+    none_left(command.mark)
     return command.start()
 
 

@@ -36,6 +36,19 @@ TINY = FreshBase(
 )
 
 
+RANKS = ("test_layouts.py", "test_megatron.py", "test_options.py", "test_non_finite.py")
+"""Tests of ranks that are forked from one process, which takes seconds to start."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What workers run together (`--dist loadgroup`): a file, and files that share a server."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            shared = "ranks" if item.path.name in RANKS else item.path.name
+            is_on_server = "prefect" in getattr(item, "fixturenames", ())
+            item.add_marker(pytest.mark.xdist_group("prefect" if is_on_server else shared))
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     mark = start_reaper()

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from playwright.sync_api import sync_playwright
 
-from tests.e2e.conftest import ROOT, XRAY, Outcome, edges, environment, xray
+from tests.e2e.conftest import ROOT, XRAY, Outcome, edges, environment, to_compute, xray
 from tests.e2e.pages import CHROMIUM, Pages, find_chromium, open_browser
 from tests.e2e.ray_nodes import Cluster
 from xray.deployments.local_services import PREFECT_SERVER
@@ -53,11 +53,10 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     return output, outcome
 
 
-def test_independent_branches_run_at_the_same_time_and_show_their_edges(tmp_path: Path) -> None:
-    """Up to the second judge: that PPO waits for both is in `tests/unit/tasks/test_workspace.py`."""
-    output = tmp_path / "run"
-    outcome = two_judges(output, "--until", JUDGES[1])
-    assert outcome.code == 0, outcome.err
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_independent_branches_run_at_the_same_time_and_show_their_edges(judged: tuple[Path, Outcome]) -> None:
+    output, outcome = judged
     assert {*JUDGES} <= shas(outcome).keys()
     found = spans(output)
     [(first_start, first_end)], [(second_start, second_end)] = (found[name] for name in JUDGES)
@@ -128,6 +127,7 @@ def test_killed_while_both_judges_train_it_goes_on_to_the_same_bytes(
     assert shas(again) == shas(judged[1])
 
 
+@pytest.mark.long
 def test_a_users_project_runs_is_cached_and_audited(tmp_path: Path) -> None:
     project = tmp_path / "project"
     shutil.copytree(ROOT / "examples" / "own_project", project)
@@ -150,13 +150,6 @@ def test_a_users_project_runs_is_cached_and_audited(tmp_path: Path) -> None:
     file = project / "tasks" / "keep_shortest.py"
     file.write_text(file.read_text().replace("max(1, round(", "max(2, round("))
     assert to_compute(run("--explain")) == ["keep_shortest", "sft-short", "evaluate"]
-
-
-def to_compute(explained: Outcome) -> list[str]:
-    """Stages that a run would compute."""
-    assert explained.code == 0, explained.err
-    lines = [line.split() for line in explained.err.splitlines()]
-    return [words[0] for words in lines if words[1:2] == ["compute"]]
 
 
 @pytest.fixture
