@@ -45,3 +45,8 @@ def part(
 def short_of(names: Iterable[str], *short: str) -> list[Any]:
     """Cases of a parametrized test: all but the `short` ones are long."""
     return [pytest.param(name, marks=[] if name in short else pytest.mark.long) for name in names]
+
+
+def last_line(failure: BaseException) -> str:
+    """The message of the error that ended a rank, whose whole traceback `failure` has."""
+    return str(failure).strip().splitlines()[-1]

@@ -30,8 +30,9 @@ from benchmarks.layouts import (
     updates,
 )
 from benchmarks.ranks import run_ranks
-from tests.component.layouts import part, same, short_of
+from tests.component.layouts import last_line, part, same, short_of
 from tests.component.models import open_models
+from tests.message_texts import Messages
 from xray_runtime.algorithms import logprobs
 from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.micro_batches import as_tensors
@@ -209,11 +210,14 @@ def branched(model: Path, branch: Path, layout: dict[str, int], trainable: int =
     "layout",
     [pytest.param({}, id="1 process", marks=pytest.mark.long), pytest.param(ZERO_3, id="ZeRO-3 × 2")],
 )
-def test_a_branch_above_another_trunk_is_refused(tiny_model: Path, tmp_path: Path, layout: dict[str, int]) -> None:
+def test_a_branch_above_another_trunk_is_refused(
+    tiny_model: Path, tmp_path: Path, layout: dict[str, int], message_texts: Messages
+) -> None:
     """Ranks divide the comparison, so one of them finds it."""
     other = with_other_top(tiny_model, tmp_path / "other", 0)
-    with pytest.raises(RuntimeError, match="reference does not share the policy's frozen trunk"):
+    with pytest.raises(RuntimeError) as caught:
         run_ranks(branched(tiny_model, other, layout), tmp_path, grown, kind=Loader)
+    message_texts.check(last_line(caught.value))
 
 
 def save_38_million(directory: Path) -> int:
@@ -355,7 +359,9 @@ def test_buffers_that_a_checkpoint_holds_are_read_too(tiny_model: Path, tmp_path
     assert lm.lm_head.weight is lm.model.embed_tokens.weight
 
 
-def test_a_checkpoint_in_several_files_is_read_tensor_by_tensor(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_in_several_files_is_read_tensor_by_tensor(
+    tiny_model: Path, tmp_path: Path, message_texts: Messages
+) -> None:
     lm: Any = load_model(tiny_model)
     lm.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
     assert not (tmp_path / "shards" / "model.safetensors").exists()
@@ -366,7 +372,7 @@ def test_a_checkpoint_in_several_files_is_read_tensor_by_tensor(tiny_model: Path
     lacking = {n: t for n, t in load_file(tiny_model / "model.safetensors").items() if n != "model.norm.weight"}
     lm.config.save_pretrained(tmp_path)
     save_file(lacking, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"has no weights for model\.norm\.weight"):
+    with message_texts.raises(ValueError):
         skeleton_of(tmp_path)
 
 
@@ -445,20 +451,18 @@ def test_a_reward_model_learns_pairs_in_any_layout(tiny_model: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("layout", "message"),
+    "layout",
     [
-        (
-            {"tensor_parallel": 4, "num_workhorses": 4},
-            "engine.tensor_parallel: 4 is not allowed: it must divide the model's",
-        ),
-        ({"pipeline_parallel": 3, "num_workhorses": 3}, "engine.pipeline_parallel: 3 is not allowed: the model has 2"),
+        pytest.param({"tensor_parallel": 4, "num_workhorses": 4}, id="TP 4"),
+        pytest.param({"pipeline_parallel": 3, "num_workhorses": 3}, id="PP 3"),
     ],
 )
 def test_a_split_the_model_does_not_allow_is_refused(
-    tiny_model: Path, tmp_path: Path, layout: dict[str, int], message: str
+    tiny_model: Path, tmp_path: Path, layout: dict[str, int], message_texts: Messages
 ) -> None:
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError) as caught:
         run_ranks(spec_of(tiny_model, layout), tmp_path, part, [], range(0), None, None)
+    message_texts.check(last_line(caught.value))
 
 
 def test_allowed_splits_are_known_from_the_config(tiny_model: Path, tmp_path: Path) -> None:
