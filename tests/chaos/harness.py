@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,8 +124,6 @@ class Lifecycle:
     """(seed, stage) → a case."""
     moment: Callable[[Path, str], str | None] = lambda output, stage: ""
     """(output, stage) → description of the moment; None: the fault must wait, even if its delay is over."""
-    elsewhere: Callable[[], Sequence[psutil.Process]] = lambda: ()
-    """Processes that may be targets too: those on a Ray that the command does not start."""
 
 
 TINY = Lifecycle()
@@ -332,8 +330,7 @@ def _find(supervisor: subprocess.Popen[bytes], command: Command, case: Case) -> 
         if case.target == "supervisor":
             return root
         pattern = command.lifecycle.targets[case.target].format(stage=case.stage)
-        processes = (*root.children(recursive=True), *command.lifecycle.elsewhere())
-        return next((p for p in processes if pattern in " ".join(_command(p))), None)
+        return next((p for p in root.children(recursive=True) if pattern in " ".join(_command(p))), None)
     except psutil.Error:
         return None
 

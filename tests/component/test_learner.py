@@ -66,11 +66,9 @@ def alone(cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFact
     "engine",
     [
         EngineConfig(micro_batch_tokens=16),
-        pytest.param(EngineConfig(num_workhorses=2), marks=pytest.mark.long),
-        pytest.param(DeepSpeedConfig(num_workhorses=2, zero_stage=2, micro_batch_tokens=32), marks=pytest.mark.long),
         DeepSpeedConfig(num_workhorses=2, zero_stage=3),
     ],
-    ids=["small micro-batches", "2 Workhorses", "2 Workhorses, ZeRO-2", "2 Workhorses, ZeRO-3"],
+    ids=["small micro-batches", "2 Workhorses, ZeRO-3"],
 )
 def test_the_split_does_not_show(alone: Any, tiny_model: Path, tmp_path: Path, engine: EngineConfig) -> None:
     losses, norms, weights = train(tiny_model, tmp_path / "logs", tmp_path / "out", engine)

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-import psutil
 import pytest
 from playwright.sync_api import sync_playwright
 
@@ -103,28 +102,6 @@ def test_the_page_of_the_run_draws_the_edges(judged: tuple[Path, Outcome], tmp_p
     finally:
         server.kill()
         server.wait()
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_killed_while_both_judges_train_it_goes_on_to_the_same_bytes(
-    judged: tuple[Path, Outcome], tmp_path: Path
-) -> None:
-    output = tmp_path / "run"
-    command = [XRAY, "run", "examples.two_judges:two_judges", "--output", str(output), *SMALL]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    logs = [output / "logs" / name / "reward-0.log" for name in JUDGES]
-    _wait_for(lambda: all(log.exists() for log in logs), process)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for each in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.send_signal(signal.SIGKILL)
-    process.wait()
-    again = two_judges(output)
-    assert again.code == 0, again.err
-    assert shas(again) == shas(judged[1])
 
 
 @pytest.mark.long
