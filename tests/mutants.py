@@ -61,7 +61,7 @@ GUARDS = {
     "kernel/graph/binding": "kernel/graph/test_binding.py kernel/graph/test_given_functions.py "
     "methods/ppo/test_validation.py methods/evaluate/test_benchmark.py",
     "methods/common/sampling/episode": "methods/ppo/test_episodes.py methods/evaluate/test_benchmark.py",
-    "agents/episodes/episodes": "methods/ppo/test_episodes.py methods/evaluate/test_benchmark.py",
+    "agents/environment_episodes": "methods/ppo/test_episodes.py methods/evaluate/test_benchmark.py",
     "methods/ppo/experience": "methods/ppo/test_experience.py",
     "methods/ppo/hacking_monitor": "methods/ppo/test_hacking_monitor.py",
     "methods/ppo/ledger_writer": "methods/ppo/test_ledger_writer.py",

@@ -22,10 +22,10 @@ from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.engines.layouts import FrozenConfig, GeneratorConfig
+from xray_runtime.engines.roles import Use
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.graph.artifacts import Dataset, Model, RewardModel
-from xray_runtime.kernel.graph.roles import Use
 from xray_runtime.kernel.store.seal import process_seal
 from xray_runtime.kernel.tracking.recorder import StageRecorder, read_points
 from xray_runtime.methods.common.inputs import PPOInputs

@@ -26,8 +26,8 @@ from xray_runtime.cluster.progress import find_progress, open_progress
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.layouts import EngineConfig, FrozenConfig, GeneratorConfig
+from xray_runtime.engines.roles import ModelRole, frozen, sampled
 from xray_runtime.kernel.config.section import RuntimeConfig
-from xray_runtime.kernel.graph.roles import ModelRole, frozen, sampled
 from xray_runtime.methods.sft.config import SFTConfig
 from xray_runtime.models.objectives import SFTObjective
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from xray_runtime.engines.layouts import GENERATORS, TRAINERS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -254,8 +256,7 @@ def test_an_engine_is_chosen_by_its_name_in_a_config_alone() -> None:
         if other in plug_of and plug_of[other] != plug_of.get(name)
     }
     assert found == NAMED
-    names = {name.split(".")[3] for name in plug_of}
-    assert names == {"deepspeed", "megatron", "transformers", "vllm"}
+    assert {*TRAINERS, *GENERATORS} == {name.split(".")[3] for name in plug_of}
     assert [
         name for name, path in files.items() if re.search(r"\b(library|engine) [!=]= [\"']", path.read_text())
     ] == []

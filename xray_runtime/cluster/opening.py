@@ -32,7 +32,7 @@ from xray_runtime.kernel.store.identity import environment_digest
 
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import OpenModels
-    from xray_runtime.kernel.graph.roles import ModelRole
+    from xray_runtime.engines.roles import ModelRole
 
 PING_SECONDS = 5.0
 UNLOAD_SECONDS = 20.0

@@ -12,17 +12,18 @@ from optuna.distributions import IntDistribution
 import xray
 from tests.graphs import GRAPHS, SIZES
 from xray.cli.explain import explained
-from xray.flows.search import SearchConfig, search_space
-from xray.flows.study import VALUES, Search
+from xray.flows.search import SearchConfig
+from xray.flows.study import VALUES, Search, search_space
 from xray.flows.subject import Subject
 from xray_runtime.cluster.pool.demand import check_call
 from xray_runtime.cluster.pool.machine import GIB, Machine
 from xray_runtime.engines.layouts import EngineConfig
+from xray_runtime.engines.roles import ModelRole
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.graph.artifacts import Model
 from xray_runtime.kernel.graph.graph import Graph, recording
 from xray_runtime.kernel.graph.kind import KINDS, StageKind
-from xray_runtime.kernel.graph.roles import ModelRole
+from xray_runtime.kernel.graph.kinds import shipped
 from xray_runtime.ops.planner.auto import Changes, choose_layouts, plan
 from xray_runtime.ops.planner.stage_workload import base_of
 from xray_runtime.ops.planner.workload import Role
@@ -72,10 +73,10 @@ MODELS: dict[str, dict[str, set[str]]] = {
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    """What a graph registers is gone afterwards: the registry is of the whole process."""
-    before = dict(KINDS)
+    """The kinds that a graph registers are removed afterwards, since the registry is global."""
+    before = {kind.name for kind in shipped()} | KINDS.keys()
     yield
-    for name in KINDS.keys() - before.keys():
+    for name in KINDS.keys() - before:
         del KINDS[name]
 
 

@@ -11,13 +11,13 @@ import xray
 from xray.flows.lifecycle_graph import recorded_graph
 from xray_runtime.cluster.pool.demand import Demand, call_demands, check_call
 from xray_runtime.engines.layouts import EngineConfig, LayoutConfig
+from xray_runtime.engines.roles import ModelRole
 from xray_runtime.kernel.config.section import RuntimeConfig, Section
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.errors import may_retry
 from xray_runtime.kernel.graph.artifacts import Model
 from xray_runtime.kernel.graph.graph import Graph
 from xray_runtime.kernel.graph.kind import NoInputs, StageKind
-from xray_runtime.kernel.graph.roles import ModelRole
 from xray_runtime.methods.lifecycle import LifecycleConfig
 from xray_runtime.methods.loading import validate
 

@@ -29,8 +29,17 @@ class Section(BaseModel):
         """Modules of the plugs that this section chooses: keys of stages digest their code."""
         return ()
 
+    def resolved(self, device: str) -> Self:
+        """The section with the values that `auto` means on `device` ("cpu" or "cuda"), also in the sections in it."""
+        found = {name: _resolved(getattr(self, name), device) for name in type(self).model_fields}
+        return self.model_copy(update=found)
+
     def check_runtime(self, runtime: RuntimeConfig) -> None:
         """Raises ValueError if the config of a stage conflicts with `runtime`; the message begins with a field."""
+
+    def check_services(self, runtime: RuntimeConfig) -> None:
+        """Raises ValueError if a service that this section names does not answer; the message begins with a field.
+        Asked before a run computes anything."""
 
 
 def sections(value: object, path: str = "") -> Iterator[tuple[str, Section]]:
@@ -47,6 +56,16 @@ def sections(value: object, path: str = "") -> Iterator[tuple[str, Section]]:
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from sections(item, f"{below}{key}")
+
+
+def _resolved(value: Any, device: str) -> Any:
+    if isinstance(value, Section):
+        return value.resolved(device)
+    if isinstance(value, list):
+        return [_resolved(item, device) for item in value]
+    if isinstance(value, dict):
+        return {key: _resolved(item, device) for key, item in value.items()}
+    return value
 
 
 class ValidationSchedule(Section):

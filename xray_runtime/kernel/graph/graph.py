@@ -27,7 +27,6 @@ from xray_runtime.kernel.graph.current import CURRENT
 from xray_runtime.kernel.graph.handles import Handle, RewardSource, reward
 from xray_runtime.kernel.graph.kind import KINDS, StageKind
 from xray_runtime.kernel.graph.kinds import shipped
-from xray_runtime.kernel.graph.roles import check_left_open
 from xray_runtime.methods.common.allowed_commands import check_agent, check_sandboxed
 from xray_runtime.methods.common.environment import AgentConfig
 
@@ -198,7 +197,8 @@ class Graph:
             ConfigError: the call sets a layout that `auto` chooses, or no layout fits.
         """
         if self.runtime.parallel == "auto":
-            check_left_open(call.name, call.kind.models(call.config).values())
+            for role in call.kind.models(call.config).values():
+                role.check_left_open(call.name)
         return call
 
     def directory_of(self, handle: Handle) -> Path:

@@ -27,9 +27,8 @@ from xray_runtime.kernel.config.section import Section
 from xray_runtime.kernel.config.validation import ConfigError, validate_as
 from xray_runtime.kernel.graph.artifacts import TYPES, Artifact, RewardModel
 from xray_runtime.kernel.graph.current import current_graph
-from xray_runtime.kernel.graph.handles import Handle
+from xray_runtime.kernel.graph.handles import Handle, PlannedModel
 from xray_runtime.kernel.graph.kind_help import KindAttribute, help_text, signature
-from xray_runtime.kernel.graph.roles import ModelRole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -109,8 +108,8 @@ class StageKind:
     output: type[Artifact]
     body: str | Body
     """A function, or `module:function` if its module has imports that a graph does not need."""
-    models: Callable[[Any], Mapping[str, ModelRole]] = lambda config: {}
-    """Name → model role; all are open at the same time. The planner knows nothing else about the stage."""
+    models: Callable[[Any], Mapping[str, PlannedModel]] = lambda config: {}
+    """Name → `engines.roles.ModelRole`; all are open at the same time. The planner knows nothing else about the stage."""
     base_model: Callable[[Any], Section | str | None] = lambda config: None
     """The external model that the stage outputs, as sizes or a name. None: the output has the shape of the trained
     model, or of the first input that is a model."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from xray_runtime.engines.layouts import with_precision
 from xray_runtime.kernel.config.paths import section
 from xray_runtime.kernel.config.section import RuntimeConfig, sections
 from xray_runtime.kernel.graph.kind import KINDS, StageKind
@@ -22,9 +21,10 @@ DECLARATIONS = (
     "xray_runtime.cluster.pool.demand",
     "xray_runtime.cluster.pool.machine",
     "xray_runtime.cluster.stage",
+    "xray_runtime.engines.roles",
     *(
         f"xray_runtime.kernel.graph.{name}"
-        for name in ("binding", "current", "graph", "handles", "kind", "kinds", "planning", "roles")
+        for name in ("binding", "current", "graph", "handles", "kind", "kinds", "planning")
     ),
     *(f"xray_runtime.methods.common.{name}" for name in ("checks", "findings", "inputs")),
     "xray_runtime.ops",
@@ -57,7 +57,7 @@ def identify(
         outside_digest(value, memory, field=f"{name}.{field}", holds="model" if field == "model" else "dataset")
         for field, value in kind.outside(config).items()
     ]
-    values: dict[str, Any] = with_precision(config, runtime.device).model_dump(mode="json")
+    values: dict[str, Any] = config.resolved(runtime.device).model_dump(mode="json")
     chosen = list(sections(config))
     for path, part in chosen:
         for field in part.not_in_key:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from xray_runtime.engines.roles import ModelRole, frozen, sampled
 from xray_runtime.kernel.graph.artifacts import Benchmark
 from xray_runtime.kernel.graph.kind import StageKind, register
-from xray_runtime.kernel.graph.roles import ModelRole, frozen, sampled
 from xray_runtime.methods.benchmark.config import (
     BenchmarkConfig,
     EnvironmentSuite,

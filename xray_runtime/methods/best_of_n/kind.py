@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from xray_runtime.engines.roles import ModelRole
 from xray_runtime.kernel.graph.artifacts import Dataset
 from xray_runtime.kernel.graph.kind import StageKind, register
-from xray_runtime.kernel.graph.roles import ModelRole
 from xray_runtime.methods.best_of_n.config import BestOfNConfig
 from xray_runtime.methods.common.checks import agent_reads, called_functions, check_rewards, fewer_prompts, num_samples
 from xray_runtime.methods.common.inputs import BestOfNInputs

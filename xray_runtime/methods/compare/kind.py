@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from xray_runtime.engines.roles import ModelRole
 from xray_runtime.kernel.graph.artifacts import Comparison
 from xray_runtime.kernel.graph.kind import StageKind, register
-from xray_runtime.kernel.graph.roles import ModelRole
 from xray_runtime.methods.common.checks import called_functions, check_evaluation
 from xray_runtime.methods.common.inputs import CompareInputs
 from xray_runtime.methods.common.sampling.model_roles import sampling_models

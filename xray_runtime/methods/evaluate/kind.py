@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from xray_runtime.engines.roles import ModelRole, frozen
 from xray_runtime.kernel.graph.artifacts import Evaluation
 from xray_runtime.kernel.graph.kind import StageKind, register
-from xray_runtime.kernel.graph.roles import ModelRole, frozen
 from xray_runtime.methods.common.checks import agent_reads, called_functions, check_evaluation, fewer_prompts
 from xray_runtime.methods.common.findings import evaluation_findings
 from xray_runtime.methods.common.inputs import EvaluateInputs

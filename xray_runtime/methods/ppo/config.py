@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from xray_runtime.engines.layouts import EngineConfig, check_one_row_each, with_precision
+from xray_runtime.engines.layouts import EngineConfig, check_one_row_each
 from xray_runtime.engines.sampling_config import BIASING, Stop
 from xray_runtime.engines.training_config import TrainingConfig, check_sampled, check_trained_part
 from xray_runtime.kernel.config.section import (
@@ -325,5 +325,5 @@ class PPOConfig(PPOStageConfig, JudgingConfig):
         """
         if self.max_mismatch is not None:
             return self.max_mismatch
-        in_float32 = with_precision(self.engine, device).precision == "float32"
+        in_float32 = self.engine.resolved(device).precision == "float32"
         return FLOAT32_MISMATCH if in_float32 and self.generator.precision(device) == "float32" else BFLOAT16_MISMATCH

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from xray_runtime.cluster.pool.demand import Resources, check_call
 from xray_runtime.cluster.pool.machine import Machine
 from xray_runtime.engines.layouts import EngineConfig
+from xray_runtime.engines.roles import CHOSEN, models_of
 from xray_runtime.engines.trainer import trainer
 from xray_runtime.kernel.config.paths import section
 from xray_runtime.kernel.config.validation import ConfigError
-from xray_runtime.kernel.graph.roles import CHOSEN
 from xray_runtime.ops.planner.memory import Layout, Options
 from xray_runtime.ops.planner.plan import Plan
 from xray_runtime.ops.planner.search import search
@@ -42,7 +42,7 @@ class Changes:
     def of_call(self, call: StageCall) -> StageCall:
         """`call` with these changes to every trained model, and without layouts. Raises ConfigError."""
         data: dict[str, Any] = call.config.model_dump(mode="json")
-        for role in call.kind.models(call.config).values():
+        for role in models_of(call).values():
             layout = section(data, role.field)
             for field in CHOSEN:
                 layout.pop(field, None)
@@ -162,7 +162,7 @@ def with_layouts(call: StageCall, plan: Plan) -> StageCall:
     """`call` with the plan's layouts in its config. Raises ConfigError if the config does not allow them."""
     data: dict[str, Any] = call.config.model_dump(mode="json")
     frozen = plan.layouts["frozen"]
-    for role in call.kind.models(call.config).values():
+    for role in models_of(call).values():
         chosen: dict[str, Any] = {"tensor_parallel": plan.layouts["sampled"].tp}
         if role.use == "trained":
             assert isinstance(role.layout, EngineConfig)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from xray_runtime.kernel.graph.roles import ALL_USES, Use
+from xray_runtime.engines.roles import ALL_USES, Use
 from xray_runtime.models.shapes import device_parameters, lora_parameters
 from xray_runtime.ops.planner.memory import (
     GENERATOR_BATCH_TOKENS,

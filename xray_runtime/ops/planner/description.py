@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from xray_runtime.cluster.pool.machine import GIB, Machine, this_machine
+from xray_runtime.engines.roles import models_of
 from xray_runtime.kernel.terminal import print_table
 from xray_runtime.ops.planner.auto import GraphPlan
 from xray_runtime.ops.planner.cost import COMPARED, disk_bytes, gpu_of
@@ -190,7 +191,7 @@ def slow_precision(graph: Graph, device: str, cpuinfo: Path = CPUINFO) -> str | 
     precisions = {
         f"{call.name}.{role.field}.precision": getattr(role.layout, "precision", "float32")
         for call in graph.calls.values()
-        for role in call.kind.models(call.config).values()
+        for role in models_of(call).values()
     }
     fields = [name for name, precision in precisions.items() if precision == "bfloat16"]
     if device != "cpu" or not fields or has_bfloat16(cpuinfo) is not False:

@@ -20,8 +20,8 @@ from itertools import product
 from typing import Any
 
 from xray_runtime.cluster.pool.machine import Machine
+from xray_runtime.engines.roles import ALL_USES, Use
 from xray_runtime.kernel.config.validation import ConfigError
-from xray_runtime.kernel.graph.roles import ALL_USES, Use
 from xray_runtime.ops.planner.cost import (
     generate_seconds,
     iteration_seconds,

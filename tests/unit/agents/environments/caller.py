@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from tests.unit.agents.environments import samples
-from xray_runtime.agents.environments.protocol import Start
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.tokenizing import train_tokenizer
+from xray_runtime.methods.common.environment_protocol import Start
 from xray_runtime.models.causal_lm import fresh_llama, save_model
 from xray_runtime.models.config import FreshBase
 

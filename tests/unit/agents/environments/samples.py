@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from xray_runtime.agents.environments.adapters import from_gymnasium, from_tools
-from xray_runtime.agents.environments.protocol import Environment, Start, Step
+from xray_runtime.methods.common.environment_protocol import Environment, Start, Step
 
 
 def add(a: int, b: int) -> int:

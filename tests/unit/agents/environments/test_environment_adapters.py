@@ -19,10 +19,11 @@ import pytest
 from transformers.utils import chat_template_utils
 
 from xray_runtime.agents.environments.adapters import NO_ACTION, from_gymnasium, from_tools, tool_schema
-from xray_runtime.agents.environments.protocol import Start, Step, as_start, as_step
+from xray_runtime.agents.environments.answer_checks import as_start, as_step
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import reply_message
 from xray_runtime.data.tokenizing import CHAT_TEMPLATE, CHATML, decode_replies, encode_replies_to, train_tokenizer
+from xray_runtime.methods.common.environment_protocol import Start, Step
 
 
 def add(a: int, b: int = 1) -> int:

@@ -16,8 +16,8 @@ from xray_runtime.agents.environments import http
 from xray_runtime.agents.environments.episodes import EnvironmentFailure
 from xray_runtime.agents.environments.http import from_http
 from xray_runtime.agents.environments.pool import EnvironmentPool
-from xray_runtime.agents.environments.protocol import Start, Step
 from xray_runtime.kernel import bounded_http
+from xray_runtime.methods.common.environment_protocol import Start, Step
 
 URL = "XRAY_TEST_ENVIRONMENT_URL"
 OBSERVED = [{"role": "user", "content": "and?"}]
@@ -138,7 +138,7 @@ def test_a_bad_answer_costs_its_episode(
 
     async def play() -> None:
         # As a worker does.
-        from xray_runtime.agents.environments.protocol import as_step
+        from xray_runtime.agents.environments.answer_checks import as_step
 
         _, [step] = await played(url_of(server), "1")
         as_step(step)

@@ -21,7 +21,7 @@ from agents.environments import samples  # type: ignore[import-not-found]
 from xray_runtime.agents.environments import supervisor
 from xray_runtime.agents.environments.episodes import EnvironmentFailure
 from xray_runtime.agents.environments.pool import EnvironmentPool
-from xray_runtime.agents.environments.protocol import Step
+from xray_runtime.methods.common.environment_protocol import Step
 
 TIMEOUT_S = 1.2
 TASK = {"prompt": "p", "messages": []}

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xray_runtime.agents.environments.protocol import Start, Step, as_start, as_step
+from xray_runtime.agents.environments.answer_checks import as_start, as_step
+from xray_runtime.methods.common.environment_protocol import Start, Step
 
 SAID = {"role": "user", "content": "x"}
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from xray_runtime.agents.environments.answer_checks import as_step
 from xray_runtime.agents.environments.pool import EnvironmentPool
-from xray_runtime.agents.environments.protocol import as_step
 from xray_runtime.agents.environments.reasoning_gym import EVALUATES, REFUSED, SAFE, from_reasoning_gym, write_items
 
 reasoning_gym = pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")

@@ -128,7 +128,7 @@ REFUSED = [
     ),
     (
         "{base: {kind: pretrained, model: x, trainable_layers: 2}, sft: {engine: {library: megatron}}}",
-        "base.trainable_layers = 2 is not supported with sft.engine.library = 'megatron' (deepspeed can)",
+        "base.trainable_layers = 2 is not supported with sft.engine.library = 'megatron' (deepspeed",
     ),
     (
         "sft: {batch_size: 1, engine: {pipeline_parallel: 2, num_workhorses: 4}}",

@@ -52,5 +52,5 @@ def test_a_module_without_the_object_is_named(registry: Registry[str]) -> None:
 
 def test_a_name_belongs_to_one_plug(registry: Registry[str], tmp_path: Path) -> None:
     (tmp_path / registry.package / "far.py").touch()
-    with pytest.raises(ValueError, match=r"trainer 'far' is there twice: plugs_.*\.far, plugs_.*_theirs"):
+    with pytest.raises(ValueError, match=r"trainer 'far' is defined twice: plugs_.*\.far, plugs_.*_theirs"):
         list(registry)

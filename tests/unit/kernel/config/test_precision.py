@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from xray_runtime.engines.layouts import EngineConfig, FrozenConfig, with_precision
+from xray_runtime.engines.layouts import EngineConfig, FrozenConfig
 from xray_runtime.engines.trainers.megatron.config import MegatronConfig
 from xray_runtime.methods.ppo.config import PPOConfig, PPOStageConfig
 from xray_runtime.methods.sft.config import SFTConfig
@@ -15,18 +15,18 @@ from xray_runtime.methods.sft.config import SFTConfig
 def test_precision_is_what_a_device_is_good_at() -> None:
     """bfloat16 passes on GPUs, float32 on CPU; what is written stays, and DeepSpeed's ZeRO 0 keeps float32."""
     auto = SFTConfig()
-    assert with_precision(auto, "cuda").engine.precision == "bfloat16"
+    assert auto.resolved("cuda").engine.precision == "bfloat16"
     # Gradients are summed in float32 from ZeRO-1 on.
-    assert (auto.engine.sharding_level, with_precision(auto, "cuda").engine.sharding_level) == (0, 1)
-    assert with_precision(auto, "cpu").engine.precision == "float32"
-    assert with_precision(FrozenConfig(), "cuda").precision == "bfloat16"
+    assert (auto.engine.sharding_level, auto.resolved("cuda").engine.sharding_level) == (0, 1)
+    assert auto.resolved("cpu").engine.precision == "float32"
+    assert FrozenConfig().resolved("cuda").precision == "bfloat16"
     for field in ({"zero_stage": 0}, {"precision": "float32"}):
-        assert with_precision(EngineConfig.model_validate(field), "cuda").precision == "float32"
-    megatron = with_precision(MegatronConfig(zero_stage=0), "cuda")
+        assert EngineConfig.model_validate(field).resolved("cuda").precision == "float32"
+    megatron = MegatronConfig(zero_stage=0).resolved("cuda")
     assert (megatron.precision, megatron.sharding_level) == ("bfloat16", 0)
-    assert with_precision(EngineConfig(precision="bfloat16"), "cpu").precision == "bfloat16"
+    assert EngineConfig(precision="bfloat16").resolved("cpu").precision == "bfloat16"
     # In a section of a section, and in lists.
-    ppo = with_precision(PPOStageConfig(critic_engine=EngineConfig(), critic="separate"), "cuda")
+    ppo = PPOStageConfig(critic_engine=EngineConfig(), critic="separate").resolved("cuda")
     assert ppo.critic_engine is not None
     assert ppo.engine.precision == ppo.critic_engine.precision == "bfloat16"
 

@@ -14,7 +14,6 @@ from tests.unit.agents.environments import samples
 from tests.unit.data.encoding import encode_replies
 from tests.unit.trust.synthetic import comparison
 from xray_runtime.agents.environments.pool import EnvironmentPool
-from xray_runtime.agents.environments.protocol import Step
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.pairs import Messages, prompt_text
 from xray_runtime.data.tokenizing import encode_prompts
@@ -27,6 +26,7 @@ from xray_runtime.live.feedback.chat_episode import play
 from xray_runtime.live.feedback.chat_model import ChatModel, PromptLimits, fitting, last_messages
 from xray_runtime.live.feedback.judgements import Judgement, Question, Verdict, left_model, pairs, tally, verdict_of
 from xray_runtime.live.feedback.session import Session, read_sessions, session_directory
+from xray_runtime.methods.common.environment_protocol import Step
 from xray_runtime.models.causal_lm import fresh_llama, load_model, save_model
 from xray_runtime.models.config import FreshBase
 from xray_runtime.trust.attesters import signed

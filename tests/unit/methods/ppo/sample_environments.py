@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from xray_runtime.agents.environments.protocol import Start, Step
+from xray_runtime.methods.common.environment_protocol import Start, Step
 
 STEPS = "XRAY_TEST_STEPS"
 """In the environment: a file to which each step adds a line."""

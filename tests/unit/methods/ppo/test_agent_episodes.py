@@ -18,9 +18,9 @@ from tests.unit.agents import sample_agents
 from tests.unit.agents.parts import FakeGenerator
 from tests.unit.methods.ppo.loop import PPOModel, World, attempt, logprob
 from tests.unit.methods.ppo.recorder import FakeRecorder
-from xray_runtime.agents.episodes.agent_records import agent_metrics, read_episodes
+from xray_runtime.agents.agent_records import agent_metrics, read_episodes
 from xray_runtime.cluster.stage import Stage
-from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch, Scores
+from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch, Rollout, Scores
 from xray_runtime.data.ledger import read_shard, readable, shard_path
 from xray_runtime.data.pairs import Example, Pairs, write_pairs
 from xray_runtime.data.ragged import Ragged
@@ -36,7 +36,7 @@ from xray_runtime.methods.evaluate.config import EvaluationConfig
 from xray_runtime.methods.ppo.config import KLConfig, PPOConfig
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import ANSWERS, Journal
-from xray_runtime.trust.recorded_answers import restore_environment, restore_episodes
+from xray_runtime.trust.replay import restore_recorded
 
 HERE = sample_agents.__name__
 
@@ -174,7 +174,7 @@ def test_a_replay_samples_again_and_needs_no_agent(
     checkpoint = tmp_path / "whole"
     for path in inputs.policy.path.iterdir():
         (checkpoint / path.name).write_bytes(path.read_bytes())
-    assert restore_environment(checkpoint, config, 0, Journal(kept)) == ["environment"]
+    assert restore_recorded(checkpoint, config, 0, Journal(kept)) == ["environment"]
     world, _, replayed = played(inputs, tmp_path / "again", "is_gone", kept=kept)
     assert replayed.equals(whole)
     assert len(world.seeds) == 12
@@ -205,14 +205,13 @@ def test_a_replay_of_validations_needs_no_agent(validated: PPOInputs, tmp_path: 
     for path in validated.policy.path.iterdir():
         (checkpoint / path.name).write_bytes(path.read_bytes())
     journal = Journal(kept)
-    assert restore_episodes(checkpoint, journal) == ["environment"]
-    restore_environment(checkpoint, config, 1, journal)
+    assert restore_recorded(checkpoint, config, 1, journal) == ["environment"]
     played(validated, tmp_path / "again", "is_gone", kept=kept, **VALIDATED)
     for name in (EPISODES, "ledger/000000.parquet", "ledger/000001.parquet"):
         assert (tmp_path / "again" / name).read_bytes() == (checkpoint / name).read_bytes()
     (checkpoint / EPISODES).write_text("{}\n")
     with pytest.raises(ConfigError, match=r"^REF: .*episodes.jsonl: damaged"):
-        restore_episodes(checkpoint, journal)
+        restore_recorded(checkpoint, config, 1, journal)
 
 
 def test_a_resumed_stage_keeps_the_validations_before_its_snapshot(validated: PPOInputs, tmp_path: Path) -> None:
@@ -390,8 +389,11 @@ def test_an_agents_config_is_refused_in_one_line(environment: dict[str, Any], re
 
 def test_metrics_sum_over_episodes() -> None:
     records = [{"counts": {"calls": 2}, "failure": ""}, {"counts": {"calls": 3}, "failure": "broke: it hung"}]
-    found = agent_metrics([json.dumps(record) for record in records], ran_again=2)
-    assert found["agent/calls"] == 5
-    assert found["agent/broke"] == 1
-    assert found["agent/failed_infrastructure"] == 2
-    assert found["agent/failed_unusable"] == 0
+    answers = np.array([json.dumps(record) for record in records], object)
+    found = agent_metrics(Rollout(response_ids=Ragged.of([[1], [1]]), answers=answers, ran_again=np.array([2, 0])))
+    assert found == {
+        "rollout/agent/calls": 5,
+        "rollout/agent/broke": 1,
+        "rollout/agent/failed_infrastructure": 2,
+        "rollout/agent/failed_unusable": 0,
+    }

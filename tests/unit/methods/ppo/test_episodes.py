@@ -30,7 +30,7 @@ from xray_runtime.methods.common.inputs import PPOInputs
 from xray_runtime.methods.ppo.config import KLConfig, PPOConfig
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import Journal
-from xray_runtime.trust.recorded_answers import restore_environment
+from xray_runtime.trust.replay import restore_recorded
 
 HERE = sample_environments.__name__
 OF_TURNS = (0.0, 0.5, 1.0)
@@ -221,7 +221,7 @@ def test_a_replay_reads_the_answers_in_the_ledger(
     steps.unlink()
     config = PPOConfig(environment={"path": f"{HERE}:{environment}"}, rewards=[], **fields)  # type: ignore[arg-type]
     load_tokenizer(inputs.policy.path).save_pretrained(tmp_path / "first")
-    assert restore_environment(tmp_path / "first", config, 0, Journal(scratch)) == ["environment"]
+    assert restore_recorded(tmp_path / "first", config, 0, Journal(scratch)) == ["environment"]
     again, _ = played(inputs, tmp_path / "again", environment, kept=scratch, **fields)
     assert not steps.exists()
     np.testing.assert_equal(taught(again), taught(first))

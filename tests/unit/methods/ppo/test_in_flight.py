@@ -23,7 +23,7 @@ from xray_runtime.methods.common.inputs import PPOInputs
 from xray_runtime.methods.ppo.config import KLConfig, PPOConfig
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.rewards.journal import ANSWERS, Journal
-from xray_runtime.trust.recorded_answers import restore_environment
+from xray_runtime.trust.replay import restore_recorded
 
 ITERATIONS, SURER = 5, 0.05
 Rows_ = list[dict[str, Any]]
@@ -155,7 +155,7 @@ def test_a_run_that_was_killed_follows_its_journal_and_a_replay_the_ledger(
         replayed = tmp_path / f"kept-{number}"
         replayed.mkdir()
         config = PPOConfig(**options() | {"prompts_per_iteration": REPLIES, "minibatch_size": MINIBATCH})
-        restored = restore_environment(out, config, ITERATIONS - 1, Journal(replayed))
+        restored = restore_recorded(out, config, ITERATIONS - 1, Journal(replayed))
         assert restored == ["environment"]
         trained(inputs, tmp_path / f"replayed-{number}", versions, replayed, agent="is_gone")
         for iteration in range(ITERATIONS):

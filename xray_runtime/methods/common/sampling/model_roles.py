@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from xray_runtime.kernel.graph.roles import ModelRole, frozen, sampled, trained
+from xray_runtime.engines.roles import ModelRole, frozen, sampled, trained
 from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.rewards.config import JudgingConfig
 

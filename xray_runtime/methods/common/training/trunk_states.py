@@ -20,7 +20,6 @@ import numpy as np
 from xray_runtime.cluster.protocols import ModelHandle, get
 from xray_runtime.data.batch import TextBatch
 from xray_runtime.data.ragged import Ragged, join_ragged
-from xray_runtime.engines.layouts import with_precision
 from xray_runtime.kernel.store.derived import Derived
 from xray_runtime.methods.common.training.computed import computed_key
 from xray_runtime.models.weight_files import trunk_digest
@@ -65,7 +64,7 @@ class TrunkStates:
         config: TrainingConfig = stage.config
         self._rows, self._used, self._recorder = rows, used, recorder
         self._file: BinaryIO | None = None
-        precision = with_precision(config.engine, stage.runtime.device).precision
+        precision = config.engine.resolved(stage.runtime.device).precision
         self._dtype = np.dtype(np.uint16 if precision == "bfloat16" else np.float32)
         self._replicas = config.engine.data_parallel
         self._keeps = False

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from xray_runtime.engines.capabilities import unsupported
-from xray_runtime.engines.layouts import TRAINERS, EngineConfig, FrozenConfig, GeneratorConfig, LayoutConfig, able
+from xray_runtime.engines.layouts import TRAINERS, EngineConfig, FrozenConfig, GeneratorConfig, LayoutConfig
 from xray_runtime.engines.training_config import TrainingConfig
 from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.graph.handles import Call
+from xray_runtime.kernel.plugs import able, unsupported
 from xray_runtime.models.lora import LoRAConfig
 
 Use = Literal["trained", "frozen", "sampled"]
@@ -53,21 +53,28 @@ class ModelRole:
     trunk: str | None = None
     """The trained role whose branch it becomes if both have the same base and trained layers."""
 
-
-def check_left_open(stage: str, roles: Iterable[ModelRole]) -> None:
-    """Raise ConfigError if the config of `stage` sets a layout that `auto` would choose."""
-    for role in roles:
-        if isinstance(role.layout, EngineConfig) and role.layout.capabilities.sharding is None:
-            feature = f"{role.field}.library = {role.layout.library!r}"
+    def check_left_open(self, stage: str) -> None:
+        if isinstance(self.layout, EngineConfig) and self.layout.capabilities.sharding is None:
+            feature = f"{self.field}.library = {self.layout.library!r}"
             where, others = "runtime.parallel = 'auto'", able(TRAINERS, "sharding")
             raise ConfigError(f"{stage}.{unsupported(feature, where, others)}")
-        for field, info in type(role.layout).model_fields.items():
-            value = getattr(role.layout, field)
+        for field, info in type(self.layout).model_fields.items():
+            value = getattr(self.layout, field)
             if field in CHOSEN and value != info.default:
                 raise ConfigError(
-                    f"{stage}.{role.field}.{field}: {value} is not allowed with runtime.parallel 'auto', which chooses "
+                    f"{stage}.{self.field}.{field}: {value} is not allowed with runtime.parallel 'auto', which chooses "
                     "it: leave it out"
                 )
+
+
+def models_of(call: Call) -> dict[str, ModelRole]:
+    """The models of a stage by name. Raises TypeError: its kind declares something else."""
+    roles: dict[str, ModelRole] = {}
+    for name, role in call.kind.models(call.config).items():
+        if not isinstance(role, ModelRole):
+            raise TypeError(f"{call.name}: the model {name!r} of its kind is {role!r}, and not a ModelRole")
+        roles[name] = role
+    return roles
 
 
 def trained(config: TrainingConfig, shape: str, *, batch_size: int, field: str = "engine", **facts: Any) -> ModelRole:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from xray_runtime.agents.episodes.agent_records import Place, Played, Record, journal_entry, journal_key, read_calls
+from xray_runtime.agents.agent_records import Place, Played, Record, journal_entry, journal_key, read_calls
 from xray_runtime.agents.segments import Call
 from xray_runtime.data.batch import PromptBatch, ReplyBatch
 from xray_runtime.data.ragged import Ragged

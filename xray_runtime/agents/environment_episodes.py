@@ -12,19 +12,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from xray_runtime.agents.environments.episodes import EnvironmentFailure
 from xray_runtime.agents.environments.pool import EnvironmentPool
-from xray_runtime.agents.environments.protocol import Start, Step
-from xray_runtime.agents.episodes.agent_episodes import AgentEpisodes
 from xray_runtime.cluster.protocols import ModelHandle, get
 from xray_runtime.data.batch import PromptBatch, Rollout
 from xray_runtime.data.chat_format import chat_format
@@ -32,11 +28,9 @@ from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.engines.sampling import Sampling
-from xray_runtime.kernel.graph.artifacts import EPISODES
 from xray_runtime.kernel.seeding import derive_seed
-from xray_runtime.methods.common.environment import AgentConfig
-from xray_runtime.methods.common.sampling.episode import Episode, EpisodeBatch, Prompt, rollout_of
-from xray_runtime.methods.common.sampling.sampled_replies import GENERATION_BATCH
+from xray_runtime.methods.common.environment_protocol import Start, Step
+from xray_runtime.methods.common.sampling.episode import Episode, EpisodeBatch, rollout_of
 from xray_runtime.methods.common.training.finite import check_rollout
 from xray_runtime.rewards.journal import Journal
 
@@ -94,6 +88,9 @@ class Episodes:
     def close(self) -> None:
         """Wait for the other thread, which ends at its next request once the pool is shut down."""
         self._rollouts.shutdown(cancel_futures=True)
+
+    def metrics(self, episodes: Rollout) -> dict[str, float]:
+        return {}
 
     def _play(self, episodes: list[Episode], batch: EpisodeBatch) -> None:
         """Play the turns of a cohort until all its episodes are over."""
@@ -185,64 +182,6 @@ class Episodes:
             futures.append(self._pool.step(episode.number, split_reasoning(reply)[1]))
             episode.known += 1
         return futures
-
-
-EpisodeSampler = Episodes | AgentEpisodes
-
-
-def sample_all(
-    episodes: EpisodeSampler,
-    prompts: Sequence[Prompt],
-    columns: Mapping[str, Sequence[Any]],
-    version: int = 0,
-    group_size: int = 1,
-    side: str = "",
-    done: Callable[[int], None] = lambda count: None,
-) -> Rollout:
-    """`sample` batch by batch, for evaluations; `side` as in `EpisodeBatch`, `done` is called with the number of
-    finished episodes."""
-    parts: list[Rollout] = []
-    for start in range(0, len(prompts), GENERATION_BATCH):
-        part = slice(start, start + GENERATION_BATCH)
-        of_part = {name: values[part] for name, values in columns.items()}
-        batch = EpisodeBatch(prompts[part], of_part, version, "sample", 0, group_size, start, side, keep=True)
-        parts.append(episodes.sample(batch))
-        done(start + len(parts[-1].response_ids))
-    return Rollout.concat(parts)
-
-
-@contextmanager
-def open_episodes(
-    stage: Stage[Any, Any],
-    generator: ModelHandle,
-    sampling: Sampling,
-    tokenizer: Any,
-    max_prompt: int,
-    log_dir: Path,
-    out: Path,
-) -> Iterator[EpisodeSampler | None]:
-    """The episodes of a stage, with processes for its environments or agents; None if the stage has neither.
-
-    Args:
-        log_dir: directory for the output of environments and agents.
-        out: the checkpoint, which keeps agents' records that no ledger has.
-    """
-    config = getattr(stage.config, "environment", None)
-    if config is None:
-        yield None
-        return
-    if isinstance(config, AgentConfig):
-        given = generator, stage, sampling, tokenizer, max_prompt
-        with closing(AgentEpisodes(*given, log_dir / AGENT_LOG, out / EPISODES)) as agents:
-            yield agents
-        return
-    limits = config.num_workers, config.timeout_s, config.memory_mb
-    with ExitStack() as stack:
-        pool = EnvironmentPool(config.path, *limits, log_dir / LOG)
-        episodes = Episodes(generator, stage, sampling, tokenizer, max_prompt, pool)
-        stack.callback(episodes.close)
-        stack.enter_context(pool)
-        yield episodes
 
 
 def answer_key(rollout: str, row: int, replies: Sequence[str]) -> str:

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xray_runtime.agents.episodes.agent_episodes import AgentEpisodes
-from xray_runtime.agents.episodes.agent_records import Planned, Played
+from xray_runtime.agents.agent_episodes import AgentEpisodes
+from xray_runtime.agents.agent_records import Planned, Played
 from xray_runtime.data.batch import Rollout
-from xray_runtime.methods.common.sampling.episode import EpisodeBatch
+from xray_runtime.methods.common.sampling.episode import EpisodeBatch, purpose_of
 
 if TYPE_CHECKING:
     from xray_runtime.data.batching import Cursor
@@ -63,8 +63,8 @@ class _Group:
 class InFlightEpisodes:
     """The rollouts of a stage with `in_flight_updates`."""
 
-    def __init__(self, agents: AgentEpisodes, config: PPOConfig, purpose: str, prompts: UniquePrompts) -> None:
-        self._agents, self._config, self._purpose, self._prompts = agents, config, purpose, prompts
+    def __init__(self, agents: AgentEpisodes, config: PPOConfig, prompts: UniquePrompts) -> None:
+        self._agents, self._config, self._prompts = agents, config, prompts
         self.state = GroupsInFlight()
         self._groups: dict[int, _Group] = {}
         """Those whose episodes run or have ended."""
@@ -110,7 +110,7 @@ class InFlightEpisodes:
             if number not in self._groups:
                 copies = [self.state.prompts[str(number)]] * size
                 contents, columns = [self._prompts[i] for i in copies], self._prompts.columns(copies)
-                planned = self._agents.planned(EpisodeBatch(contents, columns, None, self._purpose, number, size))
+                planned = self._agents.planned(EpisodeBatch(contents, columns, None, purpose_of(0), number, size))
                 self._groups[number] = _Group(planned, [self._agents.start(p, self._iteration) for p in planned])
 
     def _first_complete(self) -> list[int]:

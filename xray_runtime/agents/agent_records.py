@@ -186,16 +186,16 @@ def rollout_of_records(planned: Sequence[Planned], played: Sequence[Played], end
     )
 
 
-def agent_metrics(answers: Sequence[str], ran_again: int) -> dict[str, float]:
-    """`agent/NAME`: counts over the episodes of a rollout, from its column `answers` and the sum of `ran_again`."""
-    records = [json.loads(text) for text in answers]
-    totals = dict.fromkeys(SORTS.values(), 0.0) | {SORTS["infrastructure"]: float(ran_again)}
+def agent_metrics(episodes: Rollout) -> dict[str, float]:
+    """`rollout/agent/NAME`: counts over the episodes."""
+    records = [json.loads(text) for text in episodes.answers.tolist()]
+    totals = dict.fromkeys(SORTS.values(), 0.0) | {SORTS["infrastructure"]: float(episodes.ran_again.sum())}
     for record in records:
         for name, count in record["counts"].items():
             totals[name] = totals.get(name, 0.0) + count
         if record["failure"]:
             totals[SORTS[record["failure"].partition(":")[0]]] += 1
-    return {f"agent/{name}": count for name, count in totals.items()}
+    return {f"rollout/agent/{name}": count for name, count in totals.items()}
 
 
 def _rows(episode: Played, prompt: Sequence[int], end_of_turn: int) -> list[Row]:

@@ -6,7 +6,7 @@ answered, and each result before it is used. After a kill, episodes that ended a
 again and are answered from it. A record in the journal, which a replay takes from the ledger, is sampled again without
 its agent.
 
-With `in_flight_updates` an episode may have calls of several versions of the policy (`agents.episodes.in_flight`).
+With `in_flight_updates` an episode may have calls of several versions of the policy (`agents.in_flight`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.agents.episode import AgentEpisode, EpisodeLimits, Policy, call_from_json
-from xray_runtime.agents.episodes.agent_records import (
+from xray_runtime.agents.agent_records import (
     AGENT,
     Planned,
     Played,
+    agent_metrics,
     journal_entry,
     journal_key,
     read_episodes,
@@ -35,7 +35,8 @@ from xray_runtime.agents.episodes.agent_records import (
     rollout_of_records,
     write_episodes,
 )
-from xray_runtime.agents.episodes.agent_replay import ReplayedEpisodes
+from xray_runtime.agents.agent_replay import ReplayedEpisodes
+from xray_runtime.agents.episode import AgentEpisode, EpisodeLimits, Policy, call_from_json
 from xray_runtime.agents.gateway import Gateway
 from xray_runtime.agents.outcomes import Outcome
 from xray_runtime.agents.runner import Address, Runner, open_runner
@@ -106,7 +107,7 @@ class AgentEpisodes:
         self._threads = ThreadPoolExecutor(config.concurrency)
         """For episodes in flight."""
         self._measured = time.perf_counter(), 0.0
-        """(now, the generator's busy seconds) at the last `idle_share`."""
+        """(now, the generator's busy seconds) at the last `metrics`."""
 
     def sample(self, batch: EpisodeBatch) -> Rollout:
         """Run an agent for each prompt of a batch."""
@@ -158,10 +159,12 @@ class AgentEpisodes:
     def record_batch(self, iteration: int, groups: Sequence[int]) -> None:
         self._journal.write_entries(iteration, [batch_line(iteration, groups)])
 
-    def idle_share(self) -> float:
-        """Share of the time since the last call in which the generator sampled for no agent."""
+    def metrics(self, episodes: Rollout) -> dict[str, float]:
+        """Counts of the episodes, and the share of the time since the last call in which the generator sampled for no
+        agent."""
         (begin, busy), self._measured = self._measured, (time.perf_counter(), self._gateway.sampler.busy_s)
-        return 1 - (self._measured[1] - busy) / (self._measured[0] - begin)
+        idle = 1 - (self._measured[1] - busy) / (self._measured[0] - begin)
+        return agent_metrics(episodes) | {"speed/generator_idle": idle}
 
     def close(self) -> None:
         """End all agents and stop answering."""
@@ -276,7 +279,7 @@ class AgentEpisodes:
 
 
 def batch_line(iteration: int, groups: Sequence[int]) -> dict[str, Any]:
-    """A line of the journal: the groups that an iteration trains on (`agents.episodes.in_flight`)."""
+    """A line of the journal: the groups that an iteration trains on (`agents.in_flight`)."""
     return journal_entry(journal_key("batch", iteration), iteration, groups=list(groups))
 
 
