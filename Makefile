@@ -59,7 +59,7 @@ audit-deps: install  ## known vulnerabilities of what is pinned
 	$(BIN)/python .ci/audit_deps.py
 
 unit: install  ## pure tests
-	$(BIN)/pytest tests/unit -m "not long" -n auto
+	$(BIN)/pytest tests/unit -m "not long" -n auto --dist worksteal
 
 component: install  ## one real engine each: Ray, DeepSpeed, vLLM, MLflow
 	$(BIN)/pytest tests/component -m "not long" -n 2 --dist loadgroup
