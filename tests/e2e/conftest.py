@@ -43,12 +43,11 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def watched(output: Path) -> tuple[Outcome, Exposure]:
     """An undisturbed lifecycle in `output`, and who could reach its processes while it trained."""
     log = output.with_name("watched.log")
-    with (
-        log.open("w") as err,
-        subprocess.Popen(
+    with log.open("w") as err:
+        process = subprocess.Popen(
             [XRAY, *_tiny(output)], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=err, text=True
-        ) as process,
-    ):
+        )
+    try:
         deadline = time.monotonic() + 240
         while not list(output.glob("logs/sft/policy-0.log")):
             assert process.poll() is None, log.read_text()
@@ -56,6 +55,8 @@ def watched(output: Path) -> tuple[Outcome, Exposure]:
             time.sleep(0.2)
         exposure = exposure_of(process.pid)
         out, _ = process.communicate(timeout=900)
+    finally:
+        process.kill()
     return Outcome(process.returncode, out, log.read_text()), exposure
 
 
