@@ -60,6 +60,8 @@ def innermost(engine: Any) -> Any:
 
 def held_bytes(engine: Any) -> dict[str, int]:
     """Bytes of every storage an engine's model, gradients and optimizer refer to, each counted once."""
+    from torch.distributed.tensor import DTensor
+
     zero = engine.optimizer
     adam = getattr(zero, "optimizer", zero)
     parameters = list(engine.module.parameters())
@@ -83,6 +85,8 @@ def held_bytes(engine: Any) -> dict[str, int]:
     held = dict.fromkeys(kinds, 0)
     for kind, tensors in kinds.items():
         for tensor in tensors:
+            if isinstance(tensor, DTensor):
+                tensor = tensor.to_local()
             storage = None if tensor is None else tensor.untyped_storage()
             if storage is not None and storage.nbytes() and storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())

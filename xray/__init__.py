@@ -25,7 +25,7 @@ _WHERE = {
     "xray.session": ("workspace", "checkpoint", "register"),
     "xray.tasks.result": ("Result",),
     "xray.tasks.workspace": ("Workspace",),
-    "xray_runtime.agents.environments.protocol": ("Start", "Step"),
+    "xray_runtime.methods.common.environment_protocol": ("Start", "Step"),
     "xray_runtime.algorithms.checking": ("check_advantages", "check_loss"),
     "xray_runtime.algorithms.estimators": ("AdvantageInputs",),
     "xray_runtime.algorithms.losses": ("PolicyLossInputs", "TokenLoss"),

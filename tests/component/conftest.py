@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.unit.store.published import IDENTITY
+from tests.unit.kernel.store.published import IDENTITY
 from xray_runtime.cluster.pool.libraries import REPRODUCIBLE
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.processes import QUIET, kill_tagged, start_reaper

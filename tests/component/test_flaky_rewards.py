@@ -11,7 +11,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from tests.component.models import open_models
-from tests.unit.rl.recorder import FakeRecorder
+from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.pairs import TRAIN, Example, write_pairs
 from xray_runtime.engines.layouts import EngineConfig, GeneratorConfig

@@ -15,8 +15,8 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.component.models import RUNTIME, open_models
-from tests.unit.evaluation.harness import CHOICE, REPLY
-from tests.unit.rl.recorder import FakeRecorder
+from tests.unit.methods.evaluate.harness import CHOICE, REPLY
+from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.stage import Stage
 from xray_runtime.kernel.graph.artifacts import Model
 from xray_runtime.methods.common.inputs import LMEvalInputs

@@ -15,7 +15,7 @@ import ray
 import torch
 
 from tests.component.models import open_models
-from tests.unit.rl.recorder import FakeRecorder
+from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.generator import Generator
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.stage import Stage

@@ -22,9 +22,9 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from tests.e2e.chat_server import Answers
 from tests.e2e.conftest import ROOT, XRAY, environment
 from tests.e2e.pages import CHROMIUM, PICTURES, STEP, find_chromium, open_browser
-from tests.unit.lineage.promoting import aliases
-from tests.unit.lineage.synthetic import NAME, Lifecycle
 from tests.unit.studio.world import compared, recorded, with_rollouts
+from tests.unit.trust.promoting import aliases
+from tests.unit.trust.synthetic import NAME, Lifecycle
 from xray.deployments.service import free_port
 from xray.studio.pages.chat import EXAMPLE
 from xray.tasks.output_directory import saved_config

@@ -30,7 +30,7 @@ from xray_runtime.kernel.terminal import print_indented, print_table
 from xray_runtime.kernel.tracking.registry import own_store
 
 if TYPE_CHECKING:
-    from xray.flows.trial import TrialRun
+    from xray.flows.tune import TrialRun
 
 POLL_SECONDS = 0.5
 TITLE = 12

@@ -86,12 +86,13 @@ def recording_lock(recording: Recording | None, store: LineageStore) -> contextl
 
 def start(recording: Recording, store: LineageStore, logs: Path) -> RecorderHandle:
     """Start the recorder, once what is there was checked. Raises NotServedError if it is not sound."""
+    from xray_runtime.kernel.evidence.envelope import Verifier
     from xray_runtime.kernel.history.audit_check import read_log
     from xray_runtime.live.serving import NotServedError
     from xray_runtime.live.serving.recorder import RecorderSettings, start_recorder
     from xray_runtime.trust.audit.checks.recorded import check_recorded
     from xray_runtime.trust.keys import trusted_keys
-    from xray_runtime.trust.signing import Verifier, signing_key
+    from xray_runtime.trust.signing import signing_key
 
     private = signing_key(store.output)
     verifier = Verifier(trusted_keys(store.output))

@@ -27,6 +27,9 @@ class Sharding:
     """Most elements of the buffer in which gradients are reduced, from level 1 on."""
     gathered_elements: int = 1_000_000_000
     """Most parameters that level 3 keeps gathered."""
+    gathered_layers: int | None = None
+    """Level 3 gathers so many layers at a time, and the embeddings and the output layer; None: as many parameters as
+    `gathered_elements` says, whatever their layer."""
     copies_float32: bool = False
     """From level 1 on, float32 weights have a float32 copy that the optimizer steps."""
     keeps_gradients: bool = False

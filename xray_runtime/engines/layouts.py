@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from xray_runtime.engines.capabilities import GeneratorCapabilities, TrainerCapabilities
 from xray_runtime.kernel.config.plug_section import PlugSection
 from xray_runtime.kernel.config.section import Section
-from xray_runtime.kernel.plugs import Registry, able, unsupported
+from xray_runtime.kernel.plugs import Registry, able, can, unsupported
 
 if TYPE_CHECKING:
     from xray_runtime.kernel.config.section import RuntimeConfig
@@ -111,7 +111,7 @@ class FrozenConfig(ComputedConfig):
     """The layout and precision of models that only score."""
 
     library: str = "deepspeed"
-    """The trainer that splits or shards the model: `deepspeed`."""
+    """The trainer that splits or shards the model; which can, the page of engines says (`scoring`)."""
     zero_stage: Literal[0, 3] = 0
     """3: shard the weights over the data-parallel Workhorses, which gather each layer when they compute it."""
     precision: Precision = "auto"
@@ -119,10 +119,13 @@ class FrozenConfig(ComputedConfig):
 
     @model_validator(mode="after")
     def _layout(self) -> Self:
-        capabilities = TRAINERS.get(self.library).capabilities
-        if not capabilities.scoring:
-            feature = "a model that only scores"
-            raise ValueError(unsupported(feature, f"library = {self.library!r}", able(TRAINERS, "scoring")))
+        needed = {"scoring": "a model that only scores"}
+        for field in ("tensor_parallel", "pipeline_parallel"):
+            if getattr(self, field) > 1:
+                needed[field] = f"{field} = {getattr(self, field)}"
+        for capability, feature in needed.items():
+            if not can(TRAINERS.get(self.library).capabilities, capability):
+                raise ValueError(unsupported(feature, f"library = {self.library!r}", able(TRAINERS, capability)))
         self.check_sharding(self.zero_stage, (0,))
         return self
 

@@ -74,7 +74,7 @@ class Registry(Generic[T]):
         for point in importlib.metadata.entry_points(group=self.group):
             place = (point.module, point.attr or self.attribute)
             if found.setdefault(point.name, place) != place:
-                raise ValueError(f"{self.sort} {point.name!r} is there twice: {found[point.name][0]}, {point.module}")
+                raise ValueError(f"{self.sort} {point.name!r} is defined twice: {found[point.name][0]}, {point.module}")
         return dict(sorted(found.items()))
 
 
@@ -93,7 +93,7 @@ def unsupported(feature: str, where: str, able: Collection[str] = (), why: str =
         able: names of the plugs that support it.
         why: the reason or the remedy.
     """
-    others = f" ({' and '.join(able)} can)" if able else ""
+    others = f" ({', '.join(able)} can)" if able else ""
     return f"{feature} is not supported with {where}{others}" + (f": {why}" if why else "")
 
 

@@ -10,7 +10,6 @@ from xray_runtime.kernel.evidence.canary_config import CanaryConfig
 from xray_runtime.kernel.evidence.kinds.canary import Canaries, Canary, CanaryBegan, CanaryEnded
 from xray_runtime.kernel.evidence.log import view
 from xray_runtime.kernel.evidence.view import LogView, lock
-from xray_runtime.kernel.history.audit_check import read_log
 from xray_runtime.kernel.history.evidence import evidence
 from xray_runtime.kernel.history.promotion_check import Gate
 
@@ -23,14 +22,6 @@ def running(log: LogView, name: str) -> Canary | None:
 def canary_of(log: LogView, candidate: str) -> Canary | None:
     """The last canary of a candidate."""
     return next((c for c in reversed(log.state(Canaries).values()) if c.began.candidate == candidate), None)
-
-
-def sound_log(output: Path, public: Path | None = None) -> LogView:
-    """The signed log. Raises ValueError unless every line of it is sound."""
-    log, found = read_log(output, evidence().verifier(output, public))
-    if found:
-        raise ValueError(f"{found[0].subject}: {found[0].detail}")
-    return log
 
 
 def begin(output: Path, name: str, candidate: str, champion: str, first: int, rules: CanaryConfig) -> Canary:
@@ -86,7 +77,7 @@ def _number(value: float | None) -> str:
 def gate(output: Path, candidate: str, champion: str, public: Path | None) -> Gate | None:
     """The gate `canary`: whether the candidate passed its canary beside the champion; None if it had none."""
     try:
-        log = sound_log(output, public)
+        log = evidence().sound_view(output, public)
     except (OSError, ValueError) as error:
         return Gate(name="canary", passed=False, reason=f"the canary cannot be verified ({error})")
     found = canary_of(log, candidate)

@@ -12,10 +12,11 @@ import pytest
 from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, _validate_metric_name
 
 from tests.unit.agents.parts import World
-from xray_runtime.agents.environments.protocol import Step, as_step
+from xray_runtime.agents.environments.answer_checks import as_step
 from xray_runtime.agents.posted import read_posted
 from xray_runtime.data.batch import Rollout
 from xray_runtime.data.ragged import Ragged
+from xray_runtime.methods.common.environment_protocol import Step
 from xray_runtime.methods.common.sampling.episode import Episode, episode_means
 from xray_runtime.rewards.source import MAX_NAMES
 

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 import xray
-from tests.unit.lineage.synthetic import evaluation_files
+from tests.unit.trust.synthetic import evaluation_files
 from xray.cli.explain import differences, explain, explained
 from xray.flows.subject import Subject
 from xray_runtime.kernel.config.section import RuntimeConfig

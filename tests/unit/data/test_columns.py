@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tests.unit.rl import sample_environments
-from tests.unit.rl.loop import PPOModel, World, attempt, make_inputs
+from tests.unit.methods.ppo import sample_environments
+from tests.unit.methods.ppo.loop import PPOModel, World, attempt, make_inputs
 from xray_runtime.data.batch import KINDS, PairBatch, PromptBatch, ReplyBatch, Rollout, Scores, StepAnswer, TextBatch
 from xray_runtime.data.columnar import ColumnBatch
 from xray_runtime.data.columns import GROUPS, LEDGER, STATISTICS, TOTALS

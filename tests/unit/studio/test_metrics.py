@@ -11,8 +11,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.unit.lineage.synthetic import Lifecycle
 from tests.unit.studio.world import post, studio
+from tests.unit.trust.synthetic import Lifecycle
 from xray.flows.cycles import FILE, Cycle, place_of, write_cycle
 from xray_runtime.kernel.evidence.view import RunBegan, run_lock
 from xray_runtime.kernel.history.reference import find, open_lineage_store

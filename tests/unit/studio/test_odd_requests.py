@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.lineage.synthetic import NAME
 from tests.unit.studio.world import studio
+from tests.unit.trust.synthetic import NAME
 from xray_runtime.kernel.history.reference import find, open_lineage_store
 from xray_runtime.live.feedback.session import read_sessions
 

@@ -13,9 +13,9 @@ import pytest
 from fastapi.routing import APIRoute
 from typer.testing import CliRunner
 
-from tests.unit.lineage.promoting import aliases
-from tests.unit.lineage.synthetic import NAME, Lifecycle
 from tests.unit.studio.world import HOSTILE, post, studio
+from tests.unit.trust.promoting import aliases
+from tests.unit.trust.synthetic import NAME, Lifecycle
 from xray.cli.main import app as command
 from xray.studio import studio as shared
 from xray_runtime.data.pairs import Pairs, PreferenceExample

@@ -9,8 +9,8 @@ import httpx
 import pyarrow as pa
 from fastapi.testclient import TestClient
 
-from tests.unit.lineage.synthetic import Lifecycle, comparison, weights
-from tests.unit.serving.recording import exchange, keep
+from tests.unit.live.serving.recording import exchange, keep
+from tests.unit.trust.synthetic import Lifecycle, comparison, weights
 from xray.studio.access import COOKIE, Access
 from xray.studio.app import make_app
 from xray.studio.studio import Studio

@@ -31,12 +31,12 @@ def command(
 
     Exit codes: 0 sound, 1 broken, 2 bad input.
     """
+    from xray_runtime.kernel.evidence.envelope import Verifier
     from xray_runtime.kernel.history.audit_check import read_log
     from xray_runtime.kernel.history.recorded import CHAIN, RecordedReader
     from xray_runtime.kernel.history.reference import open_lineage_store
     from xray_runtime.trust.audit.checks.recorded import check_recorded
     from xray_runtime.trust.keys import trusted_keys
-    from xray_runtime.trust.signing import Verifier
 
     if not (output / "recorded").is_dir():
         raise ConfigError(f"--output: {str(output)!r} has no recorded answers: record some with `xray serve --record`")

@@ -63,6 +63,10 @@ class Section(BaseModel):
     def check_runtime(self, runtime: RuntimeConfig) -> None:
         """Raises ValueError if the config of a stage conflicts with `runtime`; the message begins with a field."""
 
+    def check_services(self, runtime: RuntimeConfig) -> None:
+        """Raises ValueError if a service that this section names does not answer; the message begins with a field.
+        Asked before a run computes anything."""
+
 
 def sections(value: object, path: str = "") -> Iterator[tuple[str, Section]]:
     """(dotted path, section) of `value` itself and of every section in it, however deep."""

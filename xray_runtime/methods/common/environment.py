@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from xray_runtime.kernel.config.allowed_imports import check_import
 from xray_runtime.kernel.config.section import Count, Positive, Section
 from xray_runtime.kernel.config.sources import Source
+from xray_runtime.kernel.plugs import Registry
 from xray_runtime.methods.common.allowed_commands import check_command, check_path
+
+EPISODE_SOURCES: Registry[object] = Registry(
+    "environment", "xray_runtime.agents.sources", "SOURCE", "xray.episode_sources"
+)
+"""Kind of environment → its `sampling.episode_source.EpisodeSource`."""
 
 
 def _importable(path: str) -> str:
@@ -23,8 +29,18 @@ def _importable(path: str) -> str:
     return path
 
 
-class EnvironmentConfig(Section):
+class _Played(Section):
+    source: ClassVar[str]
+    """What plays its episodes, in `EPISODE_SOURCES`."""
+
+    def plugs(self) -> tuple[str, ...]:
+        return (EPISODE_SOURCES.module(self.source),)
+
+
+class EnvironmentConfig(_Played):
     """An environment that answers the policy turn by turn; `max_new_tokens` then limits one turn."""
+
+    source = "environment"
 
     path: Annotated[str, Field(pattern=r"^[^:]+:[^:]+$"), AfterValidator(_importable)]
     """`module:name` of a class, or of a function without arguments, that makes the environment of one episode. Its
@@ -49,9 +65,11 @@ class EnvironmentConfig(Section):
         return (self.path,)
 
 
-class AgentConfig(Section):
+class AgentConfig(_Played):
     """An agent that calls the policy at an address, as it would call OpenAI or Anthropic (`docs/agents.md`);
     `max_new_tokens` limits one reply. Exactly one of `agent`, `command` and `url` is set."""
+
+    source = "agent"
 
     agent: Annotated[str, Field(pattern=r"^[^:]+:[^:]+$"), AfterValidator(_importable)] | None = None
     """`module:function`, called with a task in a process of its own; it returns the reward. Its module must be in

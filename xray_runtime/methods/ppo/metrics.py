@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from xray_runtime.agents.episodes.agent_records import agent_metrics
 from xray_runtime.algorithms.advantages import masked_mean
 from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.rewards import SourceScores, statistics, weighted_sum
@@ -65,7 +64,7 @@ def iteration_metrics(
     probe: float | None,
     golds: Sequence[float] | None,
 ) -> dict[str, float]:
-    """All metrics of an iteration except those of validation, KL controller and hacking monitor.
+    """All metrics of an iteration except those of validation, KL controller, hacking monitor and `Rollouts`.
 
     Args:
         results: the iteration's results, in that order.
@@ -152,9 +151,6 @@ def rollout_metrics(config: PPOConfig, rollout: Rollout, scored: ScoredRollout, 
         metrics["rollout/answer_length"] = float(np.mean(whole)) - metrics["rollout/reasoning_length"]
     if episodes.are_episodes:
         metrics |= {f"rollout/{name}": mean for name, mean in episode_means(episodes).items()}
-        if "ran_again" in episodes:
-            counts = agent_metrics(episodes.answers.tolist(), int(episodes.ran_again.sum()))
-            metrics |= {f"rollout/{name}": count for name, count in counts.items()}
     if config.resample_rounds:
         metrics["rollout/resampled_groups"] = scored.num_dropped / config.samples_per_prompt
     return metrics

@@ -12,7 +12,7 @@ sequence is taken to be as long as the config allows.
     sleep      memory that moves to the host and back, for models that take turns
 
 A pass takes its matrix products' FLOPs, and after them the memory traffic of everything else: norms, activations and
-the loss. `tests/unit/planning/test_published_speed.py` compares seconds with what prime-rl and NeMo-RL published.
+the loss. `tests/unit/ops/test_published_speed.py` compares seconds with what prime-rl and NeMo-RL published.
 
 FLOPs of a forward pass: 2 a weight and token, and 2·S·a·d a layer for causal attention (Korthikanti et al. 2022,
 appendix A). Collectives of n ranks move (n - 1)/n of their bytes, all-reduces twice that (Patarasuk & Yuan 2009).

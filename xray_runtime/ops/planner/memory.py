@@ -1,7 +1,7 @@
 """A model's memory on one device, in bytes: closed forms over shape, weight width and layout, nothing measured.
 
 `tests/component/test_memory_model.py` compares the model states with DeepSpeed's;
-`tests/unit/planning/test_planning_memory.py` compares activations with what autograd saves, and a training pass with
+`tests/unit/ops/test_planning_memory.py` compares activations with what autograd saves, and a training pass with
 its peak.
 
 Symbols: N parameters, L layers, h hidden, a heads, d head size, k key-value heads, i intermediate, V vocabulary,
@@ -251,7 +251,7 @@ def training_memory(
         memory,
         kept=kept_bytes(memory.gradients, bucket, trained, layout.zero_stage, sharding, float32_sums=sums),
         loading=_loading_bytes(shape, weight_bytes, layout, memory, trained, float32_sums=sums),
-        buffers=memory.buffers + _gathered_bytes(held, weight_bytes, layout, sharding, options.offload),
+        buffers=memory.buffers + _gathered_bytes(shape, held, weight_bytes, layout, sharding, options.offload),
     )
 
 
@@ -270,7 +270,7 @@ def scoring_memory(
     held = device_parameters(shape, layout.tp, layout.pp)
     return Memory(
         weights=round(held * weight_bytes / (layout.dp if layout.zero_stage >= 3 else 1)),
-        buffers=_gathered_bytes(held, weight_bytes, layout, sharding),
+        buffers=_gathered_bytes(shape, held, weight_bytes, layout, sharding),
         activations=layer_activation_bytes(shape, tokens, weight_bytes, layout.tp, scored_length),
         logits=logit_bytes(shape, positions, on_gpu=on_gpu),
         loading=reading_bytes(shape, weight_bytes, layout),
@@ -340,7 +340,13 @@ def _loading_bytes(
     return max(reading, flat, states + reading)
 
 
-def _gathered_bytes(held: int, weight_bytes: int, layout: Layout, sharding: Sharding, offload: bool = False) -> int:
-    # ZeRO-3 gathers the parameters it computes with, and keeps those it needs again soon.
-    elsewhere = layout.zero_stage >= 3 and (layout.dp > 1 or offload)
-    return min(held, sharding.gathered_elements) * weight_bytes if elsewhere else 0
+def _gathered_bytes(
+    shape: ModelShape, held: int, weight_bytes: int, layout: Layout, sharding: Sharding, offload: bool = False
+) -> int:
+    # Level 3 gathers the parameters it computes with, and keeps those it needs again soon.
+    if layout.zero_stage < 3 or (layout.dp == 1 and not offload):
+        return 0
+    most = sharding.gathered_elements
+    if sharding.gathered_layers is not None:
+        most = held - max(0, shape.num_layers - sharding.gathered_layers) * shape.layer_parameters()
+    return min(held, most) * weight_bytes
