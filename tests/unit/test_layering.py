@@ -166,6 +166,9 @@ def test_no_file_imports_itself_in_a_ring() -> None:
         files
     )
     assert rings(imports_of(files)) == set()
+    below = {name: path for name, path in files.items() if name.startswith("xray_runtime.")}
+    assert {"kernel", "methods", "agents", "live", "ops", "trust"} <= {name.split(".")[1] for name in below}
+    assert rings(imports_of(below, typing=True)) == set()
 
 
 def test_a_ring_inside_functions_is_found(tmp_path: Path) -> None:
