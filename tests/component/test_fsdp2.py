@@ -44,7 +44,9 @@ def in_float64(model: Path, batches: list[TextBatch]) -> dict[str, np.ndarray]:
     optimizer = torch.optim.AdamW(module.parameters(), lr=CONFIG.lr, betas=CONFIG.betas, weight_decay=0.0)
     for number in range(NUM_UPDATES):
         rows = as_tensors(batches[number % len(batches)])
-        loss, _ = training_loss(module, PPOObjective(CONFIG), rows, StepTotals(tokens=float(rows.num_response_tokens())))
+        loss, _ = training_loss(
+            module, PPOObjective(CONFIG), rows, StepTotals(tokens=float(rows.num_response_tokens()))
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), CONFIG.grad_clip)
@@ -174,7 +176,9 @@ def test_muon_is_torchs_and_steps_hidden_matrices_alone(
     adamw = torch.optim.AdamW(others, lr=CONFIG.lr, betas=CONFIG.betas, weight_decay=0.0)
     for number in range(NUM_UPDATES):
         rows = as_tensors(batches[number % len(batches)])
-        loss, _ = training_loss(module, PPOObjective(CONFIG), rows, StepTotals(tokens=float(rows.num_response_tokens())))
+        loss, _ = training_loss(
+            module, PPOObjective(CONFIG), rows, StepTotals(tokens=float(rows.num_response_tokens()))
+        )
         module.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), CONFIG.grad_clip)

@@ -17,7 +17,6 @@ from xray_runtime.agents.outcomes import Outcome
 from xray_runtime.agents.posted import Posted
 from xray_runtime.agents.runner import Address, Runner, open_runner
 from xray_runtime.kernel.confine.confine import confinement
-from xray_runtime.kernel.errors import shown
 from xray_runtime.methods.common.environment import AgentConfig
 from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.methods.ppo.kind import PPO
