@@ -20,7 +20,7 @@ from tests.component.layouts import part, same
 from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.micro_batches import as_tensors
 from xray_runtime.cluster.model_spec import BranchSpec, ModelSpec
-from xray_runtime.data.batch import TextBatch
+from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.models.causal_lm import load_model, load_tokenizer, save_model
@@ -44,7 +44,9 @@ def in_float64(model: Path, batches: list[TextBatch]) -> dict[str, np.ndarray]:
     optimizer = torch.optim.AdamW(module.parameters(), lr=CONFIG.lr, betas=CONFIG.betas, weight_decay=0.0)
     for number in range(NUM_UPDATES):
         rows = as_tensors(batches[number % len(batches)])
-        loss, _ = training_loss(module, PPOObjective(CONFIG), rows, {"tokens": float(rows.num_response_tokens())})
+        loss, _ = training_loss(
+            module, PPOObjective(CONFIG), rows, StepTotals(tokens=float(rows.num_response_tokens()))
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), CONFIG.grad_clip)
@@ -185,7 +187,9 @@ def test_muon_is_torchs_and_steps_hidden_matrices_alone(
     adamw = torch.optim.AdamW(others, lr=CONFIG.lr, betas=CONFIG.betas, weight_decay=0.0)
     for number in range(NUM_UPDATES):
         rows = as_tensors(batches[number % len(batches)])
-        loss, _ = training_loss(module, PPOObjective(CONFIG), rows, {"tokens": float(rows.num_response_tokens())})
+        loss, _ = training_loss(
+            module, PPOObjective(CONFIG), rows, StepTotals(tokens=float(rows.num_response_tokens()))
+        )
         module.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), CONFIG.grad_clip)

@@ -19,10 +19,11 @@ from xray_runtime.algorithms.confidence_sequence import ConfidenceSequence
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.errors import first_line
 from xray_runtime.kernel.evidence.kinds.canary import ArmResult, Canaries, Canary, CanaryEnded, Outcome
+from xray_runtime.kernel.history.evidence import evidence
 from xray_runtime.kernel.history.recorded_rows import KEYS, RECORDED, UserKeys, about, read_segment, segment_name
 from xray_runtime.kernel.history.reference import LineageStore, open_lineage_store
 from xray_runtime.kernel.store.identity import file_sha256
-from xray_runtime.live.canary import end, sound_log
+from xray_runtime.live.canary import end
 from xray_runtime.live.feedback.collection import signals_of, sound_chain
 from xray_runtime.live.withdrawal import refusal
 
@@ -152,7 +153,7 @@ class Monitor:
 
     def _look(self, now: datetime) -> CanaryEnded | None:
         began = self.canary.began
-        known = sound_log(self._output, self._public).state(Canaries).get(self.canary.id)
+        known = evidence().sound_view(self._output, self._public).state(Canaries).get(self.canary.id)
         if known is None:
             return self.decision("rolled back", "its beginning is not in the signed log")
         if known.ended is not None:

@@ -9,8 +9,9 @@ from pathlib import Path
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.evidence.kinds.canary import Canary, CanaryEnded
 from xray_runtime.kernel.evidence.log import view
+from xray_runtime.kernel.history.evidence import evidence
 from xray_runtime.kernel.history.reference import LineageStore, open_lineage_store, require_language_model
-from xray_runtime.live.canary import end, running, sound_log
+from xray_runtime.live.canary import end, running
 from xray_runtime.live.feedback.canary import Monitor
 from xray_runtime.live.serving import NotServedError
 from xray_runtime.live.serving.canary_metrics import CanaryState
@@ -83,7 +84,7 @@ class CanaryFollower:
 
     def _choice(self, canary: Canary) -> ModelChoice:
         """The candidate, after its audit. It answers to the champion's names too: clients do not know of it."""
-        sound_log(self._output, self._public)
+        evidence().sound_view(self._output, self._public)
         store = open_lineage_store(self._output, self._tracking_uri)
         node = store.graph.nodes[canary.began.candidate]
         require_language_model(node)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from xray_runtime.agents.episodes.episodes import open_episodes, sample_all
 from xray_runtime.algorithms.statistics import bootstrap_interval, bootstrap_ratio, pass_at_k, wilson_interval
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.model_spec import ModelSpec
@@ -37,6 +36,7 @@ from xray_runtime.methods.benchmark.config import (
 )
 from xray_runtime.methods.common.results import plain_numbers, write_results
 from xray_runtime.methods.common.sampling.episode import episode_means
+from xray_runtime.methods.common.sampling.episode_source import open_episodes, sample_all
 from xray_runtime.methods.common.sampling.sampled_replies import sample_replies, sampling_of
 from xray_runtime.methods.common.sampling.scoring import shown_episodes
 from xray_runtime.methods.common.sampling.turns import sampling_turn

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from xray_runtime.agents.episodes.agent_records import agent_examples
 from xray_runtime.algorithms.groups import NONE, best_of, tied
 from xray_runtime.data.pairs import HELDOUT, TRAIN, Example, prompt_text, write_pairs
 from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.data.tokenizing import decode_reply
+from xray_runtime.methods.common.sampling.episode_source import source_of
 from xray_runtime.methods.common.sampling.sampled_groups import Groups, sample_groups
 from xray_runtime.models.causal_lm import load_tokenizer
 
@@ -75,12 +75,13 @@ def _examples(
             reasoning, answer = split_reasoning(groups.replies[row][best[row]])
             found.append(Example(name, name, groups.prompts[row], answer, reasoning_content=reasoning))
         return found
-    tokenizer = load_tokenizer(stage.inputs.policy.path)
-    decode = partial(decode_reply, tokenizer)
+    assert stage.config.environment is not None
+    source = source_of(stage.config.environment)
+    decode = partial(decode_reply, load_tokenizer(stage.inputs.policy.path))
     return [
         example
         for row, name in names.items()
-        for example in agent_examples(json.loads(groups.episodes[row][best[row]]), decode, name)
+        for example in source.examples(groups.episodes[row][best[row]], decode, name)
     ]
 
 

@@ -13,7 +13,7 @@ The loop of `run` is the algorithm; each iteration:
 `validation` may score the policy before an iteration; `watch` looks for a hacked reward after it and may end the stage.
 
 With `lag: n` the replies of n iterations later are sampled during `score` and `update` of this one; `generate` only
-waits for the rest. With `in_flight_updates` agents go on while weights change (`agents.episodes.in_flight`).
+waits for the rest. With `in_flight_updates` agents go on while weights change (`agents.in_flight`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.agents.episodes.agent_episodes import AgentEpisodes
-from xray_runtime.agents.episodes.episodes import EpisodeSampler, open_episodes
-from xray_runtime.agents.episodes.in_flight import InFlightEpisodes
 from xray_runtime.algorithms.checking import check_advantages, check_loss
 from xray_runtime.algorithms.kl import KLController, make_kl_controller
 from xray_runtime.algorithms.rewards import RunningMoments
@@ -41,19 +38,21 @@ from xray_runtime.engines.sampling import Sampling
 from xray_runtime.kernel.config.sources import is_function
 from xray_runtime.kernel.graph.artifacts import VALUE_HEAD
 from xray_runtime.kernel.seeding import derive_seed
+from xray_runtime.methods.common.sampling.episode_source import EpisodeSampler, open_episodes, source_of
 from xray_runtime.methods.common.sampling.model_roles import ppo_models
 from xray_runtime.methods.common.sampling.scoring import ScoredRollout, Scorer
 from xray_runtime.methods.common.sampling.turns import sampling_turn, trained_models
 from xray_runtime.methods.common.training.dataset import max_prompt_tokens
-from xray_runtime.methods.common.training.finite import SkippedSteps
 from xray_runtime.methods.common.training.prompts import UniquePrompts
 from xray_runtime.methods.common.training.resumable import KeepsFiles, Resumable
+from xray_runtime.methods.common.training.steps import SkippedSteps
 from xray_runtime.methods.ppo.experience import build_experience, scaled_rewards
 from xray_runtime.methods.ppo.hacking_monitor import HackingMonitor
 from xray_runtime.methods.ppo.ledger_writer import Ledger
 from xray_runtime.methods.ppo.metrics import PhaseClock, iteration_metrics, summary
 from xray_runtime.methods.ppo.objectives import CriticObjective, PPOObjective
-from xray_runtime.methods.ppo.rollouts import Rollouts, purpose_of
+from xray_runtime.methods.ppo.rollouts import Rollouts
+from xray_runtime.methods.ppo.step_scores import StepScored
 from xray_runtime.methods.ppo.update import Updater, first_minibatch
 from xray_runtime.methods.ppo.validation import Validation
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
@@ -105,7 +104,7 @@ def run(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -> in
 
             results = rollout, scored, experience, update
             metrics = iteration_metrics(config, iteration, clock, loop.prompts, loop.rewards, results, probe, golds)
-            metrics |= validated | {"kl/coef": loop.kl.coef} | loop.rollouts.metrics()
+            metrics |= validated | {"kl/coef": loop.kl.coef} | loop.rollouts.metrics(scored.rollout)
             metrics |= loop.monitor.check(iteration, metrics, scored.rollout)
             recorder.metrics(loop.skipped.metrics(metrics), iteration)
             recorder.progress(iteration + 1, config.iterations, "iterations", summary(metrics))
@@ -178,8 +177,9 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     ):
         in_flight = None
         if config.in_flight_updates:
-            assert isinstance(episodes, AgentEpisodes)
-            in_flight = InFlightEpisodes(episodes, config, purpose_of(0), prompts)
+            assert episodes is not None
+            assert config.environment is not None
+            in_flight = source_of(config.environment).in_flight(episodes, stage, prompts)
         rollouts = Rollouts(models["generator"], stage, sampling, prompts, cursor, episodes, in_flight)
         keep_files: list[KeepsFiles] = [rollouts, monitor, validation.best.versions, ledger]
         state = {"skipped": skipped, "watch": monitor.state, "validation": validation.best.state}
@@ -240,7 +240,7 @@ def _models(
         "generator": GeneratorSpec(policy, max_prompt + config.max_response_tokens, config.generator),
         "policy": ModelSpec(
             policy,
-            PPOObjective(config, _own(stage, "loss", partial(check_loss, gradient=False))),
+            StepScored(PPOObjective(config, _own(stage, "loss", partial(check_loss, gradient=False)))),
             training=config,
             new_head=shared_critic,
             head=head if shared_critic and head.exists() else None,

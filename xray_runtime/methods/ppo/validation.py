@@ -29,10 +29,10 @@ from xray_runtime.rewards.reward_reader import answer_rows
 from xray_runtime.rewards.reward_sources import RewardSources
 
 if TYPE_CHECKING:
-    from xray_runtime.agents.episodes.episodes import EpisodeSampler
     from xray_runtime.cluster.model_spec import ModelSpec
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.methods.common.inputs import PPOInputs
+    from xray_runtime.methods.common.sampling.episode_source import EpisodeSampler
     from xray_runtime.methods.ppo.config import PPOConfig
 
 

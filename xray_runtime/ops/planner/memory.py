@@ -1,7 +1,7 @@
 """A model's memory on one device, in bytes: closed forms over shape, weight width and layout, nothing measured.
 
 `tests/component/test_memory_model.py` compares the model states with DeepSpeed's;
-`tests/unit/planning/test_planning_memory.py` compares activations with what autograd saves, and a training pass with
+`tests/unit/ops/test_planning_memory.py` compares activations with what autograd saves, and a training pass with
 its peak.
 
 Symbols: N parameters, L layers, h hidden, a heads, d head size, k key-value heads, i intermediate, V vocabulary,
@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from xray_runtime.engines.capabilities import Sharding, unsupported
-from xray_runtime.engines.layouts import TRAINERS, EngineConfig, able
+from xray_runtime.engines.capabilities import Sharding
+from xray_runtime.engines.layouts import TRAINERS, EngineConfig
+from xray_runtime.kernel.plugs import able, unsupported
 from xray_runtime.models.shapes import ModelShape, ceil_div, device_parameters, lora_parameters
 from xray_runtime.ops.planner.model_states import FLOAT32_BYTES, kept_bytes, model_states
 

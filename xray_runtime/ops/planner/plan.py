@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from xray_runtime.cluster.pool.machine import Machine
-from xray_runtime.kernel.graph.roles import ALL_USES, Use
+from xray_runtime.engines.roles import ALL_USES, Use
 from xray_runtime.ops.planner.memory import HELD_IN_A_PASS, Layout, Memory
 from xray_runtime.ops.planner.workload import Role, Workload
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xray_runtime.agents.episodes.episodes import open_episodes, sample_all
 from xray_runtime.cluster.protocols import ModelHandle
 from xray_runtime.data.chat_format import chat_format
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.methods.common.sampling.episode import Prompt, episode_means
+from xray_runtime.methods.common.sampling.episode_source import open_episodes, sample_all
 from xray_runtime.methods.common.sampling.sampled_replies import sample_replies, sampling_of
 from xray_runtime.methods.common.sampling.scoring import episode_scores, own_texts, reasoning_lengths, shown_episodes
 from xray_runtime.methods.common.sampling.turns import sampling_turn

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from xray_runtime.agents.episodes.episodes import open_episodes
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.protocols import get
 from xray_runtime.data.gold import GoldScore, load_gold
@@ -17,6 +16,7 @@ from xray_runtime.data.pairs import TRAIN, Messages, prompt_text
 from xray_runtime.data.reasoning import answers_of
 from xray_runtime.data.tokenizing import decode_replies
 from xray_runtime.methods.common.sampling.episode import EpisodeBatch
+from xray_runtime.methods.common.sampling.episode_source import open_episodes
 from xray_runtime.methods.common.sampling.sampled_replies import GENERATION_BATCH, prompt_rows, sampling_of
 from xray_runtime.methods.common.sampling.scoring import episode_scores, own_texts
 from xray_runtime.methods.common.sampling.turns import sampling_turn
