@@ -17,11 +17,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from tests.unit.models.tensors import batch, split
-<<<<<<< HEAD
-from xray_runtime.algorithms.importance import importance_weights
-=======
 from xray_runtime.data.batch import StepTotals
->>>>>>> main
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.methods.ppo.config import PPOStageConfig
 from xray_runtime.methods.ppo.objectives import CriticObjective, PPOObjective
@@ -455,45 +451,3 @@ def test_tokens_between_turns_have_no_gradient(make_lm: MakeLM, as_rows: AsRows,
     assert all(torch.equal(before[name], after[name]) for name in before)
     _, _, unmasked = found({name: column for name, column in rows.items() if name != "response_mask"})
     assert not all(torch.equal(before[name], unmasked[name]) for name in before)
-
-
-# A first step that computes its own old log-probabilities
-
-
-@pytest.mark.parametrize("level", ["token", "reply"])
-@pytest.mark.parametrize("correction", ["truncate", "mask", "none"])
-@pytest.mark.parametrize("method", ["grpo", "dapo", "gspo", "cispo", "reinforce++_baseline"])
-def test_loss_gradients_and_weights_are_those_of_scoring_beforehand(
-    make_lm: MakeLM, as_rows: AsRows, method: Any, correction: Any, level: Any
-) -> None:
-    module, read = HeadedLM(make_lm(1)).double(), torch.ones(NUM_TOKENS, dtype=torch.bool)
-    read[1] = False  # the policy only read it
-    rows = rollout(as_rows(PAIRS), seed=3) | {"response_mask": read}
-    # Far enough apart for some ratios to exceed the cap.
-    rollout_logprobs = rows.pop("old_logprobs") * 1.6 + 0.6 * 5.7
-    rows |= {"rollout_logprobs": rollout_logprobs, "ref_logprobs": rows["values"] * 0.5 - 5.7}
-    del rows["weights"]
-    totals = {"tokens": 9.0, "rows": 4.0, "kl_coef": 0.2}
-    config = PPOStageConfig(method=method, importance_correction=correction, importance_level=level, importance_cap=1.2)
-    objective = PPOObjective(config)
-
-    def padded(flat: Tensor) -> Tensor:
-        return torch.nn.utils.rnn.pad_sequence(by_row(flat, batch(rows)), batch_first=True)
-
-    with torch.no_grad():
-        scored = objective.score(module, batch(rows)).logprobs.values
-    both = padded(scored), padded(rollout_logprobs)
-    weights, stats = importance_weights(*both, padded(read), mode=correction, cap=1.2, level=level)
-    assert stats["capped_share"] > 0
-    valid = padded(torch.ones(NUM_TOKENS, dtype=torch.bool))
-    given = rows | {"old_logprobs": scored, "weights": weights[valid]}
-    expected, expected_stats = objective.loss(module, batch(given), totals)
-
-    loss, found = objective.loss(module, batch(rows), totals)
-    torch.testing.assert_close(found.pop("old_logprobs"), scored, **EXACT)
-    torch.testing.assert_close(loss, expected, **EXACT)
-    torch.testing.assert_close(found, expected_stats, **EXACT)
-    assert found["clip_count"] == found["approx_kl_sum"] == 0  # the ratio is exactly 1
-    ours = gradients(module, loss)
-    assert any(gradient.abs().max() > 1e-3 for gradient in ours.values())
-    torch.testing.assert_close(ours, gradients(module, expected), **EXACT)
