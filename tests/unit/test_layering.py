@@ -233,6 +233,10 @@ NAMED = {
     # One library, which trains and samples.
     ("xray_runtime.engines.generators.deepspeed.sampler", "xray_runtime.engines.trainers.deepspeed.setup"),
     ("xray_runtime.engines.generators.deepspeed.sampler", "xray_runtime.engines.generators.transformers.sampler"),
+    # A vLLM elsewhere, and the command that starts it.
+    ("xray_runtime.engines.generators.server.launch", "xray_runtime.engines.generators.vllm.sampler"),
+    ("xray_runtime.engines.generators.server.worker", "xray_runtime.engines.generators.vllm.transfer"),
+    ("xray.cli.commands.generator", "xray_runtime.engines.generators.server.launch"),
 }
 """(module, module of a plug that it imports by name)."""
 
@@ -249,7 +253,7 @@ def test_an_engine_is_chosen_by_its_name_in_a_config_alone() -> None:
     }
     assert found == NAMED
     names = {name.split(".")[3] for name in plug_of}
-    assert names == {"deepspeed", "megatron", "transformers", "vllm"}
+    assert names == {"deepspeed", "megatron", "server", "transformers", "vllm"}
     assert [
         name for name, path in files.items() if re.search(r"\b(library|engine) [!=]= [\"']", path.read_text())
     ] == []

@@ -154,7 +154,7 @@ def test_the_page_of_engines_says_what_each_can_do() -> None:
         sys.path.remove(str(ROOT / "docs"))
     page = hooks.engines_page()
     assert "| lora | yes | – | Adapters" in page
-    assert "| transports | plasma | plasma | plasma, nccl, ipc |" in page
+    assert "| transports | plasma | plasma | plasma | plasma, nccl, ipc |" in page
     for registry in (TRAINERS, GENERATORS):
         assert f"| {' | '.join(f'`{name}`' for name in registry)} |" in page
 

@@ -1,4 +1,4 @@
-"""What a server's model and a stage's must have in common: everything but the values of the weights."""
+"""The architecture that a server's model and a stage's must have in common."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Architecture:
     """A model without its weights."""
 
     config: dict[str, Any]
-    """What transformers reads from `config.json`."""
+    """`config.json` as transformers reads it, without `SAME_RESULTS`."""
     shapes: dict[str, list[int]]
     """Tensor → its shape."""
 
 
 def architecture(directory: Path) -> Architecture:
-    """Of a checkpoint in Hugging Face form."""
+    """The architecture of a checkpoint in Hugging Face form."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(directory), local_files_only=True, **NO_CODE).to_dict()
@@ -43,7 +43,7 @@ def architecture(directory: Path) -> Architecture:
 
 
 def difference(theirs: Architecture, ours: Architecture) -> str | None:
-    """What the two differ in; None: only weights."""
+    """The first field or tensor that differs; None: all are the same."""
     for what, there, here in (("config.json", theirs.config, ours.config), ("weights", theirs.shapes, ours.shapes)):
         for name in sorted(there.keys() | here.keys()):
             if (found := there.get(name)) != (wanted := here.get(name)):

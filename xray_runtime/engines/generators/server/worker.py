@@ -63,7 +63,7 @@ class ChunkTransferEngine(XrayWeightTransferEngine):
 
 
 class WorkerExtension:
-    """What clients call by `/collective_rpc`."""
+    """Methods that clients call by `/collective_rpc`."""
 
     def xray_description(self) -> dict[str, Any]:
         """The model and how it computes; see `connection.Description`."""
