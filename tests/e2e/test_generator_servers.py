@@ -42,7 +42,7 @@ CONFIG = {
             }
         ]
     },
-    "evaluate": {"num_prompts": 8, "max_new_tokens": 8, "bootstrap_samples": 50, "num_samples_shown": 2},
+    "evaluate": {"num_prompts": 8, "max_new_tokens": 8, "bootstrap_samples": 100, "num_samples_shown": 2},
     "runtime": {"threads": 1, "device": "cpu"},
 }
 
