@@ -31,7 +31,9 @@ from xray_runtime.methods.best_of_n import body as best_of_n
 from xray_runtime.methods.best_of_n.config import BestOfNConfig
 from xray_runtime.methods.common.inputs import BestOfNInputs, PPOInputs
 from xray_runtime.methods.common.sampling.agent_rows import BranchRows, decoded_branches
+from xray_runtime.methods.common.sampling.episode_source import SamplerSetup
 from xray_runtime.methods.common.sampling.policy_replies import sample_policy
+from xray_runtime.methods.common.sampling.sampled_replies import sampling_of
 from xray_runtime.methods.evaluate.config import EvaluationConfig
 from xray_runtime.methods.ppo.config import KLConfig, PPOConfig
 from xray_runtime.models.causal_lm import load_tokenizer
@@ -242,8 +244,9 @@ def test_two_sides_of_a_comparison_are_two_rollouts(inputs: PPOInputs, tmp_path:
 
     for side, text in texts.items():
         world = World()
-        given = stage, Says(side, world, 1), inputs.policy.path, tokenizer, prompts, {}, 64, tmp_path, tmp_path
-        [said] = sample_policy(*given, side).texts  # type: ignore[arg-type]
+        sampling = sampling_of(config, inputs.policy.path, tokenizer)
+        setup = SamplerSetup(stage, Says(side, world, 1), sampling, tokenizer, 64, tmp_path, tmp_path)  # type: ignore[arg-type]
+        [said] = sample_policy(setup, prompts, {}, side).texts
         assert said.replace("\n", "") == text * 3
     assert {rollout for rollout, _ in read_episodes(tmp_path / EPISODES)} == {f"sample-0-0-{side}" for side in texts}
 
