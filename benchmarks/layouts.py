@@ -23,7 +23,7 @@ from benchmarks.ranks import run_ranks
 from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.micro_batches import as_arrays, as_tensors
 from xray_runtime.cluster.model_spec import ModelSpec
-from xray_runtime.data.batch import PolicyBatch, TextBatch
+from xray_runtime.data.batch import PolicyBatch, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.engines.layouts import EngineConfig
@@ -48,12 +48,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     **{f"ZeRO-{z} × {n}": {"zero_stage": z, "num_workhorses": n} for z in (1, 2, 3) for n in (2, 4)},
     "TP 2": {"tensor_parallel": 2, "num_workhorses": 2},
     "PP 2": {"pipeline_parallel": 2, "num_workhorses": 2},
-    "TP 2 × PP 2 × DP 2, ZeRO-1": {
-        "tensor_parallel": 2,
-        "pipeline_parallel": 2,
-        "num_workhorses": 8,
-        "zero_stage": 1,
-    },
+    "TP 2 × PP 2 × DP 2, ZeRO-1": {"tensor_parallel": 2, "pipeline_parallel": 2, "num_workhorses": 8, "zero_stage": 1},
     "Megatron TP 2": {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 2},
     "Megatron TP 2 × DP 2": {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 4},
 }
@@ -142,7 +137,7 @@ def updates(
         rows = batches[number % len(batches)]
         tokens = float(rows.num_response_tokens())
         start = time.perf_counter()
-        stats = learner.train(deal(rows), {"tokens": tokens}, CONFIG.lr).sums
+        stats = learner.train(deal(rows), StepTotals(tokens=tokens), CONFIG.lr).sums
         seconds.append(time.perf_counter() - start)
         losses.append((stats.get("policy_loss", 0.0) + CONFIG.value_coef * stats.get("value_loss", 0.0)) / tokens)
         norms.append(stats["grad_norm"])

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tests.component.models import open_models, same
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.model_spec import ModelSpec
-from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch, TextBatch
+from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.generation import Generation
 from xray_runtime.engines.layouts import GeneratorConfig
@@ -245,7 +245,7 @@ def test_a_sharded_policy_is_followed_by_every_engine(
         ones = Ragged(np.ones_like(scores.values.values), scores.values.offsets)
         columns = dict.fromkeys(("advantages", "weights", "returns"), ones)
         batch = rows.as_kind(PolicyBatch, old_logprobs=scores.logprobs, values=scores.values, **columns)
-        ray.get(models["policy"].train.remote(batch, {"tokens": 10.0}, 1e-2))
+        ray.get(models["policy"].train.remote(batch, StepTotals(tokens=10.0), 1e-2))
         for name in generators:
             ray.get(models[name].follow.remote(models["policy"], 1))
             with pytest.raises(Exception, match="policy version 0"):

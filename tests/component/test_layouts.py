@@ -37,7 +37,7 @@ from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.micro_batches import as_tensors
 from xray_runtime.cluster.model_spec import BranchSpec, ModelSpec
 from xray_runtime.cluster.types import RankInfo
-from xray_runtime.data.batch import PairBatch, TextBatch
+from xray_runtime.data.batch import PairBatch, StepTotals, TextBatch
 from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.engines.shard_loading import Weights, load_shard, skeleton_of
 from xray_runtime.engines.sync import object_store
@@ -404,7 +404,7 @@ def test_going_on_under_the_same_layout_gives_the_same_bits(
 
 def pairs_learnt(learner: Learner, deal: Callable[[TextBatch], TextBatch], rows: TextBatch) -> dict[str, Any]:
     """Two steps of a reward model and its scores."""
-    sums = [learner.train(deal(rows), {"rows": 6.0}, 1e-3).sums for _ in range(2)]
+    sums = [learner.train(deal(rows), StepTotals(rows=6.0), 1e-3).sums for _ in range(2)]
     scores = learner.score(deal(TextBatch(input_ids=rows.input_ids)))
     return {"losses": [s.get("loss", 0.0) for s in sums], "scores": scores.scores if len(scores) else None}
 
@@ -471,7 +471,7 @@ def test_parts_are_one_whole_model(
     with open_models(runtime, tmp_path / "logs", {"policy": spec_of(tiny_model, layout, 32)}) as models:
         policy = models["policy"]
         scores = ray.get(policy.score.remote(rows))
-        stats = ray.get(policy.train.remote(batches[0], {"tokens": 60.0}, 1e-3))
+        stats = ray.get(policy.train.remote(batches[0], StepTotals(tokens=60.0), 1e-3))
         ray.get(policy.save.remote(tmp_path / "out", "head/head.safetensors"))
         update = ray.get(policy.export_weights.remote(1))
         exported = {name: t.clone() for bucket in update.buckets for name, t in unpack(bucket)}

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from tests.component.models import RUNTIME, open_models, text
 from xray_runtime.cluster.model_spec import ModelSpec
+from xray_runtime.data.batch import StepTotals
 from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.engines.trainers.deepspeed.config import DeepSpeedConfig
 from xray_runtime.methods.sft.config import SFTConfig
@@ -23,7 +24,7 @@ def steps(model: Any, numbers: range) -> list[float]:
     for step in numbers:
         rows = text(seed=step)
         tokens = float(rows.num_response_tokens())
-        found.append(ray.get(model.train.remote(rows, {"tokens": tokens}, 1e-2)).sums["nll"])
+        found.append(ray.get(model.train.remote(rows, StepTotals(tokens=tokens), 1e-2)).sums["nll"])
     return found
 
 

@@ -105,7 +105,7 @@ def plan(
             nodes reject every plan that fits.
     """
     calls = [changes.of_call(call) for call in graph.calls.values()]
-    stages = {call.name: found for call in calls if (found := plan_call(call, machine, nodes)) is not None}
+    stages = {call.name: planned for call in calls if (planned := plan_call(call, machine, nodes)) is not None}
     if not stages:
         raise ConfigError("this graph cannot be planned: no stage has models")
     trains = any(plan.workload.of_use("trained") for plan in stages.values())
@@ -119,8 +119,8 @@ def plan_call(call: StageCall, machine: Machine, nodes: Sequence[Resources] | No
     stage has no models. Raises ConfigError like `plan`."""
     workload = stage_workload(call, machine.device)
 
-    def accept(found: Plan) -> None:
-        check_call(with_layouts(call, found), machine.device, nodes)
+    def accept(candidate: Plan) -> None:
+        check_call(with_layouts(call, candidate), machine.device, nodes)
 
     return search(workload, machine, accept) if workload is not None else None
 
@@ -133,18 +133,18 @@ def choose_layouts(
     Raises:
         ConfigError: no plan fits, every plan that fits is rejected, or a model cannot be planned.
     """
-    found = plan_call(call, machine, nodes)
-    if found is None:
+    planned = plan_call(call, machine, nodes)
+    if planned is None:
         return call, None
-    _check_fits(found, f"{call.name}: ")
-    return with_layouts(call, found), f"{call.name}: runtime.parallel: auto chooses {_described(found)}"
+    _check_fits(planned, f"{call.name}: ")
+    return with_layouts(call, planned), f"{call.name}: runtime.parallel: auto chooses {_described(planned)}"
 
 
 def choose(workload: Workload, machine: Machine) -> Plan:
     """The preferred plan that fits. Raises ConfigError if none does."""
-    found = search(workload, machine)
-    _check_fits(found)
-    return found
+    planned = search(workload, machine)
+    _check_fits(planned)
+    return planned
 
 
 def engine_of(plan: Plan, library: str) -> dict[str, Any]:
