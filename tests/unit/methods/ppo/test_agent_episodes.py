@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from tests.unit.agents import sample_agents
 from tests.unit.agents.parts import FakeGenerator
 from tests.unit.methods.ppo.loop import PPOModel, World, attempt, logprob
 from tests.unit.methods.ppo.recorder import FakeRecorder
+from tests.unit.methods.stages import ran
 from xray_runtime.agents.agent_records import agent_metrics, read_episodes
 from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch, Rollout, Scores
@@ -258,14 +257,8 @@ def test_the_best_of_an_agents_episodes_becomes_data(inputs: PPOInputs, tmp_path
     config = BestOfNConfig(environment=agent, samples=3, num_prompts=4, max_new_tokens=16)
     (inputs.prompts.path / "heldout.arrow").write_bytes(b"")
 
-    @contextlib.contextmanager
-    def open_models(specs: Any) -> Iterator[Any]:
-        yield {"generator": Policy("generator", world, 1)}
-
-    out = tmp_path / "out"
-    out.mkdir()
-    stage: Any = Stage("kept", 7, config, BestOfNInputs(inputs.policy, inputs.prompts), RuntimeConfig(), open_models)
-    best_of_n.run(stage, out, FakeRecorder(tmp_path))  # type: ignore[arg-type]
+    given = BestOfNInputs(inputs.policy, inputs.prompts)
+    out, _ = ran(best_of_n.run, tmp_path, config, given, lambda role: Policy(role, world, 1), ["generator"], "kept")
     examples = list(Pairs(out / "train.arrow", Example))
     records = read_episodes(out / EPISODES)
     assert len(records) == 12
