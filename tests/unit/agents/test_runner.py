@@ -17,9 +17,9 @@ from xray_runtime.agents.outcomes import Outcome
 from xray_runtime.agents.posted import Posted
 from xray_runtime.agents.runner import Address, Runner, open_runner
 from xray_runtime.kernel.confine.confine import confinement
-from xray_runtime.methods.common.checks import called_functions
 from xray_runtime.methods.common.environment import AgentConfig
 from xray_runtime.methods.ppo.config import PPOConfig
+from xray_runtime.methods.ppo.kind import PPO
 
 HERE = sample_agents.__name__
 LIMITS: dict[str, Any] = {"timeout_s": 20.0, "memory_mb": 1024, "output_mb": 1.0, "max_processes": 6}
@@ -174,8 +174,8 @@ def test_a_function_with_a_directory_runs_in_a_sandbox(world: World, tmp_path: P
         assert outcome(runner, world, reads=str(tmp_path / "secret")) == Outcome(broken="its command ended with 1")
         assert "Error: " in (tmp_path / "agents.log").read_text()
     runner.close()
-    assert called_functions(PPOConfig(environment=given, max_new_tokens=4)) == []
-    assert called_functions(PPOConfig(environment=config(agent="agent:play"), max_new_tokens=4)) == ["agent:play"]
+    assert PPO.functions_of(PPOConfig(environment=given, max_new_tokens=4)) == []
+    assert PPO.functions_of(PPOConfig(environment=config(agent="agent:play"), max_new_tokens=4)) == ["agent:play"]
 
 
 def test_a_sandbox_that_does_not_start_is_infrastructure(world: World, tmp_path: Path) -> None:
