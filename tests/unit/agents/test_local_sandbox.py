@@ -162,7 +162,6 @@ print(found)
 
 
 BREAKS = {
-    "hangs": ("import time\nwhile True: time.sleep(1)", {"timeout_s": 1.0}, "it took longer than timeout_s = 1"),
     "hangs and ignores signals": (
         "import signal, time\n"
         "for n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\n"
@@ -170,7 +169,6 @@ BREAKS = {
         {"timeout_s": 1.0},
         "it took longer than timeout_s = 1",
     ),
-    "forks": ("import os\nwhile True: os.fork()", {}, "it had more than max_processes = 8"),
     "forks in sessions of their own": (
         "import os\nwhile True:\n    try: os.fork() or os.setsid()\n    except OSError: pass",
         {},

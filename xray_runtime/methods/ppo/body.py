@@ -38,7 +38,7 @@ from xray_runtime.engines.sampling import Sampling
 from xray_runtime.kernel.config.sources import is_function
 from xray_runtime.kernel.graph.artifacts import VALUE_HEAD
 from xray_runtime.kernel.seeding import derive_seed
-from xray_runtime.methods.common.sampling.episode_source import EpisodeSampler, open_episodes, source_of
+from xray_runtime.methods.common.sampling.episode_source import EpisodeSampler, SamplerSetup, open_episodes, source_of
 from xray_runtime.methods.common.sampling.model_roles import ppo_models
 from xray_runtime.methods.common.sampling.scoring import ScoredRollout, Scorer
 from xray_runtime.methods.common.sampling.turns import sampling_turn, trained_models
@@ -173,7 +173,9 @@ def _opened(stage: Stage[PPOConfig, PPOInputs], out: Path, recorder: Recorder) -
     specs = _models(stage, rewards, limit)
     with (
         stage.open_models(specs | validation.specs()) as models,
-        open_episodes(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out) as episodes,
+        open_episodes(
+            SamplerSetup(stage, models["generator"], sampling, tokenizer, limit, recorder.log_dir, out)
+        ) as episodes,
     ):
         in_flight = None
         if config.in_flight_updates:
