@@ -15,7 +15,7 @@ from xray_runtime.cluster.published_checks import PublishedChecks
 from xray_runtime.cluster.trunk_memory import TrunkMemory
 from xray_runtime.cluster.types import RankInfo
 from xray_runtime.cluster.workhorse import Workhorse
-from xray_runtime.data.batch import Scores, StepAnswer, TextBatch
+from xray_runtime.data.batch import Scores, StepAnswer, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.kernel.errors import NonFiniteError
 from xray_runtime.kernel.processes import return_freed_memory
@@ -141,7 +141,7 @@ class Learner(PublishedChecks, Workhorse):
                 found.append((batch, Scores(trunk=Ragged(bits.numpy(), offsets.numpy()))))
         return joined(found)
 
-    def train(self, rows: TextBatch, totals: dict[str, float], lr: float, at_once: int = 1) -> StepAnswer:
+    def train(self, rows: TextBatch, totals: StepTotals, lr: float, at_once: int = 1) -> StepAnswer:
         """One optimizer step over `rows`; answers with this rank's sums for the log, the number of tokens that it
         computed, `grad_norm`, and the columns that the objective gives back. `at_once` as above.
 
@@ -150,7 +150,7 @@ class Learner(PublishedChecks, Workhorse):
         """
         import torch
 
-        from xray_runtime.models.objectives import num_computed_tokens, of_responses, training_loss
+        from xray_runtime.models.objectives import num_computed_tokens, training_loss
 
         assert self.engine is not None
         assert self.spec.training is not None
@@ -159,18 +159,19 @@ class Learner(PublishedChecks, Workhorse):
         found: dict[int, dict[str, torch.Tensor]] = {}
 
         def loss(batch: MicroBatch) -> torch.Tensor:
-            value, stats = self.scorer.forward(training_loss, self.spec.objective, batch.tensors, totals)
+            made = self.scorer.forward(training_loss, self.spec.objective, batch.tensors, totals)
             # Other stages of a pipeline have no loss.
             part_done(common=layout.pipeline_parallel == 1)
+            value: torch.Tensor = made.loss
             if not batch.rows:
                 return value * 0.0
-            flat = {name: stats.pop(name) for name in [name for name, stat in stats.items() if stat.dim()]}
-            if flat:
-                of_rows = {name: of_responses(values, batch.tensors) for name, values in flat.items()}
-                columns.append((batch, as_arrays(Scores.of_columns(of_rows))))
+            if made.columns.columns():
+                columns.append((batch, as_arrays(made.columns)))
             num_tokens = torch.tensor(num_computed_tokens(self.module, batch.tensors))
-            found[batch.number] = stats | {"computed_tokens": num_tokens}
-            finite = torch.stack([value.detach().float(), *(stat.float() for stat in stats.values())]).isfinite().all()
+            found[batch.number] = made.sums | {"computed_tokens": num_tokens}
+            finite = (
+                torch.stack([value.detach().float(), *(part.float() for part in made.sums.values())]).isfinite().all()
+            )
             # NaN reaches every rank through the gradient norm, so that none of them steps.
             return value * torch.where(finite, 1.0, math.nan)
 

@@ -17,10 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from tests.unit.models.families import model
 from tests.unit.models.tensors import batch
 from xray_runtime.algorithms import logprobs
+from xray_runtime.data.batch import StepTotals
 from xray_runtime.methods.ppo.config import PPOStageConfig
 from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.models import heads, packing
 from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.objectives import training_loss
 
 Bounds = tuple[Tensor, Tensor, int, int]
 LENGTHS, PROMPTS, FIRST = (1, 7, 30, 19, 12), (1, 3, 10, 8, 8), (0, 1, 2, 3, 3)
@@ -163,7 +165,9 @@ def waits(layers: int, max_logits: int, monkeypatch: pytest.MonkeyPatch) -> Coun
     rows |= {name: torch.zeros(count, dtype=torch.float64) for name in ("old_logprobs", "advantages", "weights")}
     found, given = Waits(), batch(rows)
     with found, Copies(found.counts):
-        loss, _ = PPOObjective(PPOStageConfig(entropy_coef=0.1)).loss(module, given, {"tokens": float(count)})  # type: ignore[arg-type]
+        loss, _, _ = training_loss(
+            module, PPOObjective(PPOStageConfig(entropy_coef=0.1)), given, StepTotals(tokens=float(count))
+        )  # type: ignore[arg-type]
         loss.backward()
     return found.counts
 

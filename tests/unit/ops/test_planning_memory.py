@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from xray_runtime.algorithms import logprobs
+from xray_runtime.data.batch import StepTotals
 from xray_runtime.models.config import FreshBase, PretrainedBase
+from xray_runtime.models.objectives import training_loss
 from xray_runtime.models.pretrained_shapes import from_pretrained
 from xray_runtime.models.shapes import (
     ModelShape,
@@ -338,7 +340,7 @@ def test_a_training_pass_peaks_as_predicted(layers: int, vocabulary: int, rows: 
     batch = TextBatch(input_ids=ids, prompt_lengths=torch.full((rows,), 32))
 
     def step() -> None:
-        loss, _ = SFTObjective().loss(model, batch, {"tokens": 1.0})
+        loss, _, _ = training_loss(model, SFTObjective(), batch, StepTotals(tokens=1.0))
         loss.backward()
 
     step()

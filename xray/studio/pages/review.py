@@ -13,6 +13,7 @@ from xray.studio.feedback_client import send_feedback
 from xray.studio.studio import Link, Pages, Studio, page, studio_of
 from xray.tasks.output_directory import file_lock, saved_config
 from xray_runtime.data.pairs import prompt_text
+from xray_runtime.data.reasoning import split_reasoning
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.history.comparisons import SESSION, SESSIONS
 from xray_runtime.kernel.history.recorded_rows import RECORDED
@@ -102,7 +103,7 @@ def _recorded_page(request: Request, template: str, skipped: str) -> Response:
         left_over=len(questions) - position,
         question=question.id if question else "",
         prompt=question.prompt if question else "",
-        replies=[answer.text for answer in question.answers] if question else [],
+        replies=[split_reasoning(answer.text) for answer in question.answers] if question else [],
         keys={**question.keys, "s": "skip"} if question else {},
         before=None,
     )
@@ -146,7 +147,7 @@ def _page(request: Request, template: str, session: Session, number: int | None,
         left_over=len(open_questions),
         question=str(question.number) if question else "",
         prompt=prompt_text(question.prompt) if question else "",
-        replies=replies,
+        replies=[split_reasoning(reply) for reply in replies],
         keys={"1": "the left is better", "2": "the right is better", "t": "a tie", "b": "both are bad", "s": "skip"},
         before=before,
     )

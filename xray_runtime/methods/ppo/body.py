@@ -43,15 +43,16 @@ from xray_runtime.methods.common.sampling.model_roles import ppo_models
 from xray_runtime.methods.common.sampling.scoring import ScoredRollout, Scorer
 from xray_runtime.methods.common.sampling.turns import sampling_turn, trained_models
 from xray_runtime.methods.common.training.dataset import max_prompt_tokens
-from xray_runtime.methods.common.training.finite import SkippedSteps
 from xray_runtime.methods.common.training.prompts import UniquePrompts
 from xray_runtime.methods.common.training.resumable import KeepsFiles, Resumable
+from xray_runtime.methods.common.training.steps import SkippedSteps
 from xray_runtime.methods.ppo.experience import build_experience, scaled_rewards
 from xray_runtime.methods.ppo.hacking_monitor import HackingMonitor
 from xray_runtime.methods.ppo.ledger_writer import Ledger
 from xray_runtime.methods.ppo.metrics import PhaseClock, iteration_metrics, summary
 from xray_runtime.methods.ppo.objectives import CriticObjective, PPOObjective
 from xray_runtime.methods.ppo.rollouts import Rollouts
+from xray_runtime.methods.ppo.step_scores import StepScored
 from xray_runtime.methods.ppo.update import Updater, first_minibatch
 from xray_runtime.methods.ppo.validation import Validation
 from xray_runtime.models.causal_lm import load_tokenizer, stops_of
@@ -239,7 +240,7 @@ def _models(
         "generator": GeneratorSpec(policy, max_prompt + config.max_response_tokens, config.generator),
         "policy": ModelSpec(
             policy,
-            PPOObjective(config, _own(stage, "loss", partial(check_loss, gradient=False))),
+            StepScored(PPOObjective(config, _own(stage, "loss", partial(check_loss, gradient=False)))),
             training=config,
             new_head=shared_critic,
             head=head if shared_critic and head.exists() else None,

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xray_runtime.algorithms.schedules import learning_rate
-from xray_runtime.cluster.protocols import ModelHandle, get, get_all
-from xray_runtime.data.batch import PolicyBatch, TextBatch
+from xray_runtime.cluster.protocols import ModelHandle, get
+from xray_runtime.data.batch import PolicyBatch, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged, join_ragged
 from xray_runtime.kernel.seeding import derive_seed
 from xray_runtime.methods.common.sampling.agent_rows import BranchRows
 from xray_runtime.methods.common.sampling.types import Experience
-from xray_runtime.methods.common.training.finite import SkippedSteps
-from xray_runtime.methods.common.training.steps import PolicySums, StepStatistics, StepTotals, ValueSums, read_step
+from xray_runtime.methods.common.training.steps import (
+    Learning,
+    PolicySums,
+    SkippedSteps,
+    Stepper,
+    StepStatistics,
+    ValueSums,
+)
 from xray_runtime.methods.ppo.experience import measured
 
 if TYPE_CHECKING:
@@ -56,10 +61,13 @@ class Updater:
     def __init__(
         self, stage: Stage[PPOConfig, PPOInputs], models: Mapping[str, ModelHandle], skipped: SkippedSteps
     ) -> None:
-        self._stage, self._config, self._skipped = stage, stage.config, skipped
-        self._policy, self._critic = models["policy"], models.get("critic")
+        self._stage, self._config, self._policy = stage, stage.config, models["policy"]
         self._per_epoch = self._config.rollout_size // self._config.minibatch_size
-        self._planned = self._config.iterations * self._config.epochs * self._per_epoch
+        learning: list[Learning[Any]] = [Learning("policy", self._policy, PolicySums)]
+        if "critic" in models:
+            learning.append(Learning("critic", models["critic"], ValueSums, self._config.critic_lr))
+        planned = self._config.iterations * self._config.epochs * self._per_epoch
+        self._stepper = Stepper(stage, learning, planned, skipped)
 
     def update(self, experience: Experience, iteration: int, kl_coef: float) -> Update:
         """Run all epochs over an iteration's experience, or fewer if `stop_kl` is exceeded.
@@ -115,23 +123,11 @@ class Updater:
         unread = ("old_logprobs", "weights") if _unscored(batch) else ("rollout_logprobs",)
         batch = batch.with_columns(**dict.fromkeys(unread))
         batch = BranchRows.of(batch, batch.branches).rows if "branches" in batch else batch
-        config, tokens = self._config, float(batch.num_response_tokens())
-        totals = StepTotals(tokens=tokens, rows=len(batch), kl_coef=kl_coef).to_wire()
-        at_once = (1 if self._critic is None else 2) + bool(config.lag)
-        lr = learning_rate(config, at, self._planned)
-        calls = [self._policy.train.remote(batch, totals, lr, at_once)]
-        if self._critic is not None:
-            critic_lr = learning_rate(config, at, self._planned, peak=config.critic_lr)
-            calls.append(self._critic.train.remote(batch, totals, critic_lr, at_once))
-        answers = get_all(calls)
-        policy, scores = read_step(PolicySums, answers[0]), answers[0].scores
-        critic = read_step(ValueSums, answers[1]) if self._critic is not None else None
-        # Each model steps or skips on its own, so both are counted.
-        taken = self._skipped.check_step(self._stage, "policy", at, policy)
-        if critic is not None:
-            taken = self._skipped.check_step(self._stage, "critic", at, critic) and taken
-        logprobs = scores.old_logprobs if "old_logprobs" in scores else None
-        return MinibatchStep(tokens, lr, policy, critic, taken), logprobs
+        totals = StepTotals.of(batch, kl_coef=kl_coef)
+        step = self._stepper.step(at, batch, totals, int(bool(self._config.lag)))
+        policy, *critic = step.results
+        logprobs = step.columns.old_logprobs if "old_logprobs" in step.columns else None
+        return MinibatchStep(totals.tokens, step.lr, policy, critic[0] if critic else None, step.taken), logprobs
 
     def _moved_too_far(self, step: MinibatchStep) -> bool:
         limit = self._config.stop_kl

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from xray_runtime.cluster.pool.demand import Resources, check_call
 from xray_runtime.cluster.pool.machine import Machine
-from xray_runtime.engines.layouts import EngineConfig
+from xray_runtime.engines.layouts import TRAINERS, EngineConfig
 from xray_runtime.engines.roles import CHOSEN, models_of
 from xray_runtime.engines.trainer import trainer
 from xray_runtime.kernel.config.paths import section
 from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.plugs import able, unsupported
 from xray_runtime.ops.planner.memory import Layout, Options
 from xray_runtime.ops.planner.plan import Plan
 from xray_runtime.ops.planner.search import search
@@ -55,6 +56,9 @@ class Changes:
                 library, kept = EngineConfig.default, layout.keys() & EngineConfig.model_fields.keys()
                 for field in layout.keys() - kept:
                     del layout[field]
+            if self.offload and not trainer(library).capabilities.offload:
+                where = f"{call.name}.{role.field}.library = {library!r}"
+                raise ConfigError(unsupported("--offload", where, able(TRAINERS, "offload")))
             layout |= {"library": library, **trainer(library).planned(None, offload=self.offload)}
             if self.micro_batch_tokens is not None:
                 layout["micro_batch_tokens"] = self.micro_batch_tokens

@@ -89,7 +89,7 @@ def test_branches_are_rows_for_the_models_and_one_row_in_the_ledger(inputs: PPOI
         assert len(rows.input_ids) == 4
         assert len(set(rows.id.tolist())) == 4
         assert "branches" not in rows
-        assert totals["tokens"] == rows.response_mask.values.sum()
+        assert totals.tokens == rows.response_mask.values.sum()
         for advantage, mask in zip(rows.advantages, rows.response_mask, strict=True):
             assert len(set(advantage[mask].tolist())) == 1
             assert not advantage[~mask].any()

@@ -17,14 +17,14 @@ import pytest
 
 from tests.unit.methods.ppo.loop import PPOModel, World, attempt, plain
 from tests.unit.methods.training import preference_loop
-from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, TextBatch
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.sampling import Sampling
 from xray_runtime.kernel.errors import NonFiniteError, may_retry
 from xray_runtime.kernel.graph.artifacts import Dataset, Model, Preferences
 from xray_runtime.methods.common.inputs import DPOInputs, KTOInputs, PPOInputs
-from xray_runtime.methods.common.training.finite import SkippedSteps, check_rollout, naming
-from xray_runtime.methods.common.training.steps import SFTSums, StepStatistics
+from xray_runtime.methods.common.training.finite import check_rollout, naming
+from xray_runtime.methods.common.training.steps import SFTSums, SkippedSteps, StepStatistics
 from xray_runtime.methods.dpo import body as dpo
 from xray_runtime.methods.dpo.config import DPOConfig
 from xray_runtime.methods.kto import body as kto
@@ -93,7 +93,7 @@ class Broken(PPOModel):
     def _score(self, rows: TextBatch, at_once: int = 1) -> Scores:
         return self._broken("score", super()._score(rows, at_once))
 
-    def _train(self, rows: TextBatch, totals: dict[str, float], lr: float, at_once: int = 1) -> StepAnswer:
+    def _train(self, rows: TextBatch, totals: StepTotals, lr: float, at_once: int = 1) -> StepAnswer:
         return self._broken("train", super()._train(rows, totals, lr, at_once))
 
 

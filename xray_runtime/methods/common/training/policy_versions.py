@@ -105,6 +105,7 @@ class BestVersion:
 
     def __init__(self, directory: Path, validation: ValidationSchedule | None) -> None:
         self.versions = PolicyVersions(directory, "best")
+        self.validates = validation is not None
         self._keep = validation.keep if validation is not None else "last"
         self.state = BestState()
 

@@ -101,6 +101,15 @@ class TrunkStates:
             # Read, not mapped: mapped pages would count as this process's memory.
             self._file = path.open("rb", buffering=0)
 
+    def computed(self, model: ModelHandle) -> TrainingRows:
+        """The rows with their states, which are computed first if necessary; the rows alone if none are kept."""
+        self.compute(model)
+        return self if self._keeps else self._rows
+
+    def take(self, rows: np.ndarray) -> TextBatch:
+        """These rows, with their states."""
+        return self._rows.take(rows).with_columns(**self.columns(rows))
+
     def columns(self, rows: Sequence[int] | np.ndarray) -> dict[str, Ragged]:
         """The state columns of these rows; empty if states are not kept."""
         if self._file is None:
