@@ -121,10 +121,10 @@ def install() -> list[str]:
             if automation.name.startswith(PREFIX) and automation.name not in names:
                 client.delete_automation(automation.id)
         for each in wanted:
-            found = client.read_automations_by_name(each.name)
-            if found and found[0].description == each.description:
+            installed = client.read_automations_by_name(each.name)
+            if installed and installed[0].description == each.description:
                 continue
-            for old in found:
+            for old in installed:
                 client.delete_automation(old.id)
             each.create()
             changed.append(each.name)

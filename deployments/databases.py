@@ -45,9 +45,9 @@ def check_databases(remembered: Mapping[str, str], running: set[str], environmen
     Raises:
         ConfigError: a database cannot be used, or the records of the last start would be lost.
     """
-    found = databases(environment)
+    current = databases(environment)
     for name, variable in VARIABLES.items():
-        before, now = remembered.get(name), found.get(name)
+        before, now = remembered.get(name), current.get(name)
         if before and not now:
             raise ConfigError(
                 f"{variable}: is not set, but the records are in PostgreSQL at {before}: set it to that address"
@@ -58,7 +58,7 @@ def check_databases(remembered: Mapping[str, str], running: set[str], environmen
             reason = _why_not(name, _url(name, environment))
             if reason:
                 raise ConfigError(f"{variable}: {now} cannot be used: {reason}")
-    return found
+    return current
 
 
 def address(name: str, otherwise: str) -> dict[str, str]:

@@ -307,4 +307,4 @@ def check_output(output: Path) -> Iterator[str]:
 
 def _existing(path: Path) -> Path:
     """The path, or the nearest directory above it that exists."""
-    return next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir())
+    return next(directory for directory in (path.absolute(), *path.absolute().parents) if directory.is_dir())

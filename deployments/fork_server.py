@@ -129,10 +129,10 @@ def accept(listener: socket.socket, raylet: int | None) -> socket.socket:
         ready.register(listener, selectors.EVENT_READ)
         ready.register(sys.stdin, selectors.EVENT_READ)
         while True:
-            found = [key.fileobj for key, _ in ready.select(POLL_SECONDS)]
-            if sys.stdin in found or (raylet is not None and not Path(f"/proc/{raylet}").exists()):
+            readable = [key.fileobj for key, _ in ready.select(POLL_SECONDS)]
+            if sys.stdin in readable or (raylet is not None and not Path(f"/proc/{raylet}").exists()):
                 sys.exit()
-            if found:
+            if readable:
                 return listener.accept()[0]
 
 

@@ -155,14 +155,14 @@ def running_ray(num_cpus: int | None = None) -> Iterator[None]:
 
 def ray_servers(directory: Path | None = None) -> list[psutil.Process]:
     """Ray's servers that this process started, dead ones too, and every process of the Ray in `directory`."""
-    found = []
+    servers = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, OSError):
             if process.name() in SERVERS or (
                 directory is not None and process.environ().get("RAY_TMPDIR") == str(directory)
             ):
-                found.append(process)
-    return found
+                servers.append(process)
+    return servers
 
 
 def is_dead(process: psutil.Process) -> bool:

@@ -92,10 +92,7 @@ def services(output: Path, health: Health) -> Iterator[None]:
     Raises:
         NotUpError: the Prefect server did not start.
     """
-    with (
-        _started(output, prefect=not os.environ.get("PREFECT_API_URL"), ray=True) as server,
-        health.watching(server),
-    ):
+    with _started(output, prefect=not os.environ.get("PREFECT_API_URL"), ray=True) as server, health.watching(server):
         yield
 
 

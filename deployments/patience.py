@@ -60,11 +60,11 @@ class Patience:
         return [Path(folder) / name for folder, _, names in os.walk(self._log) for name in names]
 
 
-def end_of(log: Path, *signs: str) -> str:
-    """A log's path and its last line, preferably one with the first of `signs` that occurs."""
+def end_of(log: Path, *marks: str) -> str:
+    """A log's path and its last line, preferably one with the first of `marks` that occurs."""
     lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
-    found = (line.strip() for sign in (*signs, "") for line in reversed(lines) if sign in line and line.strip())
-    last = next(found, "")
+    matches = (line.strip() for mark in (*marks, "") for line in reversed(lines) if mark in line and line.strip())
+    last = next(matches, "")
     return f"The end of {log}: {last}" if last else f"Its log is {log}, and empty"
 
 

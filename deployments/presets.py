@@ -139,10 +139,7 @@ def shipped() -> list[Deployment]:
             {"name": model},
         ),
         Deployment(
-            "rollback",
-            "xray.flows.promote.rollback",
-            "Make the previous champion the champion again.",
-            {"name": model},
+            "rollback", "xray.flows.promote.rollback", "Make the previous champion the champion again.", {"name": model}
         ),
         Deployment(
             "export",

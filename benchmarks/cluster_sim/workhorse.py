@@ -62,10 +62,6 @@ class SimSpec:
     def layout(self) -> Any:
         return self.spec.layout
 
-    @property
-    def workhorse(self) -> type[Workhorse]:
-        return SimWorkhorse
-
     def located(self, find: Callable[[Path], Path]) -> SimSpec:
         return replace(self, spec=self.spec.located(find))
 

@@ -172,7 +172,7 @@ def test_a_rollout_beside_each_update_and_the_same_bytes(cluster: None, tiny_mod
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("lag", [2, 4])
+@pytest.mark.parametrize("lag", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_older_replies_are_weighed_and_a_stage_goes_on_to_the_same_bytes(
     cluster: None, tiny_model: Path, tmp_path: Path, lag: int
 ) -> None:

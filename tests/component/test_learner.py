@@ -67,11 +67,9 @@ def alone(cluster: None, tiny_model: Path, tmp_path_factory: pytest.TempPathFact
     "engine",
     [
         EngineConfig(micro_batch_tokens=16),
-        pytest.param(EngineConfig(num_workhorses=2), marks=pytest.mark.long),
-        pytest.param(DeepSpeedConfig(num_workhorses=2, zero_stage=2, micro_batch_tokens=32), marks=pytest.mark.long),
         DeepSpeedConfig(num_workhorses=2, zero_stage=3),
     ],
-    ids=["small micro-batches", "2 Workhorses", "2 Workhorses, ZeRO-2", "2 Workhorses, ZeRO-3"],
+    ids=["small micro-batches", "2 Workhorses, ZeRO-3"],
 )
 def test_the_split_does_not_show(alone: Any, tiny_model: Path, tmp_path: Path, engine: EngineConfig) -> None:
     losses, norms, weights = train(tiny_model, tmp_path / "logs", tmp_path / "out", engine)
@@ -111,9 +109,10 @@ def test_scores_keep_the_order_of_rows(cluster: None, tiny_model: Path, tmp_path
         FrozenConfig(num_workhorses=2, tensor_parallel=2),
         pytest.param(FrozenConfig(num_workhorses=2, zero_stage=3), marks=pytest.mark.long),
         FrozenConfig(num_workhorses=2, zero_stage=3, precision="bfloat16"),
+        FrozenConfig(num_workhorses=2, zero_stage=3, library="fsdp2"),
         pytest.param(FrozenConfig(num_workhorses=4, tensor_parallel=2, pipeline_parallel=2), marks=pytest.mark.long),
     ],
-    ids=["DP 2", "TP 2", "ZeRO-3 on 2", "ZeRO-3 on 2, bfloat16", "TP 2 × PP 2"],
+    ids=["DP 2", "TP 2", "ZeRO-3 on 2", "ZeRO-3 on 2, bfloat16", "FSDP2 on 2", "TP 2 × PP 2"],
 )
 def test_a_frozen_model_scores_alike_however_it_is_spread(
     cluster: None, tiny_model: Path, tmp_path: Path, layout: FrozenConfig
@@ -145,7 +144,13 @@ def test_a_frozen_model_scores_alike_however_it_is_spread(
         assert np.ptp(found(scores[role])) > 0.1
 
 
-@pytest.mark.parametrize("trainable", [1, 2], ids=["the upper layer learns", "all but the embeddings learn"])
+@pytest.mark.parametrize(
+    "trainable",
+    [
+        pytest.param(1, id="the upper layer learns"),
+        pytest.param(2, id="all but the embeddings learn", marks=pytest.mark.long),
+    ],
+)
 def test_a_shared_trunk_scores_and_trains_like_the_whole(
     cluster: None, tiny_model: Path, tmp_path: Path, trainable: int
 ) -> None:
@@ -211,8 +216,11 @@ def test_a_critic_of_its_own_takes_the_policys_trunk(
 
 @pytest.mark.parametrize(
     "engine",
-    [EngineConfig(), EngineConfig(num_workhorses=2), EngineConfig(num_workhorses=2, pipeline_parallel=2)],
-    ids=["alone", "2 replicas", "2 pipeline stages"],
+    [
+        pytest.param(EngineConfig(), id="alone", marks=pytest.mark.long),
+        pytest.param(EngineConfig(num_workhorses=2), id="2 replicas"),
+        pytest.param(EngineConfig(num_workhorses=2, pipeline_parallel=2), id="2 stages", marks=pytest.mark.long),
+    ],
 )
 def test_a_step_returns_the_log_probabilities_before_it(
     cluster: None, tiny_model: Path, tmp_path: Path, engine: EngineConfig

@@ -30,7 +30,13 @@ def trained(model: Path, engine: EngineConfig, out: Path) -> dict[str, torch.Ten
     return dict(tensors(out / "model"))
 
 
-@pytest.mark.parametrize("layout", [{}, {"zero_stage": 3, "num_workhorses": 2}], ids=["alone", "ZeRO-3 on 2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({}, id="alone", marks=pytest.mark.long),
+        pytest.param({"zero_stage": 3, "num_workhorses": 2}, id="ZeRO-3 on 2"),
+    ],
+)
 def test_several_files_hold_what_one_does(
     cluster: None, tiny_model: Path, tmp_path: Path, layout: dict[str, Any]
 ) -> None:

@@ -167,3 +167,12 @@ def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, *, clip_ra
     near = old_values + (values - old_values).clamp(-clip_range, clip_range)
     plain, clipped = (values - returns).square(), (near - returns).square()
     return 0.5 * torch.maximum(plain, clipped), (clipped > plain).detach()
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip_range: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(sum of `value_losses` over valid tokens, sums: `value_clip_count`)."""
+    valid = mask.to(values.dtype)
+    losses, clipped = value_losses(values, old_values, returns, clip_range=clip_range)
+    return (losses * valid).sum(), {"value_clip_count": (clipped * valid).sum()}

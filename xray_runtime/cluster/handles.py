@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 import numpy as np
 import ray
 
-from xray_runtime.cluster.protocols import ModelHandle, Ref, WholeModelHandle
+from xray_runtime.cluster.protocols import ModelHandle, Ref, Scattered, WholeModelHandle
 from xray_runtime.data.batch import PromptBatch, TextBatch
 from xray_runtime.data.columnar import ColumnBatch
 from xray_runtime.data.ragged import balance
@@ -32,20 +32,6 @@ B = TypeVar("B", bound=ColumnBatch)
 
 INLINE_BYTES = 100 * 1024
 """Shards of at most so many bytes travel inside the call: Ray keeps no object of its own for such arguments either."""
-
-
-@dataclass(frozen=True)
-class Scattered(Generic[B]):
-    """A batch in shards, one a replica."""
-
-    shards: list[B | Ref[B] | None]
-    """The rows, or a reference to them; None: the replica has none."""
-    places: list[np.ndarray]
-    """Indices of each shard's rows in the batch."""
-
-    def shard(self, number: int) -> B:
-        """A shard as an argument of a call: an actor gets the rows in place of a reference to them."""
-        return cast("B", self.shards[number])
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from xray_runtime.cluster.generator_spec import GeneratorSpec
-    from xray_runtime.cluster.handles import Scattered
     from xray_runtime.cluster.model_spec import ModelSpec
     from xray_runtime.cluster.types import Heartbeat, RankInfo, WorkerInfo
     from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, StepTotals, TextBatch
+    from xray_runtime.data.columnar import ColumnBatch
     from xray_runtime.engines.sampling import Sampling
     from xray_runtime.engines.sync.object_store import WeightUpdate
     from xray_runtime.engines.sync.route import Device, Route
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+B = TypeVar("B", bound="ColumnBatch")
 T_co = TypeVar("T_co", covariant=True)
 Tried: TypeAlias = tuple[str, list[float]]
 """Precision of a trained model's passes, and its log-probabilities of a few tokens; none from ranks without them."""
@@ -69,6 +72,20 @@ def get_all(refs: Sequence[Ref[T]]) -> list[T]:
 
     answers = iter(ray.get(of_actors))
     return [get(ref) if isinstance(ref, Ready | Local) else next(answers) for ref in refs]
+
+
+@dataclass(frozen=True)
+class Scattered(Generic[B]):
+    """A batch in shards, one a replica."""
+
+    shards: list[B | Ref[B] | None]
+    """The rows, or a reference to them; None: the replica has none."""
+    places: list[np.ndarray]
+    """Indices of each shard's rows in the batch."""
+
+    def shard(self, number: int) -> B:
+        """A shard as an argument of a call: an actor gets the rows in place of a reference to them."""
+        return cast("B", self.shards[number])
 
 
 class Method(Protocol[P, T_co]):

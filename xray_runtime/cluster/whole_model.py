@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import ray
 
-from xray_runtime.cluster.handles import Scattered
 from xray_runtime.cluster.health import HealthMonitor, WorkhorseError
 from xray_runtime.cluster.plain_errors import plain_errors
 from xray_runtime.cluster.pool.liveness import answered
 from xray_runtime.cluster.pool.nodes import check_environment
 from xray_runtime.cluster.progress import find_progress
-from xray_runtime.cluster.protocols import Ref, WholeModelHandle, WorkhorseHandle, get
+from xray_runtime.cluster.protocols import Ref, Scattered, WholeModelHandle, WorkhorseHandle, get
 from xray_runtime.cluster.staging import FileStager, merge_copy
 from xray_runtime.cluster.types import RankInfo, WorkerInfo
 from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, StepTotals, TextBatch

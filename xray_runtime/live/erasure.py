@@ -54,17 +54,17 @@ def _forms(text: str) -> Iterator[bytes]:
 
 def files_with(output: Path, pattern: TextPattern) -> list[Path]:
     """The files below `output` that hold one of the texts; links are not followed."""
-    found = []
-    for place, folders, names in os.walk(output):
-        if Path(place) == output:
+    paths = []
+    for directory, folders, names in os.walk(output):
+        if Path(directory) == output:
             folders[:] = [name for name in folders if name not in LEFT_ALONE]
             names = [name for name in names if name not in LEFT_ALONE]
-        for path in (Path(place, name) for name in names):
+        for path in (Path(directory, name) for name in names):
             if path.suffix not in WEIGHTS and not path.is_symlink() and path.is_file():
                 with contextlib.suppress(FileNotFoundError):
                     if pattern.is_in(path.read_bytes()) or _is_in_database(path, pattern):
-                        found.append(path)
-    return sorted(found)
+                        paths.append(path)
+    return sorted(paths)
 
 
 def _is_in_database(path: Path, pattern: TextPattern) -> bool:
@@ -149,17 +149,17 @@ def erase_verdicts(output: Path, comparison: Path, pattern: TextPattern) -> None
         contents = {name: path.read_bytes() for name, path in paths.items() if path.exists()}
         is_sound = False
     lines = {name: content.splitlines(keepends=True) for name, content in contents.items()}
-    kept = {name: [line for line in found if not pattern.is_in(line)] for name, found in lines.items()}
-    numbers = {_number(line) for line in kept.get(REPLIES, [])}
-    kept[JUDGEMENTS] = [line for line in kept.get(JUDGEMENTS, []) if _number(line) in numbers]
-    there = {path.name.removesuffix(NEXT) for path in comparison.iterdir()}
-    whole = {name: b"".join(found) for name, found in kept.items() if name in there}
+    remaining = {name: [line for line in name_lines if not pattern.is_in(line)] for name, name_lines in lines.items()}
+    numbers = {_number(line) for line in remaining.get(REPLIES, [])}
+    remaining[JUDGEMENTS] = [line for line in remaining.get(JUDGEMENTS, []) if _number(line) in numbers]
+    present = {path.name.removesuffix(NEXT) for path in comparison.iterdir()}
+    rewritten = {name: b"".join(name_lines) for name, name_lines in remaining.items() if name in present}
     if is_sound:
-        write_signed(output, comparison, whole)
+        write_signed(output, comparison, rewritten)
         # A copy from before the withdrawal is refused.
         log_signed(output, comparison)
         return
-    for name, content in whole.items():
+    for name, content in rewritten.items():
         write_atomic(comparison / name, content)
 
 

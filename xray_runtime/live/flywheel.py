@@ -55,6 +55,6 @@ class FlywheelConfig(Section):
     def _method(self) -> Self:
         given = [name for name in WAYS if getattr(self, name) is not None]
         if len(given) != 1:
-            found = f"{' and '.join(given)} are" if given else "none is"
-            raise ValueError(f"dpo: exactly one of dpo, kto and ppo must be set, such as dpo.epochs=1; {found}")
+            reason = f"{' and '.join(given)} are" if given else "none is"
+            raise ValueError(f"dpo: exactly one of dpo, kto and ppo must be set, such as dpo.epochs=1; {reason}")
         return self

@@ -116,5 +116,5 @@ def rows(request: Request, ref: str, start: Number) -> Response:
 @router.get("/rollouts/{ref}/diff")
 def diff(request: Request, ref: str, first: Number, second: Number) -> Response:
     node = find(ref, studio_of(request).store())
-    found = diff_iterations(node, first, second, MAX_DIFFS)
-    return page(request, "diff.html", node=node, found=found, kept=iterations(node.directory / LEDGER))
+    difference = diff_iterations(node, first, second, MAX_DIFFS)
+    return page(request, "diff.html", node=node, difference=difference, kept=iterations(node.directory / LEDGER))

@@ -36,8 +36,8 @@ def withdrawals(request: Request) -> Response:
 def verify(request: Request) -> Response:
     """The result of `xray withdraw --verify`. It reads every recorded answer, so the page does not wait for it."""
     studio = studio_of(request)
-    found = withdrawal.verify(open_lineage_store(studio.output, studio.tracking_uri))
-    return page(request, "verify_part.html", found=found)
+    contradictions = withdrawal.verify(open_lineage_store(studio.output, studio.tracking_uri))
+    return page(request, "verify_part.html", contradictions=contradictions)
 
 
 @router.post("/withdrawals")

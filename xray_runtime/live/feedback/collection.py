@@ -79,9 +79,9 @@ def sound_chain(lineage: LineageStore, *, hashing: bool = True) -> ChainView:
     )
     check = CHECKS.get("recorded").run
     assert check is not None
-    found = sorted(set(check(audited)))
-    if found:
-        raise ConfigError(f"--output: {found[0].subject}: {found[0].detail}; see `xray recorded`")
+    findings = sorted(set(check(audited)))
+    if findings:
+        raise ConfigError(f"--output: {findings[0].subject}: {findings[0].detail}; see `xray recorded`")
     chain = ChainView()
     for line in read_chain(output):
         chain.add(line)

@@ -182,13 +182,13 @@ class AnswerRecorder:
         if self._redact is None:
             return texts
         try:
-            found = self._redact(texts)
-            json.dumps(found)
+            redacted = self._redact(texts)
+            json.dumps(redacted)
         # A user's function may fail in any way; what it did not pass is not kept.
         except Exception:
             log.exception("recording: %s failed", self._settings.config.redact)
             return None
-        return found if isinstance(found, dict) else None
+        return redacted if isinstance(redacted, dict) else None
 
     async def feedback(self, body: bytes, key: str) -> tuple[int, dict[str, Any]]:
         """Take feedback; returns the HTTP status and the content of the answer.

@@ -254,25 +254,25 @@ def iteration_seconds(
 ) -> dict[str, float]:
     """Phase → seconds. Args: layouts: use → layout; shared: all models are on the same GPUs."""
     trained, frozen, sampled = map(workload.of_use, ALL_USES)
-    found: dict[str, float] = {}
+    phases: dict[str, float] = {}
     if sampled:
-        found["generate"] = sum(generate_seconds(r, layouts["sampled"], workload, machine) for r in sampled)
+        phases["generate"] = sum(generate_seconds(r, layouts["sampled"], workload, machine) for r in sampled)
     scored = [score_seconds(role, layouts["frozen"], workload, machine) for role in frozen]
     if sampled:
         scored += [score_seconds(role, layouts["trained"], workload, machine) for role in trained]
     if scored:
-        found["score"] = sum(scored) if shared else max(scored)
+        phases["score"] = sum(scored) if shared else max(scored)
     if trained:
         updates = [update_seconds(role, layouts["trained"], workload, machine) for role in trained]
-        found["update"] = sum(updates) if shared else max(updates)
+        phases["update"] = sum(updates) if shared else max(updates)
     if trained and sampled:
-        found["sync"] = sync_seconds(trained[0], layouts["trained"], workload, machine, shared=shared)
+        phases["sync"] = sync_seconds(trained[0], layouts["trained"], workload, machine, shared=shared)
     asleep = ["sampled"] * workload.generator_sleeps + ["trained"] * workload.trainer_sleeps
     if asleep:
         roles = [role for role in workload.roles if role.use in asleep]
         memory = [workload.memory(role, layouts[role.use]) for role in roles]
-        found["sleep"] = sleep_seconds(workload, roles, memory, machine)
-    return found
+        phases["sleep"] = sleep_seconds(workload, roles, memory, machine)
+    return phases
 
 
 def sleep_seconds(workload: Workload, roles: Sequence[Role], memory: Sequence[Memory], machine: Machine) -> float:
@@ -302,12 +302,12 @@ def disk_bytes(workload: Workload) -> dict[str, int]:
     """
     trained = workload.of_use("trained")
     kept = sum(role.kept_rollouts for role in workload.of_use("sampled"))
-    found = {
+    sizes = {
         "checkpoint": trained[0].shape.num_parameters * FLOAT32_BYTES if trained else 0,
         "snapshots": 2 * SNAPSHOT_BYTES * sum(trained_parameters(role, Layout()) for role in trained),
         "ledger": LEDGER_BYTES * workload.rollout_size * workload.sequence_tokens * kept,
     }
-    return {what: size for what, size in found.items() if size}
+    return {what: size for what, size in sizes.items() if size}
 
 
 def _overlapped(compute: float, moved: float) -> float:

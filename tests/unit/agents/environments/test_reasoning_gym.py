@@ -91,12 +91,15 @@ def test_no_reply_is_run(task: str, tmp_path: Path) -> None:
 
 def test_every_task_that_runs_replies_is_known() -> None:
     """By the calls in the scores of the package as it is installed."""
-    found = set()
+    found, names = set(), ("eval", "exec", "parse_expr", "sympify")
     for path in Path(reasoning_gym.__file__).parent.rglob("*.py"):
-        for function in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        # Most files are data.
+        is_candidate = "def score_answer" in text and any(name in text for name in names)
+        for function in ast.walk(ast.parse(text)) if is_candidate else ():
             if isinstance(function, ast.FunctionDef) and function.name == "score_answer":
                 calls = [ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)]
-                if any(call.rpartition(".")[2] in ("eval", "exec", "parse_expr", "sympify") for call in calls):
+                if any(call.rpartition(".")[2] in names for call in calls):
                     found.add(path.stem)
     # It runs the answer of an item that the package itself has drawn.
     found.remove("number_sorting")

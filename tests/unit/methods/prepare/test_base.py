@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from xray_runtime.engines.shard_loading import skeleton_of
 from xray_runtime.methods.base.body import LEFT_OUT, run
+from xray_runtime.methods.base.config import HubBase
 from xray_runtime.methods.common.findings import base_findings
 from xray_runtime.models.causal_lm import load_model
-from xray_runtime.models.config import HubBase
 
 SIZES: dict[str, Any] = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2},

@@ -1,5 +1,5 @@
-"""How methods play episodes. The extension `agents` has a source for each kind of `environment` in a config; another
-package may provide one through an entry point `xray.episode_sources`."""
+"""How methods play episodes: `EPISODE_SOURCES` has a source for each kind of `environment` in a config. The extension
+`agents` has those that are shipped."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ class EpisodeSampler(Protocol):
 class EpisodesInFlight(Protocol):
     """Episodes that run on while the weights change (`in_flight_updates`)."""
 
-    state: object
-    """A dataclass, for snapshots."""
+    @property
+    def state(self) -> object:
+        """A dataclass, for snapshots."""
 
     def updating(self, version: int) -> AbstractContextManager[None]:
         """Hold episodes while the generator's weights become those of `version`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from xray_runtime.engines.roles import ModelRole, frozen, sampled
@@ -15,7 +16,7 @@ def scoring_models(config: JudgingConfig, *, trunk: str | None = None, **facts: 
         trunk: the trained role that may hold them as branches.
         facts: fields of `ModelRole` about the rows they score.
     """
-    terms = [*config.rewards, *getattr(config, "judges", [])]
+    terms = chain.from_iterable(config.terms.values())
     trunks = {name: trunk if name.startswith("rewards.") else None for term in terms for name in term.roles}
     return {name: frozen(config.frozen, name, scores_tokens=False, trunk=of, **facts) for name, of in trunks.items()}
 
