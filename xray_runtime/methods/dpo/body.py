@@ -25,8 +25,7 @@ from xray_runtime.methods.common.training.dataset import fitting_prompts, prefer
 from xray_runtime.methods.common.training.loop import Method, Trained, training_loop, training_rows
 from xray_runtime.methods.common.training.policy_versions import BestVersion
 from xray_runtime.methods.common.training.reference_logprobs import ReferenceLogprobs, open_policy
-from xray_runtime.methods.common.training.steps import DPOSums
-from xray_runtime.methods.common.training.trunk_states import TrainingRows
+from xray_runtime.methods.common.training.steps import DPOSums, TrainingRows
 from xray_runtime.models.causal_lm import load_tokenizer
 
 if TYPE_CHECKING:

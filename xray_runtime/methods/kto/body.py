@@ -36,8 +36,7 @@ from xray_runtime.methods.common.training.dataset import fitting_prompts, prefer
 from xray_runtime.methods.common.training.loop import Method, Trained, training_loop, training_rows
 from xray_runtime.methods.common.training.policy_versions import BestVersion
 from xray_runtime.methods.common.training.reference_logprobs import ReferenceLogprobs, open_policy
-from xray_runtime.methods.common.training.steps import KTOSums
-from xray_runtime.methods.common.training.trunk_states import TrainingRows
+from xray_runtime.methods.common.training.steps import KTOSums, TrainingRows
 from xray_runtime.models.causal_lm import load_tokenizer, max_positions
 
 if TYPE_CHECKING:

@@ -25,9 +25,8 @@ from xray_runtime.methods.common.training.dataset import (
 )
 from xray_runtime.methods.common.training.loop import Method, Trained, training_loop, training_rows
 from xray_runtime.methods.common.training.policy_versions import BestVersion
-from xray_runtime.methods.common.training.steps import SFTSums
+from xray_runtime.methods.common.training.steps import SFTSums, TrainingRows
 from xray_runtime.methods.common.training.trained_model import trained_model
-from xray_runtime.methods.common.training.trunk_states import TrainingRows
 from xray_runtime.models.causal_lm import load_tokenizer
 from xray_runtime.models.objectives import SFTObjective
 

@@ -19,8 +19,8 @@ from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.data.batching import Cursor
 from xray_runtime.methods.common.training.policy_versions import BestVersion
 from xray_runtime.methods.common.training.resumable import Resumable
-from xray_runtime.methods.common.training.steps import Learning, SkippedSteps, Stepper, StepStatistics
-from xray_runtime.methods.common.training.trunk_states import TrainingRows, TrunkStates
+from xray_runtime.methods.common.training.steps import Learning, SkippedSteps, Stepper, StepStatistics, TrainingRows
+from xray_runtime.methods.common.training.trunk_states import TrunkStates
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
