@@ -44,7 +44,7 @@ def in_float64(model: Path, batches: list[TextBatch]) -> dict[str, np.ndarray]:
     optimizer = torch.optim.AdamW(module.parameters(), lr=CONFIG.lr, betas=CONFIG.betas, weight_decay=0.0)
     for number in range(NUM_UPDATES):
         rows = as_tensors(batches[number % len(batches)])
-        loss, _ = training_loss(
+        loss, _, _ = training_loss(
             module, PPOObjective(CONFIG), rows, StepTotals(tokens=float(rows.num_response_tokens()))
         )
         optimizer.zero_grad()
@@ -187,7 +187,7 @@ def test_muon_is_torchs_and_steps_hidden_matrices_alone(
     adamw = torch.optim.AdamW(others, lr=CONFIG.lr, betas=CONFIG.betas, weight_decay=0.0)
     for number in range(NUM_UPDATES):
         rows = as_tensors(batches[number % len(batches)])
-        loss, _ = training_loss(
+        loss, _, _ = training_loss(
             module, PPOObjective(CONFIG), rows, StepTotals(tokens=float(rows.num_response_tokens()))
         )
         module.zero_grad()
