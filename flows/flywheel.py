@@ -37,6 +37,7 @@ from xray_runtime.kernel.evidence.kinds.canary import Canaries
 from xray_runtime.kernel.evidence.log import view
 from xray_runtime.kernel.graph.artifacts import Dataset
 from xray_runtime.kernel.graph.handles import Handle
+from xray_runtime.kernel.history.evidence import evidence
 from xray_runtime.kernel.history.graph import CheckpointGraph
 from xray_runtime.kernel.history.reference import LineageStore, open_lineage_store, require_language_model, resolve
 from xray_runtime.live import canary
@@ -110,7 +111,7 @@ def begin_cycle(output: Path, config: FlywheelConfig, release: bool, tracking_ur
 
 def _sound_cycles(output: Path) -> list[Cycle]:
     try:
-        canary.sound_log(output)
+        evidence().sound_view(output)
     except ValueError as error:
         raise ConfigError(f"--output: {error}; see `xray audit`") from None
     cycles = read_cycles(output)

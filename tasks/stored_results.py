@@ -21,7 +21,8 @@ from pydantic import ValidationError
 
 from xray.tasks.spec import RunContext, StageResult
 from xray_runtime.kernel.errors import first_line
-from xray_runtime.kernel.evidence.lines import HOW_TO_TRUST, LogRecord, SignatureProblem, parse_line
+from xray_runtime.kernel.evidence.envelope import HOW_TO_TRUST, SignatureProblem
+from xray_runtime.kernel.evidence.lines import LogRecord, parse_line
 from xray_runtime.kernel.evidence.log import digests
 from xray_runtime.kernel.evidence.view import Line, Published
 from xray_runtime.kernel.files import write_atomic
@@ -168,7 +169,7 @@ def _shared_entry(name: str, output: Path, shared: SharedStore) -> Line | None:
         return None
     try:
         line = parse_line(1, content, LogRecord)
-        evidence().verifier(output).check_envelope(content, line.entry.at)
+        evidence().verifier(output).check(line.envelope, line.entry.at)
         if not isinstance(line.entry, Published) or line.entry.directory != name:
             raise ValueError("it is an entry about something else")
     except (OSError, ValueError) as error:

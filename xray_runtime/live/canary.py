@@ -10,7 +10,6 @@ from xray_runtime.kernel.evidence.canary_config import CanaryConfig
 from xray_runtime.kernel.evidence.kinds.canary import Canaries, Canary, CanaryBegan, CanaryEnded
 from xray_runtime.kernel.evidence.log import view
 from xray_runtime.kernel.evidence.view import LogView, lock
-from xray_runtime.kernel.history.audit_check import read_log
 from xray_runtime.kernel.history.evidence import evidence
 from xray_runtime.kernel.history.promotion_check import Gate
 
@@ -23,14 +22,6 @@ def running(log: LogView, name: str) -> Canary | None:
 def canary_of(log: LogView, candidate: str) -> Canary | None:
     """The last canary of a candidate."""
     return next((c for c in reversed(log.state(Canaries).values()) if c.began.candidate == candidate), None)
-
-
-def sound_log(output: Path, public: Path | None = None) -> LogView:
-    """The signed log. Raises ValueError unless every line of it is sound."""
-    log, found = read_log(output, evidence().verifier(output, public))
-    if found:
-        raise ValueError(f"{found[0].subject}: {found[0].detail}")
-    return log
 
 
 def begin(output: Path, name: str, candidate: str, champion: str, first: int, rules: CanaryConfig) -> Canary:
@@ -50,9 +41,9 @@ def begin(output: Path, name: str, candidate: str, champion: str, first: int, ru
             name=name, candidate=candidate, champion=champion, first=first, rules=rules, by=getpass.getuser()
         )
         evidence().append(output, entry, locked=True)
-        found = canary_of(view(output), candidate)
-    assert found is not None
-    return found
+        canary = canary_of(view(output), candidate)
+    assert canary is not None
+    return canary
 
 
 def end(output: Path, decision: CanaryEnded) -> CanaryEnded:
@@ -86,11 +77,11 @@ def _number(value: float | None) -> str:
 def gate(output: Path, candidate: str, champion: str, public: Path | None) -> Gate | None:
     """The gate `canary`: whether the candidate passed its canary beside the champion; None if it had none."""
     try:
-        log = sound_log(output, public)
+        log = evidence().sound_view(output, public)
     except (OSError, ValueError) as error:
         return Gate(name="canary", passed=False, reason=f"the canary cannot be verified ({error})")
-    found = canary_of(log, candidate)
-    if found is None or found.began.champion != champion:
+    canary = canary_of(log, candidate)
+    if canary is None or canary.began.champion != champion:
         return None
-    passed = found.ended is not None and found.ended.outcome == "passed"
-    return Gate(name="canary", passed=passed, reason=f"canary {summary(found)}")
+    passed = canary.ended is not None and canary.ended.outcome == "passed"
+    return Gate(name="canary", passed=passed, reason=f"canary {summary(canary)}")

@@ -111,11 +111,11 @@ class Journal:
         lines = [entry for entry in entries if entry["key"] not in self._known]
         if self._path is None or not lines:
             return
-        sealed = [line | {SEAL: self._seal.sign(self._purpose, _digest(line))} for line in lines]
+        sealed = [line | {SEAL: self._seal.sign(self._purpose, _text(line))} for line in lines]
         content = b"".join(json.dumps(line).encode() + b"\n" for line in sealed)
         if self._shared is not None:
             # Named by content, so that another attempt after a kill adds nothing.
-            name = hashlib.sha256(content).hexdigest()[:32]
+            name = _digest(lines)[:32]
             self._shared.write(f"{step:010d}-{name}.jsonl", content)
         with self._lock:
             created = not self._path.exists()
@@ -156,8 +156,12 @@ def restore_answers(checkpoint: Path, journal: Journal) -> set[str]:
     return {entry["source"] for entry in entries}
 
 
+def _text(entry: Any) -> bytes:
+    return json.dumps(entry, sort_keys=True).encode()
+
+
 def _digest(entry: Any) -> str:
-    return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(_text(entry)).hexdigest()
 
 
 def purpose_of_answers(directory: Path) -> str:
@@ -170,7 +174,7 @@ def read_entry(line: bytes, purpose: str, seal: Seal) -> dict[str, Any] | None:
     try:
         entry: dict[str, Any] = json.loads(line)
         sealed = entry.pop(SEAL)
-        return entry if seal.holds(purpose, _digest(entry), sealed) else None
+        return entry if seal.holds(purpose, _text(entry), sealed) else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 

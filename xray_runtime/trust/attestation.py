@@ -1,11 +1,12 @@
-"""The record beside the files of a checkpoint: statement, uncommitted code, model card, and signature.
+"""The record beside the files of a checkpoint: signed statement, uncommitted code, model card, and model signature.
 
     manifest.json, model.safetensors, …   the checkpoint, as its manifest lists it
     README.md                             the model card (models and reward models alone)
-    attestation/statement.json            how this copy was made: in-toto with SLSA provenance
+    attestation/statement.json            how this copy was made: in-toto with SLSA provenance, signed; lists every other
+                                          file but model.sig by sha256
     attestation/code.diff                 changes that were not committed, if there are any
     attestation/card.md                   in an evaluation: the card of the policy with its results
-    attestation.sig                       signs attestation/, which lists every other file by sha256
+    model.sig                             OpenSSF model signature (models and reward models alone): `model_signature`
 
 It is written before the checkpoint is published, so every checkpoint has one.
 """
@@ -22,14 +23,16 @@ from typing import Any
 
 from xray_runtime.data.pairs import HELDOUT, TRAIN, pairs_of
 from xray_runtime.kernel.errors import first_line
-from xray_runtime.kernel.evidence.lines import HOW_TO_TRUST, SignatureProblem
+from xray_runtime.kernel.evidence.envelope import HOW_TO_TRUST, SignatureProblem, StatementSubject, Verifier, sign
 from xray_runtime.kernel.evidence.statement import (
+    DIFF,
+    MAX_DIFF_BYTES,
     External,
     OutsideSource,
     RunFacts,
     Statement,
-    StatementSubject,
     read_statement,
+    verified_statement,
 )
 from xray_runtime.kernel.files import write_atomic
 from xray_runtime.kernel.graph.artifacts import Dataset, Evaluation, Model, Preferences, RewardModel, is_a
@@ -37,18 +40,17 @@ from xray_runtime.kernel.graph.kinds import find_kind
 from xray_runtime.kernel.store.checkpoints import CHECKPOINTS, MAX_RECORD_BYTES, Store, read_bounded, read_manifest
 from xray_runtime.kernel.store.digest_memory import DIGESTS, DigestMemory
 from xray_runtime.kernel.store.identity import file_sha256
-from xray_runtime.kernel.store.manifest import ATTESTATION, CARD, MANIFEST, SIGNATURE, STATEMENT, Manifest
+from xray_runtime.kernel.store.manifest import ATTESTATION, CARD, MANIFEST, STATEMENT, Manifest
 from xray_runtime.kernel.store.ref import CheckpointRef
 from xray_runtime.kernel.store.shared import SharedStore
 from xray_runtime.trust import provenance
 from xray_runtime.trust.card import model_card
-from xray_runtime.trust.keys import trusted_keys
-from xray_runtime.trust.signing import Verifier, sign
-from xray_runtime.trust.trusted_log import trusted_view
+from xray_runtime.trust.keys import trusted_keys, trusted_view
+from xray_runtime.trust.model_signature import sign_model, signed_files
 
-DIFF, EVALUATED_CARD = "code.diff", "card.md"
-RECORD_FILES = {STATEMENT: MAX_RECORD_BYTES, DIFF: 2**30, EVALUATED_CARD: MAX_RECORD_BYTES}
-"""File of a record → bytes that it may have: a signature covers all of them, and checking it reads all."""
+EVALUATED_CARD = "card.md"
+RECORD_FILES = {STATEMENT: MAX_RECORD_BYTES, DIFF: MAX_DIFF_BYTES, EVALUATED_CARD: MAX_RECORD_BYTES}
+"""File of a record → bytes that it may have: checking the statement reads all of them."""
 
 
 def attest(
@@ -73,18 +75,21 @@ def attest(
     if diff:
         (record / DIFF).write_bytes(diff)
     statement = _statement(manifest, sha256, parents, run, started, code)
-    if is_a(manifest.type, Model, RewardModel):
+    is_model = is_a(manifest.type, Model, RewardModel)
+    if is_model:
         (directory / CARD).write_text(model_card(manifest, sha256, statement, None), encoding="utf-8")
-        card_entry = StatementSubject.of(CARD, file_sha256(directory / CARD))
-        statement = statement.model_copy(update={"subject": [*statement.subject, card_entry]})
     kind = find_kind(manifest.kind)
     if is_a(manifest.type, Evaluation) and kind is not None and kind.sides and kind.results:
         policy, results = parents[kind.sides[0]].path, json.loads((directory / kind.results).read_text())
         with contextlib.suppress(OSError, ValueError):
             card = model_card(*read_manifest(policy), read_statement(policy), results)
             (record / EVALUATED_CARD).write_text(card, encoding="utf-8")
-    (record / STATEMENT).write_bytes(statement.to_bytes())
-    sign(record, directory / SIGNATURE, private_key)
+    beside = [*([directory / CARD] if is_model else []), *sorted(record.iterdir())]
+    files = [StatementSubject.of(path.relative_to(directory).as_posix(), file_sha256(path)) for path in beside]
+    statement = statement.model_copy(update={"subject": [*statement.subject, *files]})
+    (record / STATEMENT).write_bytes(sign(statement, private_key.read_bytes()))
+    if is_model:
+        sign_model(directory, signed_files(directory, manifest, sha256), private_key)
 
 
 def publish_card(evaluation: Path, policy: Path) -> None:
@@ -118,9 +123,7 @@ def record_problem(output: Path, directory: Path, manifest: Manifest, sha256: st
         foreign = foreign_in_record(directory / ATTESTATION)
         if foreign is not None:
             return f"{ATTESTATION}/{ascii(foreign[0])[1:-1]} {foreign[1]}"
-        statement = read_statement(directory)
-        made = statement.predicate.details.metadata.finished
-        Verifier(trusted_keys(output)).check(directory / ATTESTATION, directory / SIGNATURE, made)
+        statement = verified_statement(directory, Verifier(trusted_keys(output)))
     except SignatureProblem as problem:
         hint = f"; {HOW_TO_TRUST}" if problem.code == "foreign" else ""
         return f"its record is not signed by a trusted key ({problem}{hint})"

@@ -4,7 +4,7 @@ A bundle is a tar with the layout of an output directory. The same audit checks 
 it can be imported into another output directory and its MLflow. It also holds
 
     index.html                one page: lineage, curves, judgements, conversations, licences
-    provenance.intoto.jsonl   every checkpoint's statement in an envelope of its own, as in-toto's tools read them
+    provenance.intoto.jsonl   every checkpoint's signed statement, as in-toto's tools read them
     records/                  metrics, tables and figures of the stages
     log.jsonl                 lists the checkpoints and these files, signed with the exporter's key
 """
@@ -26,6 +26,7 @@ from pathlib import Path
 
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.evidence.log import END, LOG, digests
+from xray_runtime.kernel.evidence.statement import signer_of
 from xray_runtime.kernel.evidence.view import LOCKS, Left
 from xray_runtime.kernel.files import link_or_copy
 from xray_runtime.kernel.history.audit_check import Finding
@@ -33,7 +34,7 @@ from xray_runtime.kernel.history.graph import Node
 from xray_runtime.kernel.history.reference import LineageStore, check_tracking_uri, open_lineage_store
 from xray_runtime.kernel.store.checkpoints import CHECKPOINTS, building_folder, read_bounded
 from xray_runtime.kernel.store.identity import file_sha256
-from xray_runtime.kernel.store.manifest import ATTESTATION, MANIFEST, SIGNATURE, STATEMENT
+from xray_runtime.kernel.store.manifest import ATTESTATION, MANIFEST, STATEMENT
 from xray_runtime.kernel.store.ref import CheckpointRef
 from xray_runtime.kernel.store.shared import is_safe
 from xray_runtime.kernel.tracking.recorder import RECORDS, records_directory
@@ -42,15 +43,7 @@ from xray_runtime.trust.keys import RETIRED, TRUSTED, adopt, known_keys, retirem
 from xray_runtime.trust.log import append, log_checkpoints
 from xray_runtime.trust.page import write_html
 from xray_runtime.trust.retention import with_history
-from xray_runtime.trust.signing import (
-    KEY_VARIABLE,
-    PAYLOAD_TYPE,
-    PUBLIC,
-    envelope,
-    has_signing_key,
-    signer_of,
-    signing_key,
-)
+from xray_runtime.trust.signing import KEY_VARIABLE, PUBLIC, has_signing_key, signing_key
 
 PAGE, PROVENANCE = "index.html", "provenance.intoto.jsonl"
 UNKNOWN = (
@@ -59,7 +52,7 @@ UNKNOWN = (
     "cannot be known: whether the model was evaluated, promoted or withdrawn after this was exported",
 )
 """Facts that no bundle can prove."""
-RECORD_OF_KEY = re.compile(r"[0-9a-f]{16}\.(pub|json|old\.sig|new\.sig)")
+RECORD_OF_KEY = re.compile(r"[0-9a-f]{16}\.(pub|json)")
 """Names in keys/retired."""
 MAX_MEMBERS, MAX_DEPTH, MAX_NAME_BYTES, MAX_HEADER_BYTES = 200_000, 32, 1024, 2**20
 """Far more than any bundle of ours has."""
@@ -107,11 +100,11 @@ def _add(store: LineageStore, node: Node, chosen: list[str], target: Path) -> No
     key = signing_key(store.output)
     write_html(target / PAGE, LineageStore(target, store.graph, None), node, chosen)
     statements = [store.graph.nodes[sha].directory / ATTESTATION / STATEMENT for sha in chosen]
-    lines = [envelope(read_bounded(path), PAYLOAD_TYPE, key) for path in statements if path.is_file()]
-    (target / PROVENANCE).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    (target / PROVENANCE).write_bytes(b"".join(read_bounded(path) for path in statements if path.is_file()))
     files = digests(target, list(target.iterdir()))
-    log_checkpoints(target, key, {store.graph.nodes[sha].directory.name: sha for sha in chosen}, here=False)
-    append(target, key, Left(note="export"), files)
+    exported = {store.graph.nodes[sha].directory.name: sha for sha in chosen}
+    log_checkpoints(target, exported, here=False, private=key)
+    append(target, Left(note="export"), files, private=key)
     shutil.rmtree(target / LOCKS)
 
 
@@ -264,7 +257,7 @@ def require_known_signers(
     trusted = {key.sha256 for key in trusted_keys(source.output, roots)}
     for node in (source.graph.nodes[sha] for sha in order if sha in source.graph.nodes):
         try:
-            signer = signer_of(node.directory / SIGNATURE)
+            signer = signer_of(node.directory)
         except (OSError, ValueError):
             # The audit says so.
             continue
@@ -316,7 +309,7 @@ def import_checkpoints(
             with contextlib.suppress(OSError):
                 temporary.parent.rmdir()
     imported = {source.graph.nodes[sha].directory.name: sha for sha in order}
-    log_checkpoints(output, signing_key(output), imported, here=False)
+    log_checkpoints(output, imported, here=False)
     if tracking_uri is not None:
         _record(open_lineage_store(output, tracking_uri), order, tracking_uri, experiment)
 

@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xray_runtime.kernel.errors import first_line
-from xray_runtime.kernel.evidence.statement import read_statement
+from xray_runtime.kernel.evidence.envelope import Verifier
+from xray_runtime.kernel.evidence.statement import verified_statement
 from xray_runtime.kernel.graph.artifacts import Evaluation
 from xray_runtime.kernel.history.graph import CheckpointGraph, Node
 from xray_runtime.kernel.history.promotion_check import Gate
 from xray_runtime.kernel.history.reference import LineageStore
-from xray_runtime.kernel.store.manifest import ATTESTATION, SIGNATURE
 from xray_runtime.methods.evaluate.config import PEOPLE, PromotionConfig
 from xray_runtime.trust.keys import trusted_keys
 from xray_runtime.trust.leaky_judges import leaky_judges
-from xray_runtime.trust.signing import Verifier
 from xray_runtime.trust.terms import conflicts
 
 NOT_EVALUATED = "the candidate has no evaluation in the store"
@@ -65,10 +64,7 @@ def gates_for(store: LineageStore, candidate: Node, overrides: PromotionConfig |
     if evaluation is None:
         raise NotPromoted([NOT_EVALUATED])
     try:
-        statement = read_statement(evaluation.directory)
-        verifier = Verifier(trusted_keys(store.output, public))
-        record, finished = evaluation.directory / ATTESTATION, statement.predicate.details.metadata.finished
-        verifier.check(record, evaluation.directory / SIGNATURE, finished)
+        statement = verified_statement(evaluation.directory, Verifier(trusted_keys(store.output, public)))
         contradictions = statement.contradicts(evaluation.manifest, evaluation.sha256)
         if contradictions:
             raise ValueError(f"it contradicts the checkpoint in {', '.join(contradictions)}")

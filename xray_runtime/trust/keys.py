@@ -2,9 +2,7 @@
 
     keys/signing.pem, signing.pub     the key that signs today
     keys/retired/DIGEST.pub           one that signed before, by the first digits of its sha256
-    keys/retired/DIGEST.json          which key replaced it, and when
-    keys/retired/DIGEST.old.sig       … signed with the old key
-    keys/retired/DIGEST.new.sig       … and with the new one
+    keys/retired/DIGEST.json          which key replaced it, and when: a statement that both keys signed
     keys/trusted/*.pub                keys that a person trusts (`xray keys trust`, `xray import --public-key`)
 
 Both keys sign the record, so a copy of either leads to the other. Trust goes back from a trusted key to those it
@@ -14,9 +12,12 @@ verified (a bundle, another output directory, a shared store) brings keys along,
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -25,8 +26,20 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.errors import first_line
-from xray_runtime.kernel.evidence.lines import SignatureProblem
-from xray_runtime.kernel.evidence.statement import InTotoRecord, StatementSubject
+from xray_runtime.kernel.evidence.envelope import (
+    InTotoRecord,
+    SignatureProblem,
+    StatementSubject,
+    TrustedKey,
+    Verifier,
+    load_public,
+    read_envelope,
+    read_record,
+    require_signers,
+    sign,
+)
+from xray_runtime.kernel.evidence.log import LOG, LogTail
+from xray_runtime.kernel.evidence.view import LogView
 from xray_runtime.kernel.files import write_atomic
 from xray_runtime.kernel.store.checkpoints import read_bounded
 from xray_runtime.kernel.store.manifest import Sha256
@@ -36,14 +49,10 @@ from xray_runtime.trust.log import decide
 from xray_runtime.trust.signing import (
     KEY_VARIABLE,
     PRIVATE,
-    TrustedKey,
-    Verifier,
-    fingerprint,
-    key_digest,
     make_key,
     public_bytes,
     public_key,
-    sign,
+    read_public,
     signing_key,
 )
 
@@ -97,9 +106,9 @@ def rotate(output: Path, *, by: str, note: str, new_key: Path | None = None) -> 
         private = keys / PRIVATE
     else:
         (keys / PRIVATE).unlink(missing_ok=True)
-    successor = fingerprint(public_key(output))
+    successor = read_public(public_key(output)).sha256
     rotation = next(rotation for rotation in read_rotations(output)[0] if rotation.successor == successor)
-    decide(output, private, action="rotate", checkpoint=successor, by=by, note=note)
+    decide(output, private=private, action="rotate", checkpoint=successor, by=by, note=note)
     return rotation
 
 
@@ -112,9 +121,9 @@ def trusted_keys(output: Path, public: Path | Sequence[Path] | None = None) -> l
     Raises ValueError or OSError where a public key cannot be used.
     """
     given = [public] if isinstance(public, Path) else public
-    roots = {fingerprint(path): path for path in (given or root_keys(output))}
+    roots = {key.sha256: key for key in map(read_public, given or root_keys(output))}
     rotations = read_rotations(output, roots)[0]
-    paths = _known(output) | roots
+    keys = _known(output) | roots
     successor = {rotation.retired: rotation.successor for rotation in rotations}
     reached = set(roots)
     for root in roots:
@@ -122,7 +131,29 @@ def trusted_keys(output: Path, public: Path | Sequence[Path] | None = None) -> l
             reached.add(root)
     reached |= _replaced_by(reached, rotations)
     until = {rotation.retired: rotation.at for rotation in rotations}
-    return [TrustedKey(paths[sha], until.get(sha)) for sha in sorted(reached)]
+    return [replace(keys[sha], until=until.get(sha)) for sha in sorted(reached)]
+
+
+def trusted_view(output: Path) -> LogView:
+    """The state that the log describes up to the first entry that is not sound; empty without a trusted key.
+
+    `kernel.evidence.log.view` reads what an intruder may have appended as well: it is for pages and for an audit.
+    """
+    try:
+        return _tail(output, tuple(trusted_keys(output))).view()
+    except (OSError, ValueError):
+        return LogView()
+
+
+def sound_view(output: Path, public: Path | None = None) -> LogView:
+    """The state that the log describes. Raises ValueError unless every entry is sound; OSError or ValueError: a key
+    cannot be used."""
+    return _tail(output, tuple(trusted_keys(output, public))).sound_view()
+
+
+@functools.lru_cache(maxsize=4)
+def _tail(output: Path, keys: tuple[TrustedKey, ...]) -> LogTail:
+    return LogTail(output / LOG, Verifier(keys))
 
 
 def _replaced_by(keys: Iterable[str], rotations: Sequence[Rotation]) -> set[str]:
@@ -138,7 +169,7 @@ def seal_of(output: Path) -> Seal:
     """Seals and checks the files that runs of an output directory keep; seals of retired keys do not count."""
     # The first call makes the keys.
     private = signing_key(output).read_bytes()
-    return Seal(private, [read_bounded(key.path) for key in trusted_keys(output) if key.until is None])
+    return Seal(private, [key.pem for key in trusted_keys(output) if key.until is None])
 
 
 def root_keys(output: Path) -> list[Path]:
@@ -157,23 +188,21 @@ def known_keys(output: Path) -> list[Path]:
 
 
 def read_rotations(
-    output: Path, more: Mapping[str, Path] | None = None
+    output: Path, more: Mapping[str, TrustedKey] | None = None
 ) -> tuple[list[Rotation], list[tuple[str, str]]]:
     """(rotations that both keys signed, (file, reason) of other records); `more`: further public keys by digest."""
     known, found, problems = _known(output) | dict(more or {}), [], []
-    files = retirement_files(output)
-    names = {path.name.split(".")[0] for path in files}
-    for name in sorted(names):
+    for name in sorted({path.name.split(".")[0] for path in retirement_files(output)}):
         path = output / "keys" / RETIRED / f"{name}.json"
         try:
-            rotation = _Record.model_validate_json(read_bounded(path)).predicate
+            envelope = read_envelope(read_bounded(path))
+            rotation = read_record(envelope, _Record).predicate
             if not rotation.retired.startswith(name) or rotation.at.tzinfo is None:
                 raise ValueError("it concerns another key, or has no time")
-            for which, sha in (("old", rotation.retired), ("new", rotation.successor)):
-                if sha not in known:
-                    raise ValueError(f"the public key {sha[:12]} is missing")
-                Verifier([TrustedKey(known[sha])]).check(path, path.with_name(f"{name}.{which}.sig"))
-        except (OSError, ValueError, RecursionError) as error:
+            if missing := {rotation.retired, rotation.successor} - known.keys():
+                raise ValueError(f"the public key {min(missing)[:12]} is missing")
+            require_signers(envelope, [known[sha].key for sha in (rotation.retired, rotation.successor)])
+        except (OSError, ValueError) as error:
             reason = str(error) if isinstance(error, SignatureProblem) else type(error).__name__
             problems.append((f"keys/{RETIRED}/{path.name}", reason))
         else:
@@ -182,7 +211,7 @@ def read_rotations(
 
 
 def retirement_files(output: Path) -> list[Path]:
-    """Records, keys and signatures of retired keys."""
+    """Records and public halves of retired keys."""
     folder = output / "keys" / RETIRED
     if folder.is_symlink() or not folder.is_dir():
         return []
@@ -197,11 +226,11 @@ def adopt(output: Path, public: Iterable[Path], source: Path) -> None:
     """
     # mkdir(parents=True) would ignore the mode.
     (output / "keys").mkdir(mode=0o700, parents=True, exist_ok=True)
-    own_digest = fingerprint(public_key(output)) if public_key(output).exists() else ""
+    own_digest = read_public(public_key(output)).sha256 if public_key(output).exists() else ""
     for path in public:
-        if (sha256 := fingerprint(path)) != own_digest:
+        if (sha256 := read_public(path).sha256) != own_digest:
             _keep(output / "keys" / TRUSTED / f"{sha256[:DIGITS]}.pub", path)
-    roots = dict(_readable(root_keys(output)))
+    roots = _readable(root_keys(output))
     replaced = {sha256[:DIGITS] for sha256 in _replaced_by(roots, read_rotations(source, roots)[0])}
     for path in retirement_files(source):
         if path.name.split(".")[0] in replaced:
@@ -211,7 +240,7 @@ def adopt(output: Path, public: Iterable[Path], source: Path) -> None:
 def trust(output: Path, public: Path) -> str:
     """Trust a public key in `output`, as a person says; returns its digest. Raises ConfigError where it is none."""
     try:
-        sha256 = fingerprint(public)
+        sha256 = read_public(public).sha256
     except (OSError, ValueError) as error:
         raise ConfigError(f"KEY: {str(public)!r} is not allowed: {first_line(error)}") from None
     signing_key(output)
@@ -232,7 +261,7 @@ def exchange_keys(output: Path, shared: SharedStore | None) -> None:
         return
     for path in [*root_keys(output), *retirement_files(output)]:
         folder = RETIRED if path.parent.name == RETIRED else TRUSTED
-        name = path.name if folder == RETIRED else f"{fingerprint(path)[:DIGITS]}.pub"
+        name = path.name if folder == RETIRED else f"{read_public(path).sha256[:DIGITS]}.pub"
         if shared.read(f"keys/{folder}/{name}") is None:
             shared.write(f"keys/{folder}/{name}", read_bounded(path))
     with tempfile.TemporaryDirectory() as temporary:
@@ -243,34 +272,29 @@ def exchange_keys(output: Path, shared: SharedStore | None) -> None:
         adopt(output, [], Path(temporary))
 
 
-def _known(output: Path) -> dict[str, Path]:
+def _known(output: Path) -> dict[str, TrustedKey]:
     """Digest → every public key that lies in `keys/`, trusted or not."""
     retired = [path for path in retirement_files(output) if path.suffix == ".pub"]
-    return dict(_readable([*retired, *root_keys(output)]))
+    return _readable([*retired, *root_keys(output)])
 
 
-def _readable(paths: Iterable[Path]) -> Iterator[tuple[str, Path]]:
+def _readable(paths: Iterable[Path]) -> dict[str, TrustedKey]:
+    found = {}
     for path in paths:
-        try:
-            yield fingerprint(path), path
-        except (OSError, ValueError):
-            continue
+        with contextlib.suppress(OSError, ValueError):
+            key = read_public(path)
+            found[key.sha256] = key
+    return found
 
 
 def _record(output: Path, old: Path, new: Path, by: str, note: str) -> None:
     """Write which key replaced which, signed by both."""
-    # Imported first: otherwise seconds pass between the time in the record and the new key in its place.
-    import model_signing.signing  # noqa: F401
-
     folder = output / "keys" / RETIRED
     folder.mkdir(mode=0o700, exist_ok=True)
-    retired, successor = fingerprint(public_key(output)), key_digest(public_bytes(new))
-    name = retired[:DIGITS]
+    retired, successor = read_public(public_key(output)), load_public(public_bytes(new)).keyid
+    name = retired.sha256[:DIGITS]
     write_atomic(folder / f"{name}.pub", read_bounded(public_key(output)))
     now = datetime.now(UTC).replace(microsecond=0)
-    rotation = Rotation(retired=retired, successor=successor, at=now, by=by, note=note)
-    path = folder / f"{name}.json"
-    record = {"subject": [StatementSubject.of("signing.pub", successor)], "predicate": rotation}
-    write_atomic(path, _Record.model_validate(record).to_bytes())
-    for which, key in (("old", old), ("new", new)):
-        sign(path, folder / f"{name}.{which}.sig", key)
+    rotation = Rotation(retired=retired.sha256, successor=successor, at=now, by=by, note=note)
+    record = _Record(subject=[StatementSubject.of("signing.pub", successor)], predicate=rotation)
+    write_atomic(folder / f"{name}.json", sign(record, old.read_bytes(), new.read_bytes()))

@@ -14,17 +14,16 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from xray_runtime.kernel.evidence.log import read_object, view
+from xray_runtime.kernel.evidence.statement import signer_of
 from xray_runtime.kernel.evidence.view import Decision
 from xray_runtime.kernel.history.graph import Node
 from xray_runtime.kernel.history.reference import CANDIDATE, CHAMPION
 from xray_runtime.kernel.report.rendering import template
 from xray_runtime.kernel.store.checkpoints import read_manifest, statement_sha256
-from xray_runtime.kernel.store.manifest import SIGNATURE
 from xray_runtime.kernel.store.ref import CheckpointRef
 from xray_runtime.kernel.tracking.registry import LOG_TAG, TRAINING, ModelRegistry
 from xray_runtime.trust.card import result_rows
 from xray_runtime.trust.log import decide
-from xray_runtime.trust.signing import signer_of, signing_key
 
 PROMOTE_TAG = "xray.promote"
 FORM = 1
@@ -75,7 +74,7 @@ def version_page(
     evaluation = _found(evidence["evaluation"], find) if "evaluation" in evidence else None
     if policy.statement is None or statement_sha256(policy.directory) != evidence.get("statement"):
         raise ValueError(f"{policy.name} has another statement than it was registered with")
-    signer, build = signer_of(policy.directory / SIGNATURE), policy.statement.predicate.build
+    signer, build = signer_of(policy.directory), policy.statement.predicate.build
     stages = {d.name: (d.uri or "").removeprefix("xray:") for d in build.dependencies}
     run_id = policy.statement.predicate.details.run.mlflow_parent_run_id
     experiment = experiment_of(run_id) if run_id is not None else None
@@ -137,7 +136,7 @@ def register_policy(
     evidence = {"statement": statement_sha256(policy.path), "evaluation": evaluation and evaluation.sha256}
     evidence = {what: sha256 for what, sha256 in evidence.items() if sha256 is not None}
     fields = {"name": name, "alias": CANDIDATE, "version": version, "checkpoint": policy.sha256, "page": FORM}
-    decide(output, signing_key(output), by=by, note=note, action="register", evidence=evidence, **fields)
+    decide(output, by=by, note=note, action="register", evidence=evidence, **fields)
     refs = [ref for ref in (policy, evaluation) if ref is not None]
     nodes = {ref.sha256: Node(ref.sha256, ref.path, read_manifest(ref.path)[0]) for ref in refs}
     write_pages(registry, output, name, [version], nodes)

@@ -24,7 +24,6 @@ from xray_runtime.trust.audit.checkpoints import audit
 from xray_runtime.trust.gates import NOT_EVALUATED, NotPromoted, check_gates, check_licenses, evaluation_of, gates_for
 from xray_runtime.trust.log import decide
 from xray_runtime.trust.model_page import write_pages
-from xray_runtime.trust.signing import signing_key
 
 PREVIOUS = "previous"
 SEEN = "seen"
@@ -165,7 +164,7 @@ def promote(store: LineageStore, seen: PromotionReview, *, by: str, note: str) -
 def decline(store: LineageStore, seen: PromotionReview, *, by: str, note: str) -> None:
     """Record that a person refused; no alias moves."""
     fields = {"name": seen.name, "alias": CHAMPION, "version": seen.version, "checkpoint": seen.candidate.sha256}
-    decide(store.output, signing_key(store.output), by=by, note=note, action="decline", **fields, **_reviewed(seen))
+    decide(store.output, by=by, note=note, action="decline", **fields, **_reviewed(seen))
     _move_aliases(store, seen.name, seen.version)
 
 
@@ -215,12 +214,11 @@ def _move_champion(
     reviewed: dict[str, Any],
 ) -> None:
     """Decide `previous` and `champion`; `to`: (version, checkpoint) of the new champion."""
-    key = signing_key(store.output)
     # The champion comes last: after a crash before it, the same command decides both again.
     moves = ({PREVIOUS: (present.version, present.checkpoint)} if present else {}) | {CHAMPION: to}
     for alias, (version, sha256) in moves.items():
         fields = {"name": name, "alias": alias, "version": version, "checkpoint": sha256}
-        decide(store.output, key, by=by, note=note, action=action, **fields, **reviewed)
+        decide(store.output, by=by, note=note, action=action, **fields, **reviewed)
 
 
 def _move_aliases(store: LineageStore, name: str, *others: str) -> None:

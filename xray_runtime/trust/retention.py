@@ -18,7 +18,6 @@ from xray_runtime.kernel.history.graph import CheckpointGraph, Node
 from xray_runtime.kernel.history.reference import LineageStore
 from xray_runtime.kernel.store.derived import SUFFIX as TOKENS
 from xray_runtime.trust.log import decide
-from xray_runtime.trust.signing import signing_key
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,8 @@ def with_history(graph: CheckpointGraph, starts: Iterable[str]) -> list[str]:
 
 def prune(store: LineageStore, plan: Prune) -> None:
     """Carry out `plan`. Each removal is a signed decision, so that an audit does not report a loss."""
-    key = signing_key(store.output)
     for node in plan.remove:
-        decide(store.output, key, action="prune", checkpoint=node.sha256, note=node.name)
+        decide(store.output, action="prune", checkpoint=node.sha256, note=node.name)
         # Readers ignore this name if a crash cuts the deletion short.
         aside = node.directory.with_name(f"{node.directory.name}.damaged-pruned-{os.getpid()}")
         os.rename(node.directory, aside)

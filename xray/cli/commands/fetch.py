@@ -39,7 +39,6 @@ def command(
     from xray_runtime.trust.attestation import open_store
     from xray_runtime.trust.keys import exchange_keys
     from xray_runtime.trust.log import log_checkpoints
-    from xray_runtime.trust.signing import signing_key
 
     if storage is not None and has_login(storage):
         raise ConfigError(
@@ -54,20 +53,19 @@ def command(
         shared = SharedStore(url, PATIENCE_S)
         names = shared.names(CHECKPOINTS) if everything else _recorded(output)
         output.mkdir(parents=True, exist_ok=True)
-        key = signing_key(output)
         exchange_keys(output, shared)
         store, missing = open_store(output, shared), []
         for name in names:
             if "/" in name or not is_safe(name):
                 raise ConfigError(f"--output: {name[:80]!a} in its {LIFECYCLE} is not allowed: is no checkpoint's name")
             directory = store.root / name
-            # Every byte is read: the memory of digests does not see bits that rot.
+            # Every byte is read: remembered digests do not notice damaged bits.
             sound = not verify(directory) and store.is_sound(directory)
             fetched = not sound and store.fetch(directory)
             if not sound and not fetched:
                 missing.append(name)
             if fetched:
-                log_checkpoints(output, key, {name: file_sha256(directory / MANIFEST)}, here=False)
+                log_checkpoints(output, {name: file_sha256(directory / MANIFEST)}, here=False)
             print(f"{'present' if sound else 'fetched' if fetched else 'missing'}  {name}")
     except StorageError as error:
         raise ConfigError(f"--storage: {error}") from None

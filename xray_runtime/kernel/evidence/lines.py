@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationError
+from pydantic import BeforeValidator, Field, SerializeAsAny
 
-from xray_runtime.kernel.evidence.statement import InTotoRecord
+from xray_runtime.kernel.errors import first_line
+from xray_runtime.kernel.evidence.envelope import InTotoRecord, Verifier, read_envelope, read_record
 from xray_runtime.kernel.evidence.view import START, Line, SignedEntry
 from xray_runtime.kernel.plugs import Registry
 from xray_runtime.kernel.store.checkpoints import read_bounded
 
 MAX_BYTES = 2**30
-HOW_TO_TRUST = "ask its owner for a copy of the key, then: xray keys trust KEY.pub --output DIR"
 KINDS = Registry[tuple[type[SignedEntry], ...]](
     "kind of log entry", "xray_runtime.kernel.evidence.kinds", "KINDS", "xray.log_entries"
 )
@@ -46,24 +44,6 @@ class LogRecord(InTotoRecord[Annotated[SerializeAsAny[SignedEntry], BeforeValida
     """A line of the log."""
 
     predicate_type: Literal["urn:xray:log:v1"] = Field("urn:xray:log:v1", alias="predicateType")
-
-
-class SignatureProblem(ValueError):
-    """A signature that is not valid; `code` is `missing`, `malformed`, `foreign`, `invalid` or `retired`."""
-
-    def __init__(self, code: str, text: str) -> None:
-        super().__init__(text)
-        self.code = code
-
-
-class SignatureVerifier(Protocol):
-    """Checks signatures."""
-
-    def check(self, what: Path, signature: Path, made: str | None = None) -> str:
-        """Digest of the key that signed a file, or a directory. Raises as `check_envelope`."""
-
-    def check_envelope(self, text: bytes, made: str | None = None) -> str:
-        """Digest of the key that signed a line. Raises ValueError without a trusted one that signed then."""
 
 
 class ChainProblem(ValueError):
@@ -94,11 +74,11 @@ def parse_line(number: int, text: bytes, record: type[InTotoRecord[Any]]) -> Lin
     if not text.endswith(b"\n"):
         raise ValueError(f"line {number} is cut short")
     try:
-        found = record.model_validate_json(base64.b64decode(json.loads(text)["payload"], validate=True))
-    except (ValidationError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"line {number} is no entry ({type(error).__name__})") from None
-    files = {subject.name: subject.digest.sha256 for subject in found.subject}
-    return Line(number, hashlib.sha256(text).hexdigest(), text, found.predicate, files)
+        envelope = read_envelope(text)
+        found = read_record(envelope, record)
+    except ValueError as error:
+        raise ValueError(f"line {number} is no entry ({first_line(error)})") from None
+    return Line(number, hashlib.sha256(text).hexdigest(), envelope, found.predicate, found.files)
 
 
 class ChainCheck:
@@ -108,7 +88,7 @@ class ChainCheck:
         verifier: None does not check signatures.
     """
 
-    def __init__(self, verifier: SignatureVerifier | None) -> None:
+    def __init__(self, verifier: Verifier | None) -> None:
         self._verifier = verifier
         self._previous, self._signer, self._retired = START, "", frozenset[str]()
 
@@ -118,7 +98,7 @@ class ChainCheck:
             raise ChainProblem(line.number, "it does not follow the one before")
         if self._verifier is not None:
             try:
-                key = self._verifier.check_envelope(line.text, line.entry.at)
+                key = self._verifier.check(line.envelope, line.entry.at)
             except ValueError as problem:
                 raise ChainProblem(line.number, str(problem)) from None
             # A retired key signs no later entry, whatever time the entry claims.
@@ -129,7 +109,7 @@ class ChainCheck:
         self._previous = line.sha256
 
 
-def sound_lines(lines: Iterable[Line], verifier: SignatureVerifier | None) -> Iterator[Line]:
+def sound_lines(lines: Iterable[Line], verifier: Verifier | None) -> Iterator[Line]:
     """The lines, each once `ChainCheck` has checked it. Raises ChainProblem where the next one is not sound."""
     check = ChainCheck(verifier)
     for line in lines:

@@ -5,7 +5,7 @@
 Each entry names the digest of the line before it, so no entry can be removed, inserted or changed; and it lists files
 by sha256: the last entry about a file counts. An audit finds files without an entry and entries without a file.
 
-    log.end     the digest of the last line, in a DSSE envelope, replaced at each entry
+    log.end     the digest of the last line, in a signed statement of its own, replaced at each entry
 
 A log that was cut short is found by comparing it with its `log.end`, and with heads that were kept: by MLflow, by
 `--since-verified`, or by a person (`xray audit --expect`).
@@ -23,11 +23,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from xray_runtime.kernel.errors import first_line
+from xray_runtime.kernel.evidence.envelope import Verifier
 from xray_runtime.kernel.evidence.lines import (
     MAX_BYTES,
     ChainCheck,
+    ChainProblem,
     LogRecord,
-    SignatureVerifier,
     parse_line,
     read_signed_lines,
 )
@@ -52,7 +54,7 @@ class LogTail:
             the first that cannot be read.
     """
 
-    def __init__(self, path: Path, verifier: SignatureVerifier | None = None) -> None:
+    def __init__(self, path: Path, verifier: Verifier | None = None) -> None:
         self._path, self._verifier = path, verifier
         self._lock = threading.Lock()
         self._restart()
@@ -60,16 +62,30 @@ class LogTail:
     def view(self) -> LogView:
         """The state now. It never changes: a later call returns another one."""
         with self._lock:
-            try:
-                with open_bounded(self._path, MAX_BYTES) as file:
-                    self._catch_up(file)
-            except (OSError, ValueError):
-                self._restart()
-            return self._view
+            return self._read()
+
+    def sound_view(self) -> LogView:
+        """The state now. Raises ValueError unless every line is sound."""
+        with self._lock:
+            found = self._read()
+            if self._problem:
+                raise ValueError(f"{self._path.name}: {self._problem}")
+            return found
+
+    def _read(self) -> LogView:
+        try:
+            with open_bounded(self._path, MAX_BYTES) as file:
+                self._catch_up(file)
+        except (OSError, ValueError) as error:
+            self._restart()
+            self._problem = "it is not there" if isinstance(error, FileNotFoundError) else first_line(error)
+        return self._view
 
     def _restart(self) -> None:
         self._view, self._check = LogView(), ChainCheck(self._verifier)
         self._offset = self._last_bytes = 0
+        self._problem = ""
+        """Why the next line is not sound, or cannot be read."""
         self._status: tuple[int, ...] = ()
 
     def _catch_up(self, file: BinaryIO) -> None:
@@ -81,14 +97,17 @@ class LogTail:
         if not self._continues(file, status):
             self._restart()
         file.seek(self._offset)
-        view = self._view.copy()
-        with contextlib.suppress(ValueError):
+        view, self._problem = self._view.copy(), ""
+        try:
             for number, text in enumerate(file.read().splitlines(keepends=True), self._view.head.entries + 1):
                 line = parse_line(number, text, LogRecord)
                 if self._verifier is not None:
                     self._check(line)
                 view.add(line)
                 self._offset, self._last_bytes = self._offset + len(text), len(text)
+        except ValueError as error:
+            number = f"line {error.number}: " if isinstance(error, ChainProblem) else ""
+            self._problem = f"{number}{error}"
         self._view, self._status = view, status
 
     def _continues(self, file: BinaryIO, status: tuple[int, ...]) -> bool:

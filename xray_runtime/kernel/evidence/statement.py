@@ -6,43 +6,35 @@ which run, code and machine. Two machines that computed the same checkpoint may 
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
-import json
 from pathlib import Path
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from xray_runtime.kernel.config.sources import SourceTerms
-from xray_runtime.kernel.errors import first_line
+from xray_runtime.kernel.evidence.envelope import (
+    Digests,
+    EvidenceModel,
+    InTotoRecord,
+    SignatureProblem,
+    Verifier,
+    read_envelope,
+    read_record,
+)
 from xray_runtime.kernel.store.checkpoints import read_bounded
 from xray_runtime.kernel.store.content_digest import Outside
 from xray_runtime.kernel.store.manifest import ATTESTATION, CARD, MANIFEST, STATEMENT, Manifest, Sha256
 
-P = TypeVar("P", bound=BaseModel)
+if TYPE_CHECKING:
+    from securesystemslib.dsse import Envelope
+DIFF = "code.diff"
+"""Uncommitted changes, in `ATTESTATION`."""
+MAX_DIFF_BYTES = 2**30
 
 
-class _Model(BaseModel):
-    # Otherwise pydantic writes null for NaN, and no later check sees it.
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, ser_json_inf_nan="constants")
-
-
-class Digests(_Model):
-    sha256: Sha256
-
-
-class StatementSubject(_Model):
-    """One file the statement is about."""
-
-    name: str
-    digest: Digests
-
-    @classmethod
-    def of(cls, name: str, sha256: str) -> Self:
-        return cls(name=name, digest=Digests(sha256=sha256))
-
-
-class Resource(_Model):
+class Resource(EvidenceModel):
     """One thing a stage used: a parent checkpoint (named by its role), an outside source."""
 
     name: str
@@ -51,20 +43,7 @@ class Resource(_Model):
     annotations: dict[str, Any] = Field(default_factory=dict)
 
 
-class InTotoRecord(_Model, Generic[P]):
-    """An in-toto Statement v1; each kind of record names its type of predicate."""
-
-    type: Literal["https://in-toto.io/Statement/v1"] = Field("https://in-toto.io/Statement/v1", alias="_type")
-    subject: list[StatementSubject]
-    predicate: P
-
-    def to_bytes(self) -> bytes:
-        """The one text of this record."""
-        content = self.model_dump(mode="json", by_alias=True)
-        return (json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-
-class External(_Model):
+class External(EvidenceModel):
     """The user's input."""
 
     stage: str
@@ -75,7 +54,7 @@ class External(_Model):
     functions: dict[str, dict[str, Sha256]]
 
 
-class OutsideSource(_Model):
+class OutsideSource(EvidenceModel):
     """Something a stage read from outside the store; see `kernel.store.content_digest.Outside`."""
 
     field: str
@@ -94,7 +73,7 @@ class OutsideSource(_Model):
         return self.field.rpartition(".")[2] == "model"
 
 
-class CodeFacts(_Model):
+class CodeFacts(EvidenceModel):
     git_commit: str | None
     diff_sha256: Sha256 | None
     """Digest of attestation/code.diff, the changes that were not committed."""
@@ -102,7 +81,7 @@ class CodeFacts(_Model):
     """Digest of the files of flows, tasks and xray_runtime as installed."""
 
 
-class Internal(_Model):
+class Internal(EvidenceModel):
     """Facts that X-ray and the machine added."""
 
     checkpoint: Sha256
@@ -118,14 +97,14 @@ class Internal(_Model):
     """Everything that it and its ancestors read from outside the store."""
 
 
-class Build(_Model):
+class Build(EvidenceModel):
     build_type: Literal["urn:xray:stage:v1"] = Field("urn:xray:stage:v1", alias="buildType")
     external: External = Field(alias="externalParameters")
     internal: Internal = Field(alias="internalParameters")
     dependencies: list[Resource] = Field(alias="resolvedDependencies")
 
 
-class RunFacts(_Model):
+class RunFacts(EvidenceModel):
     """Which run made it."""
 
     flow_run_id: str | None = None
@@ -142,19 +121,19 @@ class RunFacts(_Model):
     """For an evaluation, the gates of the lifecycle that made the candidate (a `PromotionConfig`)."""
 
 
-class Metadata(_Model):
+class Metadata(EvidenceModel):
     invocation_id: str | None = Field(alias="invocationId")
     started: str = Field(alias="startedOn")
     finished: str = Field(alias="finishedOn")
 
 
-class Details(_Model):
+class Details(EvidenceModel):
     builder: dict[str, Any]
     metadata: Metadata
     run: RunFacts = Field(alias="xray_run")
 
 
-class Predicate(_Model):
+class Predicate(EvidenceModel):
     build: Build = Field(alias="buildDefinition")
     details: Details = Field(alias="runDetails")
 
@@ -166,15 +145,6 @@ class Statement(InTotoRecord[Predicate]):
         "https://slsa.dev/provenance/v1", alias="predicateType"
     )
 
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """The statement in `path`. Raises ValueError when it is missing, too large or malformed."""
-        content = read_bounded(path)
-        try:
-            return cls.model_validate_json(content)
-        except (ValidationError, RecursionError) as error:
-            raise ValueError(f"{path}: not a statement ({first_line(error)})") from error
-
     def contradicts(self, manifest: Manifest, sha256: str) -> list[str]:
         """Names of the facts in which this statement and a checkpoint's manifest differ."""
         external, internal = self.predicate.build.external, self.predicate.build.internal
@@ -182,9 +152,17 @@ class Statement(InTotoRecord[Predicate]):
         mine = dict(external) | {name: getattr(internal, name) for name in names} | {"parents": self.parents}
         theirs = {name: getattr(manifest, name) for name in mine}
         mine["checkpoint"], theirs["checkpoint"] = internal.checkpoint, sha256
-        mine["files"] = {s.name: s.digest.sha256 for s in self.subject if s.name not in (MANIFEST, CARD)}
+        beside = (MANIFEST, CARD, *self.record_files)
+        mine["files"] = {name: digest for name, digest in self.files.items() if name not in beside}
         theirs["files"] = {entry.path: entry.sha256 for entry in manifest.files}
+        mine["diff"] = internal.code.diff_sha256
+        theirs["diff"] = self.record_files.get(f"{ATTESTATION}/{DIFF}")
         return [name for name, value in mine.items() if value != theirs[name]]
+
+    @property
+    def record_files(self) -> dict[str, str]:
+        """Path → sha256 of the other files of the record."""
+        return {name: digest for name, digest in self.files.items() if name.startswith(f"{ATTESTATION}/")}
 
     @property
     def parents(self) -> dict[str, str]:
@@ -197,10 +175,37 @@ class Statement(InTotoRecord[Predicate]):
 
 
 def read_statement(directory: Path) -> Statement:
-    """The statement beside a checkpoint. Raises ValueError: it is malformed; OSError: there is none."""
+    """The statement beside a checkpoint, unchecked. Raises ValueError: it is malformed; OSError: there is none."""
+    return read_record(statement_envelope(directory), Statement)
+
+
+def statement_envelope(directory: Path) -> Envelope:
+    """The statement beside a checkpoint in its envelope. Raises as `read_statement`."""
     if (directory / ATTESTATION).is_symlink():
         raise ValueError(f"{directory / ATTESTATION} is a link")
-    return Statement.read(directory / ATTESTATION / STATEMENT)
+    return read_envelope(read_bounded(directory / ATTESTATION / STATEMENT))
+
+
+def signer_of(directory: Path) -> str:
+    """The id of the key that a checkpoint's statement names, unchecked. Raises as `read_statement`."""
+    return next(iter(statement_envelope(directory).signatures), "")
+
+
+def verified_statement(directory: Path, verifier: Verifier) -> Statement:
+    """The statement beside a checkpoint, which a trusted key signed with the other files of the record.
+
+    Raises SignatureProblem, or as `read_statement`.
+    """
+    envelope = statement_envelope(directory)
+    statement = read_record(envelope, Statement)
+    verifier.check(envelope, statement.predicate.details.metadata.finished)
+    record = directory / ATTESTATION
+    there = {f"{ATTESTATION}/{path.name}": path for path in record.iterdir() if path.name != STATEMENT}
+    for name in sorted(there.keys() | statement.record_files):
+        signed = statement.record_files.get(name)
+        if name not in there or hashlib.sha256(read_bounded(there[name], MAX_DIFF_BYTES)).hexdigest() != signed:
+            raise SignatureProblem("invalid", f"{name} is not what was signed")
+    return statement
 
 
 def terms_of(outside: Outside, declared: SourceTerms | None) -> SourceTerms:

@@ -10,12 +10,15 @@ from collections import defaultdict
 from copy import copy
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field
 
 from xray_runtime.kernel.store.manifest import Sha256
+
+if TYPE_CHECKING:
+    from securesystemslib.dsse import Envelope
 
 START = "0" * 64
 """The first entry names this as the line before it."""
@@ -68,7 +71,7 @@ class Line:
 
     number: int
     sha256: str
-    text: bytes
+    envelope: Envelope
     entry: Any
     files: dict[str, str] = field(repr=False)
     """Path below the output directory → sha256."""

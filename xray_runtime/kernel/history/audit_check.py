@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-from xray_runtime.kernel.evidence.lines import ChainProblem, SignatureVerifier, sound_lines
+from xray_runtime.kernel.evidence.envelope import Verifier
+from xray_runtime.kernel.evidence.lines import ChainProblem, sound_lines
 from xray_runtime.kernel.evidence.log import LOG, read_lines
 from xray_runtime.kernel.evidence.view import Head, Line, LogView
 from xray_runtime.kernel.history.graph import Node
@@ -69,9 +70,10 @@ class Audited:
     """The checkpoints, parents first."""
     changed: Sequence[Node]
     """Those of them to read; an earlier audit found the others sound."""
-    verifier: SignatureVerifier | None
+    verifier: Verifier | None
     """None without a public key that can be used; the audit says so."""
-    public_keys: Sequence[Path]
+    public_keys: Sequence[bytes]
+    """In PEM."""
     heads: Mapping[str, Head | None]
     """Who kept it → an end of the log that must still be in it."""
     whole: bool
@@ -128,7 +130,7 @@ class Chain(Protocol):
 
 
 def add_sound_lines(
-    view: Chain, lines: Iterator[Line], verifier: SignatureVerifier | None, name: str, code: str
+    view: Chain, lines: Iterator[Line], verifier: Verifier | None, name: str, code: str
 ) -> list[Finding]:
     """Add the lines of the file `name` to a view, up to the first that is not sound: a finding with this code."""
     try:
@@ -140,7 +142,7 @@ def add_sound_lines(
     return []
 
 
-def read_log(output: Path, verifier: SignatureVerifier | None) -> tuple[LogView, list[Finding]]:
+def read_log(output: Path, verifier: Verifier | None) -> tuple[LogView, list[Finding]]:
     """(state that the sound entries describe, findings)."""
     view = LogView()
     found = add_sound_lines(view, read_lines(output), verifier, LOG, "log-broken")

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from xray_runtime.kernel.errors import first_line
-from xray_runtime.kernel.evidence.lines import SignatureVerifier
-from xray_runtime.kernel.evidence.statement import InTotoRecord, RunFacts
+from xray_runtime.kernel.evidence.envelope import InTotoRecord, Verifier
+from xray_runtime.kernel.evidence.statement import RunFacts
 from xray_runtime.kernel.evidence.view import LogView, SignedEntry
 from xray_runtime.kernel.history.graph import Node
 from xray_runtime.kernel.history.reference import LineageStore
@@ -41,7 +41,7 @@ class Evidence(Protocol):
     """Signs with the key of an output directory, and checks with the keys that it trusts.
 
     Args of several methods:
-        private: file of the signing key, for a process that cannot find it by itself.
+        private: file of the signing key, by default that of the output directory.
         files: path below `output` → sha256.
     """
 
@@ -67,14 +67,21 @@ class Evidence(Protocol):
         *,
         here: bool,
         renew: bool = False,
+        private: Path | None = None,
     ) -> None:
         """Log that checkpoints are in the store, unless the log says so already; see `log.log_checkpoints`."""
 
-    def log_files(self, output: Path, paths: list[Path], note: str) -> None:
+    def log_files(self, output: Path, paths: list[Path], note: str, *, private: Path | None = None) -> None:
         """Log files that were just written for people, unless the log lists the same."""
 
     def sign_line(
-        self, output: Path, record: type[InTotoRecord[Any]], entry: SignedEntry, files: Mapping[str, str]
+        self,
+        output: Path,
+        record: type[InTotoRecord[Any]],
+        entry: SignedEntry,
+        files: Mapping[str, str],
+        *,
+        private: Path | None = None,
     ) -> bytes:
         """An entry as the first line of a file."""
 
@@ -85,15 +92,19 @@ class Evidence(Protocol):
         record: type[InTotoRecord[Any]],
         entry: SignedEntry,
         files: Mapping[str, str],
+        *,
         private: Path | None = None,
     ) -> bytes:
         """Sign an entry and append it to a file of signed lines; returns the line."""
 
-    def verifier(self, output: Path, public: Path | None = None) -> SignatureVerifier:
+    def verifier(self, output: Path, public: Path | None = None) -> Verifier:
         """Checks with the trusted keys, or with `public` alone. Raises OSError or ValueError: one cannot be used."""
 
     def trusted_view(self, output: Path) -> LogView:
         """The state that the log describes up to the first entry that is not sound; empty without a trusted key."""
+
+    def sound_view(self, output: Path, public: Path | None = None) -> LogView:
+        """The state that the log describes. Raises ValueError unless all of it is sound; or as `verifier`."""
 
     def seal(self, output: Path) -> Seal:
         """Seals and checks files that runs keep."""

@@ -19,9 +19,9 @@ from filelock import Timeout
 from pydantic import Field
 
 from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.evidence.envelope import InTotoRecord
 from xray_runtime.kernel.evidence.kinds.recorded import Recorded
 from xray_runtime.kernel.evidence.lines import parse_line, read_signed_lines
-from xray_runtime.kernel.evidence.statement import InTotoRecord
 from xray_runtime.kernel.evidence.view import EMPTY, ChainState, Line, SignedEntry, lock
 from xray_runtime.kernel.files import write_atomic
 from xray_runtime.kernel.history.evidence import evidence
@@ -161,7 +161,7 @@ class SegmentWriter:
 
     def _append(self, entry: Segment | Expired, files: Mapping[str, str]) -> None:
         path = self._directory / CHAIN
-        text = evidence().append_line(self._output, path, ChainRecord, entry, files, self._private)
+        text = evidence().append_line(self._output, path, ChainRecord, entry, files, private=self._private)
         self.view.add(parse_line(self.view.head.entries + 1, text, ChainRecord))
 
     def _remove_expired(self) -> None:

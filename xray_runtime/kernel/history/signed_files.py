@@ -20,10 +20,10 @@ from pydantic import Field
 
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.errors import first_line
+from xray_runtime.kernel.evidence.envelope import InTotoRecord, Verifier
 from xray_runtime.kernel.evidence.kinds.signed_files import FilesSigned, SignedDirectories
-from xray_runtime.kernel.evidence.lines import SignatureVerifier, read_signed_lines, sound_lines
+from xray_runtime.kernel.evidence.lines import read_signed_lines, sound_lines
 from xray_runtime.kernel.evidence.log import view
-from xray_runtime.kernel.evidence.statement import InTotoRecord
 from xray_runtime.kernel.evidence.view import START, LogView, SignedEntry
 from xray_runtime.kernel.files import sync, write_atomic
 from xray_runtime.kernel.history.evidence import evidence
@@ -59,7 +59,7 @@ class _Signed:
 
 
 def read_signed(
-    output: Path, directory: Path, names: Sequence[str], verifier: SignatureVerifier | None = None
+    output: Path, directory: Path, names: Sequence[str], verifier: Verifier | None = None
 ) -> dict[str, bytes]:
     """Name → content of the files `names` in a directory below `output`; empty where there is none.
 
@@ -104,7 +104,7 @@ def _log(output: Path, directory: Path, log: LogView, signed: _Signed, at_least:
         evidence().append(output, entry)
 
 
-def _signed(output: Path, directory: Path, log: LogView, verifier: SignatureVerifier | None = None) -> _Signed:
+def _signed(output: Path, directory: Path, log: LogView, verifier: Verifier | None = None) -> _Signed:
     path, found = directory / SIGNED, _Signed()
     if os.path.lexists(path):
         try:

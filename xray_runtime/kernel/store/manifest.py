@@ -19,8 +19,8 @@ MANIFEST = "manifest.json"
 LEDGER = "ledger"
 """Folder of a checkpoint or snapshot with its ledger."""
 
-CARD, ATTESTATION, SIGNATURE = "README.md", "attestation", "attestation.sig"
-"""The record of how this copy was made, beside the files of a checkpoint and no part of it (see `lineage`)."""
+CARD, ATTESTATION, SIGNATURE = "README.md", "attestation", "model.sig"
+"""The record of how this copy was made, beside the files of a checkpoint and no part of it: see `trust.attestation`."""
 STATEMENT = "statement.json"
 """In `ATTESTATION`."""
 

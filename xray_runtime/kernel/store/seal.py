@@ -1,7 +1,7 @@
 """Seals: files that a run keeps and reads again are signed, so that planted or edited ones are not read.
 
-A digest beside a file proves nothing: an intruder who can write one can write both. A seal is a signature (ECDSA over
-SHA-256, deterministic after RFC 6979) by the output directory's key over a content's purpose and sha256.
+A digest beside a file proves nothing: an intruder who can write one can write both. A seal is a signed statement
+(`kernel.evidence.envelope`) by the output directory's key over the name, size and sha256 of a content.
 
     sft-1-ab12…/answers.json         a file
     sft-1-ab12…/answers.json.seal    its seal, for a file of this name in a directory of this name
@@ -9,24 +9,46 @@ SHA-256, deterministic after RFC 6979) by the output directory's key over a cont
 
 from __future__ import annotations
 
-import base64
 import functools
 import hashlib
 import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from pydantic import Field
 
+from xray_runtime.kernel.evidence.envelope import (
+    EvidenceModel,
+    InTotoRecord,
+    StatementSubject,
+    TrustedKey,
+    Verifier,
+    load_public,
+    new_private_key,
+    public_half,
+    read_envelope,
+    read_record,
+    sign,
+)
 from xray_runtime.kernel.files import write_atomic
 from xray_runtime.kernel.store.checkpoints import read_bounded
 from xray_runtime.kernel.store.identity import file_sha256
 
 SEALED = ".seal"
 MAX_SEAL_BYTES = 4096
+
+
+class Kept(EvidenceModel):
+    """A content that a run keeps; the statement's subject is its name."""
+
+    size: int
+    """Bytes."""
+
+
+class KeptRecord(InTotoRecord[Kept]):
+    predicate_type: Literal["urn:xray:kept:v1"] = Field("urn:xray:kept:v1", alias="predicateType")
 
 
 class Seal:
@@ -38,29 +60,16 @@ class Seal:
     """
 
     def __init__(self, private: bytes | None, trusted: Sequence[bytes]) -> None:
-        self._private = serialization.load_pem_private_key(private, password=None) if private is not None else None
-        keys = [serialization.load_pem_public_key(pem) for pem in trusted]
-        self._trusted = [key for key in keys if isinstance(key, ec.EllipticCurvePublicKey)]
+        self._private = private
+        self._verifier = Verifier([TrustedKey(load_public(pem)) for pem in trusted])
 
-    def sign(self, purpose: str, sha256: str) -> str:
-        """The seal of a content with this sha256 for this purpose."""
-        assert isinstance(self._private, ec.EllipticCurvePrivateKey)
-        algorithm = ec.ECDSA(hashes.SHA256(), deterministic_signing=True)
-        return base64.b64encode(self._private.sign(_signed(purpose, sha256), algorithm)).decode()
+    def sign(self, name: str, content: bytes) -> str:
+        """The seal of a content under a name."""
+        return self._sign(name, hashlib.sha256(content).hexdigest(), len(content))
 
-    def holds(self, purpose: str, sha256: str, seal: object) -> bool:
-        """Whether `seal` is by a trusted key, for this content and this purpose."""
-        try:
-            signature = base64.b64decode(str(seal), validate=True)
-        except ValueError:
-            return False
-        for key in self._trusted:
-            try:
-                key.verify(signature, _signed(purpose, sha256), ec.ECDSA(hashes.SHA256()))
-            except InvalidSignature:
-                continue
-            return True
-        return False
+    def holds(self, name: str, content: bytes, seal: object) -> bool:
+        """Whether `seal` is by a trusted key, for this content under this name."""
+        return self._read(name, str(seal).encode()) == (len(content), hashlib.sha256(content).hexdigest())
 
     def seal_file(self, path: Path, written: Path | None = None) -> None:
         """Write the seal of the file `path`; until it is renamed, its content is in `written`."""
@@ -69,7 +78,7 @@ class Seal:
 
     def seal_content(self, path: Path, sha256: str, size: int) -> None:
         """Write the seal of a file whose content, here or soon, has this digest and so many bytes."""
-        write_atomic(_seal_path(path), f"{size} {sha256} {self.sign(_purpose(path, size), sha256)}")
+        write_atomic(_seal_path(path), self._sign(_name(path), sha256, size))
 
     def is_sealed(self, path: Path) -> bool:
         """Whether a file is unchanged since it was sealed under its name; reads all of it if its size is right."""
@@ -94,15 +103,27 @@ class Seal:
             return None
         return content if hashlib.sha256(content).hexdigest() == self._sealed(path)[1] else None
 
+    def _sign(self, name: str, sha256: str, size: int) -> str:
+        assert self._private is not None
+        record = KeptRecord(subject=[StatementSubject.of(name, sha256)], predicate=Kept(size=size))
+        return sign(record, self._private).decode()
+
     def _sealed(self, path: Path) -> tuple[int, str]:
         """(bytes, sha256) that a valid seal says a file has; (-1, "") without one."""
         try:
-            text = read_bounded(_seal_path(path), MAX_SEAL_BYTES).decode("ascii")
-            digits, sha256, signature = text.split(" ")
-            size = int(digits)
+            return self._read(_name(path), read_bounded(_seal_path(path), MAX_SEAL_BYTES))
         except (OSError, ValueError):
             return -1, ""
-        return (size, sha256) if self.holds(_purpose(path, size), sha256, signature) else (-1, "")
+
+    def _read(self, name: str, seal: bytes) -> tuple[int, str]:
+        """(bytes, sha256) that a seal says the content of this name has; (-1, "") where no trusted key says so."""
+        try:
+            envelope = read_envelope(seal)
+            self._verifier.check(envelope)
+            record = read_record(envelope, KeptRecord)
+        except ValueError:
+            return -1, ""
+        return record.predicate.size, record.files.get(name, "")
 
 
 @functools.cache
@@ -112,29 +133,9 @@ def process_seal() -> Seal:
     return Seal(private, [public_half(private)])
 
 
-def new_private_key() -> bytes:
-    """A new elliptic-curve private key in PEM."""
-    return ec.generate_private_key(ec.SECP256R1()).private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-
-
-def public_half(private: bytes) -> bytes:
-    """The public half of a private key, both in PEM. Raises ValueError where that is no elliptic-curve key."""
-    key = serialization.load_pem_private_key(private, password=None)
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ValueError("not an elliptic-curve private key")
-    form = serialization.PublicFormat.SubjectPublicKeyInfo
-    return key.public_key().public_bytes(serialization.Encoding.PEM, form)
-
-
 def _seal_path(path: Path) -> Path:
     return path.with_name(path.name + SEALED)
 
 
-def _purpose(path: Path, size: int) -> str:
-    return f"{path.parent.name}/{path.name} of {size} bytes"
-
-
-def _signed(purpose: str, sha256: str) -> bytes:
-    return f"xray seal 1\n{purpose}\n{sha256}".encode("utf-8", "surrogateescape")
+def _name(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"

@@ -16,7 +16,6 @@ attempts go to `kept` and are removed with the snapshots.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import math
@@ -187,7 +186,7 @@ class Snapshots:
             entries = file_entries(temporary, _synced_sha256)
             listed = json.dumps({entry.path: (entry.sha256, entry.size) for entry in entries}).encode()
             write_atomic(temporary / FILES, listed)
-            seal = self._seal.sign(self._purpose(place.name), hashlib.sha256(listed).hexdigest())
+            seal = self._seal.sign(self._purpose(place.name), listed)
             write_atomic(temporary / SEAL, seal)
             self.check()
             if place.exists():
@@ -240,7 +239,7 @@ def snapshot_problem(
     """Why a snapshot must not be used; None where every file was sealed for this purpose with its `sha256`."""
     try:
         listed = read_bounded(place / FILES)
-        if not seal.holds(purpose, hashlib.sha256(listed).hexdigest(), read_bounded(place / SEAL).decode()):
+        if not seal.holds(purpose, listed, read_bounded(place / SEAL).decode()):
             return "not sealed with this run's key"
         digests = json.loads(listed)
         present = {path.relative_to(place).as_posix() for path in place.rglob("*") if not path.is_dir()}

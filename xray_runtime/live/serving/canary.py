@@ -1,4 +1,4 @@
-"""The canary of a served champion: begins, is watched and ends as the signed log and the records say."""
+"""The canary of a served champion: begins, is monitored and ends as the signed log and the records say."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.evidence.kinds.canary import Canary, CanaryEnded
 from xray_runtime.kernel.evidence.log import view
+from xray_runtime.kernel.history.evidence import evidence
 from xray_runtime.kernel.history.reference import LineageStore, open_lineage_store, require_language_model
-from xray_runtime.live.canary import end, running, sound_log
+from xray_runtime.live.canary import end, running
 from xray_runtime.live.feedback.canary import Monitor
 from xray_runtime.live.serving import NotServedError
 from xray_runtime.live.serving.canary_metrics import CanaryState
@@ -18,11 +19,11 @@ from xray_runtime.live.serving.choice import ModelChoice, require_sound
 from xray_runtime.live.serving.replica import ServedModel
 from xray_runtime.live.serving.server import Server
 
-LOOK_SECONDS = 5.0
+CHECK_SECONDS = 5.0
 
 
 class CanaryFollower:
-    """Call `step` again and again.
+    """Starts, monitors and ends canaries; call `step` periodically.
 
     Args:
         name: the registered model whose champion is served.
@@ -46,16 +47,16 @@ class CanaryFollower:
         self._name, self._load, self._records, self._public, self._clock = name, load, records, public, clock
         self._monitor: Monitor | None = None
         self._passed_over: str | None = None
-        self._next_look = 0.0
+        self._next_check = 0.0
 
     def step(self, champion: str) -> str | None:
-        """Begin, watch or end; returns what happened, as a line.
+        """Begin, monitor or end; returns what happened, as a line.
 
         Args:
             champion: sha256 of the served champion.
         """
         if self._monitor is not None:
-            return self._watch(self._monitor, champion)
+            return self._check(self._monitor, champion)
         canary = running(view(self._output), self._name)
         if canary is None or canary.id == self._passed_over:
             return None
@@ -67,7 +68,7 @@ class CanaryFollower:
     def _begin(self, canary: Canary, champion: str) -> str:
         began = canary.began
         monitor = Monitor(open_lineage_store(self._output, self._tracking_uri), canary, self._public)
-        decision = monitor.look()
+        decision = monitor.check()
         if decision is None and began.champion != champion:
             decision = monitor.decision("undecided", f"{began.champion[:12]} is not the champion any more")
         if decision is None:
@@ -77,13 +78,13 @@ class CanaryFollower:
                 decision = monitor.decision("rolled back", f"it cannot be served ({error})")
         if decision is not None:
             return self._end(monitor, decision)
-        self._monitor, self._next_look = monitor, self._clock() + LOOK_SECONDS
+        self._monitor, self._next_check = monitor, self._clock() + CHECK_SECONDS
         self._server.canary = CanaryState(True, monitor.decision("undecided", "").arms)
         return f"canary: {began.candidate[:12]} answers {began.rules.share:.0%} of users"
 
     def _choice(self, canary: Canary) -> ModelChoice:
         """The candidate, after its audit. It answers to the champion's names too: clients do not know of it."""
-        sound_log(self._output, self._public)
+        evidence().sound_view(self._output, self._public)
         store = open_lineage_store(self._output, self._tracking_uri)
         node = store.graph.nodes[canary.began.candidate]
         require_language_model(node)
@@ -92,24 +93,24 @@ class CanaryFollower:
         require_sound(choice, self._public)
         return choice
 
-    def _watch(self, monitor: Monitor, champion: str) -> str | None:
+    def _check(self, monitor: Monitor, champion: str) -> str | None:
         failure = self._server.candidate_failure
         if failure is not None:
             return self._end(monitor, monitor.decision("rolled back", f"its engine died ({failure})"))
         if monitor.canary.began.champion != champion:
             reason = f"{monitor.canary.began.champion[:12]} is not the champion any more"
             return self._end(monitor, monitor.decision("undecided", reason))
-        if self._clock() < self._next_look:
+        if self._clock() < self._next_check:
             return None
-        self._next_look = self._clock() + LOOK_SECONDS
-        decision = monitor.look()
+        self._next_check = self._clock() + CHECK_SECONDS
+        decision = monitor.check()
         if decision is not None:
             return self._end(monitor, decision)
         self._server.canary = CanaryState(True, monitor.decision("undecided", "").arms)
         return None
 
     def _end(self, monitor: Monitor, decision: CanaryEnded) -> str:
-        # The requests come first: they must not wait for the disk.
+        # Requests are rerouted first: they must not wait for the disk.
         self._server.end_canary()
         self._server.canary = CanaryState(False, decision.arms)
         self._monitor, self._passed_over = None, monitor.canary.id

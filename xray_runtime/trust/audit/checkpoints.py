@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xray_runtime.kernel.evidence.envelope import TrustedKey, Verifier
 from xray_runtime.kernel.evidence.view import EMPTY, Head
 from xray_runtime.kernel.graph.artifacts import Benchmark, Evaluation
 from xray_runtime.kernel.history.audit_check import CHECKS, AuditCheck, Audited, Finding, read_log
@@ -19,7 +20,6 @@ from xray_runtime.kernel.history.graph import Node
 from xray_runtime.kernel.history.reference import LineageStore
 from xray_runtime.trust.audit.verified import RECORD, Baseline, last_head, read_baseline, write_record
 from xray_runtime.trust.keys import read_rotations, trusted_keys
-from xray_runtime.trust.signing import TrustedKey, Verifier
 
 WORKERS = 8
 """Checkpoints checked at the same time: much of it is waiting."""
@@ -110,7 +110,7 @@ def audit(
         nodes=nodes,
         changed=changed,
         verifier=verifier,
-        public_keys=[key.path for key in trusted],
+        public_keys=[key.pem for key in trusted],
         heads={"--expect": expect, RECORD: baseline.head if baseline else last_head(store.output, trusted)},
         whole=starts is None,
         hashing=hashing,
@@ -158,10 +158,8 @@ def _trusted(store: LineageStore, public: Path | Sequence[Path] | None, found: l
     """The trusted keys; none where one cannot be used."""
     found += [Finding(name, "rotation-broken", reason) for name, reason in read_rotations(store.output)[1]]
     try:
-        trusted = trusted_keys(store.output, public)
-        Verifier(trusted)
+        return trusted_keys(store.output, public)
     except (OSError, ValueError) as error:
         reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
         found.append(Finding("keys", "key-missing", reason))
         return []
-    return trusted

@@ -11,7 +11,6 @@ from urllib.parse import quote
 from xray_runtime.kernel.history.audit_check import Finding
 
 Row = dict[str, Any]
-CLOCK = "MLflow's clock"
 PEOPLE = "notes and tags of people"
 BY_API = "compared with what the log and the checkpoint say by `tracking` and `registry`"
 
@@ -38,7 +37,7 @@ COMPARED: dict[str, str] = {
     "tags": "key value run_uuid",
     "workspaces": "name description default_artifact_root trace_archival_location trace_archival_retention",
 }
-"""Table → its columns. Columns whose names speak of time (`CLOCK`), and tags that X-ray does not write (`PEOPLE`), are
+"""Table → its columns. Columns whose names speak of time, and tags that X-ray does not write (`PEOPLE`), are
 not compared; all others are, here or by `tracking` and `registry`."""
 NEVER_WRITTEN = {
     *("budget_policies", "endpoint_bindings", "endpoint_model_mappings", "endpoint_tags", "endpoints"),

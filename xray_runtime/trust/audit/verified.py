@@ -1,7 +1,7 @@
 """The record of a sound audit, so that the next one may skip what has not changed since.
 
-    verified.json   for each checkpoint its digest, its parents, and the state of every file and folder in it; in a DSSE
-                    envelope, signed with the output directory's key
+    verified.json   for each checkpoint its digest, its parents, and the state of every file and folder in it; a signed
+                    statement whose subject is the end of the log
 
 A state is type, size, inode and both times (modification, and last change of the inode). A write through the file
 system changes the last of them, which cannot be set back. A clock that was set back, a write to the raw disk and
@@ -14,9 +14,7 @@ the log still has the entry in which it ended then.
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import json
 import os
 import stat
 import time
@@ -26,10 +24,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field
 
 from xray_runtime.kernel.config.validation import ConfigError
 from xray_runtime.kernel.errors import first_line
+from xray_runtime.kernel.evidence.envelope import (
+    EvidenceModel,
+    InTotoRecord,
+    StatementSubject,
+    TrustedKey,
+    Verifier,
+    read_envelope,
+    read_record,
+    sign,
+)
+from xray_runtime.kernel.evidence.log import LOG
 from xray_runtime.kernel.evidence.view import Head
 from xray_runtime.kernel.files import write_atomic
 from xray_runtime.kernel.history.graph import CheckpointGraph
@@ -37,10 +46,9 @@ from xray_runtime.kernel.store.checkpoints import read_bounded
 from xray_runtime.kernel.store.digest_memory import SETTLED_S
 from xray_runtime.kernel.store.manifest import Sha256
 from xray_runtime.trust.provenance import package_digest
-from xray_runtime.trust.signing import TrustedKey, Verifier, envelope, has_signing_key, signing_key
+from xray_runtime.trust.signing import has_signing_key, signing_key
 
 RECORD = "verified.json"
-PAYLOAD_TYPE = "application/vnd.xray.verified+json"
 MAX_BYTES = 2**30
 """A record has some 400 bytes for each checkpoint."""
 
@@ -53,12 +61,9 @@ class Entry(NamedTuple):
     parents: list[Sha256]
 
 
-class VerifiedRecord(BaseModel):
+class Verified(EvidenceModel):
     """Everything that was verified."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    type: Literal["urn:xray:verified:v1"] = "urn:xray:verified:v1"
     output: str
     package: Sha256
     """Digest of X-ray: another version may check more."""
@@ -70,6 +75,10 @@ class VerifiedRecord(BaseModel):
     """By directory name."""
     log: str
     """The head of the log (`log.Head`)."""
+
+
+class VerifiedRecord(InTotoRecord[Verified]):
+    predicate_type: Literal["urn:xray:verified:v1"] = Field("urn:xray:verified:v1", alias="predicateType")
 
 
 @dataclass
@@ -134,7 +143,7 @@ def write_record(
         private = signing_key(output)
     except ConfigError as error:
         return str(error)
-    record = VerifiedRecord(
+    verified = Verified(
         output=str(output.resolve()),
         package=package_digest(),
         keys=_keys(trusted),
@@ -146,20 +155,21 @@ def write_record(
         },
         log=str(head),
     )
-    write_atomic(output / RECORD, envelope(record.model_dump_json().encode(), PAYLOAD_TYPE, private) + "\n")
+    record = VerifiedRecord(subject=[StatementSubject.of(LOG, head.sha256)], predicate=verified)
+    write_atomic(output / RECORD, sign(record, private.read_bytes()))
     return ""
 
 
-def _read(output: Path, trusted: Sequence[TrustedKey]) -> VerifiedRecord:
+def _read(output: Path, trusted: Sequence[TrustedKey]) -> Verified:
     """The record. Raises ValueError or OSError where it does not count."""
     if not os.path.lexists(output / RECORD):
         raise ValueError("nothing was verified before")
-    content = read_bounded(output / RECORD, MAX_BYTES)
+    envelope = read_envelope(read_bounded(output / RECORD, MAX_BYTES))
     # Without a time, the signature of a retired key does not count.
-    Verifier(trusted).check_envelope(content)
+    Verifier(trusted).check(envelope)
     try:
-        return VerifiedRecord.model_validate_json(base64.b64decode(json.loads(content)["payload"]))
-    except ValidationError as error:
+        return read_record(envelope, VerifiedRecord).predicate
+    except ValueError as error:
         raise ValueError(f"{RECORD} was not written by an audit of this version") from error
 
 

@@ -7,17 +7,20 @@ import hashlib
 import os
 from collections.abc import Iterator
 
-from xray_runtime.kernel.evidence.lines import SignatureProblem, SignatureVerifier
-from xray_runtime.kernel.evidence.statement import Statement
+from xray_runtime.kernel.errors import first_line
+from xray_runtime.kernel.evidence.envelope import SignatureProblem, Verifier
+from xray_runtime.kernel.evidence.statement import Statement, read_statement, verified_statement
+from xray_runtime.kernel.graph.artifacts import Model, RewardModel
 from xray_runtime.kernel.history.audit_check import ASK, RECOMPUTE, AuditCheck, Audited, Finding, Meaning, is_erased
 from xray_runtime.kernel.history.graph import Node
 from xray_runtime.kernel.history.reference import LineageStore
 from xray_runtime.kernel.store.checkpoints import MAX_RECORD_BYTES, inspect, read_bounded
 from xray_runtime.kernel.store.identity import file_sha256
-from xray_runtime.kernel.store.manifest import ATTESTATION, CARD, SIGNATURE, STATEMENT
-from xray_runtime.trust.attestation import DIFF, EVALUATED_CARD, RECORD_FILES, foreign_in_record
+from xray_runtime.kernel.store.manifest import ATTESTATION, CARD, STATEMENT
+from xray_runtime.trust.attestation import EVALUATED_CARD, RECORD_FILES, foreign_in_record
 from xray_runtime.trust.audit.sources import check_commits, check_sources
 from xray_runtime.trust.card import CHECKPOINT_LINE
+from xray_runtime.trust.model_signature import check_model_signature, signed_files
 
 CODES = {
     "manifest-replaced": Meaning("The list of the checkpoint's files differs from the published one.", RECOMPUTE),
@@ -32,13 +35,15 @@ CODES = {
     "statement-missing": Meaning("The record of how this copy was made is missing.", RECOMPUTE),
     "statement-malformed": Meaning("The record of how this copy was made cannot be read.", RECOMPUTE),
     "statement-contradicts": Meaning("The statement and the checkpoint it is about disagree.", RECOMPUTE),
-    "signature-missing": Meaning("The statement is not signed.", RECOMPUTE),
+    "signature-missing": Meaning("The statement or model is not signed.", RECOMPUTE),
     "signature-malformed": Meaning("The signature cannot be read.", RECOMPUTE),
-    "signature-foreign": Meaning("The statement was signed with another key than the one trusted here.", ASK),
+    "signature-foreign": Meaning("The statement or model was signed with another key than the one trusted here.", ASK),
     "signature-retired": Meaning(
-        "The statement was signed with a key that had been retired: a holder of the old key made it.", ASK
+        "The statement or model was signed with a key that had been retired: a holder of the old key made it.", ASK
     ),
-    "signature-invalid": Meaning("The statement or a file beside it was changed after it was signed.", RECOMPUTE),
+    "signature-invalid": Meaning(
+        "The statement, a file beside it or model.sig was changed after it was signed.", RECOMPUTE
+    ),
     "card-missing": Meaning("The model card is gone.", RECOMPUTE),
     "card-changed": Meaning("The model card is neither the one published nor that of a later evaluation.", RECOMPUTE),
     "withdrawn": Meaning(
@@ -92,7 +97,7 @@ def _identity(node: Node) -> Iterator[Finding]:
         yield Finding(node.name, "manifest-inconsistent", "its dataset is not one of its parents")
 
 
-def _attestation(store: LineageStore, node: Node, verifier: SignatureVerifier | None) -> Iterator[Finding]:
+def _attestation(store: LineageStore, node: Node, verifier: Verifier | None) -> Iterator[Finding]:
     directory, record = node.directory, node.directory / ATTESTATION
     if record.is_symlink() or not record.is_dir():
         yield Finding(node.name, "statement-missing", f"there is no {ATTESTATION}/")
@@ -102,32 +107,29 @@ def _attestation(store: LineageStore, node: Node, verifier: SignatureVerifier | 
         code = "statement-malformed" if name in RECORD_FILES and "large" in reason else "file-added"
         yield Finding(node.name, code, f"{ATTESTATION}/{name} {reason}")
         return
+    try:
+        statement = read_statement(directory)
+    except FileNotFoundError:
+        yield Finding(node.name, "statement-missing", f"{ATTESTATION}/{STATEMENT} is missing")
+        return
+    except ValueError as error:
+        yield Finding(node.name, "statement-malformed", f"{ATTESTATION}/{STATEMENT}: {first_line(error)}")
+        return
     if verifier is not None:
         try:
-            verifier.check(record, directory / SIGNATURE, node.finished or None)
+            verified_statement(directory, verifier)
+            if node.is_a(Model, RewardModel):
+                files = signed_files(directory, node.manifest, node.sha256)
+                check_model_signature(directory, files, verifier, node.finished)
         except SignatureProblem as problem:
             yield Finding(node.name, f"signature-{problem.code}", str(problem))
-    statement = node.statement
-    if statement is None:
-        missing = not (record / STATEMENT).exists()
-        code = "statement-missing" if missing else "statement-malformed"
-        yield Finding(node.name, code, f"{ATTESTATION}/{STATEMENT} {'is missing' if missing else 'is not a statement'}")
-        return
     differing = statement.contradicts(node.manifest, node.sha256)
     if differing:
         yield Finding(node.name, "statement-contradicts", f"they differ in: {', '.join(differing)}")
-    yield from _code(node, statement)
+    diff = statement.predicate.build.internal.code.diff_sha256
+    if diff is not None:
+        yield Finding("code", "code-uncommitted", f"changes {diff[:12]}")
     yield from _card(store, node, statement)
-
-
-def _code(node: Node, statement: Statement) -> Iterator[Finding]:
-    recorded = statement.predicate.build.internal.code.diff_sha256
-    diff = node.directory / ATTESTATION / DIFF
-    actual = file_sha256(diff, RECORD_FILES[DIFF]) if diff.is_file() else None
-    if actual != recorded:
-        yield Finding(node.name, "statement-contradicts", f"{ATTESTATION}/{DIFF} is not the one recorded")
-    if recorded is not None:
-        yield Finding("code", "code-uncommitted", f"changes {recorded[:12]}")
 
 
 def _card(store: LineageStore, node: Node, statement: Statement) -> Iterator[Finding]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.evidence.envelope import Verifier
 from xray_runtime.kernel.evidence.kinds.signed_files import SignedDirectories
-from xray_runtime.kernel.evidence.lines import SignatureVerifier
 from xray_runtime.kernel.evidence.view import LogView
 from xray_runtime.kernel.history.audit_check import AuditCheck, Audited, Finding, Meaning
 from xray_runtime.kernel.history.comparisons import JUDGEMENTS, REPLIES, SESSION, SESSIONS, comparison_name
@@ -23,7 +23,7 @@ CODES = {
 }
 
 
-def check_comparisons(output: Path, log: LogView, verifier: SignatureVerifier | None) -> Iterator[Finding]:
+def check_comparisons(output: Path, log: LogView, verifier: Verifier | None) -> Iterator[Finding]:
     """Every comparison that is there, and every one that the log knows of."""
     there = {path for path in (output / SESSIONS).glob("*") if path.is_dir()}
     logged = {output / name for name in log.state(SignedDirectories) if name.startswith(f"{SESSIONS}/")}
@@ -33,7 +33,7 @@ def check_comparisons(output: Path, log: LogView, verifier: SignatureVerifier | 
             yield Finding(directory.relative_to(output).as_posix(), "comparison-broken", reason)
 
 
-def _problem(output: Path, directory: Path, verifier: SignatureVerifier | None) -> str | None:
+def _problem(output: Path, directory: Path, verifier: Verifier | None) -> str | None:
     try:
         # The models and prompts are in its name.
         if comparison_name(json.loads(read_bounded(directory / SESSION))) != directory.name:

@@ -205,13 +205,13 @@ def _below(output: Path, folder: str) -> list[str]:
     return sorted(found)
 
 
-def check_kept(output: Path, public_keys: Sequence[Path], hashing: bool) -> Iterator[Finding]:
+def check_kept(output: Path, public_keys: Sequence[bytes], hashing: bool) -> Iterator[Finding]:
     """Every kept file that no trusted key sealed.
 
     Args:
         hashing: without it the large ones are not read.
     """
-    seal = Seal(None, [read_bounded(path) for path in public_keys])
+    seal = Seal(None, public_keys)
     if hashing:
         for folder in sorted((output / CHECKPOINTS).glob(f"*{SUFFIX}")):
             for path in sorted(folder.iterdir()) if folder.is_dir() else []:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from xray_runtime.kernel.errors import first_line
-from xray_runtime.kernel.evidence.lines import SignatureVerifier
+from xray_runtime.kernel.evidence.envelope import Verifier, read_envelope, read_record
 from xray_runtime.kernel.evidence.log import END, LOG
 from xray_runtime.kernel.evidence.view import Head, LogView
 from xray_runtime.kernel.history.audit_check import ASK, RECOMPUTE, AuditCheck, Audited, Finding, Meaning
 from xray_runtime.kernel.history.graph import Node
 from xray_runtime.kernel.store.checkpoints import CHECKPOINTS, read_bounded
-from xray_runtime.trust.log import END_TYPE
+from xray_runtime.trust.log import EndRecord
 
 CODES = {
     "log-missing": Meaning(
@@ -37,28 +35,25 @@ CODES = {
 }
 
 
-def check_end(output: Path, view: LogView, verifier: SignatureVerifier | None) -> Iterator[Finding]:
+def check_end(output: Path, view: LogView, verifier: Verifier | None) -> Iterator[Finding]:
     """A log that can be read to its end against its signed end."""
     if verifier is not None and (reason := _end_problem(output / END, view, verifier)):
         yield Finding(LOG, "log-shorter", reason)
 
 
-def _end_problem(path: Path, view: LogView, verifier: SignatureVerifier) -> str | None:
+def _end_problem(path: Path, view: LogView, verifier: Verifier) -> str | None:
     """Why the signed end of the log is not the end of this one; None where it is."""
     if not os.path.lexists(path):
         return f"{END}, which is signed with each entry, is missing"
     try:
-        content = read_bounded(path)
+        envelope = read_envelope(read_bounded(path))
         # Each entry replaces it, so a retired key signs none that counts.
-        verifier.check_envelope(content)
-        envelope = json.loads(content)
-        sha256 = (
-            json.loads(base64.b64decode(envelope["payload"]))["sha256"] if envelope["payloadType"] == END_TYPE else ""
-        )
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        verifier.check(envelope)
+        sha256 = read_record(envelope, EndRecord).files.get(LOG, "")
+    except (OSError, ValueError) as error:
         return f"{END}, which is signed with each entry, does not count ({first_line(error)})"
     # A process that was killed between the two leaves the end of the line before.
-    return None if sha256 in view.heads[-2:] else f"{END} names {str(sha256)[:12]}, which is not its last entry"
+    return None if sha256 in view.heads[-2:] else f"{END} names {sha256[:12]}, which is not its last entry"
 
 
 def check_heads(view: LogView, heads: Mapping[str, Head | None]) -> Iterator[Finding]:

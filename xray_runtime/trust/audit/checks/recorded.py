@@ -7,8 +7,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from xray_runtime.kernel.evidence.envelope import Verifier
 from xray_runtime.kernel.evidence.kinds.recorded import RecordedEnd
-from xray_runtime.kernel.evidence.lines import SignatureVerifier
 from xray_runtime.kernel.evidence.view import LogView
 from xray_runtime.kernel.history.audit_check import ASK, AuditCheck, Audited, Finding, Meaning, add_sound_lines
 from xray_runtime.kernel.history.recorded import CHAIN, ChainView, read_chain
@@ -35,9 +35,7 @@ CODES = {
 }
 
 
-def check_recorded(
-    store: LineageStore, log: LogView, verifier: SignatureVerifier | None, hashing: bool
-) -> Iterator[Finding]:
+def check_recorded(store: LineageStore, log: LogView, verifier: Verifier | None, hashing: bool) -> Iterator[Finding]:
     """Every segment against the signed chain, and the chain against its end in the signed log.
 
     Args:
