@@ -54,7 +54,7 @@ def check_stages(calls: Iterable[StageCall], device: str, nodes: Sequence[Resour
     for call in calls:
         if nodes is not None:
             check_call(call, device, nodes)
-        for field, value in call.kind.outside(call.config).items():
+        for field, value in call.kind.outside_of(call.config).items():
             check_on_hub(value, f"{call.name}.{field}", "model" if field == "model" else "dataset")
         for path, section in sections(call.config, call.name):
             try:

@@ -16,7 +16,7 @@ import ray
 from benchmarks.cluster_sim.cost import Estimate
 from benchmarks.cluster_sim.nodes import GPUNodes, driver_bytes, store_bytes
 from benchmarks.cluster_sim.workhorse import Scale, SimSpec, SimWorkhorse
-from xray_runtime.cluster.opening import model_opener
+from xray_runtime.cluster.opening import WORKHORSES, model_opener
 from xray_runtime.cluster.protocols import ModelHandle
 from xray_runtime.cluster.stage import Stage
 from xray_runtime.data.pairs import Example, write_pairs
@@ -33,6 +33,8 @@ from xray_runtime.methods.ppo.body import run
 from xray_runtime.methods.ppo.config import LedgerConfig, PPOConfig
 from xray_runtime.ops.planner.memory import Layout
 from xray_runtime.rewards.kinds.model import RewardModelTerm
+
+WORKHORSES[SimSpec] = SimWorkhorse
 
 RUN_ID, STAGE, KEY = "cluster-sim", "ppo-1", "simulated-stage"
 PROMPT_TOKENS = 256

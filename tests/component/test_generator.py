@@ -20,7 +20,7 @@ from tests.component.models import open_models, same
 from tests.message_texts import Messages
 from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.model_spec import ModelSpec
-from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch, TextBatch
+from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.generation import Generation
 from xray_runtime.engines.layouts import GeneratorConfig
@@ -244,7 +244,7 @@ def test_a_sharded_policy_is_followed(models: dict[str, Any], tiny_model: Path, 
     ones = Ragged(np.ones_like(scores.values.values), scores.values.offsets)
     columns = dict.fromkeys(("advantages", "weights", "returns"), ones)
     batch = rows.as_kind(PolicyBatch, old_logprobs=scores.logprobs, values=scores.values, **columns)
-    ray.get(policy.train.remote(batch, {"tokens": 10.0}, 1e-2))
+    ray.get(policy.train.remote(batch, StepTotals(tokens=10.0), 1e-2))
     ray.get(generator.follow.remote(policy, 1))
     with pytest.raises(Exception) as stale:  # noqa: PT011
         generate(models, prompts, 0)

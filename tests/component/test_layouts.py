@@ -38,7 +38,7 @@ from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.micro_batches import as_tensors
 from xray_runtime.cluster.model_spec import BranchSpec, ModelSpec
 from xray_runtime.cluster.types import RankInfo
-from xray_runtime.data.batch import PairBatch, TextBatch
+from xray_runtime.data.batch import PairBatch, StepTotals, TextBatch
 from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.engines.shard_loading import Weights, load_shard, skeleton_of
 from xray_runtime.engines.sync import object_store
@@ -61,6 +61,7 @@ TP_PP = {"tensor_parallel": 2, "pipeline_parallel": 2, "num_workhorses": 4, "zer
 ALL = TP_PP | {"num_workhorses": 8, "zero_stage": 2}
 MEGATRON = {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 2}
 MEGATRON_DP = MEGATRON | {"num_workhorses": 4}
+FSDP2 = {"library": "fsdp2", "num_workhorses": 2}
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,7 @@ def alone(tiny_model: Path, batches: list[TextBatch], tmp_path_factory: pytest.T
         pytest.param(PP, id="PP 2", marks=pytest.mark.long),
         pytest.param(ALL, id="TP 2 × PP 2 × DP 2"),
         pytest.param(MEGATRON_DP, id="Megatron TP 2 × DP 2", marks=pytest.mark.long),
+        pytest.param(FSDP2, id="FSDP2 × 2"),
     ],
 )
 def test_the_layout_does_not_show(
@@ -284,6 +286,7 @@ EXPORTED = {
     "PP 2": PP,
     "TP 2 × PP 2": TP_PP,
     "Megatron TP 2": MEGATRON,
+    "FSDP2 × 2": FSDP2,
 }
 
 
@@ -380,10 +383,14 @@ PASSED_ON = {
     "ZeRO-3 on 4, TP 2, Megatron TP 2, one process": [ZERO_3 | {"num_workhorses": 4}, TP, MEGATRON, {}],
     "PP 2, TP 2 × PP 2, ZeRO-2, ZeRO-3": [PP, TP_PP, {"zero_stage": 2, "num_workhorses": 2}, ZERO_3],
     "TP 2 × PP 2 × DP 2, ZeRO-3 on 2, one process": [ALL, ZERO_3, {}],
+    "FSDP2 on 3, ZeRO-3 on 2, FSDP2 on 2, TP 2": [FSDP2 | {"num_workhorses": 3}, ZERO_3, FSDP2, TP],
 }
 
 
-@pytest.mark.parametrize("names", short_of(PASSED_ON, "ZeRO-3 on 4, TP 2, Megatron TP 2, one process"))
+@pytest.mark.parametrize(
+    "names",
+    short_of(PASSED_ON, "ZeRO-3 on 4, TP 2, Megatron TP 2, one process", "FSDP2 on 3, ZeRO-3 on 2, FSDP2 on 2, TP 2"),
+)
 def test_a_model_goes_on_under_another_layout(
     alone: Run, tiny_model: Path, batches: list[TextBatch], tmp_path: Path, names: str
 ) -> None:
@@ -407,6 +414,7 @@ def test_a_model_goes_on_under_another_layout(
     [
         pytest.param(TP_PP, id="TP 2 × PP 2", marks=pytest.mark.long),
         pytest.param(MEGATRON, id="Megatron TP 2"),
+        pytest.param(FSDP2, id="FSDP2 × 2"),
     ],
 )
 def test_going_on_under_the_same_layout_gives_the_same_bits(
@@ -422,7 +430,7 @@ def test_going_on_under_the_same_layout_gives_the_same_bits(
 
 def pairs_learnt(learner: Learner, deal: Callable[[TextBatch], TextBatch], rows: TextBatch) -> dict[str, Any]:
     """Two steps of a reward model and its scores."""
-    sums = [learner.train(deal(rows), {"rows": 6.0}, 1e-3).sums for _ in range(2)]
+    sums = [learner.train(deal(rows), StepTotals(rows=6.0), 1e-3).sums for _ in range(2)]
     scores = learner.score(deal(TextBatch(input_ids=rows.input_ids)))
     return {"losses": [s.get("loss", 0.0) for s in sums], "scores": scores.scores if len(scores) else None}
 
@@ -489,7 +497,7 @@ def test_parts_are_one_whole_model(
     with open_models(runtime, tmp_path / "logs", {"policy": spec_of(tiny_model, layout, 32)}) as models:
         policy = models["policy"]
         scores = ray.get(policy.score.remote(rows))
-        stats = ray.get(policy.train.remote(batches[0], {"tokens": 60.0}, 1e-3))
+        stats = ray.get(policy.train.remote(batches[0], StepTotals(tokens=60.0), 1e-3))
         ray.get(policy.save.remote(tmp_path / "out", "head/head.safetensors"))
         update = ray.get(policy.export_weights.remote(1))
         exported = {name: t.clone() for bucket in update.buckets for name, t in unpack(bucket)}

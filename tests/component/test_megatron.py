@@ -23,7 +23,7 @@ from xray_runtime.cluster.generator_spec import GeneratorSpec
 from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.micro_batches import as_tensors
 from xray_runtime.cluster.model_spec import ModelSpec
-from xray_runtime.data.batch import PairBatch, PromptBatch, TextBatch
+from xray_runtime.data.batch import PairBatch, PromptBatch, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.layouts import EngineConfig
 from xray_runtime.engines.sampling import Sampling
@@ -137,7 +137,7 @@ def test_bfloat16_passes_step_float32_weights(grouped_model: Path, tmp_path: Pat
 def rewarded(learner: Learner, deal: Callable[[TextBatch], TextBatch], rows: TextBatch) -> TextBatch:
     """The weights after three steps of a reward model."""
     for _ in range(3):
-        learner.train(deal(rows), {"rows": 6.0}, 1e-2)
+        learner.train(deal(rows), StepTotals(rows=6.0), 1e-2)
     assert learner.engine is not None
     return {name: t.detach().numpy().copy() for name, t in learner.engine.weights()}
 
@@ -176,7 +176,7 @@ def trained(model: Path, layout: dict[str, Any], logs: Path) -> tuple[list[dict[
     runtime = RuntimeConfig(device="cuda")
     with open_models(runtime, logs, {"policy": ModelSpec(model, SFTObjective(), training=training)}) as models:
         policy = models["policy"]
-        stats = [ray.get(policy.train.remote(TEXT, {"tokens": 9.0}, 1e-3)).sums for _ in range(3)]
+        stats = [ray.get(policy.train.remote(TEXT, StepTotals(tokens=9.0), 1e-3)).sums for _ in range(3)]
         update = ray.get(policy.export_weights.remote(1))
         weights = {name: t.clone() for bucket in update.buckets for name, t in unpack(bucket)}
     return stats, weights
@@ -220,7 +220,7 @@ def test_vllm_samples_from_what_megatron_trained(cluster: None, tiny_model: Path
     sampling = Sampling(max_new_tokens=6, temperature=1.0, stop_token_ids=(1,), pad_token_id=0)
     with open_models(runtime, tmp_path, specs) as models:
         generator, policy = models["generator"], models["policy"]
-        ray.get(policy.train.remote(TEXT, {"tokens": 9.0}, 0.05))
+        ray.get(policy.train.remote(TEXT, StepTotals(tokens=9.0), 0.05))
         ray.get(generator.follow.remote(policy, 1))
         replies = ray.get(generator.generate.remote(asked, sampling, 1))
         scored = TextBatch.of([ids.tolist() for ids in PROMPTS], replies.response_ids)

@@ -17,7 +17,7 @@ from tests.component.layouts import short_of
 from tests.component.models import open_models
 from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.model_spec import ModelSpec
-from xray_runtime.data.batch import TextBatch
+from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.errors import NonFiniteError, root_cause
 from xray_runtime.methods.ppo.config import PPOStageConfig
@@ -34,6 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP 2": {"pipeline_parallel": 2, "num_workhorses": 2},
     "TP 2 × PP 2, ZeRO-1": {"tensor_parallel": 2, "pipeline_parallel": 2, "num_workhorses": 4, "zero_stage": 1},
     "Megatron TP 2": {"library": "megatron", "tensor_parallel": 2, "num_workhorses": 2},
+    "FSDP2 × 2": {"library": "fsdp2", "num_workhorses": 2},
 }
 
 
@@ -58,7 +59,7 @@ def steps(
     refused: dict[str, tuple[dict[str, float], bool]] = {}
 
     def train(rows: TextBatch) -> dict[str, float]:
-        return learner.train(deal(rows), {"tokens": float(rows.num_response_tokens())}, 1e-3).sums
+        return learner.train(deal(rows), StepTotals(tokens=float(rows.num_response_tokens())), 1e-3).sums
 
     def weights() -> dict[str, np.ndarray]:
         assert learner.engine is not None
@@ -115,7 +116,7 @@ def broken_weight(
         next(p for name, p in learner.module.named_parameters() if "layers.1" in name and p.dim() > 1)[0, 0] = math.nan
     said = []
     for act in (
-        lambda: learner.train(deal(rows), {"tokens": 10.0}, 1e-3),
+        lambda: learner.train(deal(rows), StepTotals(tokens=10.0), 1e-3),
         lambda: learner.save_state(directory / "snapshot"),
         lambda: learner.export_weights(1, False),
     ):
@@ -158,7 +159,7 @@ def test_non_finite_outputs_are_refused_with_their_rank(
             assert isinstance(root_cause(caught.value), NonFiniteError)
             assert str(root_cause(caught.value)).startswith(f"{role!r}, rank 0: ")
         wrong = with_value(batches[0], "advantages", math.nan)
-        stats = ray.get(models["policy"].train.remote(wrong, {"tokens": 50.0}, 1e-3)).sums
+        stats = ray.get(models["policy"].train.remote(wrong, StepTotals(tokens=50.0), 1e-3)).sums
         assert stats["refused_by"] == 0.0
         assert math.isnan(stats["policy_loss"])
         with pytest.raises(Exception, match=r"weight model\.layers\.1\.mlp\.up_proj\.weight"):

@@ -19,7 +19,7 @@ from tests.component.layouts import part
 from tests.component.models import open_models
 from xray_runtime.cluster.learner import Learner
 from xray_runtime.cluster.model_spec import ModelSpec
-from xray_runtime.data.batch import TextBatch
+from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.engines.states import Reader
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.kernel.store.shards import Piece, read_shards
@@ -120,7 +120,7 @@ def test_going_on_from_offloaded_states_on_a_gpu(
     engine = {"zero_stage": 3, "offload": offload} | ({"nvme_path": str(tmp_path)} if offload == "nvme" else {})
     spec = spec_of(tiny_model, engine)
     rows = batches[0]
-    totals = {"tokens": float(rows.num_response_tokens())}
+    totals = StepTotals(tokens=float(rows.num_response_tokens()))
 
     def third(save: bool) -> float:
         with open_models(RuntimeConfig(device="cuda"), tmp_path / "logs", {"policy": spec}) as models:

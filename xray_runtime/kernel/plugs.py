@@ -21,6 +21,10 @@ USES: tuple[str, ...] = ()
 """The key of a stage digests the modules of the plugs that its config chooses, through `Registry.module`."""
 
 
+REGISTRIES: dict[str, Registry[Any]] = {}
+"""Group of entry points → its registry."""
+
+
 @dataclass(frozen=True)
 class Registry(Generic[T]):
     """The plugs of one sort."""
@@ -33,6 +37,9 @@ class Registry(Generic[T]):
     """The object that the module of every plug exposes."""
     group: str
     """Entry points: `name = "package.module"`, or `"package.module:OBJECT"`."""
+
+    def __post_init__(self) -> None:
+        REGISTRIES.setdefault(self.group, self)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

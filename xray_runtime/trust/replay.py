@@ -127,7 +127,7 @@ def replayable(node: Node, graph: CheckpointGraph, iteration: int | None) -> Rep
     except (ValueError, KeyError, TypeError) as error:
         reason = first_line(error)
         raise ConfigError(f"REF: {node.name}: this version of X-ray cannot read its config ({reason})") from None
-    if outside := ", ".join(name for name in kind.outside(config) if not name.startswith("environment.")):
+    if outside := ", ".join(name for name in kind.outside_of(config) if not name.startswith("environment.")):
         raise ConfigError(
             f"REF: {node.name} is not allowed: it reads {outside} from outside the store, which has only a digest of it"
         )
@@ -153,7 +153,7 @@ def replayable(node: Node, graph: CheckpointGraph, iteration: int | None) -> Rep
             raise ConfigError(f"REF: {role} {parent.name} is not what {node.name} was made from: {damages[0].text}")
     # An agent does not run again: neither its function nor its directory is read.
     agent = getattr(getattr(config, "environment", None), "agent", None)
-    for name in (name for name in kind.functions(config) if name != agent):
+    for name in (name for name in kind.functions_of(config) if name != agent):
         try:
             import_function(name, "function")
         except ValueError as error:

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from xray_runtime.engines.layouts import TRAINERS, able
+from xray_runtime.engines.layouts import TRAINERS
+from xray_runtime.kernel.plugs import able
 
 TRAINER_CODE = """
 from typing import Literal

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -28,6 +28,32 @@ class Section(BaseModel):
     def plugs(self) -> tuple[str, ...]:
         """Modules of the plugs that this section chooses: keys of stages digest their code."""
         return ()
+
+    @property
+    def called_functions(self) -> Sequence[str]:
+        """The functions that it calls: `module:function`, or names of functions that a graph passed directly."""
+        return ()
+
+    @property
+    def outside_fields(self) -> Mapping[str, str]:
+        """Fields that name files, directories or hub repositories → their values; see `StageKind.outside`."""
+        return {}
+
+    @property
+    def row_columns(self) -> Sequence[str] | None:
+        """Columns of the rows of a dataset that a stage with this config makes; None: they are not known before."""
+        return None
+
+    def check_call(
+        self, path: str, functions: Mapping[str, Callable[..., Any]], columns: Collection[str] | None
+    ) -> None:
+        """Raises ValueError if the environment forbids what it runs, or a function takes what it cannot be given.
+
+        Args:
+            path: its dotted path in the stage's config.
+            functions: functions that the graph passed directly, by name.
+            columns: those of the stage's dataset; None: they are not known yet.
+        """
 
     def resolved(self, device: str) -> Self:
         """The section with the values that `auto` means on `device` ("cpu" or "cuda"), also in the sections in it."""

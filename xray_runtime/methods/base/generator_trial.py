@@ -27,7 +27,7 @@ from xray_runtime.models.trial import LENGTHS, own_logprobs, tried_rows
 if TYPE_CHECKING:
     from xray_runtime.cluster.stage import Stage
     from xray_runtime.kernel.graph.kind import NoInputs
-    from xray_runtime.models.config import HubBase
+    from xray_runtime.methods.base.config import HubBase
 
 NEW_TOKENS = 8
 MAX_LENGTH = 64

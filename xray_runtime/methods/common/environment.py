@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
+from xray_runtime.kernel.config.allowed_imports import check_import
 from xray_runtime.kernel.config.section import Count, Positive, Section
 from xray_runtime.kernel.config.sources import Source
 from xray_runtime.kernel.plugs import Registry
+from xray_runtime.methods.common.allowed_commands import check_command, check_path
 
 EPISODE_SOURCES: Registry[object] = Registry(
     "environment", "xray_runtime.agents.sources", "SOURCE", "xray.episode_sources"
@@ -57,6 +59,10 @@ class EnvironmentConfig(_Played):
     """An episode fails if a reset or step takes longer."""
     memory_mb: Annotated[int, Field(ge=64)] = 4096
     """Address space of each process."""
+
+    @property
+    def called_functions(self) -> Sequence[str]:
+        return (self.path,)
 
 
 class AgentConfig(_Played):
@@ -124,6 +130,31 @@ class AgentConfig(_Played):
         if self.sandbox is not None and self.venv is not None:
             raise ValueError(f"venv = {self.venv!r} must be left out with sandbox: the service has its own programs")
         return self
+
+    @property
+    def called_functions(self) -> Sequence[str]:
+        # A sandbox imports its function, and X-ray does not.
+        return () if self.agent is None or self.is_sandboxed else (self.agent,)
+
+    @property
+    def outside_fields(self) -> Mapping[str, str]:
+        return {} if self.directory is None else {"directory": self.directory}
+
+    def check_call(
+        self, path: str, functions: Mapping[str, Callable[..., Any]], columns: Collection[str] | None
+    ) -> None:
+        self.check_allowed(path)
+        if self.agent is not None and self.is_sandboxed and self.agent not in functions:
+            check_import(self.agent)
+
+    def check_allowed(self, path: str = "environment") -> None:
+        """Raises ValueError if the environment does not allow `command`, `directory` or `venv`."""
+        if self.command is not None:
+            check_command(self.command, f"{path}.command")
+        if self.directory is not None:
+            check_path(self.directory, f"{path}.directory")
+        if self.venv is not None:
+            check_path(self.venv, f"{path}.venv")
 
     @property
     def is_sandboxed(self) -> bool:

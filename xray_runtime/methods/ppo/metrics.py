@@ -10,12 +10,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
-from xray_runtime.algorithms.advantages import masked_mean
-from xray_runtime.algorithms.groups import tied_groups
 from xray_runtime.algorithms.rewards import SourceScores, statistics, weighted_sum
-from xray_runtime.algorithms.statistics import explained_variance
 from xray_runtime.methods.common.sampling.episode import episode_means
 from xray_runtime.methods.common.training.finite import naming
 
@@ -23,13 +19,12 @@ MAX_NAME = 150
 """Characters of a reward source's name in metrics; MLflow allows 250 for the whole."""
 
 if TYPE_CHECKING:
-    from xray_runtime.algorithms.estimators import AdvantageInputs
     from xray_runtime.data.batch import Rollout
     from xray_runtime.methods.common.sampling.scoring import ScoredRollout
     from xray_runtime.methods.common.sampling.types import Experience
     from xray_runtime.methods.common.training.prompts import UniquePrompts
     from xray_runtime.methods.common.training.steps import PolicySums, ValueSums
-    from xray_runtime.methods.ppo.config import PPOConfig, PPOStageConfig
+    from xray_runtime.methods.ppo.config import PPOConfig
     from xray_runtime.methods.ppo.update import Update
     from xray_runtime.rewards.reward_sources import RewardSources
 
@@ -79,48 +74,6 @@ def iteration_metrics(
     if golds is not None:
         metrics |= {"reward/gold": float(np.mean(golds)), "reward/gold_std": float(np.std(golds))}
     return metrics if iteration else metrics | prompts.metrics()
-
-
-def experience_metrics(
-    config: PPOStageConfig, inputs: AdvantageInputs, rewards: Tensor, ended: Tensor, returns: Tensor
-) -> dict[str, float]:
-    """Metrics of the replies that have a reward.
-
-    Args:
-        rewards: final reward of each reply [B].
-        ended: True if the reply was not cut off [B].
-        returns: return of each token [B, T].
-    """
-    mask = inputs.mask
-    metrics = {
-        "reward/mean": float(rewards.mean()),
-        # In float64 the deviation of equal rewards is exactly 0.
-        "reward/std": float(rewards.double().std(correction=0)),
-        "rollout/length": float(mask.sum(-1).float().mean()),
-        "rollout/truncated": float((~ended).float().mean()),
-    }
-    if config.critic_in_use != "none":
-        metrics |= {
-            "value/mean": float(masked_mean(inputs.values, mask)),
-            "value/return": float(masked_mean(returns, mask)),
-            "value/explained_variance": explained_variance(inputs.values, returns, mask),
-        }
-    if config.samples_per_prompt > 1:
-        metrics["rollout/tied_groups"] = float(tied_groups(rewards, inputs.groups).float().mean())
-    return metrics
-
-
-def policy_metrics(kl: dict[str, float], mismatch: dict[str, float]) -> dict[str, float]:
-    """Metrics of the policy's log-probabilities before the update: `kl_summary` to the reference, and the second result
-    of `importance_weights`."""
-    return {
-        "kl/reference_k1": kl["k1"],
-        "kl/reference_k3": kl["k3"],
-        "rollout/mismatch": mismatch["mean_abs_diff"],
-        "rollout/mismatch_max": mismatch["max_abs_diff"],
-        "rollout/effective_sample_share": mismatch["effective_sample_share"],
-        "rollout/capped_share": mismatch["capped_share"],
-    }
 
 
 def reward_metrics(rewards: RewardSources, sources: SourceScores) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import xray
 from tests.unit.kernel.graph.calls import parts, refused
 from xray_runtime.agents.runner import open_runner
 from xray_runtime.kernel.graph.graph import Graph
-from xray_runtime.methods.common.allowed_commands import COMMANDS, PATHS, check_agent
+from xray_runtime.methods.common.allowed_commands import COMMANDS, PATHS, check_command, check_path
 from xray_runtime.methods.common.environment import AgentConfig
 
 RUN = [
@@ -35,12 +36,11 @@ RUN = [
 
 @pytest.mark.parametrize(("command", "allowed", "is_allowed"), RUN)
 def test_commands(command: list[str], allowed: str, is_allowed: bool) -> None:
-    config = AgentConfig(command=command)
     if is_allowed:
-        check_agent(config, {COMMANDS: allowed})
+        check_command(command, "command", {COMMANDS: allowed})
         return
-    with pytest.raises(ValueError, match=rf"^environment\.command = .* is not allowed: {COMMANDS} in the environment"):
-        check_agent(config, {COMMANDS: allowed})
+    with pytest.raises(ValueError, match=rf"^command = .* is not allowed: {COMMANDS} in the environment"):
+        check_command(command, "command", {COMMANDS: allowed})
 
 
 READ = [
@@ -60,30 +60,26 @@ READ = [
 ]
 
 
-@pytest.mark.parametrize("field", ["directory", "venv"])
 @pytest.mark.parametrize(("path", "allowed", "is_allowed"), READ)
-def test_directories(path: str, allowed: str, is_allowed: bool, field: str, tmp_path: Path) -> None:
+def test_directories(path: str, allowed: str, is_allowed: bool, tmp_path: Path) -> None:
     for name in ("work/agent", "work2", "keys"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "work" / "to-keys").symlink_to(tmp_path / "keys")
     (tmp_path / "to-work").symlink_to("work")
-    given: dict[str, Any] = {"command": ["a"], field: str(tmp_path / path)}
-    variables = {COMMANDS: "a", PATHS: allowed.format(tmp_path)}
+    given, variables = str(tmp_path / path), {PATHS: allowed.format(tmp_path)}
     if is_allowed:
-        check_agent(AgentConfig(**given), variables)
+        check_path(given, "venv", variables)
         return
-    with pytest.raises(ValueError, match=rf"^environment\.{field} = .* is not allowed: {PATHS} in the environment"):
-        check_agent(AgentConfig(**given), variables)
+    with pytest.raises(ValueError, match=rf"^venv = .* is not allowed: {PATHS} in the environment"):
+        check_path(given, "venv", variables)
 
 
 def test_the_line_says_what_to_set() -> None:
-    config = AgentConfig(command=["python", "-c", "print(1, 2)"])
+    command = ["python", "-c", "print(1, 2)"]
     with pytest.raises(ValueError, match="to allow it") as error:
-        check_agent(config, {COMMANDS: "node a.js"})
+        check_command(command, "command", {COMMANDS: "node a.js"})
     setting = str(error.value).partition(f"to allow it: {COMMANDS}=")[2]
-    import shlex
-
-    check_agent(config, {COMMANDS: shlex.split(setting)[0]})
+    check_command(command, "command", {COMMANDS: shlex.split(setting)[0]})
 
 
 REFUSED = [

@@ -124,7 +124,7 @@ def test_an_algorithm_is_a_function_too(graph: Graph, monkeypatch: pytest.Monkey
     assert call is not None
     name = f"{__name__}:test_an_algorithm_is_a_function_too.<locals>.centred"
     assert (call.config.advantages, call.config.critic_in_use, call.functions[name]) == (name, "none", centred)
-    assert call.kind.functions(call.config) == [f"{brevity.__module__}:brevity", name]
+    assert call.kind.functions_of(call.config) == [name, f"{brevity.__module__}:brevity"]
     monkeypatch.setenv("XRAY_ALLOWED_IMPORTS", "mine.losses")
     named = xray.ppo(base, data, rewards=[brevity], loss="mine.losses:sapo", critic="separate", name="named").call
     assert named is not None

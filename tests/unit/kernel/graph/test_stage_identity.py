@@ -497,7 +497,7 @@ def copy_codes() -> dict[str, dict[str, str]]:
 
     found = {name: reached(kind.module, []) for name, kind in OURS.items()}
     for name, code in found.items():
-        if renamed(identify_module.FAMILY) in code:
+        if any(renamed(module) in code for module in identify_module.BY_CONTENT):
             found[name] = reached(OURS[name].module, families)
     return {
         name: {module.replace("xray_copied", "xray_runtime"): digest for module, digest in digests.items()}

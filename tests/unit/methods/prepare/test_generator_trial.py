@@ -22,8 +22,8 @@ from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.sampling import Sampling
 from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.methods.base.config import HubBase
 from xray_runtime.methods.base.generator_trial import check_sampled
-from xray_runtime.models.config import HubBase
 from xray_runtime.models.family import family_of
 
 REPLY = [7, 30, 11]
