@@ -51,7 +51,6 @@ GUARDS = {
     "trust/promotion": "trust/test_promotion.py trust/test_terms.py",
     "trust/replay": "trust/test_replay.py",
     "trust/retention": "trust/test_retention.py trust/test_promotion.py live/test_judgements.py",
-    "trust/signed_lines": "trust/test_log.py",
     "trust/signing": "trust/test_signing.py",
     "trust/terms": "trust/test_terms.py",
     "data/columnar": "data/test_columns.py cluster/test_rows_and_packing.py cluster/test_micro_batches.py",

@@ -193,7 +193,4 @@ def mlflow_page_lines(page: str, output: Path) -> list[str]:
         return [f"in MLflow   {page}"]
     # MLflow's client also sets the variable for a store without a server.
     store = tracking_address() or own_store(output)
-    return [
-        f"in MLflow   mlflow ui --backend-store-uri {store}",
-        f"            and then http://127.0.0.1:5000/{page}",
-    ]
+    return [f"in MLflow   mlflow ui --backend-store-uri {store}", f"            and then http://127.0.0.1:5000/{page}"]

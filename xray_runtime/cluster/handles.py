@@ -22,7 +22,7 @@ from xray_runtime.engines.layouts import GeneratorConfig
 from xray_runtime.engines.topology import Topology
 
 if TYPE_CHECKING:
-    from xray_runtime.data.batch import ReplyBatch, Scores, StepAnswer
+    from xray_runtime.data.batch import ReplyBatch, Scores, StepAnswer, StepTotals
     from xray_runtime.engines.layouts import LayoutConfig
     from xray_runtime.engines.sampling import Sampling
 
@@ -64,7 +64,7 @@ class ModelProxy:
     def _trunk(self, rows: TextBatch, at_once: int = 1) -> Ref[Scores]:
         return self.model.trunk.remote(self._scattered(rows), at_once)
 
-    def _train(self, rows: TextBatch, totals: dict[str, float], lr: float, at_once: int = 1) -> Ref[StepAnswer]:
+    def _train(self, rows: TextBatch, totals: StepTotals, lr: float, at_once: int = 1) -> Ref[StepAnswer]:
         return self.model.train.remote(self._scattered(rows), totals, lr, at_once)
 
     def _generate(self, rows: PromptBatch, sampling: Sampling, version: int) -> Ref[ReplyBatch]:

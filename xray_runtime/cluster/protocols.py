@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from xray_runtime.cluster.generator_spec import GeneratorSpec
     from xray_runtime.cluster.model_spec import ModelSpec
     from xray_runtime.cluster.types import Heartbeat, RankInfo, WorkerInfo
-    from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, TextBatch
+    from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, StepTotals, TextBatch
     from xray_runtime.data.columnar import ColumnBatch
     from xray_runtime.engines.sampling import Sampling
     from xray_runtime.engines.sync.object_store import WeightUpdate
@@ -105,7 +105,7 @@ class Score(Protocol):
 
 
 class Train(Protocol):
-    def remote(self, rows: TextBatch, totals: dict[str, float], lr: float, at_once: int = 1) -> Ref[StepAnswer]: ...
+    def remote(self, rows: TextBatch, totals: StepTotals, lr: float, at_once: int = 1) -> Ref[StepAnswer]: ...
 
 
 class ExportWeights(Protocol):
@@ -144,7 +144,7 @@ class ScoreShards(Protocol):
 
 class TrainShards(Protocol):
     def remote(
-        self, rows: Scattered[TextBatch], totals: dict[str, float], lr: float, at_once: int = 1
+        self, rows: Scattered[TextBatch], totals: StepTotals, lr: float, at_once: int = 1
     ) -> Ref[StepAnswer]: ...
 
 
@@ -200,7 +200,7 @@ class WorkhorseHandle(Protocol):
     # Learner
     score: Method[[TextBatch, int], Scores]
     trunk: Method[[TextBatch, int], Scores]
-    train: Method[[TextBatch, dict[str, float], float, int], StepAnswer]
+    train: Method[[TextBatch, StepTotals, float, int], StepAnswer]
     export_weights: Method[[int, bool, str | None], WeightUpdate]
     weight_names: Method[[], set[str]]
     send_weights: Method[[int, Route, tuple[str, int], list[WorkhorseHandle], int], None]

@@ -17,7 +17,6 @@ from xray_runtime.agents.outcomes import Outcome
 from xray_runtime.agents.posted import Posted
 from xray_runtime.agents.runner import Address, Runner, open_runner
 from xray_runtime.kernel.confine.confine import confinement
-from xray_runtime.kernel.errors import shown
 from xray_runtime.methods.common.environment import AgentConfig
 from xray_runtime.methods.ppo.config import PPOConfig
 from xray_runtime.methods.ppo.kind import PPO
@@ -53,24 +52,8 @@ def outcome(runner: Runner, world: World, **task: Any) -> Outcome:
         ("nothing", Outcome()),
         ("raises", Outcome(broken="it raised OSError: the page is gone")),
         ("exits", Outcome(broken="its process ended with 3")),
-        ("floods", Outcome(broken="it wrote more than output_mb = 1")),
-        ("leaks_files", Outcome(broken="it raised OSError: [Errno 24] Too many open files: '/'")),
         ("leaks", Outcome(broken="it raised MemoryError")),
-        ("forks", Outcome(broken="it had more than max_processes = 6")),
         ("nan", Outcome(broken="the agent returned no valid result: the reward is nan: must be a finite number")),
-        ("boolean", Outcome(broken="the agent returned no valid result: the reward is True: must be a finite number")),
-        ("list", Outcome(broken="the agent returned no valid result: the reward is [1.0]: must be a finite number")),
-        (
-            "infinite",
-            Outcome(
-                broken=f"the agent returned no valid result: the reward is {shown(10**400)}: must be a finite number"
-            ),
-        ),
-        (
-            "negative_info",
-            Outcome(broken="the agent returned no valid result: info['steps'] is '3': must be a finite number"),
-        ),
-        ("text", Outcome(broken="the agent returned no valid result: the reward is '1.0': must be a finite number")),
         ("unusable", Outcome(Posted(unusable="the site was down"))),
     ],
 )

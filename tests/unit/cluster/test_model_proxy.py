@@ -12,7 +12,7 @@ from xray_runtime.cluster import handles
 from xray_runtime.cluster.handles import INLINE_BYTES, ModelProxy
 from xray_runtime.cluster.protocols import Ready
 from xray_runtime.cluster.whole_model import WholeModel
-from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch, Scores, StepAnswer, TextBatch
+from xray_runtime.data.batch import PolicyBatch, PromptBatch, ReplyBatch, Scores, StepAnswer, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.engines.layouts import FrozenConfig, GeneratorConfig
 from xray_runtime.engines.sampling import Sampling
@@ -48,7 +48,7 @@ class Workhorse:
         self.given.append(rows)
         return Scores(nll=rows.input_ids.values[rows.input_ids.offsets[:-1]] * 10.0)
 
-    def train(self, rows: TextBatch, totals: dict[str, float], lr: float, at_once: int) -> StepAnswer:
+    def train(self, rows: TextBatch, totals: StepTotals, lr: float, at_once: int) -> StepAnswer:
         self.given.append(rows)
         replies = rows.input_ids[np.arange(len(rows))]
         return StepAnswer({"policy_loss": float(len(rows)), "grad_norm": 2.0}, Scores(old_logprobs=replies))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from optuna.distributions import IntDistribution
 
 import xray
 from tests.graphs import GRAPHS, SIZES
@@ -26,7 +25,6 @@ from xray_runtime.kernel.graph.kind import KINDS, StageKind
 from xray_runtime.kernel.graph.kinds import shipped
 from xray_runtime.ops.planner.auto import Changes, choose_layouts, plan
 from xray_runtime.ops.planner.stage_workload import base_of
-from xray_runtime.ops.planner.workload import Role
 
 ONE = Machine(num_devices=1, memory_bytes=80 * GIB)
 EIGHT = Machine(num_devices=8, memory_bytes=80 * GIB)
@@ -322,29 +320,3 @@ def test_fields_a_flow_lacks_are_not_searched(fields: dict[str, Any], message: s
         search_space(subject("SFT alone", tmp_path), wanted)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_range_of_a_flow_is_whole_where_the_field_is(tmp_path: Path) -> None:
-    fields = {"steps": {"low": 2, "high": 9}, "sft.lr": {"low": 1, "high": 2}, "sft.batch_size": {"low": 8, "high": 32}}
-    space = search_space(
-        subject("SFT alone", tmp_path), SearchConfig.model_validate({"fields": fields, "until": "sft"})
-    )
-    assert {path: isinstance(span, IntDistribution) for path, span in space.items()} == {
-        "steps": True,
-        "sft.lr": False,
-        "sft.batch_size": True,
-    }
-
-
-def test_roles_are_of_the_planner_alone() -> None:
-    """The planner imports no stage kind and no config of a lifecycle."""
-    import subprocess
-    import sys
-
-    code = "import sys, xray_runtime.ops.planner.suggestions, xray_runtime.ops.planner.description\nprint(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert "xray_runtime.ops.planner.auto" in loaded
-    assert not [
-        name for name in loaded if name.startswith("xray_runtime.methods.") and name.endswith((".kind", ".lifecycle"))
-    ]
-    assert Role.__module__ in loaded

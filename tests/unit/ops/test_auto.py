@@ -437,14 +437,8 @@ def test_each_stage_is_planned_by_what_it_saves_itself() -> None:
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        (
-            {"sft": {"engine": {"zero_stage": 2}}},
-            "sft.engine.zero_stage: 2",
-        ),
-        (
-            {"frozen": {"num_workhorses": 2}},
-            "ppo-1.frozen.num_workhorses: 2",
-        ),
+        ({"sft": {"engine": {"zero_stage": 2}}}, "sft.engine.zero_stage: 2"),
+        ({"frozen": {"num_workhorses": 2}}, "ppo-1.frozen.num_workhorses: 2"),
         (
             {
                 "ppo": {

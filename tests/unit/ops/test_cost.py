@@ -39,7 +39,7 @@ BASE = from_parameters(8e9, 2048)
 
 def test_the_nearest_gpu_is_taken() -> None:
     assert [gpu_of(gib * GIB).name for gib in (16, 24, 40, 48, 80, 96, 141, 192)] == [
-        *("L4", "L4", "L40S", "L40S", "H100", "H100", "H200", "H200"),
+        *("L4", "L4", "L40S", "L40S", "H100", "H100", "H200", "H200")
     ]
 
 

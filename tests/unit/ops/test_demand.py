@@ -54,11 +54,6 @@ def test_every_stage_that_holds_models_is_counted() -> None:
     }
 
 
-def test_a_shared_trunk_needs_no_reference() -> None:
-    shared = validate({"base": {"kind": "pretrained", "model": "x", "trainable_layers": 2}})
-    assert [d.role for d in stage_demands(shared, "cpu")["ppo-1"]] == ["generator", "policy", "rewards.0"]
-
-
 def test_stages_that_are_left_out_ask_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XRAY_ALLOWED_IMPORTS", "vader")
     reward = {"reward": None, "preferences": None, "rewards": [{"function": "vader:score"}]}
@@ -100,10 +95,7 @@ def test_a_kind_of_the_users_own_is_asked_like_ours() -> None:
         ("student", 1, 0.5),
         ("teacher", 2, 0.5),
     ]
-    with pytest.raises(
-        ConfigError,
-        match=r"^small\.pairs\.1\.engine\.offload = 'nvme' is not supported with library",
-    ):
+    with pytest.raises(ConfigError, match=r"^small\.pairs\.1\.engine\.offload = 'nvme' is not supported with library"):
         check_graph(graph, "cpu", TWO_CORES)
     with pytest.raises(ConfigError, match=r"^small: its models need 2 GPUs \(student 1 × 0.5, teacher 2 × 0.5\)"):
         check_graph(graph, "cuda", [{"CPU": 4.0, "GPU": 1.0}])
@@ -126,8 +118,7 @@ def test_demand_may_equal_capacity() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "field"),
-    [({"pipeline_parallel": 2}, "pipeline_parallel = 2"), ({"zero_stage": 1}, "zero_stage = 1")],
+    ("layout", "field"), [({"pipeline_parallel": 2}, "pipeline_parallel = 2"), ({"zero_stage": 1}, "zero_stage = 1")]
 )
 def test_megatrons_cuda_options_are_refused_on_cpu(layout: dict[str, int], field: str) -> None:
     engine = {"library": "megatron", "num_workhorses": 2} | layout
@@ -151,12 +142,7 @@ def test_megatrons_cuda_options_are_refused_on_cpu(layout: dict[str, int], field
             "engine.num_workhorses, or add nodes",
         ),
         ({"cpus_per_workhorse": 0.0}, "cuda", TWO_CORES, "sft: its models need 2 GPUs (policy 2 × 1) and the"),
-        (
-            {"cpus_per_workhorse": 0.0},
-            "cuda",
-            [{"GPU": 8.0}, {"CPU": 4.0}],
-            "ppo-1: its models need 11 GPUs",
-        ),
+        ({"cpus_per_workhorse": 0.0}, "cuda", [{"GPU": 8.0}, {"CPU": 4.0}], "ppo-1: its models need 11 GPUs"),
         (
             {"cpus_per_workhorse": 3.0},
             "cpu",

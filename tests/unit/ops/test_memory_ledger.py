@@ -8,10 +8,7 @@ import pytest
 
 from benchmarks.plan_table import Case, cases, graph_of, planned
 from tests.unit.ops.recount import ledger, recounted
-from xray.flows.lifecycle_graph import recorded_graph
-from xray_runtime.cluster.pool.machine import GIB, Machine
-from xray_runtime.methods.loading import load_config
-from xray_runtime.ops.planner.auto import Changes, plan
+from xray_runtime.ops.planner.auto import Changes
 from xray_runtime.ops.planner.cost import GPUS
 from xray_runtime.ops.planner.plan import Plan
 
@@ -35,19 +32,6 @@ def test_every_standard_case_keeps_to_its_gpus(gpu: object) -> None:
     assert len(fitting) > 30
     for found in fitting:
         fits_whenever(found)
-
-
-@pytest.mark.parametrize(
-    ("name", "count", "gib", "fits"),
-    [("gpu-1", 1, 22, True), ("gpu-8", 8, 45, True), ("gpu-64", 64, 79, True), ("gpu-1", 1, 12, False)],
-)
-def test_the_configs_for_gpus_keep_to_theirs(name: str, count: int, gib: int, fits: bool) -> None:
-    machine = Machine(num_devices=count, memory_bytes=gib * GIB, devices_per_node=min(count, NODE))
-    found = plan(recorded_graph(load_config(ROOT / "configs" / f"{name}.yaml")), machine)
-    assert found.fits is fits
-    for stage in found.stages.values():
-        if stage.fits:
-            fits_whenever(stage)
 
 
 def test_a_sync_finds_both_models_awake() -> None:

@@ -67,7 +67,7 @@ def test_the_configs_for_gpus_are_planned(name: str, count: int, gib: int, param
     assert found.fits
     assert list(found.stages) == ["sft", "ppo-1", "evaluate"]
     for stage in found.stages.values():
-        assert recounted(stage) <= 0.9 * gib * GIB
+        assert 0.95 * stage.fullest.peak_bytes <= recounted(stage) <= stage.fullest.peak_bytes <= 0.9 * gib * GIB
         assert {p.role.weight_bytes for p in stage.roles} == {2}
         assert {p.layout.num_devices for p in stage.roles} == {count}
     assert found.stages["sft"].roles[0].role.shape.num_parameters == pytest.approx(parameters, rel=0.02)

@@ -198,13 +198,6 @@ class PPOStageConfig(TrainingConfig):
         """The critic, with defaults resolved."""
         return self.critic or ("shared" if self.advantages == "gae" else "none")
 
-    @property
-    def step_scores(self) -> bool:
-        """Whether an update's first step computes the old log-probabilities: nothing before it needs the policy's. A KL
-        in the reward does, and a value head or frozen layers have other scores from the same pass."""
-        in_reward = self.kl.place == "reward" and self.kl.coef > 0
-        return not in_reward and self.critic_in_use != "shared" and self.trainable_layers is None
-
     @model_validator(mode="before")
     @classmethod
     def _defaults_of_the_method(cls, given: Any) -> Any:

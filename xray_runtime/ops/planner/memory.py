@@ -250,7 +250,7 @@ def training_memory(
     return replace(
         memory,
         kept=kept_bytes(memory.gradients, bucket, trained, layout.zero_stage, sharding, float32_sums=sums),
-        loading=_loading_bytes(shape, weight_bytes, layout, memory, trained, float32_sums=sums),
+        loading=_loading_bytes(shape, weight_bytes, layout, memory, trained, sharding, float32_sums=sums),
         buffers=memory.buffers + _gathered_bytes(shape, held, weight_bytes, layout, sharding, options.offload),
     )
 
@@ -324,18 +324,25 @@ def largest_tensor(shape: ModelShape, tp: int = 1) -> int:
 
 
 def _loading_bytes(
-    shape: ModelShape, weight_bytes: int, layout: Layout, memory: Memory, trained: int, *, float32_sums: bool
+    shape: ModelShape,
+    weight_bytes: int,
+    layout: Layout,
+    memory: Memory,
+    trained: int,
+    sharding: Sharding,
+    *,
+    float32_sums: bool,
 ) -> int:
     """Extra memory while a model to train is loaded: the largest tensor as it is read, DeepSpeed's flat copy of the
-    trained parameters, or the states it then creates. Master weights are read after that. ZeRO-3 also creates gradients
-    and bucket at this point, and ZeRO-1 the float32 sums of half-precision gradients.
+    trained parameters, or the states that are then created. Master weights are read after that. DeepSpeed's ZeRO-3 also
+    creates gradients and bucket at this point, and its ZeRO-1 the float32 sums of half-precision gradients.
     """
-    reading = reading_bytes(shape, weight_bytes, layout)
-    flat = weight_bytes * trained // (layout.dp if layout.zero_stage >= 3 else 1) if layout.zero_stage else 0
-    states = memory.optimizer
-    if layout.zero_stage >= 3:
+    reading, flat, states = reading_bytes(shape, weight_bytes, layout), 0, memory.optimizer
+    if sharding.copies_float32 and layout.zero_stage:
+        flat = weight_bytes * trained // (layout.dp if layout.zero_stage >= 3 else 1)
+    if sharding.keeps_gradients and layout.zero_stage >= 3:
         states += memory.gradients + memory.buffers
-    elif layout.zero_stage == 1 and float32_sums:
+    elif sharding.keeps_gradients and layout.zero_stage == 1 and float32_sums:
         states += FLOAT32_BYTES * trained
     return max(reading, flat, states + reading)
 

@@ -119,15 +119,10 @@ def test_an_episode(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     ("answer", "message"),
     [
         ({"done": True}, "/game/step: 'done' is not allowed: fields are messages, reward, terminated, truncated, info"),
-        ({"reward": "1"}, "Step.reward is '1': must be a finite number"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, r"Step.messages\[0\].role is 'assistant': must be one"),
-        ({"terminated": 1}, "Step.terminated is 1: must be True or False"),
         ([1], "/game/step: the answer is a list: must be a JSON object"),
         (b"<html>", "/game/step: the answer is not JSON: <html>"),
-        (b'{"reward": NaN}', "Step.reward is nan: must be a finite number"),
         (b" " * 2000, "/game/step: the answer is longer than 1000 bytes"),
         (500, "/game/step: status 500 no"),
-        (404, "/game/step: status 404 no"),
     ],
 )
 def test_a_bad_answer_costs_its_episode(
@@ -135,16 +130,8 @@ def test_a_bad_answer_costs_its_episode(
 ) -> None:
     monkeypatch.setattr(bounded_http, "MAX_ANSWER_BYTES", 1000)
     server.answer = answer
-
-    async def play() -> None:
-        # As a worker does.
-        from xray_runtime.agents.environments.answer_checks import as_step
-
-        _, [step] = await played(url_of(server), "1")
-        as_step(step)
-
-    with pytest.raises(Exception, match=message) as caught:
-        asyncio.run(play())
+    with pytest.raises(ValueError, match=message) as caught:
+        asyncio.run(played(url_of(server), "1"))
     assert "\n" not in str(caught.value)
 
 

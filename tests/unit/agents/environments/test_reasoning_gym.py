@@ -91,12 +91,15 @@ def test_no_reply_is_run(task: str, tmp_path: Path) -> None:
 
 def test_every_task_that_runs_replies_is_known() -> None:
     """By the calls in the scores of the package as it is installed."""
-    found = set()
+    found, names = set(), ("eval", "exec", "parse_expr", "sympify")
     for path in Path(reasoning_gym.__file__).parent.rglob("*.py"):
-        for function in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        # Most files are data.
+        is_candidate = "def score_answer" in text and any(name in text for name in names)
+        for function in ast.walk(ast.parse(text)) if is_candidate else ():
             if isinstance(function, ast.FunctionDef) and function.name == "score_answer":
                 calls = [ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)]
-                if any(call.rpartition(".")[2] in ("eval", "exec", "parse_expr", "sympify") for call in calls):
+                if any(call.rpartition(".")[2] in names for call in calls):
                     found.add(path.stem)
     # It runs the answer of an item that the package itself has drawn.
     found.remove("number_sorting")
@@ -107,12 +110,10 @@ def test_every_task_that_runs_replies_is_known() -> None:
     ("arguments", "config", "message"),
     [
         (("no_task", range(1)), {}, "task = 'no_task' is not allowed: reasoning-gym has ab, acre, "),
-        (("word_ladder", range(1)), {}, "task = 'word_ladder' is not allowed: its items depend on PYTHONHASHSEED"),
         (("simple_integration", range(1)), {}, "task = 'simple_integration' is not allowed: its score would run"),
         (("chain_sum", range(0)), {}, r"indices = range\(0, 0\) is not allowed: must be a range of at least one"),
         (("chain_sum", range(-1, 3)), {}, r"indices = range\(-1, 3\) is not allowed"),
         (("chain_sum", range(1)), {"terms": 2}, r"chain_sum: reasoning-gym refuses the settings {'terms': 2} \("),
-        (("chain_sum", range(1)), {"min_terms": 9}, r"chain_sum: reasoning-gym refuses the settings {'min_terms': 9}"),
     ],
 )
 def test_invalid_items_are_refused(arguments: Any, config: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ CHANGES = {
 # Their effect is what they print.
 LEARNS = {
     "content": ("print(open(F).read())", "PRIVATE"),
+    "content by a path upwards": ("print(open('../' * 9 + F).read())", "PRIVATE"),
     "content through another's root": ("print(open(f'/proc/{P}/root{F}').read())", "PRIVATE"),
     "content through another's files": ("print(open(f'/proc/{P}/fd/{FD}').read())", "PRIVATE"),
     "content by pidfd_getfd": (

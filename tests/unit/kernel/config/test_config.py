@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import example, given, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from pydantic import BaseModel
 
 from xray.flows.lifecycle_graph import recorded_graph
@@ -433,6 +433,7 @@ def _paths(model: type[BaseModel]) -> list[str]:
     return names + [f"{n}.{m}" for n in names for m in ("lr", "steps", "stages", "engine", "kind")]
 
 
+@settings(max_examples=40)
 @given(st.sampled_from(_paths(LifecycleConfig)), JSON)
 @example("data", {"\n": None})
 def test_any_value_is_accepted_or_refused_in_one_line(path: str, value: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.unit.live.serving.recording import KEYS, MODEL, exchange, keep, with_recorder
+from xray_runtime.kernel.evidence.envelope import Verifier
 from xray_runtime.kernel.history import recorded
 from xray_runtime.kernel.history.audit_check import read_log
 from xray_runtime.kernel.history.evidence import evidence
@@ -27,7 +28,6 @@ from xray_runtime.live.serving.middleware import key_digest
 from xray_runtime.live.serving.recorder import AnswerRecorder
 from xray_runtime.trust.audit.checks.recorded import check_recorded
 from xray_runtime.trust.keys import rotate, trusted_keys
-from xray_runtime.trust.signing import Verifier
 
 
 def records(output: Path, user: str | None = None) -> list[dict[str, Any]]:

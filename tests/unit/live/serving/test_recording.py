@@ -18,6 +18,7 @@ from xray_runtime.live.serving.middleware import PROXY_HEADER, Tagged, key_diges
 from xray_runtime.live.serving.recording import ANSWER_HEADER, FEEDBACK_PATH, Outbox, RecordingMiddleware
 
 CHAT = "/v1/chat/completions"
+AGREED = {"x_xray_record": "yes"}
 
 
 class Store:
@@ -83,6 +84,30 @@ def middleware(store: Store, outbox: Outbox, app: Any = engine, **config: Any) -
     return RecordingMiddleware(app, MODEL, RecordingConfig(**config), outbox, store.take)
 
 
+def recorded(
+    store: Store,
+    count: Counts | None = None,
+    times: int = 1,
+    app: Any = engine,
+    path: str = CHAT,
+    body: bytes = b"{}",
+    headers: Mapping[str, str] | None = None,
+    **config: Any,
+) -> tuple[int, dict[str, str], bytes]:
+    """The answer to the last of some requests, once all that is recorded of them is in the store."""
+
+    async def run() -> tuple[int, dict[str, str], bytes]:
+        outbox = Outbox(store.keep, count or Counts())
+        try:
+            for _ in range(times):
+                answer = await asked(middleware(store, outbox, app, **config), path, body, **(headers or AGREED))
+        finally:
+            await outbox.drain()
+        return answer
+
+    return asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("routes", "path", "header", "is_kept"),
     [
@@ -100,28 +125,15 @@ def test_only_people_who_agreed_are_recorded(
     routes: tuple[str, ...], path: str, header: dict[str, str], is_kept: bool
 ) -> None:
     store = Store()
-
-    async def run() -> dict[str, str]:
-        outbox = Outbox(store.keep, Counts())
-        _, headers, _ = await asked(middleware(store, outbox, routes=routes), path, **header)
-        await outbox.drain()
-        return headers
-
-    assert (ANSWER_HEADER in asyncio.run(run())) == is_kept
+    _, headers, _ = recorded(store, path=path, headers=header or {"accept": "*"}, routes=routes)
+    assert (ANSWER_HEADER in headers) == is_kept
     assert len(store.kept) == is_kept
 
 
 def test_a_copy_has_what_was_asked_answered_and_measured() -> None:
     store, counts = Store(), Counts()
-
-    async def run() -> tuple[int, dict[str, str], bytes]:
-        outbox = Outbox(store.keep, counts)
-        headers = {"x_xray_record": "yes", "x_xray_user": "ann", "x_xray_application": "shop", "x_request_id": "mine"}
-        found = await asked(middleware(store, outbox), body=b'{"messages": []}', **headers)
-        await outbox.drain()
-        return found
-
-    status, headers, body = asyncio.run(run())
+    given = AGREED | {"x_xray_user": "ann", "x_xray_application": "shop", "x_request_id": "mine"}
+    status, headers, body = recorded(store, counts, body=b'{"messages": []}', headers=given)
     [kept] = store.kept
     # The answer's own id is that of the record, whatever id the client gave.
     assert body == json.dumps({"id": kept.id}).encode() + b'{"messages": []}'
@@ -162,13 +174,7 @@ def test_answers_go_on_while_the_recorder_is_away_and_losses_are_counted(monkeyp
 def test_a_copy_that_is_too_large_for_the_outbox_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "MAX_WAITING_BYTES", 100)
     store, counts = Store(), Counts()
-
-    async def run() -> None:
-        outbox = Outbox(store.keep, counts)
-        assert (await asked(middleware(store, outbox), body=b"x" * 101, x_xray_record="yes"))[0] == 200
-        await outbox.drain()
-
-    asyncio.run(run())
+    assert recorded(store, counts, body=b"x" * 101)[0] == 200
     assert (store.kept, counts.of) == ([], {("lost", "outbox full"): 1})
 
 
@@ -180,13 +186,8 @@ def test_an_answer_that_breaks_off_is_kept_as_far_as_it_came() -> None:
         await send({"type": "http.response.body", "body": b"half", "more_body": True})
         raise asyncio.CancelledError
 
-    async def run() -> None:
-        outbox = Outbox(store.keep, Counts())
-        with pytest.raises(asyncio.CancelledError):
-            await asked(middleware(store, outbox, leaves), x_xray_record="yes")
-        await outbox.drain()
-
-    asyncio.run(run())
+    with pytest.raises(asyncio.CancelledError):
+        recorded(store, app=leaves)
     assert [(kept.answer, kept.complete) for kept in store.kept] == [(b"half", False)]
 
 
@@ -197,26 +198,14 @@ def test_refused_requests_are_not_recorded() -> None:
         await send({"type": "http.response.start", "status": 400, "headers": []})
         await send({"type": "http.response.body", "body": b"no"})
 
-    async def run() -> None:
-        outbox = Outbox(store.keep, Counts())
-        await asked(middleware(store, outbox, refuses), x_xray_record="yes")
-        await outbox.drain()
-
-    asyncio.run(run())
+    recorded(store, app=refuses)
     assert store.kept == []
 
 
 def test_a_share_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     store, draws = Store(), iter([0.1, 0.29, 0.3, 0.9])
     monkeypatch.setattr(recording.random, "random", lambda: next(draws))
-
-    async def run() -> None:
-        outbox = Outbox(store.keep, Counts())
-        for _ in range(4):
-            await asked(middleware(store, outbox, sample=0.3), x_xray_record="yes")
-        await outbox.drain()
-
-    asyncio.run(run())
+    recorded(store, times=4, sample=0.3)
     assert len(store.kept) == 2
 
 

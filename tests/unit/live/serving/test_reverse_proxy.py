@@ -257,13 +257,6 @@ def drawn(sha256: str, who: str, share: float) -> bool:
     return int.from_bytes(hashlib.sha256(f"{sha256}:{who}".encode()).digest()[:4]) < share * 2**32
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_a_canary_gets_its_share_of_users_and_the_champion_answers_for_a_dead_one(
     models: Callable[[str], Model], tmp_path: Path
 ) -> None:
@@ -274,7 +267,7 @@ def test_a_canary_gets_its_share_of_users_and_the_champion_answers_for_a_dead_on
         proxy.move([champion.address])
         proxy.begin_canary(first, [candidate.address], 0.25)
         mine = next(who for who in people if drawn(first, who, 0.25))
-        until(lambda: asked_by(port, x_xray_user=mine) == "candidate")
+        wait_for(lambda: asked_by(port, x_xray_user=mine) == "candidate")
         answered = {who: asked_by(port, x_xray_user=who) for who in people}
         assert {who for who, by in answered.items() if by == "candidate"} == {
             w for w in people if drawn(first, w, 0.25)
@@ -291,7 +284,7 @@ def test_a_canary_gets_its_share_of_users_and_the_champion_answers_for_a_dead_on
         proxy._process.kill()
         proxy._process.wait()
         proxy.restart_if_dead()
-        until(lambda: asked_by(port, x_xray_user=mine) == "candidate")
+        wait_for(lambda: asked_by(port, x_xray_user=mine) == "candidate")
         candidate.shutdown()
         candidate.server_close()
         assert {asked_by(port, x_xray_user=who) for who in people[:60]} == {"champion"}

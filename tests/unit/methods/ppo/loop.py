@@ -19,7 +19,7 @@ import pytest
 from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.protocols import ModelHandle, Ready
 from xray_runtime.cluster.stage import Stage
-from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, TextBatch
+from xray_runtime.data.batch import PromptBatch, ReplyBatch, Scores, StepAnswer, StepTotals, TextBatch
 from xray_runtime.data.pairs import Example, write_pairs
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.data.tokenizing import train_tokenizer
@@ -176,11 +176,11 @@ class PPOModel:
             return values
         return (values if self.world.value_head else Scores()).with_columns(logprobs=logprobs)
 
-    def _train(self, rows: TextBatch, totals: dict[str, float], lr: float, at_once: int = 1) -> StepAnswer:
+    def _train(self, rows: TextBatch, totals: StepTotals, lr: float, at_once: int = 1) -> StepAnswer:
         self._note("train")
         self.world.shares.append(at_once)
         self.world.batches.append((self.role, rows, totals, lr))
-        kl = self.world.approx_kl(self.updates) * totals["tokens"]
+        kl = self.world.approx_kl(self.updates) * totals.tokens
         logprobs = self._logprobs(rows)
         self.updates += 1
         values = {"value_loss": 1.0, "value_clip_count": 0.0}

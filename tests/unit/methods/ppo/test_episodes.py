@@ -84,7 +84,7 @@ def test_turns_and_observations_lie_in_one_row(inputs: PPOInputs, tmp_path: Path
     assert tokenizer.encode("an") != word  # encoded again it would be other tokens
     turn = [*word, tokenizer.eos_token_id]
     for _, rows, totals, _ in world.batches:
-        assert totals["tokens"] == 2 * 9
+        assert totals.tokens == 2 * 9
         masks = list(rows.response_mask)
         for ids, start, mask in zip(rows.input_ids, rows.prompt_lengths, masks, strict=True):
             assert ids[start:][mask].tolist() == turn * 3

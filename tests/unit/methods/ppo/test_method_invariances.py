@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from tests.unit.methods.ppo.parts import Columns, taken, typed
-from xray_runtime.data.batch import PolicyBatch, TextBatch
+from xray_runtime.data.batch import PolicyBatch, StepTotals, TextBatch
 from xray_runtime.data.ragged import Ragged
 from xray_runtime.methods.ppo.config import PPOStageConfig
 from xray_runtime.methods.ppo.experience import build_experience
 from xray_runtime.methods.ppo.objectives import PPOObjective
 from xray_runtime.methods.ppo.published import METHODS
 from xray_runtime.models.heads import HeadedLM
+from xray_runtime.models.objectives import training_loss
 
 MakeLM = Callable[[int], Any]
 NAN = math.nan
@@ -71,13 +72,13 @@ class Setting:
         found = build_experience(self.config, *typed(*parts), scaled, KL_COEF)
         return found.rows, found.num_tokens
 
-    def gradient(
-        self, rows: PolicyBatch, totals: dict[str, float], parts: Sequence[Sequence[int]] | None = None
-    ) -> Tensor:
+    def gradient(self, rows: PolicyBatch, totals: StepTotals, parts: Sequence[Sequence[int]] | None = None) -> Tensor:
         """Of the policy's loss, summed over micro-batches, all weights in one vector."""
         self.module.zero_grad()
         for part in parts or [range(len(rows))]:
-            loss, _ = PPOObjective(self.config).loss(self.module, as_tensors(rows.take(list(part))), totals)
+            loss, _, _ = training_loss(
+                self.module, PPOObjective(self.config), as_tensors(rows.take(list(part))), totals
+            )
             loss.backward()
         found = [p.grad.flatten() for p in self.module.parameters() if p.grad is not None]
         return torch.cat(found).clone()
@@ -85,7 +86,7 @@ class Setting:
     def of(self, rewards: Sequence[float], order: Sequence[int] = range(8), parts: Any = None) -> Tensor:
         """The gradient of these rewards."""
         rows, tokens = self.experience(rewards, order)
-        totals = {"tokens": float(tokens), "rows": float(len(rows)), "kl_coef": KL_COEF}
+        totals = StepTotals(tokens=float(tokens), rows=float(len(rows)), kl_coef=KL_COEF)
         return self.gradient(rows, totals, parts)
 
 
@@ -136,7 +137,7 @@ def test_replies_that_were_all_cut_leave_a_finite_gradient(make_lm: MakeLM, meth
     rows, rollout, scores = setting.rollout()
     rollout["ended"] = np.zeros(8, bool)
     made = build_experience(setting.config, *typed(rows, rollout, scores), torch.tensor(REWARDS), KL_COEF)
-    totals = {"tokens": float(made.num_tokens), "rows": 8.0, "kl_coef": KL_COEF}
+    totals = StepTotals(tokens=float(made.num_tokens), rows=8.0, kl_coef=KL_COEF)
     assert setting.gradient(made.rows, totals).isfinite().all()
 
 
@@ -149,7 +150,7 @@ def test_rewards_that_are_all_the_same_teach_nothing(make_lm: MakeLM, method: st
     setting = Setting(make_lm, method, kl=without_kl, entropy_coef=0.0, **plain)
     rows, tokens = setting.experience([reward] * 8)
     assert not rows.advantages.values.any()
-    assert not setting.gradient(rows, {"tokens": float(tokens), "rows": 8.0, "kl_coef": 0.0}).any()
+    assert not setting.gradient(rows, StepTotals(tokens=float(tokens), rows=8.0, kl_coef=0.0)).any()
 
 
 @pytest.mark.parametrize("method", GROUPED)

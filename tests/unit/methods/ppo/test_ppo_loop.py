@@ -16,7 +16,7 @@ import pytest
 from tests.unit.methods.ppo.loop import MINIBATCH, REPLIES, World, attempt, logprob, plain, words
 from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.protocols import Ready, get, get_all
-from xray_runtime.data.batch import TextBatch
+from xray_runtime.data.batch import StepTotals, TextBatch
 from xray_runtime.kernel.config.section import RuntimeConfig
 from xray_runtime.methods.common.inputs import PPOInputs
 from xray_runtime.methods.ppo.rollouts import PROBE_ROWS
@@ -136,7 +136,7 @@ def test_groups_are_compared_without_a_critic(inputs: PPOInputs, tmp_path: Path)
     ]
     advantages: dict[bytes, list[float]] = {}
     for _, rows, totals, _ in world.batches:
-        assert totals == {"tokens": 2.0 * MINIBATCH, "rows": MINIBATCH, "kl_coef": 0.1}
+        assert totals == StepTotals(tokens=2.0 * MINIBATCH, rows=MINIBATCH, kl_coef=0.1)
         assert not {"values", "returns"} & rows.columns().keys()
         for ids, prompt, of_tokens in zip(rows.input_ids, rows.prompt_lengths, rows.advantages, strict=True):
             assert of_tokens[0] == of_tokens[1]
@@ -176,7 +176,7 @@ def test_the_weight_of_kl_is_steered_towards_its_target(inputs: PPOInputs, tmp_p
     assert [point["kl/coef"] for point in recorder.points] == pytest.approx([0.105, 0.11025])
     # What an iteration's rewards were charged with is the weight before: of the one score and −0.1 · 1.1 a token.
     _, rows, totals, _ = recorder_batches(inputs, tmp_path)[0]
-    assert totals == {"tokens": 2.0 * MINIBATCH, "rows": MINIBATCH, "kl_coef": 0.1}
+    assert totals == StepTotals(tokens=2.0 * MINIBATCH, rows=MINIBATCH, kl_coef=0.1)
     expected = np.clip(words(rows) % 5, -5, 5) - 2 * 0.11
     np.testing.assert_allclose(rows.returns.dense()[:, 0], expected, rtol=1e-5)
 

@@ -327,7 +327,7 @@ def test_a_flaky_source_is_masked_counted_and_bounded(inputs: PPOInputs, tmp_pat
     # Two minibatches as before, one of them a row short; no NaN in any.
     assert [len(rows) for _, rows, _, _ in world.batches] == [MINIBATCH] * 3 + [MINIBATCH - 1]
     assert sorted(np.concatenate([rows.id for _, rows, _, _ in world.batches[2:]])) == [1, 2, 3]
-    assert all(totals["rows"] == len(rows) for _, rows, totals, _ in world.batches)
+    assert all(totals.rows == len(rows) for _, rows, totals, _ in world.batches)
     assert all(
         np.isfinite(getattr(rows, name).values).all()
         for _, rows, _, _ in world.batches

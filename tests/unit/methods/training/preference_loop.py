@@ -18,7 +18,7 @@ from tests.unit.methods.ppo.fake_model import FakeModel
 from tests.unit.methods.ppo.recorder import FakeRecorder
 from xray_runtime.cluster.protocols import ModelHandle
 from xray_runtime.cluster.stage import Stage
-from xray_runtime.data.batch import Scores, StepAnswer, TextBatch
+from xray_runtime.data.batch import Scores, StepAnswer, StepTotals, TextBatch
 from xray_runtime.data.pairs import Example, PreferenceExample, write_pairs
 from xray_runtime.data.tokenizing import train_tokenizer
 from xray_runtime.kernel.config.section import RuntimeConfig
@@ -50,7 +50,7 @@ class Likelier(FakeModel):
         bias = -1.0 if self.name == "reference" else STEP * self.updates
         return Scores(reply_logprobs=(bias - tokens).astype(np.float32))
 
-    def do_train(self, rows: TextBatch, totals: dict[str, float], lr: float) -> StepAnswer:
+    def do_train(self, rows: TextBatch, totals: StepTotals, lr: float, at_once: int = 1) -> StepAnswer:
         self.world.calls.append(f"{self.name} learns")
         self.world.batches.append((rows, totals, lr))
         self.updates += 1

@@ -46,7 +46,7 @@ def test_the_policy_as_it_begins_is_its_reference_and_scores_once(root: Path) ->
     assert world.calls[-1] == "model saves"
     for rows, totals, _ in world.batches:
         # Both replies of a pair are in one step, and what they are divided by is global.
-        assert totals == {"pairs": 5}
+        assert totals.rows == 5
         sides = (("input_ids", "ref_chosen"), ("rejected_ids", "ref_rejected"))
         for ids, ref in sides:
             lengths = getattr(rows, ids).lengths
@@ -203,9 +203,8 @@ def test_kto_learns_from_pairs_and_verdicts(root: Path) -> None:
     assert len(learned) == 28
     assert sum(desirable for _, desirable in learned) == 14
     # Each step every reply is 0.5 nats likelier than the reference says, under whatever prompt.
-    assert [totals for _, totals, _ in world.batches] == [
-        {"rows": 14, "baseline": pytest.approx(STEP * step)} for step in range(4)
-    ]
+    assert [totals.rows for _, totals, _ in world.batches] == [14] * 4
+    assert [totals.baseline for _, totals, _ in world.batches] == pytest.approx([STEP * step for step in range(4)])
     assert [point["kto/baseline"] for point in recorder.points[1:]] == pytest.approx([0, 0.5, 1.0, 1.5])
     assert "kto/heldout_accuracy" in recorder.points[-1]
 
@@ -337,7 +336,7 @@ def test_both_sides_of_a_pair_come_with_the_prompt_that_they_share(root: Path) -
     attempt(reward_model, inputs, RewardConfig(batch_size=5, epochs=1), root / "out", world, model=Longer)
     assert world.calls == ["model learns", "model scores 6"] * 2 + ["model saves"]
     for rows, totals, _ in world.batches:
-        assert totals == {"rows": 5}
+        assert totals.rows == 5
         assert (rows.prompt_lengths > 1).all()
         chosen, rejected = rows.alike_prompts().reshape(2, -1)
         assert (chosen == rejected).all()

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.unit.models.tensors import batch
-from xray_runtime.data.batch import Scores, StepAnswer
+from xray_runtime.data.batch import Scores, StepAnswer, StepTotals, TextBatch
+from xray_runtime.data.ragged import Ragged
 from xray_runtime.methods.common.preference_objectives import DPOObjective, KTOObjective
 from xray_runtime.methods.common.training.steps import (
     DPOSums,
@@ -20,7 +22,6 @@ from xray_runtime.methods.common.training.steps import (
     PolicySums,
     SFTSums,
     StepStatistics,
-    StepTotals,
     ValueSums,
     read_step,
 )
@@ -29,7 +30,7 @@ from xray_runtime.methods.kto.config import KTOConfig
 from xray_runtime.methods.ppo.config import PPOStageConfig
 from xray_runtime.methods.ppo.objectives import CriticObjective, PPOObjective
 from xray_runtime.models.heads import HeadedLM
-from xray_runtime.models.objectives import Objective, SFTObjective, Tensors
+from xray_runtime.models.objectives import Objective, SFTObjective, Tensors, training_loss
 from xray_runtime.models.reward_objective import RewardObjective
 
 REPLIES = [([5, 9, 7], [42, 11]), ([8, 100], [25, 60, 61])]
@@ -39,7 +40,7 @@ PPO = PPOStageConfig()
 OBJECTIVES: dict[str, tuple[Objective, type[Any], bool, StepTotals]] = {
     "sft": (SFTObjective(), SFTSums, False, StepTotals(tokens=NUM_TOKENS)),
     "reward model": (RewardObjective(), PairSums, True, StepTotals(rows=2)),
-    "dpo": (DPOObjective(DPOConfig()), DPOSums, False, StepTotals(pairs=2)),
+    "dpo": (DPOObjective(DPOConfig()), DPOSums, False, StepTotals(rows=2)),
     "kto": (KTOObjective(KTOConfig()), KTOSums, False, StepTotals(rows=2, baseline=0.1)),
     "policy": (PPOObjective(PPO), PolicySums, False, StepTotals(tokens=NUM_TOKENS, rows=2, kl_coef=0.1)),
     "policy with a value head": (
@@ -67,7 +68,7 @@ def test_objectives_return_the_sums_that_are_named(
 ) -> None:
     objective, kind, head, totals = OBJECTIVES[role]
     module = HeadedLM(make_lm(1), scalar_head=head).double()
-    loss, sums = objective.loss(module, batch(rows_of(role, as_rows)), totals.to_wire())
+    loss, sums, _ = training_loss(module, objective, batch(rows_of(role, as_rows)), totals)
     assert loss.isfinite()
     optional = {"value_loss", "value_clip_count"} if role == "policy" else set()
     assert sums.keys() == {field.name for field in fields(kind)} - optional
@@ -77,8 +78,11 @@ def test_objectives_return_the_sums_that_are_named(
     assert all(getattr(read.sums, name) == float(value) for name, value in sums.items())
 
 
-def test_absent_fields_are_not_sent() -> None:
-    assert StepTotals(rows=3, baseline=0.0).to_wire() == {"rows": 3.0, "baseline": 0.0}
+def test_a_steps_totals_count_rows_and_the_tokens_of_their_replies() -> None:
+    rows = TextBatch.of([[1, 2], [3]], [[4, 5, 6], [7]])
+    assert StepTotals.of(rows, baseline=0.5) == StepTotals(tokens=4.0, rows=2.0, baseline=0.5)
+    counted = Ragged(np.array([True, False, True, True]), np.array([0, 3, 4]))
+    assert StepTotals.of(rows.with_columns(response_mask=counted)).tokens == 3.0
 
 
 def test_the_sums_that_are_not_finite_are_named_in_order() -> None:
