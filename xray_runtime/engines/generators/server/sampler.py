@@ -27,7 +27,7 @@ from xray_runtime.kernel.signs import part_done
 if TYPE_CHECKING:
     import httpx
 
-    from xray_runtime.engines.generators.server import ServerConfig
+    from xray_runtime.engines.generators.server.config import ServerConfig
 
 log = logging.getLogger(__name__)
 
