@@ -41,6 +41,9 @@ class GeneratorPlug(Protocol):
     @property
     def capabilities(self) -> GeneratorCapabilities: ...
 
+    def check_services(self, config: GeneratorConfig, runtime: RuntimeConfig) -> None:
+        """See `Section.check_services`."""
+
 
 TRAINERS: Registry[TrainerPlug] = Registry("library", "xray_runtime.engines.trainers", "TRAINER", "xray.trainers")
 GENERATORS: Registry[GeneratorPlug] = Registry(
@@ -180,6 +183,13 @@ class EngineConfig(ComputedConfig, PlugSection):
     def check_written(self) -> None:
         """Raises ValueError if fields conflict that `runtime.parallel: auto` may still change."""
 
+    def check_runtime(self, runtime: RuntimeConfig, path: str) -> None:
+        if runtime.parallel == "as_written":
+            try:
+                self.check_written()
+            except ValueError as error:
+                raise ValueError(f"{path}.{error}") from None
+
     def check_device(self, device: str, path: str) -> None:
         """Raises ValueError if `device` ("cpu" or "cuda") does not support a field of this section, which is at
         `path`."""
@@ -226,7 +236,7 @@ class GeneratorConfig(PlugSection):
         """Libraries that the processes of its Workhorses import; see `cluster.pool.libraries`."""
         return f"generator:{self.engine}"
 
-    def check_runtime(self, runtime: RuntimeConfig) -> None:
+    def check_runtime(self, runtime: RuntimeConfig, path: str) -> None:
         """Raises ValueError if the generator cannot do what `runtime` asks of it."""
         direct = runtime.weight_transfer in ("nccl", "ipc")
         for capability, value, field in (
@@ -235,9 +245,12 @@ class GeneratorConfig(PlugSection):
         ):
             if field is not None:
                 feature = f"runtime.{field} = {getattr(runtime, field)!r}"
-                self.require(capability, feature, "generator", value)
+                self.require(capability, feature, path, value)
                 if runtime.device == "cpu":
                     raise ValueError(unsupported(feature, "runtime.device = 'cpu'", why="it needs 'cuda'"))
+
+    def check_services(self, runtime: RuntimeConfig) -> None:
+        GENERATORS.get(self.engine).check_services(self, runtime)
 
     def precision(self, device: str) -> Literal["float32", "bfloat16"]:
         """The precision of weights and activations on `device` ("cpu" or "cuda")."""
