@@ -2,8 +2,8 @@
 
     manifest.json, model.safetensors, …   the checkpoint, as its manifest lists it
     README.md                             the model card (models and reward models alone)
-    attestation/statement.json            how this copy was made: in-toto with SLSA provenance, signed; lists every other
-                                          file but model.sig by sha256
+    attestation/statement.json            how this copy was made: in-toto with SLSA provenance, signed; it lists the
+                                          sha256 of every other file but model.sig
     attestation/code.diff                 changes that were not committed, if there are any
     attestation/card.md                   in an evaluation: the card of the policy with its results
     model.sig                             OpenSSF model signature (models and reward models alone): `model_signature`

@@ -24,11 +24,11 @@ from xray.cli.supervisor import supervise
 from xray.deployments.local_services import LOST
 from xray.flows.subject import Subject
 from xray_runtime.kernel.config.section import RuntimeConfig
+from xray_runtime.kernel.evidence.envelope import Verifier
 from xray_runtime.kernel.evidence.view import RunBegan
 from xray_runtime.kernel.history.audit_check import read_log
 from xray_runtime.trust.keys import trusted_keys
 from xray_runtime.trust.log import append
-from xray_runtime.trust.signing import Verifier, signing_key
 
 Attempt = Callable[[Job], int]
 """Job → exit code of its process."""
@@ -122,7 +122,7 @@ def test_an_abandoned_record_does_not_stay_running(tmp_path: Path, monkeypatch: 
             output.mkdir(exist_ok=True)
             facts = {"project": "p", "seed": 0, "config_digest": "0" * 64}
             named = {"tracking": "", "experiment": "p", "name": "p seed 0", "params": "0" * 64, "tags": {}}
-            append(output, signing_key(output), RunBegan(run_id="0" * 32, place="", facts=facts, **named))
+            append(output, RunBegan(run_id="0" * 32, place="", facts=facts, **named))
             record = {"run_id": "0" * 32, "flow_run_id": None, "status": "running", "stages": []}
             (output / "lifecycle.json").write_text(json.dumps(record))
         job.outputs.write_text(f"{chosen}\n")

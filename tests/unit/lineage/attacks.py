@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from tests.unit.serving.recording import KEYS, exchange, keep, with_recorder
 from xray.flows.cycles import Cycle, place_of, read_cycles, write_cycle
 from xray_runtime.kernel.config.validation import ConfigError
+from xray_runtime.kernel.evidence.envelope import Verifier
 from xray_runtime.kernel.history.audit_check import Finding, read_log
 from xray_runtime.kernel.history.recorded import CHAIN, SegmentWriter
 from xray_runtime.kernel.history.recorded_rows import RECORDED, Row, read_segment, segment_bytes, segment_name
@@ -25,7 +26,7 @@ from xray_runtime.methods.curate.curation import Curated, curate
 from xray_runtime.methods.curate.signals import Label, Signal
 from xray_runtime.trust.audit.checks.recorded import check_recorded
 from xray_runtime.trust.keys import trusted_keys
-from xray_runtime.trust.signing import Verifier, signing_key
+from xray_runtime.trust.signing import signing_key
 
 PEOPLE, ROWS = 40, 6
 """Honest people, and what each corrects in a cycle."""

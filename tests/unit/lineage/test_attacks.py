@@ -24,6 +24,7 @@ from tests.unit.lineage.attacks import (
 from tests.unit.lineage.cycles import ran
 from xray.flows.cycles import read_cycles
 from xray_runtime.data.pairs import Example, Pairs
+from xray_runtime.kernel.evidence.envelope import Verifier
 from xray_runtime.kernel.evidence.kinds.signed_files import SignedDirectories
 from xray_runtime.kernel.graph.artifacts import Feedback
 from xray_runtime.kernel.history.signed_files import LOG_EVERY
@@ -34,7 +35,6 @@ from xray_runtime.methods.curate.config import RecordedPromptsConfig
 from xray_runtime.trust import log
 from xray_runtime.trust.audit.checks.comparisons import check_comparisons
 from xray_runtime.trust.keys import trusted_keys
-from xray_runtime.trust.signing import Verifier
 
 
 @pytest.mark.parametrize("attack", ON_DISK, ids=lambda attack: attack.__name__)

@@ -20,7 +20,6 @@ from xray_runtime.trust.audit.checkpoints import audit
 from xray_runtime.trust.log import decide
 from xray_runtime.trust.model_page import FORM
 from xray_runtime.trust.promotion import decline, review
-from xray_runtime.trust.signing import signing_key
 
 
 def client_of(output: Path) -> mlflow.MlflowClient:
@@ -162,7 +161,7 @@ def test_a_version_of_an_older_release_has_no_page_and_may_not_claim_one(tmp_pat
     run_id = lifecycle.tracker.client.get_logged_model(ref.mlflow_model_id).source_run_id
     version = lifecycle.tracker.registry.register(NAME, ref, run_id, "candidate")
     signed = {"action": "register", "name": NAME, "alias": "candidate", "version": version}
-    decide(output, signing_key(output), checkpoint=ref.sha256, **signed)  # type: ignore[arg-type]
+    decide(output, checkpoint=ref.sha256, **signed)  # type: ignore[arg-type]
     lifecycle.record()
     assert broken(output) == []
     client_of(output).set_model_version_tag(NAME, "1", "xray.signed_by", "ab" * 32)

@@ -34,7 +34,7 @@ from xray_runtime.trust.audit.checkpoints import audit
 from xray_runtime.trust.bundle import audit_bundle, import_bundle
 from xray_runtime.trust.keys import trusted_keys
 from xray_runtime.trust.log import append, decide
-from xray_runtime.trust.signing import fingerprint, public_key, signing_key
+from xray_runtime.trust.signing import public_key, read_public, signing_key
 
 EVIL = "approved by the board"
 
@@ -50,7 +50,7 @@ def declined(output: Path) -> None:
     """A person's refusal is the last entry, as `promotion.decline` leaves it."""
     decided = view(output).decided[NAME, "candidate"]
     fields = {"name": NAME, "alias": "champion", "version": decided.version, "checkpoint": decided.checkpoint}
-    decide(output, signing_key(output), action="decline", by="ada", note="unsafe", **fields)
+    decide(output, action="decline", by="ada", note="unsafe", **fields)
 
 
 def lines(output: Path) -> list[bytes]:
@@ -76,7 +76,7 @@ def _by_a_stranger(output: Path) -> None:
     shutil.copytree(output / "keys", output / "kept")
     other = output.parent / "other"
     register = {"name": "x", "alias": "candidate", "version": "1", "checkpoint": "ab" * 32}
-    decide(other, signing_key(other), action="register", **register)
+    decide(other, action="register", **register)
     shutil.copy(other / END, output / END)
     shutil.rmtree(output / "kept")
 
@@ -224,7 +224,7 @@ def test_the_record_of_a_lost_run_is_signed_as_the_run_wrote_it(known: bool, tmp
         facts = {"project": "p", "seed": 7, "config_digest": "d"}
         texts = {"place": "", "tracking": "", "experiment": "e", "name": "n", "params": "0" * 64}
         began = RunBegan.model_validate({"run_id": "lost", "facts": facts, "tags": {}, **texts})
-        append(output, signing_key(output), began)
+        append(output, began)
     RunSummary(output, output, {"seed": 7}, "lost", None, "#")
     path = output / LIFECYCLE
     content = json.loads(path.read_text())
@@ -266,7 +266,7 @@ def test_no_key_that_a_bundle_brings_is_trusted(untouched: Path, tmp_path: Path)
     signing_key(intruder)
     bundle = bundled(untouched, tmp_path / "policy.tar")
     with tarfile.open(bundle, "a") as archive:
-        archive.add(public_key(intruder), f"keys/trusted/{fingerprint(public_key(intruder))[:16]}.pub")
+        archive.add(public_key(intruder), f"keys/trusted/{read_public(public_key(intruder)).sha256[:16]}.pub")
     uri = f"sqlite:///{other / 'mlflow.db'}"
     with pytest.raises(ConfigError, match=r"is signed with key \w{16}, which is not trusted here: .* --public-key"):
         import_bundle(bundle, other, tracking_uri=uri, experiment="x", public=None)
@@ -274,8 +274,8 @@ def test_no_key_that_a_bundle_brings_is_trusted(untouched: Path, tmp_path: Path)
     result = import_bundle(bundle, other, tracking_uri=uri, experiment="x", public=public_key(untouched))
     assert result.is_sound, result.broken
     assert {key.sha256 for key in trusted_keys(other)} == {
-        fingerprint(public_key(untouched)),
-        fingerprint(public_key(other)),
+        read_public(public_key(untouched)).sha256,
+        read_public(public_key(other)).sha256,
     }
 
 
@@ -286,7 +286,7 @@ def test_no_other_directory_is_trusted_for_its_own_key(form: str, untouched: Pat
         checkpoint_from(ref, tmp_path / "run", None)
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
     done = xray("keys", "trust", public_key(untouched), "--output", tmp_path / "run")
-    assert (done.exit_code, fingerprint(public_key(untouched)) in done.output) == (0, True)
+    assert (done.exit_code, read_public(public_key(untouched)).sha256 in done.output) == (0, True)
     assert checkpoint_from(ref, tmp_path / "run", None).stage == "ppo-2"
 
 

@@ -18,7 +18,6 @@ from xray_runtime.kernel.evidence.view import RunBegan, run_lock
 from xray_runtime.kernel.history.reference import find, open_lineage_store
 from xray_runtime.live.serving.recording import COUNTERS
 from xray_runtime.trust.log import append
-from xray_runtime.trust.signing import signing_key
 
 DEPLOYMENTS = Path(__file__).parents[3] / "deployments"
 Sample = tuple[str, tuple[tuple[str, str], ...]]
@@ -46,7 +45,7 @@ def at_work(output: Path) -> None:
     began = RunBegan(
         run_id="live-1", place="", facts={}, tracking="", experiment="e", name="tonight", params="0" * 64, tags={}
     )
-    append(output, signing_key(output), began)
+    append(output, began)
     (output / "lifecycle.json").write_text(json.dumps({"run_id": "live-1", "status": "running", "stages": []}))
     records = output / "records" / "ppo-0123456789ab"
     records.mkdir()

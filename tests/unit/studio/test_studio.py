@@ -27,7 +27,6 @@ from xray_runtime.kernel.tracking.registry_view import RegistryView
 from xray_runtime.live.feedback.session import read_sessions
 from xray_runtime.trust.audit.checkpoints import audit
 from xray_runtime.trust.log import append
-from xray_runtime.trust.signing import signing_key
 
 
 @pytest.fixture
@@ -144,7 +143,7 @@ def test_a_run_that_is_at_work_is_shown_as_it_goes_on(output: Path) -> None:
     began = RunBegan(
         run_id="live-1", place="", facts={}, tracking="", experiment="e", name="tonight", params="0" * 64, tags={}
     )
-    append(output, signing_key(output), began)
+    append(output, began)
     (output / "lifecycle.json").write_text(json.dumps({"run_id": "live-1", "status": "running", "stages": []}))
     records = output / "records" / "sft-0123456789ab"
     records.mkdir()

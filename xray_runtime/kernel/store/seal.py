@@ -69,7 +69,10 @@ class Seal:
 
     def holds(self, name: str, content: bytes, seal: object) -> bool:
         """Whether `seal` is by a trusted key, for this content under this name."""
-        return self._read(name, str(seal).encode()) == (len(content), hashlib.sha256(content).hexdigest())
+        return self._read(name, str(seal).encode(errors="replace")) == (
+            len(content),
+            hashlib.sha256(content).hexdigest(),
+        )
 
     def seal_file(self, path: Path, written: Path | None = None) -> None:
         """Write the seal of the file `path`; until it is renamed, its content is in `written`."""
