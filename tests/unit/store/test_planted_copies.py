@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.lineage.tampering import restated
+from tests.unit.lineage.tampering import edit_json, restated
 from tests.unit.store import published
 from xray.tasks.spec import StageResult
 from xray.tasks.stored_results import PUBLISHED, RESULTS, find_result, keep_result
@@ -27,7 +27,7 @@ from xray_runtime.kernel.evidence.statement import RunFacts
 from xray_runtime.kernel.evidence.view import Published
 from xray_runtime.kernel.store.checkpoints import Store
 from xray_runtime.kernel.store.identity import Identity, file_sha256
-from xray_runtime.kernel.store.manifest import ATTESTATION, MANIFEST, SIGNATURE
+from xray_runtime.kernel.store.manifest import ATTESTATION, MANIFEST
 from xray_runtime.kernel.store.shared import INDEX, SharedStore
 from xray_runtime.kernel.tracking.recorder import RECORDS, records_directory
 from xray_runtime.trust.attestation import attest, open_store
@@ -134,12 +134,11 @@ def signed_by_a_stranger_whose_key_lies_there(shared: Path) -> None:
 def without_a_record(shared: Path) -> None:
     other_weights(shared)
     shutil.rmtree(copy_of(shared) / ATTESTATION)
-    (copy_of(shared) / SIGNATURE).unlink()
     indexed(shared)
 
 
 def without_a_signature(shared: Path) -> None:
-    (copy_of(shared) / SIGNATURE).unlink()
+    edit_json(copy_of(shared) / ATTESTATION / "statement.json", signatures=[])
     indexed(shared)
 
 

@@ -69,10 +69,8 @@ class Seal:
 
     def holds(self, name: str, content: bytes, seal: object) -> bool:
         """Whether `seal` is by a trusted key, for this content under this name."""
-        return self._read(name, str(seal).encode(errors="replace")) == (
-            len(content),
-            hashlib.sha256(content).hexdigest(),
-        )
+        size, sha256 = self._read(name, str(seal).encode(errors="replace"))
+        return size == len(content) and sha256 == hashlib.sha256(content).hexdigest()
 
     def seal_file(self, path: Path, written: Path | None = None) -> None:
         """Write the seal of the file `path`; until it is renamed, its content is in `written`."""
