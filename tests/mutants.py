@@ -39,21 +39,22 @@ NOTICED = {"killed", "timeout"}
 
 ONE_IN = 6
 GUARDS = {
+    "kernel/evidence/envelope": "lineage/test_signing.py",
     "kernel/evidence/lines": "lineage/test_log.py",
     "kernel/evidence/log": "lineage/test_log.py lineage/test_log_tail.py",
     "kernel/evidence/statement": "lineage/test_statement.py",
     "kernel/evidence/view": "lineage/test_log.py",
     "trust/bundle": "lineage/test_bundle.py lineage/test_import.py lineage/test_adopt.py lineage/test_keys.py",
     "trust/log": "lineage/test_log.py",
-    "trust/gates": "lineage/test_leaky_judges.py lineage/test_promotion.py lineage/test_judgements.py",
+    "trust/model_signature": "lineage/test_model_signature.py lineage/test_tampering.py",
+    "trust/gates": "lineage/test_leaky_judges.py lineage/test_promotion.py lineage/test_judgements.py"
+    " lineage/test_terms.py",
     "trust/leaky_judges": "lineage/test_leaky_judges.py",
     "trust/keys": "lineage/test_signing.py lineage/test_keys.py store/test_shared.py",
     "trust/promotion": "lineage/test_promotion.py lineage/test_terms.py",
     "trust/replay": "lineage/test_replay.py",
     "trust/retention": "lineage/test_retention.py lineage/test_promotion.py lineage/test_judgements.py",
-    "trust/signed_lines": "lineage/test_log.py",
     "trust/signing": "lineage/test_signing.py",
-    "trust/terms": "lineage/test_terms.py",
     "data/columnar": "data/test_columns.py workers/test_rows_and_packing.py workers/test_micro_batches.py",
     "methods/evaluate/judge_leakage": "evaluation/test_judge_leakage.py",
     "methods/evaluate/judging": "evaluation/test_judging.py evaluation/test_evaluate.py evaluation/test_compare.py",
