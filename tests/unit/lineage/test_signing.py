@@ -22,7 +22,6 @@ from xray_runtime.kernel.evidence.envelope import (
     EvidenceModel,
     InTotoRecord,
     SignatureProblem,
-    StatementSubject,
     TrustedKey,
     Verifier,
     load_public,
@@ -63,7 +62,7 @@ class NoteRecord(InTotoRecord[Note]):
 
 def note(*private: bytes, text: str = "a") -> bytes:
     """A signed note."""
-    return sign(NoteRecord(subject=[StatementSubject.of("x", "0" * 64)], predicate=Note(text=text)), *private)
+    return sign(NoteRecord.of(Note(text=text), {"x": "0" * 64}), *private)
 
 
 KEY = new_private_key()
@@ -139,7 +138,7 @@ def test_an_older_format_is_named() -> None:
 
 def test_a_statement_that_in_toto_refuses_is_not_signed() -> None:
     with pytest.raises(ValueError, match="At least one subject required"):
-        sign(NoteRecord(subject=[], predicate=Note(text="a")), KEY)
+        sign(NoteRecord.of(Note(text="a"), {}), KEY)
 
 
 def test_a_statement_of_another_kind_is_refused() -> None:
