@@ -25,6 +25,9 @@ from xray_runtime.trust.keys import rotate
 from xray_runtime.trust.log import decide
 from xray_runtime.trust.retention import plan_prune, prune
 
+SEEN = {"file-changed", "signature-foreign", "key-exposed", "checkpoint-missing", "file-unsigned"}
+"""Codes of the faults that are put in after an audit."""
+
 
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +99,7 @@ def test_unchanged_checkpoints_are_not_read_again(fresh: Callable[[], Path], wor
     assert audit(open_lineage_store(output, None)).unchanged == 0
 
 
-@pytest.mark.parametrize("name", list(FAULTS)[:: len(FAULTS) // 12])
+@pytest.mark.parametrize("name", [name for name, (_, code) in FAULTS.items() if code in SEEN])
 def test_tampering_since_the_last_audit_is_found(name: str, fresh: Callable[[], Path]) -> None:
     output = fresh()
     assert since(output).is_sound
